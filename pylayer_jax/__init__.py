@@ -1,0 +1,9 @@
+"""Custom gradients for JAX, written the way Paddle and PyTorch users write them."""
+
+from ._context import PyLayerContext
+from ._layer import PyLayer
+from ._once import once_differentiable
+
+__version__ = "0.1.0"
+
+__all__ = ["PyLayer", "PyLayerContext", "__version__", "once_differentiable"]

@@ -1,0 +1,48 @@
+"""Traced values hidden inside functions, where neither JAX nor a context can follow them."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+
+from ._compat import Tracer
+
+_DEPTH = 4  # a lambda in a partial in a closure is as deep as real code was seen to go
+
+
+def traced_names(function: object, depth: int = _DEPTH) -> list[str]:
+    """The names under which `function` reaches traced arrays, other than by its arguments."""
+    if depth == 0:
+        return []
+    if isinstance(function, functools.partial):
+        held = {f"argument {i} of the partial": value for i, value in enumerate(function.args)}
+        held |= function.keywords
+        return traced_names(function.func, depth - 1) + _traced(held, depth)
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    held = dict(zip(code.co_freevars, map(_content, getattr(function, "__closure__", None) or ()), strict=True))
+    spread = getattr(function, "__globals__", {})
+    held |= {name: spread[name] for name in code.co_names if isinstance(spread.get(name), Tracer)}
+    held |= {f"default {i}": value for i, value in enumerate(getattr(function, "__defaults__", None) or ())}
+    return _traced(held, depth)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a variable that is not assigned yet
+        return None
+
+
+def _traced(held: dict[str, Any], depth: int) -> list[str]:
+    names: list[str] = []
+    for name, value in held.items():
+        for leaf in jax.tree_util.tree_leaves(value):
+            if isinstance(leaf, Tracer) or (callable(leaf) and traced_names(leaf, depth - 1)):
+                names.append(name)
+                break
+    return names

@@ -1,0 +1,161 @@
+"""Every name of JAX that may move between versions, with the reason it is needed.
+
+The rest of the package uses `jax`, `jax.numpy`, `jax.tree_util`, `jax.errors` and this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer, eval_context, eval_jaxpr
+from jax.extend.core import (
+    DebugInfo,
+    Literal,
+    Primitive,
+    concrete_or_error,
+    get_opaque_trace_state,
+    unmapped_aval,
+)
+from jax.extend.linear_util import wrap_init
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+__all__ = [
+    "Primitive",
+    "Tracer",
+    "Zero",
+    "concrete_value",
+    "differentiable",
+    "eval_jaxpr",
+    "instantiate",
+    "is_differentiated",
+    "is_forward_mode_tracer",
+    "is_literal",
+    "is_undefined",
+    "layer_of",
+    "mapped_type",
+    "nothing_is_traced",
+    "prune",
+    "register",
+    "stage",
+    "tangent_type",
+    "typeof",
+    "vmap_like",
+]
+
+typeof = jax.typeof
+
+# Symbolic zeros as the rules of a primitive meet them (`custom_vjp` rules meet `SymbolicZero`).
+Zero = ad.Zero
+
+# Marks the arguments of a transpose rule that it must produce cotangents for.
+is_undefined = ad.is_undefined_primal
+
+with eval_context():
+    # `eval_context` guarantees the plain state here, also when the import happens inside a trace.
+    _PLAIN = get_opaque_trace_state(convention="nnx")
+
+
+def nothing_is_traced() -> bool:
+    # The only public way to ask whether any transformation is active; a third of a microsecond.
+    return get_opaque_trace_state(convention="nnx") == _PLAIN
+
+
+def is_differentiated(value: object) -> bool:
+    # The tracer of `jax.grad`, `jax.vjp` and `jax.linearize` has no public name.
+    return type(value).__name__ == "LinearizeTracer" or isinstance(value, ad.JVPTracer)
+
+
+def is_forward_mode_tracer(value: object) -> bool:
+    return isinstance(value, ad.JVPTracer)
+
+
+def concrete_value(value: Any) -> Any:
+    # The number under any stack of differentiation; raises ConcretizationTypeError under jit and vmap.
+    return concrete_or_error(None, value, "pylayer_jax needs the value")
+
+
+def tangent_type(aval: Any) -> Any:
+    return aval.to_tangent_aval()
+
+
+def differentiable(aval: Any) -> bool:
+    # float0 is the tangent dtype of integers, bools and PRNG keys.
+    return tangent_type(aval).dtype != jax.dtypes.float0
+
+
+def instantiate(aval: Any) -> jax.Array:
+    # Zeros that keep the sharding and the varying axes of `aval`, which `jnp.zeros` would lose.
+    return ad.instantiate_zeros(Zero(aval))
+
+
+def stage(function: Callable[..., Sequence[Any]], avals: Sequence[Any], name: str) -> tuple[Any, list[Any]]:
+    """The jaxpr of a flat function, and the values it closes over, which are its leading inputs.
+
+    `jax.make_jaxpr` does the same at five times the cost, which every traced layer would pay.
+    """
+    debug = DebugInfo("pylayer_jax", name, None, None)
+    jaxpr, _, consts = pe.trace_to_jaxpr_dynamic(wrap_init(function, debug_info=debug), list(avals))
+    if jaxpr.constvars:  # jax 0.10 keeps them apart, 0.12 does not
+        jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
+    return jaxpr, list(consts)
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, Literal)
+
+
+def layer_of(equation: Any) -> str | None:
+    """The name of the function with a custom gradient that an equation applies, if it is one."""
+    if equation.primitive.name == "custom_vjp_call":
+        return equation.params["call_jaxpr"].debug_info.func_name
+    if equation.primitive.name == "call_hi_primitive":  # the same under jax_custom_vjp3
+        traced = getattr(equation.params["_prim"], "traced", None)
+        return getattr(traced, "fun_name", None)
+    return None
+
+
+def mapped_type(axis: Any, aval: Any) -> Any:
+    """The type of an array of `aval` with the mapped axis in front."""
+    return unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis)
+
+
+def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """The jaxpr without the equations that only unused outputs need, and which inputs it still reads."""
+    return pe.dce_jaxpr(jaxpr, list(used))
+
+
+def vmap_like(function: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """`jax.vmap` over the mapped axis that a batching rule was given."""
+    return jax.vmap(
+        function,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_name=axis.name,
+        axis_size=axis.size,
+        spmd_axis_name=axis.spmd_name,
+    )
+
+
+def register(
+    primitive: Any,
+    *,
+    evaluate: Callable[..., Any],
+    abstract: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    transpose: Callable[..., Any] | None = None,
+) -> None:
+    """Enter a primitive with several results into the rule tables of `jax.interpreters`."""
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate)
+    primitive.def_effectful_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = jvp
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = transpose
+    # The "fancy" table hands over the axis name, which collectives inside a layer need.
+    batching.fancy_primitive_batchers[primitive] = batch
+    # Every application has parameters of its own, so a cached lowering could never be hit.
+    mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True), cacheable=False)

@@ -1,0 +1,170 @@
+"""What `backward` returned, matched to the inputs of `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._arguments import Argument, Arguments
+from ._compat import differentiable
+from ._context import describe
+from ._partition import is_tensor
+
+_ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
+
+
+def match_gradients(result: Any, arguments: Arguments, needed: Sequence[bool]) -> list[Any]:
+    """One gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
+
+    `needed` says which tensors need one; what is given for the others is dropped.
+
+    Raises:
+        ValueError: for a wrong count, structure, type or shape; it names the layer and the argument.
+    """
+    gradients: list[Any] = [None] * len(needed)
+    for argument, entry in _pair(result, arguments, needed):
+        if any(needed[argument.span]):
+            gradients[argument.span] = _fit_argument(entry, argument, arguments, needed)
+    return gradients
+
+
+def _pair(result: Any, arguments: Arguments, needed: Sequence[bool]) -> list[tuple[Argument, Any]]:
+    slots, layer = arguments.slots, arguments.layer
+    entries = _entries(result, slots)
+    if len(entries) == len(slots):
+        return list(zip(slots, entries, strict=True))
+    if len(entries) == len(arguments.arguments):
+        for argument, entry in zip(arguments.arguments, entries, strict=True):
+            if entry is not None and not argument.skeleton.size:
+                raise ValueError(
+                    f"{layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, which "
+                    "holds no tensor. Return None in its place."
+                )
+        return [(a, e) for a, e in zip(arguments.arguments, entries, strict=True) if a.skeleton.size]
+    left_out = slots[len(entries) :]
+    if len(entries) < len(slots) and not any(any(needed[a.span]) for a in left_out):
+        return list(zip(slots, entries, strict=False))
+    raise ValueError(_count_message(entries, slots, arguments, [a for a in left_out if any(needed[a.span])]))
+
+
+def _entries(result: Any, slots: list[Argument]) -> list[Any]:
+    if isinstance(result, tuple):
+        return list(result)
+    if isinstance(result, list) and len(slots) != 1:  # for a lone argument it is that argument's gradient
+        return result
+    return [result]
+
+
+def _count_message(entries: list[Any], slots: list[Argument], arguments: Arguments, missing: list[Argument]) -> str:
+    def listed(items: list[Argument]) -> str:
+        return ", ".join(a.name for a in items) or "none"
+
+    message = (
+        f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient')}; expected {len(slots)}, one per "
+        f"argument that holds a tensor ({listed(slots)})"
+    )
+    if len(slots) != len(arguments.arguments):
+        message += f", or {len(arguments.arguments)}, one per argument passed ({listed(arguments.arguments)})"
+    if missing:
+        message += f". Missing: {listed(missing)}; return None where the gradient is zero"
+    elif len(slots) == 1 and len(entries) > 1:
+        message += ". For one argument that is a tuple, return its gradients as one entry: ((g0, g1),)"
+    return message + "."
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needed: Sequence[bool]) -> list[Any]:
+    avals = arguments.avals[argument.span]
+    paths = argument.skeleton.tensor_paths()
+    model = argument.skeleton.fill([_Place(i) for i in range(argument.skeleton.size)])
+    found: list[Any] = [None] * argument.skeleton.size
+    _spread(entry, model, "", found, f"{arguments.layer}.backward, gradient of {argument.name!r}")
+    return [
+        _fit(leaf, aval, f"{arguments.layer}.backward, gradient of {argument.name + path!r}") if need else None
+        for leaf, aval, path, need in zip(found, avals, paths, needed[argument.span], strict=True)
+    ]
+
+
+class _Place:
+    """Stands for the i-th tensor of an argument."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _spread(entry: Any, model: Any, path: str, found: list[Any], where: str) -> None:
+    # Written out because jax.tree.broadcast would spread an array over a whole dict, and flatten_up_to
+    # refuses None in the place of one.
+    if isinstance(model, _Place):
+        found[model.index] = entry
+        return
+    level = _ONE_LEVEL(model)
+    if entry is None or level is None:  # None is zero for the whole subtree; a static has no gradient
+        return
+    children, aux = level
+    other = _ONE_LEVEL(entry)
+    kinds = {type(model), type(entry)}
+    if other is None or other[1] != aux or (len(kinds) > 1 and not kinds <= {list, tuple}):
+        raise ValueError(
+            f"{where}: expected the structure of the argument, {_shape_of(model)}{' at ' + path if path else ''}, or "
+            f"None; got {describe(entry)}."
+        )
+    others = list(other[0])
+    if len(others) != len(list(children)):
+        raise ValueError(
+            f"{where}: expected {_plural(len(list(children)), 'entry')}{' at ' + path if path else ''}, got {len(others)}."
+        )
+    for i, (child, part) in enumerate(zip(children, others, strict=True)):
+        _spread(part, child, f"{path}[{i}]", found, where)
+
+
+def _shape_of(model: Any) -> str:
+    return str(jax.tree_util.tree_map(lambda _: "*", model)).replace("'*'", "*")
+
+
+def _fit(gradient: Any, aval: Any, where: str) -> Any:
+    if gradient is None or not differentiable(aval):
+        return None
+    if not is_tensor(gradient):
+        raise ValueError(
+            f"{where}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for zero; got "
+            f"{describe(gradient)}."
+        )
+    gradient = gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient)
+    if not _broadcasts(aval.shape, gradient.shape):
+        raise ValueError(
+            f"{where}: expected shape {tuple(aval.shape)} (or one that it broadcasts to, which is summed), got "
+            f"{tuple(gradient.shape)}."
+        )
+    if _is_complex(gradient.dtype) and not _is_complex(aval.dtype):
+        raise ValueError(
+            f"{where}: expected a real array of dtype {aval.dtype}, got dtype {gradient.dtype}. Return the real part: "
+            "gradient.real."
+        )
+    return _sum_to(gradient, aval.shape).astype(aval.dtype)
+
+
+def _is_complex(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, np.complexfloating)
+
+
+def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:
+    # np.broadcast_shapes does not take the symbolic dimensions of jax.export.
+    if len(shape) > len(target):
+        return False
+    return all(a == b or a == 1 for a, b in zip(reversed(shape), reversed(target), strict=False))
+
+
+def _sum_to(gradient: jax.Array, shape: Sequence[Any]) -> jax.Array:
+    if tuple(gradient.shape) == tuple(shape):
+        return gradient
+    extra = gradient.ndim - len(shape)
+    stretched = [extra + i for i, n in enumerate(shape) if n == 1 and gradient.shape[extra + i] != 1]
+    return jnp.sum(gradient, axis=(*range(extra), *stretched)).reshape(shape)

@@ -1,0 +1,51 @@
+"""`once_differentiable`: a backward that must not be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._context import PyLayerContext
+from ._partition import split
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate `backward` to say that its own derivative is not defined.
+
+    For a `backward` in host code, or one whose derivative would be wrong. Put it below `@staticmethod`.
+
+    Raises:
+        RuntimeError: where a second derivative goes through the decorated `backward`.
+    """
+    if isinstance(backward, (staticmethod, classmethod)):
+        return type(backward)(once_differentiable(backward.__func__))
+
+    @functools.wraps(backward)
+    def guarded(ctx: PyLayerContext, *cotangents: Any) -> Any:
+        # All that the result can depend on goes in as an argument, so that no derivative passes by.
+        tensors, skeleton = split((ctx._contents(), cotangents))
+        result_skeleton: list[Any] = []
+
+        @jax.custom_jvp
+        def run(tensors: list[Any]) -> list[Any]:
+            contents, given = skeleton.fill(tensors)
+            values, rest = split(backward(ctx._with_contents(contents), *given))
+            result_skeleton[:] = [rest]
+            return values
+
+        @run.defjvp
+        def refuse(primals: Any, tangents: Any) -> Any:
+            del primals, tangents
+            raise RuntimeError(
+                f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
+                "Remove the decorator if backward is made of differentiable operations."
+            )
+
+        del refuse
+        values = run(tensors)
+        return result_skeleton[0].fill(values)
+
+    return guarded

@@ -1,0 +1,101 @@
+"""Arrays apart from statics.
+
+Any pytree splits into its tensors, which JAX may trace, and a `Skeleton`, which holds everything else
+as it was: containers, Python numbers, functions, objects. Statics are never compared or hashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+_TENSOR: Final = object()
+_NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
+
+
+def is_tensor(leaf: object) -> bool:
+    """Whether a leaf is a `jax.Array` (traced or not), a numeric NumPy array or a NumPy scalar."""
+    if isinstance(leaf, jax.Array):
+        return True
+    return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMERIC_KINDS
+
+
+class Skeleton:
+    """A pytree whose tensors were taken out; `fill` puts others in their place."""
+
+    __slots__ = ("leaves", "size", "treedef")
+
+    def __init__(self, treedef: Any, leaves: list[Any]) -> None:
+        self.treedef = treedef
+        self.leaves = leaves
+        self.size = sum(leaf is _TENSOR for leaf in leaves)
+
+    def fill(self, tensors: Sequence[Any]) -> Any:
+        """The tree with `tensors` (in flattening order) where its own were."""
+        rest = iter(tensors)
+        return self.treedef.unflatten([next(rest) if x is _TENSOR else x for x in self.leaves])
+
+    def statics_as(self, value: Any, tensors: Sequence[Any]) -> Any:
+        """The tree with `tensors` in place and every static replaced by `value`."""
+        rest = iter(tensors)
+        return self.treedef.unflatten([next(rest) if x is _TENSOR else value for x in self.leaves])
+
+    def statics(self) -> list[Any]:
+        """Everything that is not a tensor, in flattening order."""
+        return [leaf for leaf in self.leaves if leaf is not _TENSOR]
+
+    def static_paths(self) -> list[tuple[str, Any]]:
+        """Every static with its place, as in `['weights'][0]`."""
+        return [(path, leaf) for path, leaf in self._paths() if leaf is not _TENSOR]
+
+    def tensor_paths(self) -> list[str]:
+        """Where each tensor sits, as in `['weights'][0]`; empty for a bare tensor."""
+        return [path for path, leaf in self._paths() if leaf is _TENSOR]
+
+    def _paths(self) -> list[tuple[str, Any]]:
+        pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(self.leaves))
+        return [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
+
+
+def split(tree: Any) -> tuple[list[Any], Skeleton]:
+    """The tensors of a pytree in flattening order, and the rest."""
+    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    tensors = [leaf for leaf in leaves if is_tensor(leaf)]
+    return tensors, Skeleton(treedef, [_TENSOR if is_tensor(leaf) else leaf for leaf in leaves])
+
+
+@jax.tree_util.register_pytree_node_class
+class Carried:
+    """A pytree without leaves: its treedef carries one Python object through JAX.
+
+    Treedefs are compared and hashed by JAX. The object is compared by identity alone, so that it may
+    hold statics that cannot be compared or hashed.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def tree_flatten(self) -> tuple[tuple[()], _ById]:
+        return (), _ById(self.value)
+
+    @classmethod
+    def tree_unflatten(cls, aux: _ById, children: Sequence[Any]) -> Carried:
+        return cls(aux.value)
+
+
+class _ById:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ById) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)

@@ -1,0 +1,369 @@
+"""A class's forward and backward as one `jax.custom_vjp` function."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from ._arguments import Arguments
+from ._closures import traced_names
+from ._compat import Tracer, concrete_value, differentiable, instantiate, is_differentiated, stage, typeof
+from ._context import Phase, PyLayerContext, Record, backward_context, contains, describe
+from ._gradients import match_gradients
+from ._orders import Rule, Source, record_p
+from ._partition import Carried, Skeleton, split
+
+# Raised where traced code asks for a number; `forward` may then still run on concrete values.
+_NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+class Outputs:
+    """What one run of `forward` returned, without its tensors."""
+
+    __slots__ = ("groups", "has_tangent", "marked", "shardings", "skeleton", "types")
+
+    def __init__(self, layer: str, result: Any, marked: Sequence[Any]) -> None:
+        tensors, self.skeleton = split(result)
+        if not tensors:
+            raise ValueError(
+                f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
+                "list or dict."
+            )
+        # One cotangent per element of a tuple or list, or one for anything else.
+        elements = list(result) if isinstance(result, (tuple, list)) else [result]
+        self.groups = [split(element)[1] for element in elements]
+        self.marked = _marked(layer, tensors, marked)
+
+    def arrays(self, result: Any) -> list[jax.Array]:
+        """The tensors of `result` as JAX arrays, whose types are kept."""
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in split(result)[0]]
+        self.types = [typeof(x) for x in arrays]
+        self.has_tangent = tuple(i not in self.marked and differentiable(t) for i, t in enumerate(self.types))
+        self.shardings = [None if isinstance(x, Tracer) else x.sharding for x in arrays]
+        return arrays
+
+    def cotangents(self, given: Sequence[Any], materialize: bool) -> list[Any]:
+        """What `backward` gets: one entry per element that holds a tensor, with zeros or None for None."""
+        full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
+        entries: list[Any] = []
+        for group in self.groups:
+            if group.size:
+                entries.append(group.statics_as(None, full[: group.size]))
+                full = full[group.size :]
+        return entries
+
+    def _zeros(self, i: int) -> jax.Array:
+        zeros, sharding = instantiate(self.types[i]), self.shardings[i]
+        if sharding is None or len(sharding.device_set) == 1 or isinstance(zeros, Tracer):
+            return zeros
+        return jax.device_put(zeros, sharding)
+
+
+def _marked(layer: str, tensors: Sequence[Any], marked: Sequence[Any]) -> frozenset[int]:
+    flat = [leaf for value in marked for leaf in (jax.tree_util.tree_leaves(value) or [value])]
+    for leaf in flat:
+        if not contains(tensors, leaf):
+            raise ValueError(
+                f"ctx.mark_non_differentiable in {layer}.forward: {describe(leaf)} is not an output of forward. "
+                "Mark the very values that forward returns."
+            )
+    return frozenset(i for i, tensor in enumerate(tensors) if contains(flat, tensor))
+
+
+@dataclasses.dataclass
+class _Kept:
+    """A pytree with tensors: the rest of it, and which residuals they are."""
+
+    skeleton: Skeleton
+    residuals: list[int]
+
+    def restore(self, residuals: Sequence[Any]) -> Any:
+        return self.skeleton.fill([residuals[i] for i in self.residuals])
+
+
+@dataclasses.dataclass(eq=False)
+class Recording:
+    """What one run of `forward` left for `backward`, without its tensors."""
+
+    outputs: Outputs
+    saved: Any  # like an attribute; None if nothing was saved
+    attributes: dict[str, Any]  # a `_Kept`, or a static as it is
+    residuals: int
+    materialize: bool
+    told: list[bool]  # the inputs that `forward` was told need a gradient
+    asked: bool  # whether it looked, so that what it saved may depend on it
+
+
+class Application:
+    """One call of `apply`, as it travels through JAX inside a treedef. Holds no array."""
+
+    __slots__ = ("arguments", "layer", "name", "outputs", "perturbed", "recordings")
+
+    def __init__(self, layer: Any, arguments: Arguments) -> None:
+        self.layer = layer
+        self.name = arguments.layer
+        self.arguments = arguments
+        self.recordings: list[Recording] = []
+        self.perturbed = [False] * len(arguments.avals)  # by any of the differentiations so far
+        self.outputs: Outputs | None = None
+
+    def closed_over(self) -> Exception:
+        names = traced_names(self.layer.forward)
+        for argument in self.arguments.arguments:
+            for leaf in argument.skeleton.statics():
+                names += [f"{name} (in argument {argument.name})" for name in traced_names(leaf)]
+        found = f" ({', '.join(names)})" if names else ""
+        return jax.errors.UnexpectedTracerError(
+            f"{self.name}.forward uses a traced value that it closes over{found}. Its gradient would be lost, since "
+            "backward returns gradients for the arguments of forward alone. Pass it as an argument: "
+            f"{self.name}.apply(..., {names[0].split()[0] if names else 'value'})."
+        )
+
+
+@contextlib.contextmanager
+def blame(layer: str, method: str) -> Iterator[None]:
+    """Let an exception of the user's own keep its type, and say in a note where it came from."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, layer, method)
+        raise
+
+
+def add_note(error: Exception, layer: str, method: str) -> None:
+    note = f"This happened in {layer}.{method}."
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        note += (
+            " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
+            "as an argument of forward, or keep it with ctx.save_for_backward or as ctx.name = array."
+        )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
+
+
+# -- forward --------------------------------------------------------------------------------------
+
+
+def _run(application: Application, tensors: Sequence[Any], told: list[bool]) -> tuple[PyLayerContext, Any]:
+    arguments = application.arguments
+    record = Record(application.name, Phase.FORWARD, lambda: arguments.needs(told), tensors)
+    ctx = PyLayerContext(record)
+    with blame(application.name, "forward"):
+        result = arguments.call(application.layer.forward, ctx, tensors)
+    record.phase = Phase.RETURNED
+    record.inputs = ()
+    return ctx, result
+
+
+def _primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
+    application: Application = carried.value
+    ctx, result = _run(application, tensors, [False] * len(tensors))
+    application.outputs = Outputs(application.name, result, ctx._record.marked)
+    return tuple(application.outputs.arrays(result))
+
+
+def _record_forward(
+    application: Application, tensors: Sequence[Any], told: list[bool]
+) -> tuple[Recording, list[Any], list[Any]]:
+    """Run `forward`; the outputs, and each tensor that it kept, once."""
+    ctx, result = _run(application, tensors, told)
+    record = ctx._record
+    outputs = Outputs(application.name, result, record.marked)
+    arrays = outputs.arrays(result)
+    residuals: list[Any] = []
+    places: dict[int, int] = {}
+
+    def keep(value: Any, name: str) -> Any:
+        kept, skeleton = split(value)
+        for path, leaf in skeleton.static_paths():
+            if callable(leaf) and (hidden := traced_names(leaf)):
+                raise ValueError(
+                    f"{name + path} in {application.name}.forward is a function that closes over traced values "
+                    f"({', '.join(hidden)}), which cannot be kept for backward. Keep the values themselves, with "
+                    "ctx.save_for_backward or as attributes, and build the function in backward."
+                )
+        for tensor in kept:
+            if places.setdefault(id(tensor), len(residuals)) == len(residuals):
+                residuals.append(tensor)
+        return _Kept(skeleton, [places[id(x)] for x in kept]) if kept else value
+
+    saved = None if record.saved is None else keep(record.saved, "ctx.save_for_backward")
+    attributes = {name: keep(value, f"ctx.{name}") for name, value in vars(ctx).items()}
+    recording = Recording(
+        outputs=outputs,
+        saved=saved,
+        attributes=attributes,
+        residuals=len(residuals),
+        materialize=record.materialize,
+        told=told,
+        asked=record.asked_needs,
+    )
+    return recording, arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in residuals]
+
+
+def _stage_forward(
+    application: Application, tensors: Sequence[Any], told: list[bool]
+) -> tuple[Recording, Rule, list[Any]]:
+    """`forward` as the rule of one equation, and the values that it closes over."""
+    avals = [typeof(x) for x in tensors]
+    traceable = True
+    found: list[tuple[Recording, tuple[Source, ...]]] = []
+
+    def forward(*inputs: Any) -> list[Any]:
+        recording, outputs, residuals = _record_forward(application, inputs, told)
+        sources, intermediates = _sources(inputs, outputs, residuals)
+        found[:] = [(recording, sources)]
+        return [*outputs, *intermediates]
+
+    try:
+        jaxpr, consts = stage(forward, avals, application.name)
+    except _NEEDS_VALUES as error:
+        # Host code in `forward`. Under eager differentiation the numbers are there, below the tracers.
+        try:
+            inputs = [jnp.copy(concrete_value(x)) for x in tensors]
+        except jax.errors.ConcretizationTypeError:
+            raise error from None
+        values, traceable = forward(*inputs), False
+        jaxpr, consts = stage(lambda *_: values, avals, application.name)
+    if any(map(is_differentiated, consts)):
+        raise application.closed_over()
+    ((recording, sources),) = found
+
+    def pullback(needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        return _pull(application, recording, application.arguments.perturbable(needed), residuals, cotangents)
+
+    def widen(needed: Sequence[bool]) -> tuple[Rule, list[Any]] | None:
+        wider = [t or n for t, n in zip(told, needed, strict=True)]
+        return None if wider == told else _stage_forward(application, tensors, wider)[1:]
+
+    rule = Rule(
+        name=application.name,
+        jaxpr=jaxpr,
+        consts=len(consts),
+        output_types=recording.outputs.types,
+        has_tangent=recording.outputs.has_tangent,
+        sources=sources,
+        pullback=pullback,
+        closed_over=application.closed_over,
+        widen=widen if recording.asked else None,
+        traceable=traceable,
+    )
+    return recording, rule, consts
+
+
+def _sources(
+    inputs: Sequence[Any], outputs: Sequence[Any], residuals: Sequence[Any]
+) -> tuple[tuple[Source, ...], list[Any]]:
+    # Staged inputs are distinct objects even where the caller passed one array twice, so identity tells.
+    sources: list[Source] = []
+    intermediates: list[Any] = []
+    where: dict[int, Source] = {id(x): ("output", i) for i, x in enumerate(outputs)}
+    where |= {id(x): ("input", i) for i, x in enumerate(inputs)}
+    for tensor in residuals:
+        source = where.get(id(tensor))
+        if source is None:
+            source = ("intermediate", len(intermediates))
+            intermediates.append(tensor)
+        sources.append(source)
+    return tuple(sources), intermediates
+
+
+def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    application: Application = carried.value
+    tensors = [p.value for p in primals]
+    told = application.arguments.perturbable([p.perturbed for p in primals])
+    application.perturbed = [a or b for a, b in zip(application.perturbed, told, strict=True)]
+    if any(isinstance(x, Tracer) for x in tensors):
+        recording, rule, consts = _stage_forward(application, tensors, told)
+        values = record_p.bind(*consts, *tensors, rule=rule)
+        outputs, residuals = values[: rule.outputs], rule.residuals(tensors, values)
+    else:
+        recording, outputs, residuals = _record_forward(application, tensors, told)
+    application.outputs = recording.outputs
+    application.recordings.append(recording)
+    if recording.asked:
+        residuals.append(jnp.zeros((0, len(application.recordings) - 1)))
+    return tuple(outputs), (carried, *residuals)
+
+
+# -- backward -------------------------------------------------------------------------------------
+
+
+def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    application: Application = residuals[0].value
+    recording, kept = _recording_of(application, list(residuals[1:]))
+    needed = recording.told if recording.asked else application.perturbed
+    return None, *_pull(application, recording, needed, kept, [None if _is_zero(c) else c for c in cotangents])
+
+
+def _recording_of(application: Application, residuals: list[Any]) -> tuple[Recording, list[Any]]:
+    # NOTE [several recordings]
+    # A jitted function that is differentiated for different arguments runs the fwd rule once for each
+    # choice, and JAX keeps the structure of the residuals of the last run alone. Where `forward` looked at
+    # needs_input_grad, what it saved may differ, so that an empty array tells by its shape which run it was.
+    recording = application.recordings[-1]
+    if recording.asked:
+        recording = application.recordings[residuals.pop().shape[-1]]
+        if len(residuals) != recording.residuals:
+            raise RuntimeError(
+                f"{application.name}.forward saved {recording.residuals} tensors for one choice of needs_input_grad "
+                f"and {len(residuals)} for another, within one jitted function that was differentiated both ways. Save "
+                "the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
+            )
+    return recording, residuals
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0
+
+
+def _pull(
+    application: Application, recording: Recording, needed: list[bool], residuals: Sequence[Any], given: Sequence[Any]
+) -> list[Any]:
+    """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero)."""
+    outputs, arguments, layer = recording.outputs, application.arguments, application.layer
+    given = [c if has else None for c, has in zip(given, outputs.has_tangent, strict=True)]
+    if all(c is None for c in given):
+        return [None] * len(arguments.avals)
+
+    def restore(value: Any) -> Any:
+        return value.restore(residuals) if isinstance(value, _Kept) else value
+
+    ctx = backward_context(
+        application.name,
+        lambda: arguments.needs(needed),
+        restore(recording.saved),
+        {name: restore(value) for name, value in recording.attributes.items()},
+    )
+
+    conjugate = _conjugated if layer.complex_convention == "paddle" else list
+    cotangents = outputs.cotangents(conjugate(given), recording.materialize)
+    with blame(application.name, "backward"):
+        result = layer.backward(ctx, *cotangents)
+    return conjugate(match_gradients(result, arguments, needed))
+
+
+def _conjugated(values: Sequence[Any]) -> list[Any]:
+    return [jnp.conj(x) if x is not None and jnp.iscomplexobj(x) else x for x in values]
+
+
+def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
+    """The one `jax.custom_vjp` function of a class: (carried application, *tensors) -> tensors."""
+
+    def primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
+        return _primal(carried, *tensors)
+
+    primal.__name__ = primal.__qualname__ = name  # what jaxprs, profiles and errors show
+    rule = jax.custom_vjp(primal)
+    rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+    return rule
