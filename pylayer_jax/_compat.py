@@ -42,6 +42,7 @@ __all__ = [
     "stage",
     "tangent_type",
     "typeof",
+    "varying_axes",
     "vmap_like",
 ]
 
@@ -79,6 +80,11 @@ def concrete_value(value: Any) -> Any:
 
 def tangent_type(aval: Any) -> Any:
     return aval.to_tangent_aval()
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    # The mesh axes of an enclosing shard_map over which a value differs from device to device.
+    return aval.manual_axis_type.varying
 
 
 def differentiable(aval: Any) -> bool:

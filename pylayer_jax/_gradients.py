@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import Argument, Arguments
-from ._compat import differentiable
+from ._compat import differentiable, typeof, varying_axes
 from ._context import describe
 from ._partition import is_tensor
 
@@ -64,7 +64,7 @@ def _count_message(entries: list[Any], slots: list[Argument], arguments: Argumen
         return ", ".join(a.name for a in items) or "none"
 
     message = (
-        f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient')}; expected {len(slots)}, one per "
+        f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient', 'gradients')}; expected {len(slots)}, one per "
         f"argument that holds a tensor ({listed(slots)})"
     )
     if len(slots) != len(arguments.arguments):
@@ -76,8 +76,8 @@ def _count_message(entries: list[Any], slots: list[Argument], arguments: Argumen
     return message + "."
 
 
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _plural(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
 
 
 def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needed: Sequence[bool]) -> list[Any]:
@@ -108,19 +108,18 @@ def _spread(entry: Any, model: Any, path: str, found: list[Any], where: str) -> 
     level = _ONE_LEVEL(model)
     if entry is None or level is None:  # None is zero for the whole subtree; a static has no gradient
         return
-    children, aux = level
+    children, aux = list(level[0]), level[1]
     other = _ONE_LEVEL(entry)
     kinds = {type(model), type(entry)}
+    place = f" at {path}" if path else ""
     if other is None or other[1] != aux or (len(kinds) > 1 and not kinds <= {list, tuple}):
         raise ValueError(
-            f"{where}: expected the structure of the argument, {_shape_of(model)}{' at ' + path if path else ''}, or "
-            f"None; got {describe(entry)}."
+            f"{where}: expected the structure of the argument, {_shape_of(model)}{place}, or None; got "
+            f"{describe(entry)}."
         )
     others = list(other[0])
-    if len(others) != len(list(children)):
-        raise ValueError(
-            f"{where}: expected {_plural(len(list(children)), 'entry')}{' at ' + path if path else ''}, got {len(others)}."
-        )
+    if len(others) != len(children):
+        raise ValueError(f"{where}: expected {_plural(len(children), 'entry', 'entries')}{place}, got {len(others)}.")
     for i, (child, part) in enumerate(zip(children, others, strict=True)):
         _spread(part, child, f"{path}[{i}]", found, where)
 
@@ -148,7 +147,17 @@ def _fit(gradient: Any, aval: Any, where: str) -> Any:
             f"{where}: expected a real array of dtype {aval.dtype}, got dtype {gradient.dtype}. Return the real part: "
             "gradient.real."
         )
-    return _sum_to(gradient, aval.shape).astype(aval.dtype)
+    return _match_axes(_sum_to(gradient, aval.shape).astype(aval.dtype), aval, where)
+
+
+def _match_axes(gradient: jax.Array, aval: Any, where: str) -> jax.Array:
+    wanted, got = varying_axes(aval), varying_axes(typeof(gradient))
+    if extra := sorted(map(str, got - wanted)):
+        raise ValueError(
+            f"{where}: the argument is the same on all devices of the mesh axis {', '.join(extra)}, but its gradient "
+            f"differs from device to device. Sum it in backward: jax.lax.psum(gradient, {', '.join(map(repr, extra))})."
+        )
+    return jax.lax.pcast(gradient, tuple(wanted - got), to="varying") if wanted - got else gradient
 
 
 def _is_complex(dtype: Any) -> bool:

@@ -20,8 +20,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         RuntimeError: where a second derivative goes through the decorated `backward`.
     """
-    if isinstance(backward, (staticmethod, classmethod)):
-        return type(backward)(once_differentiable(backward.__func__))
+    if isinstance(backward, staticmethod):
+        return staticmethod(once_differentiable(backward.__func__))
 
     @functools.wraps(backward)
     def guarded(ctx: PyLayerContext, *cotangents: Any) -> Any:

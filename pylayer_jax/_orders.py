@@ -1,4 +1,4 @@
-"""The two primitives that make a custom rule hold at every order of differentiation.
+"""The primitives that make a custom rule hold at every order of differentiation.
 
 NOTE [orders]
 A fwd rule of `jax.custom_vjp` is ordinary code: an outer differentiation goes through its body, so the
@@ -243,6 +243,43 @@ def _apply_rule_batch(
     return out, [0] * len(out)
 
 
+# -- joined ---------------------------------------------------------------------------------------
+
+# inputs, outputs -> outputs. NOTE [shared outputs]: under vmap, JAX lets an output that no mapped input
+# reaches be shared by all examples. Its one cotangent would then be handed to `backward` once per
+# example, and be counted as often (JAX 0.12 refuses such a custom_vjp, 0.10 gives the wrong number). So
+# all outputs of a layer are mapped as soon as one input is. It lowers to nothing.
+joined_p = Primitive("pylayer_outputs")
+
+
+def joined(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The outputs, mapped under vmap wherever an input is."""
+    return joined_p.bind(*inputs, *outputs, count=len(outputs))
+
+
+def _joined(*args: Any, count: int) -> list[Any]:
+    return list(args[-count:])
+
+
+def _joined_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int) -> tuple[list[Any], list[Any]]:
+    return joined_p.bind(*primals, count=count), list(tangents[-count:])
+
+
+def _joined_transpose(cotangents: Sequence[Any], *args: Any, count: int) -> list[Any]:
+    inputs = [Zero(x.aval) if is_undefined(x) else None for x in args[:-count]]
+    return inputs + [c if is_undefined(x) else None for x, c in zip(args[-count:], cotangents, strict=True)]
+
+
+def _joined_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> tuple[list[Any], list[Any]]:
+    outputs, out_dims = args[-count:], dims[-count:]
+    if all(d is None for d in dims):
+        return list(outputs), list(out_dims)
+    mapped = [
+        x if d is not None else vmap_like(lambda x=x: x, axis, (), 0)() for x, d in zip(outputs, out_dims, strict=True)
+    ]
+    return mapped, [d or 0 for d in out_dims]
+
+
 register(record_p, evaluate=_record, abstract=_record_types, jvp=_record_jvp, batch=_record_batch)
 register(
     apply_rule_p,
@@ -252,14 +289,22 @@ register(
     batch=_apply_rule_batch,
     transpose=_apply_rule_transpose,
 )
+register(
+    joined_p,
+    evaluate=_joined,
+    abstract=lambda *types, count: (list(types[-count:]), frozenset()),
+    jvp=_joined_jvp,
+    batch=_joined_batch,
+    transpose=_joined_transpose,
+)
 
 
 # -- batching -------------------------------------------------------------------------------------
 
 
 def _batched(rule: Rule, axis: Any, args: Sequence[Any], dims: list[Any]) -> tuple[Rule, list[Any], list[Any]]:
-    # Every output gets the mapped axis: with one left out, its cotangent would have to be summed over the
-    # axis once, and not once per example. An intermediate has no cotangent and stays as it is.
+    # Every output gets the mapped axis, see NOTE [shared outputs]. An intermediate has no cotangent and
+    # stays as it is.
     reached = _reached(rule.jaxpr, [d is not None for d in dims])
     out_dims = [0 if i < rule.outputs or r else None for i, r in enumerate(reached)]
     mapped = vmap_like(lambda *xs: eval_jaxpr(rule.jaxpr, (), *xs), axis, tuple(dims), out_dims)
@@ -330,13 +375,12 @@ def _refuse_affine(rule: Rule, jaxpr: Any, consts: int) -> None:
         return not np.any(atom.val) if is_literal(atom) else atom in zeros
 
     for equation in jaxpr.eqns:
-        operands = equation.invars
-        if equation.primitive.name in _SUMS and any(map(is_live, operands)):
-            if not all(is_live(a) or is_zero(a) for a in operands):
-                raise _not_linear(rule, f"it adds a term that does not depend on them ({equation.primitive.name})")
+        operands, name = equation.invars, equation.primitive.name
         if any(map(is_live, operands)):
             live.update(equation.outvars)
-        elif equation.primitive.name in _KEEP_ZERO and all(map(is_zero, operands)):
+            if name in _SUMS and not all(is_live(a) or is_zero(a) for a in operands):
+                raise _not_linear(rule, f"it adds a term that does not depend on them ({name})")
+        elif name in _KEEP_ZERO and all(map(is_zero, operands)):
             zeros.update(equation.outvars)
     for atom in jaxpr.outvars:
         if not is_live(atom) and not is_zero(atom):
@@ -350,7 +394,8 @@ _KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "mul
 def _not_linear(rule: Rule, reason: str) -> TypeError:
     return TypeError(
         f"{rule.name}.backward is not linear in its cotangents, as {reason}. Forward mode over reverse (jax.hessian, "
-        "jax.jvp of jax.grad) transposes backward and needs it to be. Use reverse over reverse: jax.jacrev(jax.grad(f))."
+        "jax.jvp of jax.grad) transposes backward and needs it to be. Use reverse over reverse: "
+        "jax.jacrev(jax.grad(f))."
     )
 
 
@@ -362,7 +407,5 @@ def _explain(rule: Rule, jaxpr: Any, error: Exception) -> TypeError:
             f"(jax.hessian, jax.jvp of jax.grad) needs the forward mode of {layers[0]}, which it does not have. Use "
             "reverse over reverse: jax.jacrev(jax.grad(f))."
         )
-    return _not_linear(
-        rule,
-        f"JAX cannot transpose it ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'an operation'})",
-    )
+    said = next(iter(str(error).splitlines()), "")
+    return _not_linear(rule, f"JAX cannot transpose it ({type(error).__name__}: {said})")

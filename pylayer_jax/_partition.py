@@ -84,7 +84,7 @@ class Carried:
         return (), _ById(self.value)
 
     @classmethod
-    def tree_unflatten(cls, aux: _ById, children: Sequence[Any]) -> Carried:
+    def tree_unflatten(cls, aux: _ById, _: Sequence[Any]) -> Carried:
         return cls(aux.value)
 
 

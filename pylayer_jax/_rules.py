@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from ._closures import traced_names
 from ._compat import Tracer, concrete_value, differentiable, instantiate, is_differentiated, stage, typeof
 from ._context import Phase, PyLayerContext, Record, backward_context, contains, describe
 from ._gradients import match_gradients
-from ._orders import Rule, Source, record_p
+from ._orders import Rule, Source, joined, record_p
 from ._partition import Carried, Skeleton, split
 
 # Raised where traced code asks for a number; `forward` may then still run on concrete values.
@@ -131,7 +131,7 @@ class Application:
 
 
 @contextlib.contextmanager
-def blame(layer: str, method: str) -> Iterator[None]:
+def blame(layer: str, method: str) -> Generator[None]:
     """Let an exception of the user's own keep its type, and say in a note where it came from."""
     try:
         yield
@@ -169,7 +169,7 @@ def _primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
     application: Application = carried.value
     ctx, result = _run(application, tensors, [False] * len(tensors))
     application.outputs = Outputs(application.name, result, ctx._record.marked)
-    return tuple(application.outputs.arrays(result))
+    return tuple(joined(tensors, application.outputs.arrays(result)))
 
 
 def _record_forward(
