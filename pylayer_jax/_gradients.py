@@ -64,8 +64,8 @@ def _count_message(entries: list[Any], slots: list[Argument], arguments: Argumen
         return ", ".join(a.name for a in items) or "none"
 
     message = (
-        f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient', 'gradients')}; expected {len(slots)}, one per "
-        f"argument that holds a tensor ({listed(slots)})"
+        f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient', 'gradients')}; expected "
+        f"{len(slots)}, one per argument that holds a tensor ({listed(slots)})"
     )
     if len(slots) != len(arguments.arguments):
         message += f", or {len(arguments.arguments)}, one per argument passed ({listed(arguments.arguments)})"
