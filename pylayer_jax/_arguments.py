@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +45,7 @@ class Arguments:
         self.keywords = [name for name, _ in keywords]
         self.arguments: list[Argument] = []
         self.avals: list[Any] = []
-        for name, value in positional + [(f"{k}", v) for k, v in keywords]:
+        for name, value in positional + keywords:
             tensors, skeleton = split(value)
             self.arguments.append(Argument(name, skeleton, len(self.avals)))
             self.avals.extend(tensors)
@@ -81,7 +82,10 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
         TypeError: for an unknown keyword, a missing or surplus argument, or a `jax.Ref`.
     """
     refuse_refs(layer, (args, kwargs))
-    signature, takes_ctx_by_name = _signature(forward)
+    declared = _declared(forward)
+    if not kwargs and declared.required <= len(args) <= len(declared.names):
+        return Arguments(layer, list(zip(declared.names, args, strict=False)), [])
+    signature = declared.signature
     try:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
@@ -89,33 +93,44 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
             f"{layer}.apply: {error}. forward is declared as forward{signature}; "
             "apply takes its arguments without the context."
         ) from None
-    parameters = signature.parameters
     positional: list[tuple[str, Any]] = []
     keywords: list[tuple[str, Any]] = []
-    seen_keywords = set(bound.kwargs)
     for name, value in bound.arguments.items():
-        kind = parameters[name].kind
+        kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            positional += [(f"{name}[{i}]", x) for i, x in enumerate(value)]
+            # Without a parameter of its own, as in forward(*args), the context is the first of them.
+            values = value if declared.context_by_name else value[1:]
+            positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
             keywords += value.items()
-        elif name in seen_keywords:
+        elif name in bound.kwargs:
             keywords.append((name, value))
         else:
             positional.append((name, value))
-    if not takes_ctx_by_name:  # forward(*args): the context is its first value
-        first, *rest = positional
-        positional = [(f"{first[0][:-3]}[{i}]", x) for i, (_, x) in enumerate(rest)]
-    else:
-        positional = positional[1:]
+    if declared.context_by_name:
+        del positional[0]
     return Arguments(layer, positional, keywords)
 
 
+class _Declared(NamedTuple):
+    """What binding needs to know of a signature."""
+
+    signature: inspect.Signature
+    context_by_name: bool
+    names: tuple[str, ...]  # of the parameters that a plain positional call fills, without the context
+    required: int  # how many of them such a call has to fill
+
+
 @functools.lru_cache(maxsize=1024)
-def _signature(forward: Callable[..., Any]) -> tuple[inspect.Signature, bool]:
+def _declared(forward: Callable[..., Any]) -> _Declared:
     signature = inspect.signature(forward)
-    first = next(iter(signature.parameters.values()), None)
-    return signature, first is not None and first.kind is not inspect.Parameter.VAR_POSITIONAL
+    parameters = list(signature.parameters.values())
+    kinds = inspect.Parameter
+    context_by_name = bool(parameters) and parameters[0].kind is not kinds.VAR_POSITIONAL
+    plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
+    asked = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
+    required = sum(p.default is kinds.empty for p in plain)
+    return _Declared(signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if asked else required)
 
 
 def as_jax(tree: Any) -> Any:
@@ -126,6 +141,8 @@ def as_jax(tree: Any) -> Any:
 
 
 def refuse_refs(layer: str, tree: Any) -> None:
+    if not any(isinstance(leaf, jax.Ref) for leaf in jax.tree_util.tree_leaves(tree)):
+        return
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, jax.Ref):
             raise TypeError(

@@ -12,7 +12,7 @@ import numpy as np
 from ._arguments import Argument, Arguments
 from ._compat import differentiable, typeof, varying_axes
 from ._context import describe
-from ._partition import is_tensor
+from ._partition import BARE, is_tensor
 
 _ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
 
@@ -81,14 +81,17 @@ def _plural(count: int, one: str, many: str) -> str:
 
 
 def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needed: Sequence[bool]) -> list[Any]:
-    avals = arguments.avals[argument.span]
-    paths = argument.skeleton.tensor_paths()
-    model = argument.skeleton.fill([_Place(i) for i in range(argument.skeleton.size)])
+    avals, where = arguments.avals[argument.span], f"{arguments.layer}.backward, gradient of "
+    if argument.skeleton is BARE:
+        return [_fit(entry, avals[0], where, argument.name)]
     found: list[Any] = [None] * argument.skeleton.size
-    _spread(entry, model, "", found, f"{arguments.layer}.backward, gradient of {argument.name!r}")
+    model = argument.skeleton.fill([_Place(i) for i in range(argument.skeleton.size)])
+    _spread(entry, model, "", found, f"{where}{argument.name!r}")
     return [
-        _fit(leaf, aval, f"{arguments.layer}.backward, gradient of {argument.name + path!r}") if need else None
-        for leaf, aval, path, need in zip(found, avals, paths, needed[argument.span], strict=True)
+        _fit(leaf, aval, where, argument.name + path) if need else None
+        for leaf, aval, path, need in zip(
+            found, avals, argument.skeleton.tensor_paths(), needed[argument.span], strict=True
+        )
     ]
 
 
@@ -128,36 +131,40 @@ def _shape_of(model: Any) -> str:
     return str(jax.tree_util.tree_map(lambda _: "*", model)).replace("'*'", "*")
 
 
-def _fit(gradient: Any, aval: Any, where: str) -> Any:
+def _fit(gradient: Any, aval: Any, where: str, name: str) -> Any:
     if gradient is None or not differentiable(aval):
         return None
     if not is_tensor(gradient):
         raise ValueError(
-            f"{where}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for zero; got "
-            f"{describe(gradient)}."
+            f"{where}{name!r}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for "
+            f"zero; got {describe(gradient)}."
         )
     gradient = gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient)
-    if not _broadcasts(aval.shape, gradient.shape):
-        raise ValueError(
-            f"{where}: expected shape {tuple(aval.shape)} (or one that it broadcasts to, which is summed), got "
-            f"{tuple(gradient.shape)}."
-        )
-    if _is_complex(gradient.dtype) and not _is_complex(aval.dtype):
-        raise ValueError(
-            f"{where}: expected a real array of dtype {aval.dtype}, got dtype {gradient.dtype}. Return the real part: "
-            "gradient.real."
-        )
-    return _match_axes(_sum_to(gradient, aval.shape).astype(aval.dtype), aval, where)
-
-
-def _match_axes(gradient: jax.Array, aval: Any, where: str) -> jax.Array:
+    if gradient.shape != aval.shape:
+        if not _broadcasts(aval.shape, gradient.shape):
+            raise ValueError(
+                f"{where}{name!r}: expected shape {tuple(aval.shape)} (or one that it broadcasts to, which is "
+                f"summed), got {tuple(gradient.shape)}."
+            )
+        gradient = _sum_to(gradient, aval.shape)
+    if gradient.dtype != aval.dtype:
+        if _is_complex(gradient.dtype) and not _is_complex(aval.dtype):
+            raise ValueError(
+                f"{where}{name!r}: expected a real array of dtype {aval.dtype}, got dtype {gradient.dtype}. Return "
+                "the real part: gradient.real."
+            )
+        gradient = gradient.astype(aval.dtype)
     wanted, got = varying_axes(aval), varying_axes(typeof(gradient))
+    return gradient if wanted == got else _match_axes(gradient, wanted, got, f"{where}{name!r}")
+
+
+def _match_axes(gradient: jax.Array, wanted: frozenset[Any], got: frozenset[Any], where: str) -> jax.Array:
     if extra := sorted(map(str, got - wanted)):
         raise ValueError(
             f"{where}: the argument is the same on all devices of the mesh axis {', '.join(extra)}, but its gradient "
             f"differs from device to device. Sum it in backward: jax.lax.psum(gradient, {', '.join(map(repr, extra))})."
         )
-    return jax.lax.pcast(gradient, tuple(wanted - got), to="varying") if wanted - got else gradient
+    return jax.lax.pcast(gradient, tuple(wanted - got), to="varying")
 
 
 def _is_complex(dtype: Any) -> bool:
@@ -172,8 +179,6 @@ def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:
 
 
 def _sum_to(gradient: jax.Array, shape: Sequence[Any]) -> jax.Array:
-    if tuple(gradient.shape) == tuple(shape):
-        return gradient
     extra = gradient.ndim - len(shape)
     stretched = [extra + i for i, n in enumerate(shape) if n == 1 and gradient.shape[extra + i] != 1]
     return jnp.sum(gradient, axis=(*range(extra), *stretched)).reshape(shape)

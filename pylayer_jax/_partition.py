@@ -24,22 +24,29 @@ def is_tensor(leaf: object) -> bool:
 
 
 class Skeleton:
-    """A pytree whose tensors were taken out; `fill` puts others in their place."""
+    """A pytree whose tensors were taken out; `fill` puts others in their place.
+
+    The skeleton of a bare tensor is always `BARE`.
+    """
 
     __slots__ = ("leaves", "size", "treedef")
 
-    def __init__(self, treedef: Any, leaves: list[Any]) -> None:
+    def __init__(self, treedef: Any, leaves: list[Any], size: int) -> None:
         self.treedef = treedef
         self.leaves = leaves
-        self.size = sum(leaf is _TENSOR for leaf in leaves)
+        self.size = size
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """The tree with `tensors` (in flattening order) where its own were."""
+        if self is BARE:
+            return tensors[0]
         rest = iter(tensors)
         return self.treedef.unflatten([next(rest) if x is _TENSOR else x for x in self.leaves])
 
     def statics_as(self, value: Any, tensors: Sequence[Any]) -> Any:
         """The tree with `tensors` in place and every static replaced by `value`."""
+        if self is BARE:
+            return tensors[0]
         rest = iter(tensors)
         return self.treedef.unflatten([next(rest) if x is _TENSOR else value for x in self.leaves])
 
@@ -60,11 +67,21 @@ class Skeleton:
         return [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
 
 
+# Nearly every argument, output and saved tensor is one bare tensor, which needs no flattening.
+BARE: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
+
+
 def split(tree: Any) -> tuple[list[Any], Skeleton]:
     """The tensors of a pytree in flattening order, and the rest."""
+    if is_tensor(tree):
+        return [tree], BARE
     leaves, treedef = jax.tree_util.tree_flatten(tree)
-    tensors = [leaf for leaf in leaves if is_tensor(leaf)]
-    return tensors, Skeleton(treedef, [_TENSOR if is_tensor(leaf) else leaf for leaf in leaves])
+    tensors: list[Any] = []
+    for i, leaf in enumerate(leaves):
+        if is_tensor(leaf):
+            tensors.append(leaf)
+            leaves[i] = _TENSOR
+    return tensors, Skeleton(treedef, leaves, len(tensors))
 
 
 @jax.tree_util.register_pytree_node_class

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,9 +40,8 @@ class Outputs:
                 "list or dict."
             )
         # One cotangent per element of a tuple or list, or one for anything else.
-        elements = list(result) if isinstance(result, (tuple, list)) else [result]
-        self.groups = [split(element)[1] for element in elements]
-        self.marked = _marked(layer, tensors, marked)
+        self.groups = [split(x)[1] for x in result] if isinstance(result, (tuple, list)) else [self.skeleton]
+        self.marked = _marked(layer, tensors, marked) if marked else frozenset[int]()
 
     def arrays(self, result: Any) -> list[jax.Array]:
         """The tensors of `result` as JAX arrays, whose types are kept."""
@@ -130,17 +129,8 @@ class Application:
         )
 
 
-@contextlib.contextmanager
-def blame(layer: str, method: str) -> Generator[None]:
-    """Let an exception of the user's own keep its type, and say in a note where it came from."""
-    try:
-        yield
-    except Exception as error:
-        add_note(error, layer, method)
-        raise
-
-
 def add_note(error: Exception, layer: str, method: str) -> None:
+    """Let an exception of the user's own keep its type, and say where it came from."""
     note = f"This happened in {layer}.{method}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
@@ -158,8 +148,11 @@ def _run(application: Application, tensors: Sequence[Any], told: list[bool]) -> 
     arguments = application.arguments
     record = Record(application.name, Phase.FORWARD, lambda: arguments.needs(told), tensors)
     ctx = PyLayerContext(record)
-    with blame(application.name, "forward"):
+    try:
         result = arguments.call(application.layer.forward, ctx, tensors)
+    except Exception as error:
+        add_note(error, application.name, "forward")
+        raise
     record.phase = Phase.RETURNED
     record.inputs = ()
     return ctx, result
@@ -185,13 +178,8 @@ def _record_forward(
 
     def keep(value: Any, name: str) -> Any:
         kept, skeleton = split(value)
-        for path, leaf in skeleton.static_paths():
-            if callable(leaf) and (hidden := traced_names(leaf)):
-                raise ValueError(
-                    f"{name + path} in {application.name}.forward is a function that closes over traced values "
-                    f"({', '.join(hidden)}), which cannot be kept for backward. Keep the values themselves, with "
-                    "ctx.save_for_backward or as attributes, and build the function in backward."
-                )
+        if any(map(callable, skeleton.statics())):
+            _refuse_hidden_tracers(skeleton, name, application.name)
         for tensor in kept:
             if places.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)
@@ -209,6 +197,16 @@ def _record_forward(
         asked=record.asked_needs,
     )
     return recording, arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in residuals]
+
+
+def _refuse_hidden_tracers(skeleton: Skeleton, name: str, layer: str) -> None:
+    for path, leaf in skeleton.static_paths():
+        if callable(leaf) and (hidden := traced_names(leaf)):
+            raise ValueError(
+                f"{name + path} in {layer}.forward is a function that closes over traced values "
+                f"({', '.join(hidden)}), which cannot be kept for backward. Keep the values themselves, with "
+                "ctx.save_for_backward or as attributes, and build the function in backward."
+            )
 
 
 def _stage_forward(
@@ -348,8 +346,11 @@ def _pull(
 
     conjugate = _conjugated if layer.complex_convention == "paddle" else list
     cotangents = outputs.cotangents(conjugate(given), recording.materialize)
-    with blame(application.name, "backward"):
+    try:
         result = layer.backward(ctx, *cotangents)
+    except Exception as error:
+        add_note(error, application.name, "backward")
+        raise
     return conjugate(match_gradients(result, arguments, needed))
 
 
@@ -364,6 +365,17 @@ def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
         return _primal(carried, *tensors)
 
     primal.__name__ = primal.__qualname__ = name  # what jaxprs, profiles and errors show
+    _with_signature(primal, _PRIMAL)
     rule = jax.custom_vjp(primal)
     rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
     return rule
+
+
+def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> None:
+    # JAX asks for the signatures of the three functions at each call; found ready, they cost next to nothing.
+    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
+
+
+_PRIMAL = inspect.signature(_primal)
+_with_signature(_forward_rule, inspect.signature(_forward_rule))
+_with_signature(_backward_rule, inspect.signature(_backward_rule))
