@@ -60,7 +60,7 @@ class PyLayer:
         )
 
     @staticmethod
-    def backward(ctx: PyLayerContext, *cotangents: Any) -> Any:
+    def backward(ctx: PyLayerContext, *args: Any, **kwargs: Any) -> Any:
         """Turn one cotangent per output into one gradient per input. Every differentiated layer defines it."""
         raise NotImplementedError(
             f"{ctx._record.layer}.backward is not defined, but its gradient was asked for. Add to the class: "
