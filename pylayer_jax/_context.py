@@ -137,7 +137,11 @@ class PyLayerContext:
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """One bool per argument that was passed: whether its gradient is asked for."""
+        """One bool per argument that was passed: whether its gradient is asked for.
+
+        Under `jax.jit`, the run of `forward` that only stages it is told True for every argument that can have
+        a gradient, since what will be asked is not known yet.
+        """
         self._record.asked_needs = True
         return self._record.needs()
 

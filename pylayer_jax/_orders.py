@@ -73,7 +73,7 @@ class Rule:
     pullback: Pullback  # (needed inputs, residuals, cotangents) -> gradients
     closed_over: Callable[[], Exception]
     # The rule, and values for its consts, where more inputs are perturbed than `forward` was told.
-    widen: Callable[[Sequence[bool]], tuple[Rule, list[Any]] | None] | None = None
+    widen: Callable[[Sequence[bool], Sequence[Any]], tuple[Rule, list[Any]] | None] | None = None
     traceable: bool = True  # whether the jaxpr computes, or only holds what a concrete run gave
 
     @property
@@ -111,7 +111,7 @@ def _record_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule) 
     inputs, needed = primals[rule.consts :], tuple(moving[rule.consts :])
 
     ruling, residuals = rule, rule.residuals(inputs, values)
-    if rule.widen is not None and (wider := rule.widen(needed)) is not None:
+    if rule.widen is not None and (wider := rule.widen(needed, inputs)) is not None:
         ruling, consts = wider
         residuals = ruling.residuals(inputs, record_p.bind(*consts, *inputs, rule=ruling))
     pushed = apply_rule_p.bind(

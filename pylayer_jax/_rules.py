@@ -160,7 +160,8 @@ def _run(application: Application, tensors: Sequence[Any], told: list[bool]) -> 
 
 def _primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
     application: Application = carried.value
-    ctx, result = _run(application, tensors, [False] * len(tensors))
+    # Staged code may be differentiated later, so that here every gradient counts as asked for.
+    ctx, result = _run(application, tensors, application.arguments.perturbable([True] * len(tensors)))
     application.outputs = Outputs(application.name, result, ctx._record.marked)
     return tuple(joined(tensors, application.outputs.arrays(result)))
 
@@ -240,9 +241,9 @@ def _stage_forward(
     def pullback(needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         return _pull(application, recording, application.arguments.perturbable(needed), residuals, cotangents)
 
-    def widen(needed: Sequence[bool]) -> tuple[Rule, list[Any]] | None:
+    def widen(needed: Sequence[bool], inputs: Sequence[Any]) -> tuple[Rule, list[Any]] | None:
         wider = [t or n for t, n in zip(told, needed, strict=True)]
-        return None if wider == told else _stage_forward(application, tensors, wider)[1:]
+        return None if wider == told else _stage_forward(application, inputs, wider)[1:]
 
     rule = Rule(
         name=application.name,

@@ -28,14 +28,14 @@ class Effort(NamedTuple):
 
     rounds: int
     seconds: float  # per contestant and round
-    shrink: int  # divides depths and widths
+    shrink: int = 1  # divides depths and widths
 
 
 class Row(NamedTuple):
     name: str
     unit: str
     prepare: Callable[[Contestant, Effort], Call | None]  # None where the contestant takes no part
-    per: int = 1  # layers that one time stands for
+    layers: int = 1  # that one time stands for
     heavy: bool = False  # fewer rounds
 
 
@@ -81,7 +81,7 @@ def traced(depth: int, lower: bool = False, per_layer: bool = False) -> Row:
         return trace
 
     name = f"trace{' + lower' if lower else ''}, {depth} layers{', per layer' if per_layer else ''}"
-    return Row(name, "us" if per_layer else "ms", prepare, per=depth if per_layer else 1, heavy=True)
+    return Row(name, "us" if per_layer else "ms", prepare, depth if per_layer else 1, heavy=True)
 
 
 ROWS = [
@@ -130,20 +130,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few rounds of tiny cases: does it run at all")
     parser.add_argument("--only", metavar="NAME", default="", help="rows whose name contains NAME")
     options = parser.parse_args(arguments)
-    effort = Effort(3, 0.0, 10) if options.quick else Effort(41, 0.02, 1)
+    effort = Effort(3, 0.0, shrink=10) if options.quick else Effort(41, 0.02)
 
     present, absent = gather()
     base, *others = [contestant.name for contestant in present]
     gc.freeze()  # what the imports left is not for the measured code to walk through
     print(f"jax {jax.__version__} on {jax.default_backend()}. Time of {base}, and how many times that the others take:")
     print("median [quartiles]; above 1, PyLayer is faster." + (f" Absent: {', '.join(absent)}." if absent else ""))
+    if options.quick:
+        print(f"Quick: every depth and width is {effort.shrink} times smaller than its label says.")
     print(f"{'':44}{base:>12}" + "".join(f"{name:>22}" for name in others))
     for row in ROWS:
         if options.only not in row.name:
             continue
         calls = {c.name: call for c in present if (call := row.prepare(c, effort)) is not None}
         times = measure(calls, effort._replace(rounds=max(3, effort.rounds // 2)) if row.heavy else effort)
-        own = statistics.median(times[base]) * {"us": 1e6, "ms": 1e3}[row.unit] / row.per
+        own = statistics.median(times[base]) * {"us": 1e6, "ms": 1e3}[row.unit] / max(1, row.layers // effort.shrink)
         cells = [ratios(times[name], times[base]) if name in times else "-" for name in others]
         print(f"{row.name:44}{own:9.1f} {row.unit}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
 
