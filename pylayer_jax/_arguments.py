@@ -52,7 +52,7 @@ class Arguments:
 
     def take_tensors(self) -> list[Any]:
         """The tensors as JAX arrays; from then on only their types are kept."""
-        tensors = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in self.avals]
+        tensors = as_arrays(self.avals)
         self.avals = [typeof(x) for x in tensors]
         return tensors
 
@@ -131,6 +131,11 @@ def _declared(forward: Callable[..., Any]) -> _Declared:
     asked = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
     required = sum(p.default is kinds.empty for p in plain)
     return _Declared(signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if asked else required)
+
+
+def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
+    """Tensors as JAX arrays; those that are already stay the objects they are."""
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in tensors]
 
 
 def as_jax(tree: Any) -> Any:

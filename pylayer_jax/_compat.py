@@ -33,6 +33,7 @@ __all__ = [
     "is_differentiated",
     "is_forward_mode_tracer",
     "is_literal",
+    "is_missing_forward_mode",
     "is_undefined",
     "layer_of",
     "mapped_type",
@@ -71,6 +72,11 @@ def is_differentiated(value: object) -> bool:
 
 def is_forward_mode_tracer(value: object) -> bool:
     return isinstance(value, ad.JVPTracer)
+
+
+def is_missing_forward_mode(error: TypeError) -> bool:
+    # What JAX says of a custom_vjp function under jax.jvp; it has no type of its own.
+    return "forward-mode" in str(error) and "custom_vjp" in str(error)
 
 
 def concrete_value(value: Any) -> Any:

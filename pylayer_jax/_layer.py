@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ._arguments import Arguments, as_jax, bind, refuse_refs
-from ._compat import is_forward_mode_tracer, nothing_is_traced
+from ._compat import is_forward_mode_tracer, is_missing_forward_mode, nothing_is_traced
 from ._context import Phase, PyLayerContext, Record
 from ._partition import Carried
 from ._rules import Application, Outputs, add_note, compile_layer
@@ -123,7 +123,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     except jax.errors.UnexpectedTracerError as error:
         raise application.closed_over() from error
     except TypeError as error:
-        if "forward-mode" in str(error) and "custom_vjp" in str(error):
+        if is_missing_forward_mode(error):
             raise _no_forward_mode(arguments) from None
         raise
     outputs = application.outputs

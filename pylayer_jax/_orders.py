@@ -40,6 +40,7 @@ from ._compat import (
     eval_jaxpr,
     instantiate,
     is_literal,
+    is_missing_forward_mode,
     is_undefined,
     layer_of,
     mapped_type,
@@ -129,7 +130,8 @@ def _intermediate_tangents(
     rule: Rule, primals: Sequence[Any], tangents: Sequence[Any], moving: list[bool], values: Sequence[Any]
 ) -> list[Any]:
     zeros: list[Any] = [Zero(tangent_type(typeof(v))) for v in values[rule.outputs :]]
-    reached = _reached(rule.jaxpr, moving)[rule.outputs :]
+    # What a concrete run computed is not in the jaxpr, so that any of it may depend on any input.
+    reached = [not rule.traceable or r for r in _reached(rule.jaxpr, moving)[rule.outputs :]]
     wanted = [r and differentiable(typeof(v)) for r, v in zip(reached, values[rule.outputs :], strict=True)]
     if not any(wanted):
         return zeros
@@ -147,7 +149,17 @@ def _intermediate_tangents(
         return eval_jaxpr(jaxpr, (), *(x for x, r in zip(full, read, strict=True) if r))
 
     moved = [(p, t) for p, t, m in zip(primals, tangents, moving, strict=True) if m]
-    _, derived = jax.jvp(intermediates, [p for p, _ in moved], [t for _, t in moved])
+    try:
+        _, derived = jax.jvp(intermediates, [p for p, _ in moved], [t for _, t in moved])
+    except TypeError as error:
+        if not is_missing_forward_mode(error):
+            raise
+        raise TypeError(
+            f"{rule.name}.forward saved a tensor that another layer computed within it, and that is neither an input "
+            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
+            "needs a forward-mode rule of that layer. Save inputs and outputs, or use reverse over reverse: "
+            "jax.jacrev(jax.grad(f))."
+        ) from error
     rest = iter(derived)
     return [next(rest) if w else zero for zero, w in zip(zeros, wanted, strict=True)]
 
@@ -408,4 +420,4 @@ def _explain(rule: Rule, jaxpr: Any, error: Exception) -> TypeError:
             "reverse over reverse: jax.jacrev(jax.grad(f))."
         )
     said = next(iter(str(error).splitlines()), "")
-    return _not_linear(rule, f"JAX cannot transpose it ({type(error).__name__}: {said})")
+    return _not_linear(rule, f"far as JAX can transpose it ({type(error).__name__}: {said})")

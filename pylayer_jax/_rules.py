@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from ._arguments import Arguments
+from ._arguments import Arguments, as_arrays
 from ._closures import traced_names
 from ._compat import Tracer, concrete_value, differentiable, instantiate, is_differentiated, stage, typeof
 from ._context import Phase, PyLayerContext, Record, backward_context, contains, describe
@@ -45,7 +45,7 @@ class Outputs:
 
     def arrays(self, result: Any) -> list[jax.Array]:
         """The tensors of `result` as JAX arrays, whose types are kept."""
-        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in split(result)[0]]
+        arrays = as_arrays(split(result)[0])
         self.types = [typeof(x) for x in arrays]
         self.has_tangent = tuple(i not in self.marked and differentiable(t) for i, t in enumerate(self.types))
         self.shardings = [None if isinstance(x, Tracer) else x.sharding for x in arrays]
@@ -161,7 +161,7 @@ def _run(application: Application, tensors: Sequence[Any], told: list[bool]) -> 
 def _primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
     application: Application = carried.value
     # Staged code may be differentiated later, so that here every gradient counts as asked for.
-    ctx, result = _run(application, tensors, application.arguments.perturbable([True] * len(tensors)))
+    ctx, result = _run(application, as_arrays(tensors), application.arguments.perturbable([True] * len(tensors)))
     application.outputs = Outputs(application.name, result, ctx._record.marked)
     return tuple(joined(tensors, application.outputs.arrays(result)))
 
@@ -197,7 +197,7 @@ def _record_forward(
         told=told,
         asked=record.asked_needs,
     )
-    return recording, arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in residuals]
+    return recording, arrays, as_arrays(residuals)
 
 
 def _refuse_hidden_tracers(skeleton: Skeleton, name: str, layer: str) -> None:
@@ -279,7 +279,7 @@ def _sources(
 
 def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     application: Application = carried.value
-    tensors = [p.value for p in primals]
+    tensors = as_arrays([p.value for p in primals])  # jax.grad(f)(2.0) hands on the Python number
     told = application.arguments.perturbable([p.perturbed for p in primals])
     application.perturbed = [a or b for a, b in zip(application.perturbed, told, strict=True)]
     if any(isinstance(x, Tracer) for x in tensors):

