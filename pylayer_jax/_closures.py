@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from ._compat import Tracer
+from ._compat import Tracer, is_tracer
 
 _DEPTH = 4  # a lambda in a partial in a closure is as deep as real code was seen to go
 
 
-def traced_names(function: object, depth: int = _DEPTH) -> list[str]:
-    """The names under which `function` reaches traced arrays, other than by its arguments."""
+def traced_names(function: object, counts: Callable[[object], bool] = is_tracer, depth: int = _DEPTH) -> list[str]:
+    """The names under which `function` reaches traced arrays that count, other than by its arguments."""
     if depth == 0:
         return []
     if isinstance(function, functools.partial):
         held = {f"argument {i} of the partial": value for i, value in enumerate(function.args)}
         held |= function.keywords
-        return traced_names(function.func, depth - 1) + _traced(held, depth)
+        return traced_names(function.func, counts, depth - 1) + _traced(held, counts, depth)
     function = getattr(function, "__func__", function)
     code = getattr(function, "__code__", None)
     if code is None:
@@ -28,7 +29,7 @@ def traced_names(function: object, depth: int = _DEPTH) -> list[str]:
     spread = getattr(function, "__globals__", {})
     held |= {name: spread[name] for name in code.co_names if isinstance(spread.get(name), Tracer)}
     held |= {f"default {i}": value for i, value in enumerate(getattr(function, "__defaults__", None) or ())}
-    return _traced(held, depth)
+    return _traced(held, counts, depth)
 
 
 def _content(cell: Any) -> Any:
@@ -38,11 +39,11 @@ def _content(cell: Any) -> Any:
         return None
 
 
-def _traced(held: dict[str, Any], depth: int) -> list[str]:
+def _traced(held: dict[str, Any], counts: Callable[[object], bool], depth: int) -> list[str]:
     names: list[str] = []
     for name, value in held.items():
         for leaf in jax.tree_util.tree_leaves(value):
-            if isinstance(leaf, Tracer) or (callable(leaf) and traced_names(leaf, depth - 1)):
+            if counts(leaf) or (callable(leaf) and traced_names(leaf, counts, depth - 1)):
                 names.append(name)
                 break
     return names

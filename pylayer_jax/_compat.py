@@ -34,6 +34,7 @@ __all__ = [
     "is_forward_mode_tracer",
     "is_literal",
     "is_missing_forward_mode",
+    "is_tracer",
     "is_undefined",
     "layer_of",
     "mapped_type",
@@ -65,8 +66,14 @@ def nothing_is_traced() -> bool:
     return get_opaque_trace_state(convention="nnx") == _PLAIN
 
 
+def is_tracer(value: object) -> bool:
+    return isinstance(value, Tracer)
+
+
 def is_differentiated(value: object) -> bool:
-    # The tracer of `jax.grad`, `jax.vjp` and `jax.linearize` has no public name.
+    # The tracers of `jax.grad`, `jax.vjp`, `jax.linearize` and of `jax.vmap` have no public names.
+    if type(value).__name__ == "BatchTracer":
+        return is_differentiated(getattr(value, "val", None))
     return type(value).__name__ == "LinearizeTracer" or isinstance(value, ad.JVPTracer)
 
 

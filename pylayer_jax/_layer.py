@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from ._arguments import Arguments, as_jax, bind, refuse_refs
-from ._compat import is_forward_mode_tracer, is_missing_forward_mode, nothing_is_traced
+from ._compat import is_differentiated, is_forward_mode_tracer, is_missing_forward_mode, nothing_is_traced
 from ._context import Phase, PyLayerContext, Record
 from ._partition import Carried
 from ._rules import Application, Outputs, add_note, compile_layer
@@ -118,6 +118,9 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     if any(map(is_forward_mode_tracer, tensors)):
         raise _no_forward_mode(arguments)
     application = Application(layer, arguments)
+    if not any(map(is_differentiated, tensors)) and application.names_closed_over(is_differentiated):
+        # JAX would notice only after apply had returned, without a name.
+        raise application.closed_over()
     try:
         values = _apply_rule(layer, application, tensors)
     except jax.errors.UnexpectedTracerError as error:

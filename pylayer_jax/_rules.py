@@ -13,7 +13,16 @@ from jax.custom_derivatives import SymbolicZero
 
 from ._arguments import Arguments, as_arrays
 from ._closures import traced_names
-from ._compat import Tracer, concrete_value, differentiable, instantiate, is_differentiated, stage, typeof
+from ._compat import (
+    Tracer,
+    concrete_value,
+    differentiable,
+    instantiate,
+    is_differentiated,
+    is_tracer,
+    stage,
+    typeof,
+)
 from ._context import Phase, PyLayerContext, Record, backward_context, contains, describe
 from ._gradients import match_gradients
 from ._orders import Rule, Source, joined, record_p
@@ -116,11 +125,17 @@ class Application:
         self.perturbed = [False] * len(arguments.avals)  # by any of the differentiations so far
         self.outputs: Outputs | None = None
 
-    def closed_over(self) -> Exception:
-        names = traced_names(self.layer.forward)
+    def names_closed_over(self, counts: Callable[[object], bool] = is_tracer) -> list[str]:
+        """Under which names `forward`, or a function among the arguments, reaches traced values that count."""
+        names = traced_names(self.layer.forward, counts)
         for argument in self.arguments.arguments:
             for leaf in argument.skeleton.statics():
-                names += [f"{name} (in argument {argument.name})" for name in traced_names(leaf)]
+                if callable(leaf):
+                    names += [f"{name} (in argument {argument.name})" for name in traced_names(leaf, counts)]
+        return names
+
+    def closed_over(self) -> Exception:
+        names = self.names_closed_over()
         found = f" ({', '.join(names)})" if names else ""
         return jax.errors.UnexpectedTracerError(
             f"{self.name}.forward uses a traced value that it closes over{found}. Its gradient would be lost, since "
@@ -288,6 +303,8 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
         outputs, residuals = values[: rule.outputs], rule.residuals(tensors, values)
     else:
         recording, outputs, residuals = _record_forward(application, tensors, told)
+        if any(map(is_differentiated, [*outputs, *residuals])):
+            raise application.closed_over()
     application.outputs = recording.outputs
     application.recordings.append(recording)
     if recording.asked:
@@ -334,6 +351,8 @@ def _pull(
     given = [c if has else None for c, has in zip(given, outputs.has_tangent, strict=True)]
     if all(c is None for c in given):
         return [None] * len(arguments.avals)
+
+    residuals = as_arrays(residuals)  # JAX hands on some constants as NumPy arrays
 
     def restore(value: Any) -> Any:
         return value.restore(residuals) if isinstance(value, _Kept) else value
