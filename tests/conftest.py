@@ -1,5 +1,6 @@
 """Settings that every test runs under: several CPU devices, strict dtype promotion."""
 
+import importlib
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,5 +12,29 @@ FLAGS = (
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-frameworks",
+        action="store_true",
+        help="fail where real Paddle or torch is absent, instead of skipping",
+    )
+
+
+@pytest.fixture
+def framework(request):
+    """Imports Paddle or torch; skips the test where it is absent, unless it is required."""
+
+    def load(name):
+        try:
+            return importlib.import_module(name)
+        except ImportError as error:
+            if request.config.getoption("--require-frameworks"):
+                pytest.fail(f"{name} is required, but: {error}")
+            pytest.skip(f"{name} is not installed")
+
+    return load
