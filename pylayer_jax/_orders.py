@@ -31,7 +31,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._compat import (
     Primitive,
@@ -42,7 +41,6 @@ from ._compat import (
     is_literal,
     is_missing_forward_mode,
     is_undefined,
-    layer_of,
     mapped_type,
     prune,
     register,
@@ -51,6 +49,7 @@ from ._compat import (
     typeof,
     vmap_like,
 )
+from ._linearity import transpose
 
 Source = tuple[Literal["input", "output", "intermediate"], int]
 
@@ -178,24 +177,13 @@ apply_rule_p = Primitive("pylayer_rule")
 
 
 def _apply_rule(*args: Any, rule: Rule, needed: tuple[bool, ...]) -> list[Any]:
-    # Forward mode over reverse: the transpose of the pullback, staged first because its equations tell
-    # whether it is linear.
     residuals, tangents = args[: len(rule.sources)], args[len(rule.sources) :]
-    given: list[int] = []
 
     def pull(*cotangents: Any) -> list[Any]:
         gradients = rule.pullback(needed, residuals, _spread(cotangents, rule.has_tangent))
-        picked = [g for g, n in zip(gradients, needed, strict=True) if n]
-        given[:] = [i for i, g in enumerate(picked) if g is not None]
-        return [picked[i] for i in given]
+        return [g for g, n in zip(gradients, needed, strict=True) if n]
 
-    jaxpr, consts = stage(pull, rule.tangent_types, f"backward of {rule.name}")
-    _refuse_affine(rule, jaxpr, len(consts))
-    try:
-        transposed = jax.linear_transpose(lambda *c: eval_jaxpr(jaxpr, (), *consts, *c), *rule.tangent_types)
-        return list(transposed([tangents[i] for i in given]))
-    except Exception as error:
-        raise _explain(rule, jaxpr, error) from error
+    return transpose(rule.name, pull, rule.tangent_types, tangents)
 
 
 def _apply_rule_types(*_: Any, rule: Rule, needed: tuple[bool, ...]) -> tuple[list[Any], Any]:
@@ -369,55 +357,3 @@ def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
         if any(not is_literal(v) and v in live for v in equation.invars):
             live.update(equation.outvars)
     return [not is_literal(v) and v in live for v in jaxpr.outvars]
-
-
-# -- linearity ------------------------------------------------------------------------------------
-
-
-def _refuse_affine(rule: Rule, jaxpr: Any, consts: int) -> None:
-    # Transposing `c -> c + 1` gives the identity without complaint, and `c -> 1` gives zero: both would
-    # be wrong numbers. Everything else that is not linear has no transpose rule, and JAX says so.
-    live = set(jaxpr.invars[consts:])
-    zeros: set[Any] = set()
-
-    def is_live(atom: Any) -> bool:
-        return not is_literal(atom) and atom in live
-
-    def is_zero(atom: Any) -> bool:
-        return not np.any(atom.val) if is_literal(atom) else atom in zeros
-
-    for equation in jaxpr.eqns:
-        operands, name = equation.invars, equation.primitive.name
-        if any(map(is_live, operands)):
-            live.update(equation.outvars)
-            if name in _SUMS and not all(is_live(a) or is_zero(a) for a in operands):
-                raise _not_linear(rule, f"it adds a term that does not depend on them ({name})")
-        elif name in _KEEP_ZERO and all(map(is_zero, operands)):
-            zeros.update(equation.outvars)
-    for atom in jaxpr.outvars:
-        if not is_live(atom) and not is_zero(atom):
-            raise _not_linear(rule, "it returns a gradient that does not depend on them")
-
-
-_SUMS = frozenset({"add", "add_any", "sub"})
-_KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "mul", "neg", "reshape", "squeeze"})
-
-
-def _not_linear(rule: Rule, reason: str) -> TypeError:
-    return TypeError(
-        f"{rule.name}.backward is not linear in its cotangents, as {reason}. Forward mode over reverse (jax.hessian, "
-        "jax.jvp of jax.grad) transposes backward and needs it to be. Use reverse over reverse: "
-        "jax.jacrev(jax.grad(f))."
-    )
-
-
-def _explain(rule: Rule, jaxpr: Any, error: Exception) -> TypeError:
-    layers = [name for equation in jaxpr.eqns if (name := layer_of(equation)) is not None]
-    if layers:
-        return TypeError(
-            f"{rule.name}.backward applies a layer with a custom gradient ({layers[0]}). Forward mode over reverse "
-            f"(jax.hessian, jax.jvp of jax.grad) needs the forward mode of {layers[0]}, which it does not have. Use "
-            "reverse over reverse: jax.jacrev(jax.grad(f))."
-        )
-    said = next(iter(str(error).splitlines()), "")
-    return _not_linear(rule, f"far as JAX can transpose it ({type(error).__name__}: {said})")

@@ -9,7 +9,7 @@ import pytest
 
 from pylayer_jax import PyLayer, once_differentiable
 
-from .registry import ClippedReversal, DoubledTanh, Round, RouterLoss, SavedIntermediate
+from .registry import AskedLinear, ClippedReversal, DoubledTanh, Round, RouterLoss, SavedIntermediate
 
 grad = jax.grad
 
@@ -256,8 +256,6 @@ def test_host_code_that_saves_an_intermediate_is_refused_at_second_order():
 
 
 def test_needs_input_grad_widens_at_the_outer_order():
-    from .registry import AskedLinear
-
     x, w = jnp.ones((2, 2)) * 0.3, jnp.array([[0.2, -0.5], [0.7, 0.1]])
 
     def mixed(apply):

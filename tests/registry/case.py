@@ -1,0 +1,64 @@
+"""What a case is, and how a layer becomes one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax import PyLayer
+
+stop = jax.lax.stop_gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    layer: Callable[..., Any]  # of the arrays in args; calls Layer.apply
+    reference: Callable[..., Any]
+    args: tuple[Any, ...]  # float arrays are differentiated
+    # Whether the loss is linear in the outputs, for references that are a plain custom_vjp: exact at second
+    # order as long as what is differentiated again is made of inputs alone.
+    linear_loss: bool = False
+    forward_over_reverse: str = ""  # the error of jax.hessian, where backward cannot be transposed
+
+
+CASES: list[Case] = []
+
+
+def case(reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, **flags: Any) -> Any:
+    """Enter a layer class; `call` is how it is applied, where that is not `apply(*args)`."""
+
+    def enter(layer: type[PyLayer]) -> type[PyLayer]:
+        arrays = tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list)) else a for a in args)
+        CASES.append(Case(layer.__name__, call or layer.apply, reference, arrays, **flags))
+        return layer
+
+    return enter
+
+
+def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`value` with gradients by `rule(args, cotangent)`, as a plain custom_vjp that saves inputs alone."""
+    function = jax.custom_vjp(value)
+    function.defvjp(lambda *args: (value(*args), args), rule)
+    return function
+
+
+def straight_through(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: x + stop(value(x) - x)
+
+
+def grid(*shape: int, low: float = -1.4, high: float = 1.7) -> jax.Array:
+    return jnp.asarray(
+        np.random.default_rng(sum(shape)).permutation(np.linspace(low, high, int(np.prod(shape)))).reshape(shape),
+        jnp.float32,
+    )
+
+
+X = grid(2, 3)
+W = grid(3, 3, low=-0.8, high=0.9)
+R3 = grid(3, low=0.2, high=1.1)
