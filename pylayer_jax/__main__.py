@@ -42,9 +42,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"(at most {GRADIENT_ERROR:.0e}: {_yes(right)})"
     )
     print(f"Saved for backward, for {_demo.BATCH} images:")
-    for name, kind, size in result.saved:
-        print(f"  {name:10}{kind:20}{size:>8,} bytes")
-    print(f"  {'total':30}{sum(size for *_, size in result.saved):>8,} bytes")
+    for layer, name, kind, size in result.saved:
+        print(f"  {layer:10}{name:8}{kind:20}{size:>8,} bytes")
+    print(f"  {'total':38}{sum(size for *_, size in result.saved):>8,} bytes")
     print(f"{time.perf_counter() - start:.1f} s")
     return 0 if learned and right else 1
 

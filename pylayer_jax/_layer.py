@@ -12,7 +12,8 @@ from ._arguments import Arguments, as_jax, bind, refuse_refs
 from ._compat import is_differentiated, is_forward_mode_tracer, is_missing_forward_mode, nothing_is_traced
 from ._context import Phase, PyLayerContext, Record
 from ._partition import Carried
-from ._rules import Application, Outputs, add_note, compile_layer
+from ._recording import Outputs
+from ._rules import Application, add_note, compile_layer
 
 _NOT_A_LAYER_VALUE = (np.ndarray, np.generic, jax.Ref)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,17 +15,16 @@ from ._closures import traced_names
 from ._compat import (
     Tracer,
     concrete_value,
-    differentiable,
-    instantiate,
     is_differentiated,
     is_tracer,
     stage,
     typeof,
 )
-from ._context import Phase, PyLayerContext, Record, backward_context, contains, describe
+from ._context import Phase, PyLayerContext, Record, backward_context
 from ._gradients import match_gradients
 from ._orders import Rule, Source, joined, record_p
 from ._partition import Carried, Skeleton, split
+from ._recording import Kept, Outputs, Recording
 
 # Raised where traced code asks for a number; `forward` may then still run on concrete values.
 _NEEDS_VALUES = (
@@ -34,82 +32,6 @@ _NEEDS_VALUES = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
 )
-
-
-class Outputs:
-    """What one run of `forward` returned, without its tensors."""
-
-    __slots__ = ("groups", "has_tangent", "marked", "shardings", "skeleton", "types")
-
-    def __init__(self, layer: str, result: Any, marked: Sequence[Any]) -> None:
-        tensors, self.skeleton = split(result)
-        if not tensors:
-            raise ValueError(
-                f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-                "list or dict."
-            )
-        # One cotangent per element of a tuple or list, or one for anything else.
-        self.groups = [split(x)[1] for x in result] if isinstance(result, (tuple, list)) else [self.skeleton]
-        self.marked = _marked(layer, tensors, marked) if marked else frozenset[int]()
-
-    def arrays(self, result: Any) -> list[jax.Array]:
-        """The tensors of `result` as JAX arrays, whose types are kept."""
-        arrays = as_arrays(split(result)[0])
-        self.types = [typeof(x) for x in arrays]
-        self.has_tangent = tuple(i not in self.marked and differentiable(t) for i, t in enumerate(self.types))
-        self.shardings = [None if isinstance(x, Tracer) else x.sharding for x in arrays]
-        return arrays
-
-    def cotangents(self, given: Sequence[Any], materialize: bool) -> list[Any]:
-        """What `backward` gets: one entry per element that holds a tensor, with zeros or None for None."""
-        full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
-        entries: list[Any] = []
-        for group in self.groups:
-            if group.size:
-                entries.append(group.statics_as(None, full[: group.size]))
-                full = full[group.size :]
-        return entries
-
-    def _zeros(self, i: int) -> jax.Array:
-        zeros, sharding = instantiate(self.types[i]), self.shardings[i]
-        if sharding is None or len(sharding.device_set) == 1 or isinstance(zeros, Tracer):
-            return zeros
-        return jax.device_put(zeros, sharding)
-
-
-def _marked(layer: str, tensors: Sequence[Any], marked: Sequence[Any]) -> frozenset[int]:
-    flat = [leaf for value in marked for leaf in (jax.tree_util.tree_leaves(value) or [value])]
-    for leaf in flat:
-        if not contains(tensors, leaf):
-            raise ValueError(
-                f"ctx.mark_non_differentiable in {layer}.forward: {describe(leaf)} is not an output of forward. "
-                "Mark the very values that forward returns."
-            )
-    return frozenset(i for i, tensor in enumerate(tensors) if contains(flat, tensor))
-
-
-@dataclasses.dataclass
-class _Kept:
-    """A pytree with tensors: the rest of it, and which residuals they are."""
-
-    skeleton: Skeleton
-    residuals: list[int]
-
-    def restore(self, residuals: Sequence[Any]) -> Any:
-        return self.skeleton.fill([residuals[i] for i in self.residuals])
-
-
-@dataclasses.dataclass(eq=False)
-class Recording:
-    """What one run of `forward` left for `backward`, without its tensors."""
-
-    outputs: Outputs
-    saved: Any  # like an attribute; None if nothing was saved
-    attributes: dict[str, Any]  # a `_Kept`, or a static as it is
-    residuals: int
-    materialize: bool
-    told: list[bool]  # the inputs that `forward` was told need a gradient
-    asked: bool  # whether it looked, so that what it saved may depend on it
 
 
 class Application:
@@ -199,7 +121,7 @@ def _record_forward(
         for tensor in kept:
             if places.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)
-        return _Kept(skeleton, [places[id(x)] for x in kept]) if kept else value
+        return Kept(skeleton, [places[id(x)] for x in kept]) if kept else value
 
     saved = None if record.saved is None else keep(record.saved, "ctx.save_for_backward")
     attributes = {name: keep(value, f"ctx.{name}") for name, value in vars(ctx).items()}
@@ -355,7 +277,7 @@ def _pull(
     residuals = as_arrays(residuals)  # JAX hands on some constants as NumPy arrays
 
     def restore(value: Any) -> Any:
-        return value.restore(residuals) if isinstance(value, _Kept) else value
+        return value.restore(residuals) if isinstance(value, Kept) else value
 
     ctx = backward_context(
         application.name,
