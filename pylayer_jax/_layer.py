@@ -36,6 +36,12 @@ class PyLayer:
         y = Tanh.apply(x)
 
     The rule holds under every JAX transform of reverse mode and at every order of differentiation.
+    `jax.hessian` and `jax.jvp` of `jax.grad` transpose `backward`, which then has to be linear in its
+    cotangents and to apply no layer.
+
+    In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit`
+    would; where it asks for numbers, it runs on concrete values instead. Under `jax.vmap` every output is
+    mapped as soon as one argument is.
 
     Attributes:
         complex_convention: how `backward` reads and writes complex gradients. "jax" (the default): as
