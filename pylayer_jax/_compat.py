@@ -5,6 +5,7 @@ The rest of the package uses `jax`, `jax.numpy`, `jax.tree_util`, `jax.errors` a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from jax.extend.core import (
     Primitive,
     concrete_or_error,
     get_opaque_trace_state,
+    primal_dtype_to_tangent_dtype,
     unmapped_aval,
 )
 from jax.extend.linear_util import wrap_init
@@ -37,6 +39,7 @@ __all__ = [
     "is_tracer",
     "is_undefined",
     "layer_of",
+    "lower_jaxpr",
     "mapped_type",
     "nothing_is_traced",
     "prune",
@@ -101,8 +104,13 @@ def varying_axes(aval: Any) -> frozenset[Any]:
 
 
 def differentiable(aval: Any) -> bool:
+    return _has_tangent(aval.dtype)
+
+
+@functools.cache
+def _has_tangent(dtype: Any) -> bool:
     # float0 is the tangent dtype of integers, bools and PRNG keys.
-    return tangent_type(aval).dtype != jax.dtypes.float0
+    return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
 def instantiate(aval: Any) -> jax.Array:
@@ -166,6 +174,7 @@ def register(
     jvp: Callable[..., Any],
     batch: Callable[..., Any],
     transpose: Callable[..., Any] | None = None,
+    lower: Callable[..., Any] | None = None,
 ) -> None:
     """Enter a primitive with several results into the rule tables of `jax.interpreters`."""
     primitive.multiple_results = True
@@ -177,4 +186,28 @@ def register(
     # The "fancy" table hands over the axis name, which collectives inside a layer need.
     batching.fancy_primitive_batchers[primitive] = batch
     # Every application has parameters of its own, so a cached lowering could never be hit.
-    mlir.register_lowering(primitive, mlir.lower_fun(evaluate, multiple_results=True), cacheable=False)
+    lower = lower or mlir.lower_fun(evaluate, multiple_results=True)
+    mlir.register_lowering(primitive, lower, cacheable=False)
+
+
+def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
+    """Lower a jaxpr in place, at half the cost of `mlir.lower_fun`, which traces it again."""
+    if getattr(jaxpr, "is_high", False):  # under jax_custom_vjp3 it has to be rewritten first
+        traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
+        return traced(context, *args)
+    module = context.module_context
+    if context.platforms is not None:
+        module = module.replace(platforms=context.platforms)
+    out, tokens = mlir.jaxpr_subcomp(
+        module,
+        jaxpr,
+        context.name_stack,
+        context.tokens_in,
+        (),
+        *args,
+        dim_var_values=context.dim_var_values,
+        const_lowering=context.const_lowering,
+        outer_traceback=None,
+    )
+    context.set_tokens_out(tokens)
+    return out

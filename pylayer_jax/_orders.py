@@ -41,6 +41,7 @@ from ._compat import (
     is_literal,
     is_missing_forward_mode,
     is_undefined,
+    lower_jaxpr,
     mapped_type,
     prune,
     register,
@@ -57,7 +58,7 @@ Source = tuple[Literal["input", "output", "intermediate"], int]
 Pullback = Callable[[Sequence[bool], Sequence[Any], Sequence[Any]], list[Any]]
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
 class Rule:
     """One application of a layer: its forward as a jaxpr, and its backward as a pullback.
 
@@ -280,7 +281,14 @@ def _joined_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count:
     return mapped, [d or 0 for d in out_dims]
 
 
-register(record_p, evaluate=_record, abstract=_record_types, jvp=_record_jvp, batch=_record_batch)
+register(
+    record_p,
+    evaluate=_record,
+    abstract=_record_types,
+    jvp=_record_jvp,
+    batch=_record_batch,
+    lower=lambda context, *args, rule: lower_jaxpr(context, rule.jaxpr, *args),
+)
 register(
     apply_rule_p,
     evaluate=_apply_rule,

@@ -66,7 +66,7 @@ def _marked(layer: str, tensors: Sequence[Any], marked: Sequence[Any]) -> frozen
     return frozenset(i for i, tensor in enumerate(tensors) if contains(flat, tensor))
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Kept:
     """A pytree with tensors: the rest of it, and which residuals they are."""
 
@@ -77,7 +77,7 @@ class Kept:
         return self.skeleton.fill([residuals[i] for i in self.residuals])
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Recording:
     """What one run of `forward` left for `backward`, without its tensors."""
 
