@@ -74,7 +74,7 @@ class Rule:
     pullback: Pullback  # (needed inputs, residuals, cotangents) -> gradients
     closed_over: Callable[[], Exception]
     # The rule, and values for its consts, where more inputs are perturbed than `forward` was told.
-    widen: Callable[[Sequence[bool], Sequence[Any]], tuple[Rule, list[Any]] | None] | None = None
+    widen: Callable[[Sequence[bool]], tuple[Rule, list[Any]] | None] | None = None
     traceable: bool = True  # whether the jaxpr computes, or only holds what a concrete run gave
 
     @property
@@ -110,9 +110,11 @@ def _record_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule) 
         raise rule.closed_over()
     values = record_p.bind(*primals, rule=rule)
     inputs, needed = primals[rule.consts :], tuple(moving[rule.consts :])
+    if not any(needed):
+        return values, [Zero(tangent_type(typeof(v))) for v in values]
 
     ruling, residuals = rule, rule.residuals(inputs, values)
-    if rule.widen is not None and (wider := rule.widen(needed, inputs)) is not None:
+    if rule.widen is not None and (wider := rule.widen(needed)) is not None:
         ruling, consts = wider
         residuals = ruling.residuals(inputs, record_p.bind(*consts, *inputs, rule=ruling))
     pushed = apply_rule_p.bind(
@@ -168,7 +170,7 @@ def _record_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, rule: 
     if all(d is None for d in dims):  # JAX asks in this case too
         values = record_p.bind(*args, rule=rule)
         return values, [None] * len(values)
-    batched, consts, out_dims = _batched(rule, axis, args, list(dims))
+    batched, consts, out_dims = _batched(rule, axis, [typeof(x) for x in args], list(dims))
     return record_p.bind(*consts, *args, rule=batched), out_dims
 
 
@@ -310,21 +312,31 @@ register(
 # -- batching -------------------------------------------------------------------------------------
 
 
-def _batched(rule: Rule, axis: Any, args: Sequence[Any], dims: list[Any]) -> tuple[Rule, list[Any], list[Any]]:
+def _batched(rule: Rule, axis: Any, types: Sequence[Any], dims: list[Any]) -> tuple[Rule, list[Any], list[Any]]:
     # Every output gets the mapped axis, see NOTE [shared outputs]. An intermediate has no cotangent and
     # stays as it is.
     reached = _reached(rule.jaxpr, [d is not None for d in dims])
     out_dims = [0 if i < rule.outputs or r else None for i, r in enumerate(reached)]
     mapped = vmap_like(lambda *xs: eval_jaxpr(rule.jaxpr, (), *xs), axis, tuple(dims), out_dims)
-    jaxpr, new = stage(mapped, [typeof(x) for x in args], rule.name)
+    jaxpr, new = stage(mapped, types, rule.name)
     places = {"input": dims[rule.consts :], "output": out_dims, "intermediate": out_dims[rule.outputs :]}
+
+    def widen(needed: Sequence[bool]) -> tuple[Rule, list[Any]] | None:
+        wider = None if rule.widen is None else rule.widen(needed)
+        if wider is None:
+            return None
+        inner, consts = wider
+        all_types = [*map(typeof, consts), *types[rule.consts :]]
+        again, fresh, _ = _batched(inner, axis, all_types, [None] * len(consts) + dims[rule.consts :])
+        return again, [*fresh, *consts]
+
     batched = dataclasses.replace(
         rule,
         jaxpr=jaxpr,
         consts=len(new) + rule.consts,
         output_types=[v.aval for v in jaxpr.outvars[: rule.outputs]],
         pullback=_batched_pullback(rule, axis, [places[kind][i] for kind, i in rule.sources], dims[rule.consts :]),
-        widen=None,
+        widen=widen,
     )
     return batched, new, out_dims
 

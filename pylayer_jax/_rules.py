@@ -148,10 +148,12 @@ def _refuse_hidden_tracers(skeleton: Skeleton, name: str, layer: str) -> None:
 
 
 def _stage_forward(
-    application: Application, tensors: Sequence[Any], told: list[bool]
+    application: Application, types: Sequence[Any], told: list[bool], tensors: Sequence[Any] = ()
 ) -> tuple[Recording, Rule, list[Any]]:
-    """`forward` as the rule of one equation, and the values that it closes over."""
-    avals = [typeof(x) for x in tensors]
+    """`forward` as the rule of one equation, and the values that it closes over.
+
+    A `forward` that cannot be staged is run on the values of `tensors`, where they are given and have any.
+    """
     traceable = True
     found: list[tuple[Recording, tuple[Source, ...]]] = []
 
@@ -162,15 +164,17 @@ def _stage_forward(
         return [*outputs, *intermediates]
 
     try:
-        jaxpr, consts = stage(forward, avals, application.name)
+        jaxpr, consts = stage(forward, types, application.name)
     except _NEEDS_VALUES as error:
         # Host code in `forward`. Under eager differentiation the numbers are there, below the tracers.
+        if not tensors:
+            raise
         try:
             inputs = [jnp.copy(concrete_value(x)) for x in tensors]
         except jax.errors.ConcretizationTypeError:
             raise error from None
         values, traceable = forward(*inputs), False
-        jaxpr, consts = stage(lambda *_: values, avals, application.name)
+        jaxpr, consts = stage(lambda *_: values, types, application.name)
     if any(map(is_differentiated, consts)):
         raise application.closed_over()
     ((recording, sources),) = found
@@ -178,9 +182,9 @@ def _stage_forward(
     def pullback(needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         return _pull(application, recording, application.arguments.perturbable(needed), residuals, cotangents)
 
-    def widen(needed: Sequence[bool], inputs: Sequence[Any]) -> tuple[Rule, list[Any]] | None:
+    def widen(needed: Sequence[bool]) -> tuple[Rule, list[Any]] | None:
         wider = [t or n for t, n in zip(told, needed, strict=True)]
-        return None if wider == told else _stage_forward(application, inputs, wider)[1:]
+        return None if wider == told else _stage_forward(application, types, wider)[1:]
 
     rule = Rule(
         name=application.name,
@@ -220,7 +224,7 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
     told = application.arguments.perturbable([p.perturbed for p in primals])
     application.perturbed = [a or b for a, b in zip(application.perturbed, told, strict=True)]
     if any(isinstance(x, Tracer) for x in tensors):
-        recording, rule, consts = _stage_forward(application, tensors, told)
+        recording, rule, consts = _stage_forward(application, [typeof(x) for x in tensors], told, tensors)
         values = record_p.bind(*consts, *tensors, rule=rule)
         outputs, residuals = values[: rule.outputs], rule.residuals(tensors, values)
     else:

@@ -262,6 +262,11 @@ def test_needs_input_grad_widens_at_the_outer_order():
         # The inner gradient asks for x alone, the outer one for w.
         return lambda w: jnp.sum(grad(lambda x: jnp.sum(jnp.sin(apply(x, w))))(x) ** 2)
 
-    for outer in (grad, lambda f: jax.jit(grad(f))):
-        ours = outer(mixed(lambda x, w: AskedLinear.apply(x, w, "static")))(w)
-        np.testing.assert_allclose(ours, grad(mixed(lambda x, w: x @ w))(w), rtol=1e-5)
+    def mixed_vmap(apply):
+        inner = lambda x, w: jnp.sum(grad(lambda x: jnp.sum(jnp.sin(apply(x, w))))(x) ** 2)  # noqa: E731
+        return lambda w: jax.vmap(inner, in_axes=(0, None))(jnp.stack([x, 2 * x]), w).sum()
+
+    for build in (mixed, mixed_vmap):
+        for outer in (grad, lambda f: jax.jit(grad(f))):
+            ours = outer(build(lambda x, w: AskedLinear.apply(x, w, "static")))(w)
+            np.testing.assert_allclose(ours, grad(build(lambda x, w: x @ w))(w), rtol=1e-5)
