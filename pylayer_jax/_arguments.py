@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ._compat import differentiable, typeof
-from ._partition import Skeleton, is_tensor, split
+from ._partition import Skeleton, flatten, split
 
 
 class Argument:
@@ -140,13 +139,12 @@ def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
 
 def as_jax(tree: Any) -> Any:
     """The tree with its NumPy arrays and scalars as JAX arrays, as they are under jit."""
-    return jax.tree_util.tree_map(
-        lambda x: jnp.asarray(x) if isinstance(x, (np.ndarray, np.generic)) and is_tensor(x) else x, tree
-    )
+    tensors, skeleton = split(tree)
+    return skeleton.fill(as_arrays(tensors)) if tensors else tree
 
 
 def refuse_refs(layer: str, tree: Any) -> None:
-    if not any(isinstance(leaf, jax.Ref) for leaf in jax.tree_util.tree_leaves(tree)):
+    if not any(isinstance(leaf, jax.Ref) for leaf in flatten(tree)[0]):
         return
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         if isinstance(leaf, jax.Ref):

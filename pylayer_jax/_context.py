@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._partition import is_tensor
+from ._partition import flatten, is_tensor
 
 
 class Phase(enum.Enum):
@@ -108,7 +108,7 @@ class PyLayerContext:
             ValueError: for a value that is not a tensor among the arguments of `forward`.
         """
         record = self._recording("mark_not_inplace")
-        known = jax.tree_util.tree_leaves(record.inputs)
+        known = flatten(record.inputs)[0]
         for i, value in enumerate(inputs):
             if not all(is_tensor(x) and contains(known, x) for x in jax.tree_util.tree_leaves(value) or [None]):
                 raise ValueError(
@@ -188,7 +188,7 @@ def own_copy(value: Any, layer: str, call: str) -> Any:
     """`value` with its NumPy arrays copied; a `jax.Ref` inside is refused."""
     if isinstance(value, (jax.Array, int, float, str, type(None))) and not isinstance(value, jax.Ref):
         return value
-    leaves, treedef = jax.tree_util.tree_flatten(value)
+    leaves, treedef = flatten(value)
     for leaf in leaves:
         if isinstance(leaf, jax.Ref):
             raise TypeError(

@@ -11,7 +11,7 @@ import numpy as np
 from ._arguments import Arguments, as_jax, bind, refuse_refs
 from ._compat import is_differentiated, is_forward_mode_tracer, is_missing_forward_mode, nothing_is_traced
 from ._context import Phase, PyLayerContext, Record
-from ._partition import Carried
+from ._partition import Carried, flatten
 from ._recording import Outputs
 from ._rules import Application, add_note, compile_layer
 
@@ -99,7 +99,7 @@ class PyLayer:
 def _run_eagerly(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     # Nothing is traced, so nothing is differentiated: no rule, no binding, one look at the arguments.
     name = layer.__qualname__
-    if any(isinstance(leaf, _NOT_A_LAYER_VALUE) for leaf in jax.tree_util.tree_leaves((args, kwargs))):
+    if any(isinstance(leaf, _NOT_A_LAYER_VALUE) for leaf in flatten((args, kwargs))[0]):
         refuse_refs(name, (args, kwargs))
         args, kwargs = as_jax((args, kwargs))
     count = len(args) + len(kwargs)

@@ -58,7 +58,7 @@ Source = tuple[Literal["input", "output", "intermediate"], int]
 Pullback = Callable[[Sequence[bool], Sequence[Any], Sequence[Any]], list[Any]]
 
 
-@dataclasses.dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclasses.dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Rule:
     """One application of a layer: its forward as a jaxpr, and its backward as a pullback.
 
@@ -76,6 +76,9 @@ class Rule:
     # The rule, and values for its consts, where more inputs are perturbed than `forward` was told.
     widen: Callable[[Sequence[bool]], tuple[Rule, list[Any]] | None] | None = None
     traceable: bool = True  # whether the jaxpr computes, or only holds what a concrete run gave
+
+    def __repr__(self) -> str:
+        return self.name  # as jaxprs show it
 
     @property
     def outputs(self) -> int:

@@ -63,8 +63,38 @@ class Skeleton:
         return [path for path, leaf in self._paths() if leaf is _TENSOR]
 
     def _paths(self) -> list[tuple[str, Any]]:
-        pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(self.leaves))
+        whole = self.treedef.unflatten(self.leaves)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(whole, is_leaf=_is_unsortable)
         return [(jax.tree_util.keystr(path), leaf) for path, leaf in pairs]
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Leaves and treedef of a pytree, in which a dict whose keys cannot be sorted is one static leaf.
+
+    Raises:
+        ValueError: for such a dict with tensors inside, which JAX could not follow.
+    """
+    try:
+        return jax.tree_util.tree_flatten(tree)
+    except ValueError:
+        leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_unsortable)
+        for leaf in filter(_is_unsortable, leaves):
+            if any(is_tensor(x) for x in flatten(list(leaf.values()))[0]):
+                raise ValueError(
+                    f"a dict with keys {list(leaf)} holds tensors, but its keys cannot be sorted, as JAX needs of a "
+                    "dict of arrays. Use keys of one type."
+                ) from None
+        return leaves, treedef
+
+
+def _is_unsortable(node: Any) -> bool:
+    if not isinstance(node, dict):
+        return False
+    try:
+        sorted(node)
+    except TypeError:
+        return True
+    return False
 
 
 # Nearly every argument, output and saved tensor is one bare tensor, which needs no flattening.
@@ -75,7 +105,7 @@ def split(tree: Any) -> tuple[list[Any], Skeleton]:
     """The tensors of a pytree in flattening order, and the rest."""
     if is_tensor(tree):
         return [tree], BARE
-    leaves, treedef = jax.tree_util.tree_flatten(tree)
+    leaves, treedef = flatten(tree)
     tensors: list[Any] = []
     for i, leaf in enumerate(leaves):
         if is_tensor(leaf):

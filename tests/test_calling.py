@@ -66,13 +66,14 @@ def test_gradients_follow_the_parameter_order(mode):
     "static",
     [
         lambda: [1, {"a": {2, 3}}],
+        lambda: {1: 2, "a": [3]},
         lambda: float("nan"),
         lambda: lambda v: v,
         lambda: functools.partial(max, 1),
         object,
         lambda: None,
     ],
-    ids=["unhashable", "nan", "lambda", "partial", "object", "none"],
+    ids=["unhashable", "unsortable", "nan", "lambda", "partial", "object", "none"],
 )
 @modes
 def test_fresh_statics_of_any_kind(mode, static):
@@ -332,3 +333,9 @@ def test_collectives_over_a_mapped_axis():
     np.testing.assert_allclose(jax.grad(f(Sum.apply))(X), jax.grad(plain)(X), rtol=1e-6)
     second = lambda g: jax.grad(lambda x: (jax.grad(g)(x) ** 2).sum())(X)  # noqa: E731
     np.testing.assert_allclose(second(f(Sum.apply)), second(plain), rtol=1e-6)
+
+
+def test_unsortable_dict_with_tensors_is_refused():
+    for run in (lambda f: f, jax.grad):
+        with pytest.raises(ValueError, match=r"a dict with keys \[1, 'a'\] holds tensors.*Use keys of one type"):
+            run(lambda x: Scaled.apply({1: x, "a": 2}).sum())(X)
