@@ -1,9 +1,17 @@
 """Custom gradients for JAX, written the way Paddle and PyTorch users write them."""
 
 from ._context import PyLayerContext
+from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
 from ._layer import PyLayer
 from ._once import once_differentiable
 
 __version__ = "0.1.0"
 
-__all__ = ["PyLayer", "PyLayerContext", "__version__", "once_differentiable"]
+__all__ = [
+    "PyLayer",
+    "PyLayerContext",
+    "__version__",
+    "disable_saved_tensors_hooks",
+    "once_differentiable",
+    "saved_tensors_hooks",
+]

@@ -10,14 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer, eval_context, eval_jaxpr
+from jax.core import ShapedArray, Trace, Tracer, eval_context, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import io_callback
 from jax.extend.core import (
+    ClosedJaxpr,
     DebugInfo,
     Literal,
     Primitive,
     concrete_or_error,
     get_opaque_trace_state,
     primal_dtype_to_tangent_dtype,
+    set_current_trace,
+    take_current_trace,
     unmapped_aval,
 )
 from jax.extend.linear_util import wrap_init
@@ -25,33 +30,59 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 __all__ = [
+    "NEEDS_VALUES",
     "Primitive",
+    "ShapedArray",
+    "Trace",
     "Tracer",
     "Zero",
+    "call_with_symbolic_zeros",
+    "closed",
     "concrete_value",
+    "current_trace",
     "differentiable",
     "eval_jaxpr",
+    "has_equation",
     "instantiate",
+    "io_callback",
     "is_differentiated",
     "is_forward_mode_tracer",
     "is_literal",
     "is_missing_forward_mode",
+    "is_reverse_mode_tracer",
+    "is_staged",
+    "is_staged_beneath",
+    "is_symbolic_zero",
     "is_tracer",
     "is_undefined",
+    "keep_one_result",
     "layer_of",
     "lower_jaxpr",
+    "manual_axes",
     "mapped_type",
     "nothing_is_traced",
+    "opened",
     "prune",
     "register",
+    "runs_custom_vjp_functions_once",
+    "set_current_trace",
     "stage",
     "tangent_type",
     "typeof",
     "varying_axes",
     "vmap_like",
+    "with_type",
+    "with_varying_axes",
 ]
 
 typeof = jax.typeof
+
+# Raised where traced code asks for a number.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
 
 # Symbolic zeros as the rules of a primitive meet them (`custom_vjp` rules meet `SymbolicZero`).
 Zero = ad.Zero
@@ -62,6 +93,11 @@ is_undefined = ad.is_undefined_primal
 with eval_context():
     # `eval_context` guarantees the plain state here, also when the import happens inside a trace.
     _PLAIN = get_opaque_trace_state(convention="nnx")
+
+
+def is_symbolic_zero(cotangent: Any) -> bool:
+    # What the bwd rule of a custom_vjp gets for an output that has no gradient; float0 is that of an integer.
+    return isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0
 
 
 def nothing_is_traced() -> bool:
@@ -84,6 +120,33 @@ def is_forward_mode_tracer(value: object) -> bool:
     return isinstance(value, ad.JVPTracer)
 
 
+def is_reverse_mode_tracer(value: object) -> bool:
+    if type(value).__name__ == "BatchTracer":
+        return is_reverse_mode_tracer(getattr(value, "val", None))
+    return type(value).__name__ == "LinearizeTracer"
+
+
+def is_staged(value: object) -> bool:
+    # Whether a value, or what `jax.vmap` maps, stands in a jaxpr that is being made.
+    if type(value).__name__ == "BatchTracer":
+        return is_staged(getattr(value, "val", None))
+    return type(value).__name__ == "DynamicJaxprTracer"
+
+
+def current_trace() -> Any:
+    with take_current_trace() as trace:
+        return trace
+
+
+def is_staged_beneath(value: object) -> bool:
+    # Whether what one reverse-mode differentiation (and `jax.vmap`) carries stands in a jaxpr that is being made.
+    while type(value).__name__ in ("BatchTracer", "LinearizeTracer"):
+        if type(value).__name__ == "LinearizeTracer":
+            return is_staged(getattr(value, "primal", None))
+        value = getattr(value, "val", None)
+    return is_staged(value)
+
+
 def is_missing_forward_mode(error: TypeError) -> bool:
     # What JAX says of a custom_vjp function under jax.jvp; it has no type of its own.
     return "forward-mode" in str(error) and "custom_vjp" in str(error)
@@ -96,6 +159,29 @@ def concrete_value(value: Any) -> Any:
 
 def tangent_type(aval: Any) -> Any:
     return aval.to_tangent_aval()
+
+
+def with_type(value: jax.Array, aval: Any) -> jax.Array:
+    """`value` with the weak type, the varying axes and the explicit sharding of a type of its shape and dtype."""
+    found = typeof(value)
+    value = with_varying_axes(value, aval)
+    if is_staged(value) and found.sharding != aval.sharding:
+        value = jax.sharding.reshard(value, aval.sharding)
+    if found.weak_type != aval.weak_type:  # which no public function can set on an array
+        value = jax.lax.convert_element_type_p.bind(
+            value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
+        )
+    return value
+
+
+def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
+    missing = varying_axes(aval) - varying_axes(typeof(value))
+    return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
+
+
+def manual_axes() -> tuple[Any, ...]:
+    # The mesh axes of the enclosing shard_maps: over which devices the same code runs on their own shards.
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:
@@ -128,6 +214,52 @@ def stage(function: Callable[..., Sequence[Any]], avals: Sequence[Any], name: st
     if jaxpr.constvars:  # jax 0.10 keeps them apart, 0.12 does not
         jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
     return jaxpr, list(consts)
+
+
+def call_with_symbolic_zeros(rule: Callable[..., Any], carried: Any, tensors: Sequence[Any]) -> Any:
+    """Call a `custom_vjp` function that was defined with `symbolic_zeros=True`."""
+    try:
+        return rule(carried, *tensors)
+    except NotImplementedError as error:
+        if "symbolic_zeros support with shard_map" not in str(error):
+            raise
+        # Eager shard_map alone cannot run such a rule; staged, it can.
+        return jax.jit(lambda *tensors: rule(carried, *tensors))(*tensors)
+
+
+def runs_custom_vjp_functions_once() -> bool:
+    # JAX's coming implementation traces the primal function beside the fwd rule.
+    return not getattr(jax.config, "jax_custom_vjp3", False)
+
+
+def keep_one_result(function: Any, rule: Any) -> None:
+    # JAX expects to find the output tree of a custom_jvp function in one of its two functions alone. Where an
+    # operation is staged and differentiated at once, both have run.
+    if any(store for store in function.stores if store is not None):
+        for store in rule.stores:
+            if store is not None:
+                store.reset()
+
+
+def opened(closed: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr in the parameters of an equation, and its constants."""
+    return getattr(closed, "jaxpr", closed), closed.consts  # one and the same since jax 0.12
+
+
+def closed(jaxpr: Any) -> Any:
+    """A jaxpr without constants as the parameter of an equation."""
+    return jaxpr if ClosedJaxpr is type(jaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def has_equation(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr, or one in the parameters of its equations, applies a primitive."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            return True
+        inner = equation.params.get("jaxpr")
+        if inner is not None and hasattr(inner, "eqns") and has_equation(inner, name):
+            return True
+    return False
 
 
 def is_literal(atom: Any) -> bool:

@@ -23,7 +23,7 @@ class Phase(enum.Enum):
 class Record:
     """The private half of a context: everything but the attributes that the user sets."""
 
-    __slots__ = ("asked_needs", "inputs", "layer", "marked", "materialize", "needs", "phase", "saved")
+    __slots__ = ("asked_needs", "inputs", "layer", "load", "marked", "materialize", "needs", "phase", "saved")
 
     def __init__(self, layer: str, phase: Phase, needs: Callable[[], tuple[bool, ...]], inputs: Any = ()) -> None:
         self.layer = layer
@@ -31,9 +31,15 @@ class Record:
         self.needs = needs
         self.inputs = inputs
         self.saved: tuple[Any, ...] | None = None
+        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # gives `saved`, once it is asked for
         self.marked: list[Any] = []
         self.materialize = True
         self.asked_needs = False
+
+    def read_saved(self) -> tuple[Any, ...] | None:
+        if self.load is not None:
+            self.saved, self.load = self.load(), None
+        return self.saved
 
 
 class PyLayerContext:
@@ -91,12 +97,12 @@ class PyLayerContext:
 
     def saved_tensor(self) -> tuple[Any, ...] | None:
         """The tuple that was saved, or None if nothing was saved (as in Paddle)."""
-        return self._record.saved
+        return self._record.read_saved()
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         """The tuple that was saved, or `()` if nothing was saved (as in torch)."""
-        return self._record.saved or ()
+        return self._record.read_saved() or ()
 
     # -- flags ----------------------------------------------------------------------------------
 
@@ -149,11 +155,12 @@ class PyLayerContext:
 
     def _contents(self) -> tuple[Any, dict[str, Any]]:
         """Everything that `backward` can read."""
-        return self._record.saved, dict(vars(self))
+        return self._record.read_saved(), dict(vars(self))
 
     def _with_contents(self, contents: tuple[Any, dict[str, Any]]) -> PyLayerContext:
         """A context for `backward` with the flags of this one."""
-        return backward_context(self._record.layer, self._record.needs, *contents)
+        saved, attributes = contents
+        return backward_context(self._record.layer, self._record.needs, lambda: saved, attributes)
 
     def _recording(self, call: str) -> Record:
         record = self._record
@@ -167,11 +174,14 @@ class PyLayerContext:
 
 
 def backward_context(
-    layer: str, needs: Callable[[], tuple[bool, ...]], saved: tuple[Any, ...] | None, attributes: dict[str, Any]
+    layer: str,
+    needs: Callable[[], tuple[bool, ...]],
+    load: Callable[[], tuple[Any, ...] | None],
+    attributes: dict[str, Any],
 ) -> PyLayerContext:
-    """The context that `backward` gets."""
+    """The context that `backward` gets; `load` gives the saved tensors."""
     record = Record(layer, Phase.BACKWARD, needs)
-    record.saved = saved
+    record.load = load
     ctx = PyLayerContext(record)
     for name, value in attributes.items():
         object.__setattr__(ctx, name, value)

@@ -9,8 +9,15 @@ import jax
 import numpy as np
 
 from ._arguments import Arguments, as_jax, bind, refuse_refs
-from ._compat import is_differentiated, is_forward_mode_tracer, is_missing_forward_mode, nothing_is_traced
+from ._compat import (
+    call_with_symbolic_zeros,
+    is_differentiated,
+    is_forward_mode_tracer,
+    is_missing_forward_mode,
+    nothing_is_traced,
+)
 from ._context import Phase, PyLayerContext, Record
+from ._hook_stack import Hooks, beneath_blocks
 from ._partition import Carried, flatten
 from ._recording import Outputs
 from ._rules import Application, add_note, compile_layer
@@ -124,12 +131,13 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     tensors = arguments.take_tensors()
     if any(map(is_forward_mode_tracer, tensors)):
         raise _no_forward_mode(arguments)
-    application = Application(layer, arguments)
+    application = Application(layer, arguments, Hooks.captured(tensors))
     if not any(map(is_differentiated, tensors)) and application.names_closed_over(is_differentiated):
         # JAX would notice only after apply had returned, without a name.
         raise application.closed_over()
     try:
-        values = _apply_rule(layer, application, tensors)
+        with beneath_blocks():  # a layer packs what it saves by itself
+            values = call_with_symbolic_zeros(layer._rule, Carried(application), tensors)
     except jax.errors.UnexpectedTracerError as error:
         raise application.closed_over() from error
     except TypeError as error:
@@ -140,17 +148,6 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     assert outputs is not None
     values = [jax.lax.stop_gradient(x) if i in outputs.marked else x for i, x in enumerate(values)]
     return outputs.skeleton.fill(values)
-
-
-def _apply_rule(layer: type[PyLayer], application: Application, tensors: list[Any]) -> Any:
-    carried = Carried(application)
-    try:
-        return layer._rule(carried, *tensors)
-    except NotImplementedError as error:
-        if "symbolic_zeros support with shard_map" not in str(error):
-            raise
-        # Eager shard_map alone cannot run such a rule; staged, it can.
-        return jax.jit(lambda *tensors: layer._rule(carried, *tensors))(*tensors)
 
 
 def _no_forward_mode(arguments: Arguments) -> TypeError:

@@ -6,7 +6,7 @@ as it was: containers, Python numbers, functions, objects. Statics are never com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import jax
@@ -101,14 +101,14 @@ def _is_unsortable(node: Any) -> bool:
 BARE: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
 
 
-def split(tree: Any) -> tuple[list[Any], Skeleton]:
-    """The tensors of a pytree in flattening order, and the rest."""
-    if is_tensor(tree):
+def split(tree: Any, counts: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
+    """The tensors of a pytree (the leaves that count) in flattening order, and the rest."""
+    if counts(tree):
         return [tree], BARE
     leaves, treedef = flatten(tree)
     tensors: list[Any] = []
     for i, leaf in enumerate(leaves):
-        if is_tensor(leaf):
+        if counts(leaf):
             tensors.append(leaf)
             leaves[i] = _TENSOR
     return tensors, Skeleton(treedef, leaves, len(tensors))

@@ -11,6 +11,7 @@ import jax
 from ._arguments import as_arrays
 from ._compat import Tracer, differentiable, instantiate, typeof
 from ._context import contains, describe
+from ._hook_stack import Packed
 from ._partition import Skeleton, split
 
 
@@ -74,7 +75,8 @@ class Kept:
     residuals: list[int]
 
     def restore(self, residuals: Sequence[Any]) -> Any:
-        return self.skeleton.fill([residuals[i] for i in self.residuals])
+        # JAX hands on some constants as NumPy arrays.
+        return self.skeleton.fill(as_arrays([residuals[i] for i in self.residuals]))
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -83,8 +85,10 @@ class Recording:
 
     outputs: Outputs
     saved: Any  # like an attribute; None if nothing was saved
+    saved_residuals: int  # which are the first
     attributes: dict[str, Any]  # a `Kept`, or a static as it is
     residuals: int
     materialize: bool
     told: list[bool]  # the inputs that `forward` was told need a gradient
     asked: bool  # whether it looked, so that what it saved may depend on it
+    packed: Packed | None = None  # the saved residuals, where hooks packed them

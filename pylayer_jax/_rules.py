@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from ._arguments import Arguments, as_arrays
 from ._closures import traced_names
 from ._compat import (
+    NEEDS_VALUES,
     Tracer,
     concrete_value,
     is_differentiated,
+    is_symbolic_zero,
     is_tracer,
     stage,
     typeof,
 )
 from ._context import Phase, PyLayerContext, Record, backward_context
 from ._gradients import match_gradients
+from ._hook_stack import COVERED, Hooks, active, pack
 from ._orders import Rule, Source, joined, record_p
 from ._partition import Carried, Skeleton, split
 from ._recording import Kept, Outputs, Recording
-
-# Raised where traced code asks for a number; `forward` may then still run on concrete values.
-_NEEDS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
 
 
 class Application:
     """One call of `apply`, as it travels through JAX inside a treedef. Holds no array."""
 
-    __slots__ = ("arguments", "layer", "name", "outputs", "perturbed", "recordings")
+    __slots__ = ("arguments", "hooks", "layer", "name", "outputs", "perturbed", "recordings")
 
-    def __init__(self, layer: Any, arguments: Arguments) -> None:
+    def __init__(self, layer: Any, arguments: Arguments, hooks: Hooks | None = None) -> None:
         self.layer = layer
+        # JAX may run the fwd rule long after the block was left, so that the pair is taken at the call.
+        self.hooks = hooks
         self.name = arguments.layer
         self.arguments = arguments
-        self.recordings: list[Recording] = []
+        self.recordings: list[Recording] = []  # of a forward that looked at needs_input_grad
         self.perturbed = [False] * len(arguments.avals)  # by any of the differentiations so far
         self.outputs: Outputs | None = None
 
@@ -124,10 +122,14 @@ def _record_forward(
         return Kept(skeleton, [places[id(x)] for x in kept]) if kept else value
 
     saved = None if record.saved is None else keep(record.saved, "ctx.save_for_backward")
+    saved_residuals = len(residuals)
+    if application.hooks is not None:
+        places.clear()  # an attribute is not packed, so that it shares nothing with what is
     attributes = {name: keep(value, f"ctx.{name}") for name, value in vars(ctx).items()}
     recording = Recording(
         outputs=outputs,
         saved=saved,
+        saved_residuals=saved_residuals,
         attributes=attributes,
         residuals=len(residuals),
         materialize=record.materialize,
@@ -165,7 +167,7 @@ def _stage_forward(
 
     try:
         jaxpr, consts = stage(forward, types, application.name)
-    except _NEEDS_VALUES as error:
+    except NEEDS_VALUES as error:
         # Host code in `forward`. Under eager differentiation the numbers are there, below the tracers.
         if not tensors:
             raise
@@ -232,61 +234,74 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
         if any(map(is_differentiated, [*outputs, *residuals])):
             raise application.closed_over()
     application.outputs = recording.outputs
-    application.recordings.append(recording)
+    if application.hooks is not None and active.value is not COVERED:
+        saved = recording.saved_residuals
+        recording.packed, arrays = pack(application.hooks, residuals[:saved], f"{application.name}, saved tensor")
+        residuals = [*arrays, *residuals[saved:]]
     if recording.asked:
-        residuals.append(jnp.zeros((0, len(application.recordings) - 1)))
-    return tuple(outputs), (carried, *residuals)
+        residuals.append(jnp.zeros((0, len(application.recordings))))
+        application.recordings.append(recording)
+    return tuple(outputs), (Carried((application, recording)), *residuals)
 
 
 # -- backward -------------------------------------------------------------------------------------
 
 
 def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    application: Application = residuals[0].value
-    recording, kept = _recording_of(application, list(residuals[1:]))
+    application, recording = residuals[0].value
+    recording, kept = _recording_of(application, recording, list(residuals[1:]))
     needed = recording.told if recording.asked else application.perturbed
-    return None, *_pull(application, recording, needed, kept, [None if _is_zero(c) else c for c in cotangents])
+    given = [None if is_symbolic_zero(c) else c for c in cotangents]
+    packed, unpack = recording.packed, None
+    if packed is not None:
+        arrays, kept = kept[: packed.size], [None] * recording.saved_residuals + kept[packed.size :]
+        unpack = functools.partial(packed.open, arrays, given)
+    return None, *_pull(application, recording, needed, kept, given, unpack)
 
 
-def _recording_of(application: Application, residuals: list[Any]) -> tuple[Recording, list[Any]]:
+def _recording_of(application: Application, recording: Recording, residuals: list[Any]) -> tuple[Recording, list[Any]]:
     # NOTE [several recordings]
     # A jitted function that is differentiated for different arguments runs the fwd rule once for each
     # choice, and JAX keeps the structure of the residuals of the last run alone. Where `forward` looked at
     # needs_input_grad, what it saved may differ, so that an empty array tells by its shape which run it was.
-    recording = application.recordings[-1]
     if recording.asked:
         recording = application.recordings[residuals.pop().shape[-1]]
-        if len(residuals) != recording.residuals:
+        expected = recording.residuals
+        if recording.packed is not None:
+            expected += recording.packed.size - recording.saved_residuals
+        if len(residuals) != expected:
             raise RuntimeError(
-                f"{application.name}.forward saved {recording.residuals} tensors for one choice of needs_input_grad "
+                f"{application.name}.forward saved {expected} tensors for one choice of needs_input_grad "
                 f"and {len(residuals)} for another, within one jitted function that was differentiated both ways. Save "
                 "the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
             )
     return recording, residuals
 
 
-def _is_zero(cotangent: Any) -> bool:
-    return isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0
-
-
 def _pull(
-    application: Application, recording: Recording, needed: list[bool], residuals: Sequence[Any], given: Sequence[Any]
+    application: Application,
+    recording: Recording,
+    needed: list[bool],
+    residuals: Sequence[Any],
+    given: Sequence[Any],
+    unpack: Callable[[], Sequence[Any]] | None = None,
 ) -> list[Any]:
-    """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero)."""
+    """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero).
+
+    `unpack` gives the residuals that `save_for_backward` saved, where hooks packed them.
+    """
     outputs, arguments, layer = recording.outputs, application.arguments, application.layer
     given = [c if has else None for c, has in zip(given, outputs.has_tangent, strict=True)]
     if all(c is None for c in given):
         return [None] * len(arguments.avals)
 
-    residuals = as_arrays(residuals)  # JAX hands on some constants as NumPy arrays
-
-    def restore(value: Any) -> Any:
-        return value.restore(residuals) if isinstance(value, Kept) else value
+    def restore(value: Any, tensors: Sequence[Any] = residuals) -> Any:
+        return value.restore(tensors) if isinstance(value, Kept) else value
 
     ctx = backward_context(
         application.name,
         lambda: arguments.needs(needed),
-        restore(recording.saved),
+        lambda: restore(recording.saved, residuals if unpack is None else unpack()),
         {name: restore(value) for name, value in recording.attributes.items()},
     )
 

@@ -1,0 +1,258 @@
+"""Plain JAX operations inside a hooks block.
+
+A trace that stands before the current one meets every operation of the block. Where an operation is, or
+may later be, differentiated, it is bound as a `jax.custom_vjp` whose residuals are those of its own `jax.vjp`,
+packed. An operation is anything that JAX binds: an addition, an already jitted function, a scan, a function
+with a custom gradient. What is inside is covered: its residuals are packed once, as those of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._compat import (
+    ShapedArray,
+    call_with_symbolic_zeros,
+    closed,
+    current_trace,
+    differentiable,
+    eval_jaxpr,
+    has_equation,
+    instantiate,
+    is_reverse_mode_tracer,
+    is_staged,
+    is_staged_beneath,
+    is_symbolic_zero,
+    keep_one_result,
+    opened,
+    runs_custom_vjp_functions_once,
+    set_current_trace,
+    stage,
+    tangent_type,
+    typeof,
+)
+from ._hook_stack import Hooks, Interceptor, Packed, Pair, covered, pack
+from ._partition import Carried
+
+# Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
+_WITHOUT_RESIDUALS = frozenset(
+    (
+        "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "device_put",
+        "expand_dims", "name", "neg", "pad", "pcast", "psum", "real", "imag", "reduce_sum", "reshape", "rev",
+        "sharding_constraint", "slice", "squeeze", "stop_gradient", "sub", "transpose",
+    )
+)  # fmt: skip
+
+Bind = Callable[..., Any]
+
+
+class HooksTrace(Interceptor):
+    """The current trace of a hooks block."""
+
+    __slots__ = ("pair",)
+
+    def __init__(self, parent_trace: Any, pair: Pair) -> None:
+        super().__init__()
+        self.parent_trace = parent_trace
+        self.pair = pair
+        self.requires_low = parent_trace.requires_low
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        if any(map(is_staged_beneath, tracers)) and all(map(_is_plain_array, tracers)):
+            jaxpr = _packing_inside(primitive.name, params, self.pair)
+            if jaxpr is not None:
+                with set_current_trace(self.parent_trace):
+                    return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
+
+        def bind(*args: Any) -> Any:
+            return primitive.bind(*args, **params)
+
+        return self._process(bind, primitive.name, tracers, again=True)
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        try:
+            return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
+        finally:
+            keep_one_result(fun, jvp)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        return self._process_call("process_custom_vjp_call", (primitive, fun, fwd, bwd), tracers, params)
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        return self._process_call("process_shard_map", (primitive, fun), tracers, params)
+
+    def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
+        def bind(*args: Any) -> Any:
+            return current_trace().process_call(primitive, fun, args, params)
+
+        return self._process(bind, primitive.name, tracers)
+
+    def __getattr__(self, name: str) -> Any:
+        # What else JAX asks of the current trace, such as `cur_qdd` and `stage_value`.
+        return getattr(self.parent_trace, name)
+
+    def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
+        def bind(*args: Any) -> Any:
+            return getattr(current_trace(), method)(*functions, args, **params)
+
+        return self._process(bind, functions[0].name, tracers)
+
+    def _process(self, bind: Bind, name: str, args: Sequence[Any], again: bool = False) -> Any:
+        # `again`: whether `bind` may be called more than once.
+        with set_current_trace(self.parent_trace):
+            # Under jit what is staged may be differentiated later; elsewhere JAX's own tracers tell.
+            reverse = any(map(is_reverse_mode_tracer, args))
+            chosen = is_reverse_mode_tracer if reverse else is_staged
+            if name in _WITHOUT_RESIDUALS or not any(map(chosen, args)) or not all(map(_is_plain_array, args)):
+                return bind(*args)
+            hooks = Hooks(self.pair, args)
+            if reverse and (again or runs_custom_vjp_functions_once()):
+                return _bound(_Operation(name, bind, hooks), args)
+            return _bound_staged(name, bind, hooks, args, chosen)
+
+
+def _is_plain_array(value: Any) -> bool:
+    return isinstance(typeof(value), ShapedArray)  # not a Ref or a token
+
+
+class _Operation:
+    """One operation of a block, as it travels through JAX inside a treedef. Holds no array."""
+
+    __slots__ = ("differentiated", "hooks", "kept", "name", "run", "single")
+
+    def __init__(self, name: str, run: Bind, hooks: Hooks, differentiated: Sequence[bool] | None = None) -> None:
+        self.name = name
+        self.run = run
+        self.hooks = hooks
+        self.differentiated = differentiated  # None: what JAX perturbs
+        self.single = False
+        self.kept: list[_Kept] = []
+
+    def outputs(self, args: Sequence[Any]) -> tuple[Any, ...]:
+        values = self.run(*args)
+        self.single = not isinstance(values, (list, tuple))
+        return (values,) if self.single else tuple(values)
+
+
+def _bound(operation: _Operation, args: Sequence[Any]) -> Any:
+    values = call_with_symbolic_zeros(_rule, Carried(operation), args)
+    return values[0] if operation.single else list(values)
+
+
+def _bound_staged(name: str, bind: Bind, hooks: Hooks, args: Sequence[Any], chosen: Callable[[object], bool]) -> Any:
+    """An operation that may be run any number of times, whose functions JAX lets us call once."""
+    once = _Operation(name, bind, hooks)
+    jaxpr, consts = stage(lambda *xs: once.outputs(xs), [typeof(x) for x in args], name)
+    args = [*consts, *args]
+
+    def run(*args: Any) -> Any:
+        values = eval_jaxpr(jaxpr, (), *args)
+        return values[0] if once.single else values
+
+    differentiated = [chosen(x) and differentiable(typeof(x)) for x in args]
+    # JAX refuses most effects within a custom_vjp, so that such an operation stays what it is.
+    if jaxpr.effects or not any(differentiated) or not any(differentiable(v.aval) for v in jaxpr.outvars):
+        return run(*args)
+    return _bound(_Operation(name, run, hooks, differentiated), args)
+
+
+def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
+    """The jaxpr of a staged scan that packs in each iteration; None for another operation.
+
+    Packed as a whole, a scan would stack the residuals of all iterations first. A jitted function that
+    holds a scan is gone through in the same way, operation by operation.
+    """
+    if name not in ("scan", "jit", "pjit"):
+        return None
+    jaxpr, consts = opened(params["jaxpr"])
+    if name != "scan" and not has_equation(jaxpr, "scan"):
+        return None
+
+    def evaluate(*args: Any) -> list[Any]:
+        return eval_jaxpr(jaxpr, consts, *args)
+
+    def body(*args: Any) -> list[Any]:
+        if name == "scan":
+            return _bound(_Operation("body of scan", evaluate, Hooks(pair, args)), args)
+        with set_current_trace(HooksTrace(current_trace(), pair)):
+            return evaluate(*args)
+
+    hooked, new = stage(body, [v.aval for v in jaxpr.invars], name)
+    same = [v.aval for v in hooked.outvars] == [v.aval for v in jaxpr.outvars]
+    return closed(hooked) if same and not new else None
+
+
+# -- as a custom_vjp ------------------------------------------------------------------------------
+
+
+class _Kept:
+    """What the fwd rule leaves for the bwd rule, without its arrays."""
+
+    __slots__ = ("chosen", "inputs", "operation", "outputs", "packed", "pullback")
+
+    def __init__(self, inputs: int, chosen: list[int], outputs: list[Any], packed: Packed, pullback: Any) -> None:
+        self.inputs = inputs
+        self.chosen = chosen  # the inputs that are differentiated
+        self.outputs = outputs  # their types
+        self.packed = packed
+        self.pullback = pullback  # the treedef of the function that `jax.vjp` returned
+
+
+def _primal(carried: Carried, *args: Any) -> tuple[Any, ...]:
+    return carried.value.outputs(args)
+
+
+def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    operation: _Operation = carried.value
+    args = [p.value for p in primals]
+    differentiated = operation.differentiated
+    if differentiated is None:
+        differentiated = [p.perturbed and differentiable(typeof(p.value)) for p in primals]
+    chosen = [i for i, d in enumerate(differentiated) if d]
+
+    def run(*perturbed: Any) -> tuple[Any, ...]:
+        full = list(args)
+        for i, x in zip(chosen, perturbed, strict=True):
+            full[i] = x
+        return operation.outputs(full)
+
+    with covered():
+        outputs, pullback = jax.vjp(run, *(args[i] for i in chosen))
+    residuals, treedef = jax.tree_util.tree_flatten(pullback)
+    packed, arrays = pack(operation.hooks, residuals, f"the operation {operation.name}, residual")
+    kept = _Kept(len(args), chosen, [typeof(x) for x in outputs], packed, treedef)
+    if not operation.hooks.deferred:
+        return outputs, (Carried((operation, kept)), *arrays)
+    # It may be differentiated for different inputs, of which JAX knows the last alone: NOTE [several recordings].
+    operation.kept.append(kept)
+    return outputs, (Carried((operation, None)), jnp.zeros((0, len(operation.kept) - 1)), *arrays)
+
+
+def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    operation, kept = residuals[0].value
+    arrays = residuals[1:]
+    if kept is None:
+        kept, arrays = operation.kept[arrays[0].shape[-1]], arrays[1:]
+    gradients: list[Any] = [None] * kept.inputs
+    given = [None if is_symbolic_zero(c) else c for c in cotangents]
+    if any(c is not None for c in given):
+        pullback = jax.tree_util.tree_unflatten(kept.pullback, kept.packed.open(arrays, given))
+        full = tuple(_zeros(t) if c is None else c for c, t in zip(given, kept.outputs, strict=True))
+        for i, gradient in zip(kept.chosen, pullback(full), strict=True):
+            gradients[i] = gradient
+    return None, *gradients
+
+
+def _zeros(aval: Any) -> Any:
+    return instantiate(tangent_type(aval)) if differentiable(aval) else np.zeros(aval.shape, jax.dtypes.float0)
+
+
+_rule = jax.custom_vjp(_primal)
+_rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
