@@ -49,7 +49,9 @@ __all__ = [
     "is_forward_mode_tracer",
     "is_literal",
     "is_missing_forward_mode",
+    "is_refused_effect",
     "is_reverse_mode_tracer",
+    "is_sharded_explicitly",
     "is_staged",
     "is_staged_beneath",
     "is_symbolic_zero",
@@ -152,6 +154,11 @@ def is_missing_forward_mode(error: TypeError) -> bool:
     return "forward-mode" in str(error) and "custom_vjp" in str(error)
 
 
+def is_refused_effect(error: NotImplementedError) -> bool:
+    # What JAX says of a custom_vjp function with an effect that it cannot move.
+    return "Effects not supported" in str(error)
+
+
 def concrete_value(value: Any) -> Any:
     # The number under any stack of differentiation; raises ConcretizationTypeError under jit and vmap.
     return concrete_or_error(None, value, "pylayer_jax needs the value")
@@ -182,6 +189,11 @@ def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
 def manual_axes() -> tuple[Any, ...]:
     # The mesh axes of the enclosing shard_maps: over which devices the same code runs on their own shards.
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_sharded_explicitly(value: Any) -> bool:
+    # Whether the sharding is part of the type (AxisType.Explicit), so that a reshape may have to be told about it.
+    return any(axis is not None for axis in typeof(value).sharding.spec)
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:

@@ -144,7 +144,8 @@ class Sealed:
     def __init__(self, pair: Pair, tensor: Any, where: str, followed: bool) -> None:
         self.pair = pair
         self.aval = typeof(tensor)
-        self.sharding = None if is_tracer(tensor) else tensor.sharding
+        # An array that JAX may place where it likes has none that must come back.
+        self.sharding = None if is_tracer(tensor) or not tensor.committed else tensor.sharding
         self.where = where
         self.followed = followed  # whether the tensor itself is kept, for its tangent
         self.place: Place | None = None

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, ClassVar
 
 from ._compat import current_trace, nothing_is_traced, set_current_trace
 from ._hook_stack import Hook, Pair, Refusal, active, active_pair, beneath
 from ._intercept import HooksTrace
 
 
-class saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801 - the name in Paddle and torch
+class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
     """Pack what is saved for backward inside a block or a function, and unpack it when backward asks for it.
 
         def pack(x):
@@ -38,8 +39,10 @@ class saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801 - the name
     stays on the host, an object dies with the function that `jax.vjp` returned. In traced code they are traced
     like any other code, and run on the host, with NumPy arrays, where `host` is set.
 
-    Derivatives of every order treat pack and unpack as the identity, as torch does. Tensors that only a second
-    derivative keeps are not packed. Arrays on `ctx` attributes are not packed, and PRNG keys never are.
+    Derivatives of every order treat pack and unpack as the identity, as torch does; tensors that only a second
+    derivative keeps are not packed. Where the block is inside of staged code (a jitted function, the body of a
+    scan) that is differentiated from outside, a second derivative is an error, unless the pair is
+    `differentiable`. Arrays on `ctx` attributes are not packed, and PRNG keys never are.
 
     Args:
         pack_hook: from a tensor to anything: arrays in any pytree are kept by JAX, other objects by reference.
@@ -50,11 +53,17 @@ class saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801 - the name
             dropped with the function that `jax.vjp` returned; in a compiled program after its use, when the same
             place of the program packs again, and on `close()`. Not under `jax.checkpoint`, which refuses effects.
 
+    Attributes:
+        differentiable: set by a subclass whose hooks JAX can differentiate, one after the other with the derivative
+            of the identity (a cast, a transfer).
+
     Raises:
         TypeError: for hooks that are not callable, and for a hook that needs values in traced code without `host`.
         ValueError: where `unpack_hook` returns another shape or dtype.
         RuntimeError: on entry, inside `disable_saved_tensors_hooks`.
     """
+
+    differentiable: ClassVar[bool] = False
 
     def __init__(self, pack_hook: Hook, unpack_hook: Hook, *, host: bool = False) -> None:
         for name, hook in (("pack_hook", pack_hook), ("unpack_hook", unpack_hook)):
@@ -62,13 +71,28 @@ class saved_tensors_hooks(contextlib.ContextDecorator):  # noqa: N801 - the name
                 raise TypeError(
                     f"{type(self).__name__}: {name} must be callable, got {hook!r}. Pass a function of one argument."
                 )
-        self._pair = Pair(pack_hook, unpack_hook, bool(host), self._key())
+        self._pair = Pair(pack_hook, unpack_hook, bool(host), self.differentiable, self._key())
         self._entered = threading.local()
         weakref.finalize(self, self._pair.store.release, used_only=True).atexit = False
 
     def _key(self) -> Any:
-        """What makes two pairs equal in jit's caches; None for the identity of the hooks."""
+        """What makes two pairs equal in jit's caches; None for the hooks themselves."""
         return None
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function` with all of it inside a block."""
+        if not callable(function):
+            raise TypeError(f"{type(self).__name__} decorates a function, got {function!r}. Or use it in `with`.")
+
+        @functools.wraps(function)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                trace = current_trace()
+                if isinstance(trace, HooksTrace):
+                    return trace.call(function, args, kwargs)
+                return function(*args, **kwargs)
+
+        return hooked
 
     def __enter__(self) -> saved_tensors_hooks:
         if isinstance(active.value, Refusal):

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._arguments import as_arrays
 from ._compat import (
     ShapedArray,
     call_with_symbolic_zeros,
@@ -24,6 +25,7 @@ from ._compat import (
     eval_jaxpr,
     has_equation,
     instantiate,
+    is_refused_effect,
     is_reverse_mode_tracer,
     is_staged,
     is_staged_beneath,
@@ -37,7 +39,7 @@ from ._compat import (
     typeof,
 )
 from ._hook_stack import Hooks, Interceptor, Packed, Pair, covered, pack
-from ._partition import Carried
+from ._partition import Carried, Skeleton, split
 
 # Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
 _WITHOUT_RESIDUALS = frozenset(
@@ -93,6 +95,24 @@ class HooksTrace(Interceptor):
             return current_trace().process_call(primitive, fun, args, params)
 
         return self._process(bind, primitive.name, tracers)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a decorated function: as one operation where it is staged, so that what it shares is packed once."""
+        tensors, skeleton = split((args, kwargs))
+        if any(map(is_reverse_mode_tracer, tensors)) or not any(map(is_staged, tensors)):
+            return function(*args, **kwargs)
+        rest: list[Skeleton] = []
+
+        def run(*tensors: Any) -> list[Any]:
+            args, kwargs = skeleton.fill(tensors)
+            values, result = split(function(*args, **kwargs))
+            rest[:] = [result]
+            return as_arrays(values)
+
+        name = getattr(function, "__name__", type(function).__name__)
+        with set_current_trace(self.parent_trace):
+            values = _bound_staged(name, run, Hooks(self.pair, tensors), tensors, is_staged)
+        return rest[0].fill(values)
 
     def __getattr__(self, name: str) -> Any:
         # What else JAX asks of the current trace, such as `cur_qdd` and `stage_value`.
@@ -157,10 +177,14 @@ def _bound_staged(name: str, bind: Bind, hooks: Hooks, args: Sequence[Any], chos
         return values[0] if once.single else values
 
     differentiated = [chosen(x) and differentiable(typeof(x)) for x in args]
-    # JAX refuses most effects within a custom_vjp, so that such an operation stays what it is.
-    if jaxpr.effects or not any(differentiated) or not any(differentiable(v.aval) for v in jaxpr.outvars):
+    if not any(differentiated) or not any(differentiable(v.aval) for v in jaxpr.outvars):
         return run(*args)
-    return _bound(_Operation(name, run, hooks, differentiated), args)
+    try:
+        return _bound(_Operation(name, run, hooks, differentiated), args)
+    except NotImplementedError as error:
+        if not is_refused_effect(error):
+            raise
+        return run(*args)  # nothing with such an effect can have a gradient rule of its own
 
 
 def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
