@@ -50,6 +50,7 @@ __all__ = [
     "is_literal",
     "is_missing_forward_mode",
     "is_refused_effect",
+    "is_rematerialized",
     "is_reverse_mode_tracer",
     "is_sharded_explicitly",
     "is_staged",
@@ -147,6 +148,17 @@ def is_staged_beneath(value: object) -> bool:
             return is_staged(getattr(value, "primal", None))
         value = getattr(value, "val", None)
     return is_staged(value)
+
+
+def is_rematerialized() -> bool:
+    """Whether the code that runs now is being staged for `jax.checkpoint`, on any level."""
+    trace = current_trace()
+    while trace is not None:
+        frame = getattr(trace, "frame", None)
+        if "remat" in str(getattr(getattr(frame, "debug_info", None), "traced_for", "")):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 def is_missing_forward_mode(error: TypeError) -> bool:

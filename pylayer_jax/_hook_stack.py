@@ -1,16 +1,4 @@
-"""Which pair of saved-tensor hooks is active, and what it makes of one tensor.
-
-NOTE [packed tensors]
-A packed tensor takes part in derivatives of higher order as the tensor itself would, whatever the pair
-does to its values: pack and unpack count as the identity, as in torch. Where an outer differentiation is
-under way, the tensor therefore stays beside what was packed, for the sake of its tangent alone; its value is
-never read there, so that XLA drops it from a compiled program.
-
-Where a layer is only staged, to be differentiated later (`jax.grad` of `jax.jit`, the body of a scan), nothing
-tells of which order that will be, and what stays would be an output of the compiled forward: the very memory
-that packing is meant to save. There it does not stay. A second derivative goes through the hooks
-themselves, if the pair says that this is right, and is an error otherwise.
-"""
+"""Which pair of saved-tensor hooks is active."""
 
 from __future__ import annotations
 
@@ -20,25 +8,15 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ._closures import traced_names
 from ._compat import (
-    NEEDS_VALUES,
     Trace,
     current_trace,
-    differentiable,
     is_differentiated,
-    is_staged,
-    is_tracer,
+    is_rematerialized,
     set_current_trace,
-    typeof,
-    with_type,
 )
-from ._context import describe
-from ._host import Place, Store, store_of
-from ._partition import Skeleton, is_tensor, split
+from ._host import Store, store_of
 
 Hook = Callable[[Any], Any]
 
@@ -53,7 +31,7 @@ class Pair:
         self.unpack = unpack
         self.host = host
         self.differentiable = differentiable  # one after the other, with the derivative of the identity
-        self.key = (pack, unpack, host) if key is None else key
+        self.key = (pack, unpack, host, differentiable) if key is None else key
         try:
             self._hash = hash(self.key)
         except TypeError:
@@ -124,143 +102,17 @@ def beneath(trace: Any) -> Any:
 class Hooks:
     """The pair that was active where a layer, or an operation, was applied."""
 
-    __slots__ = ("deferred", "pair")
+    __slots__ = ("deferred", "pair", "rematerialized")
 
     def __init__(self, pair: Pair, tensors: Sequence[Any]) -> None:
         self.pair = pair
         self.deferred = not any(map(is_differentiated, tensors))  # see NOTE [packed tensors]
+        self.rematerialized = pair.host and is_rematerialized()
 
     @staticmethod
     def captured(tensors: Sequence[Any]) -> Hooks | None:
         pair = active_pair()
         return None if pair is None else Hooks(pair, tensors)
-
-
-class Sealed:
-    """One packed tensor, without its arrays."""
-
-    __slots__ = ("__weakref__", "aval", "followed", "pair", "place", "sharding", "skeleton", "where")
-
-    def __init__(self, pair: Pair, tensor: Any, where: str, followed: bool) -> None:
-        self.pair = pair
-        self.aval = typeof(tensor)
-        # An array that JAX may place where it likes has none that must come back.
-        self.sharding = None if is_tracer(tensor) or not tensor.committed else tensor.sharding
-        self.where = where
-        self.followed = followed  # whether the tensor itself is kept, for its tangent
-        self.place: Place | None = None
-        self.skeleton: Skeleton
-
-    def open(self, arrays: Sequence[Any]) -> jax.Array:
-        """The tensor, by the unpack hook."""
-        if not self.followed:
-            return self._unpack(arrays)
-
-        @jax.custom_jvp
-        def restored(tensor: Any, *packed: Any) -> jax.Array:
-            del tensor
-            return self._unpack(packed)
-
-        restored.defjvp(lambda primals, tangents: (restored(*primals), tangents[0]))
-        return restored(*arrays)
-
-    def _unpack(self, arrays: Sequence[Any]) -> jax.Array:
-        with covered(), beneath_blocks():
-            if self.place is not None:
-                return with_type(self.place.restored(arrays[0], self.aval), self.aval)
-            packed = self.skeleton.fill(arrays)
-            with _needs_no_values("unpack_hook", self.where):
-                value = self.pair.unpack(packed)
-            value = jnp.asarray(checked(value, self.aval, self.where))
-            if self.sharding is not None and not is_tracer(value) and value.sharding != self.sharding:
-                value = jax.device_put(value, self.sharding)
-            return with_type(value, self.aval)
-
-
-def checked(value: Any, aval: Any, where: str) -> Any:
-    """What an unpack hook returned, if it is the tensor that was packed."""
-    if not is_tensor(value) or value.shape != aval.shape or value.dtype != aval.dtype:
-        raise ValueError(
-            f"unpack_hook returned {describe(value)} for {where}: expected dtype {aval.dtype} and shape "
-            f"{tuple(aval.shape)}, as they were packed. Return a tensor of that dtype and shape."
-        )
-    return value
-
-
-class Packed:
-    """A list of packed tensors, without their arrays."""
-
-    __slots__ = ("entries", "size", "tensors")
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[Sealed | None, slice]] = []  # which arrays are whose
-        self.tensors: list[int] = []  # the entry of each tensor
-        self.size = 0  # how many arrays there are
-
-    def open(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The tensors again, by the unpack hook."""
-        present = [c for c in cotangents if c is not None]
-        if any(map(is_staged, arrays)):
-            # Else XLA may unpack as early as it packs, and hold all tensors unpacked until backward comes.
-            arrays, _ = jax.lax.optimization_barrier((list(arrays), present[:1]))
-        opened = [arrays[at][0] if sealed is None else sealed.open(arrays[at]) for sealed, at in self.entries]
-        return [opened[i] for i in self.tensors]
-
-
-def pack(hooks: Hooks, tensors: Sequence[Any], owner: str) -> tuple[Packed, list[Any]]:
-    """Pack tensors, each distinct one once: what can be opened again, and the arrays that JAX keeps for it."""
-    packed, kept, entries = Packed(), list[Any](), dict[int, int]()
-    for i, tensor in enumerate(tensors):
-        if id(tensor) not in entries:
-            entries[id(tensor)] = len(packed.entries)
-            sealed, arrays = seal(hooks, tensor, f"{owner} {i}")
-            packed.entries.append((sealed, slice(len(kept), len(kept) + len(arrays))))
-            kept += arrays
-        packed.tensors.append(entries[id(tensor)])
-    packed.size = len(kept)
-    return packed, kept
-
-
-def seal(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed | None, list[Any]]:
-    """Pack one tensor: what can be opened again, and the arrays that JAX has to keep for it.
-
-    PRNG keys are kept as they are, since a hook could hardly read them.
-    """
-    if jnp.issubdtype(tensor.dtype, jax.dtypes.extended):
-        return None, [tensor]
-    with covered(), beneath_blocks():
-        known = hooks.pair.memory.recall(tensor)
-        if known is None:
-            known = (_seal_traced if is_tracer(tensor) else _seal_concrete)(hooks, tensor, where)
-            hooks.pair.memory.remember(tensor, *known)
-    return known
-
-
-def _seal_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[Any]]:
-    pair, sealed = hooks.pair, Sealed(hooks.pair, tensor, where, followed=False)
-    value = np.asarray(tensor) if pair.host else tensor
-    # A NumPy array stays on the host, and with every other object dies with the vjp function.
-    arrays, sealed.skeleton = _packed(pair, value, where, lambda leaf: isinstance(leaf, jax.Array))
-    return sealed, arrays
-
-
-def _seal_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[Any]]:
-    pair, moves = hooks.pair, differentiable(typeof(tensor))
-    followed = moves and (is_differentiated(tensor) or (is_staged(tensor) and not hooks.deferred))
-    sealed = Sealed(pair, tensor, where, followed)
-    if followed:
-        value = jax.lax.stop_gradient(tensor)
-    else:
-        value = _first_order_only(tensor, where) if moves and not pair.differentiable else tensor
-    if pair.host:
-        aval = sealed.aval
-        sealed.place = Place(pair.store, pair.pack, lambda x: checked(pair.unpack(x), aval, where), where)
-        arrays = [sealed.place.token(value)]
-    else:
-        arrays, sealed.skeleton = _packed(pair, value, where, is_tensor)
-        # Else XLA may see unpack(pack(x)) as a whole, and keep x: two casts, for one, cancel out there.
-        arrays = list(jax.lax.optimization_barrier(arrays))
-    return sealed, [tensor, *arrays] if followed else arrays
 
 
 class Memory:
@@ -271,7 +123,7 @@ class Memory:
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], Any], ...]] = {}
 
-    def recall(self, tensor: Any) -> tuple[Sealed, list[Any]] | None:
+    def recall(self, tensor: Any) -> tuple[Any, list[Any]] | None:
         entry = self._entries.get(id(tensor))
         if entry is None:
             return None
@@ -281,7 +133,7 @@ class Memory:
             return None
         return sealed, arrays
 
-    def remember(self, tensor: Any, sealed: Sealed, arrays: Sequence[Any]) -> None:
+    def remember(self, tensor: Any, sealed: Any, arrays: Sequence[Any]) -> None:
         key, entries = id(tensor), self._entries
 
         def forget(_: Any) -> None:
@@ -289,48 +141,3 @@ class Memory:
 
         refs = [weakref.ref(x) for x in (current_trace(), sealed, *arrays)]
         entries[key] = (weakref.ref(tensor, forget), *refs)
-
-
-def _packed(pair: Pair, value: Any, where: str, counts: Callable[[object], bool]) -> tuple[list[Any], Skeleton]:
-    with _needs_no_values("pack_hook", where):
-        packed = pair.pack(value)
-    arrays, skeleton = split(packed, counts)
-    for path, leaf in skeleton.static_paths():
-        if callable(leaf) and (hidden := traced_names(leaf)):
-            raise ValueError(
-                f"pack_hook{path} returned, for {where}, a function that closes over traced values "
-                f"({', '.join(hidden)}), which cannot be kept. Return the values themselves in a tuple or dict."
-            )
-    return arrays, skeleton
-
-
-@contextlib.contextmanager
-def _needs_no_values(hook: str, where: str) -> Generator[None]:
-    try:
-        yield
-    except NEEDS_VALUES as error:
-        raise TypeError(
-            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). Run it on "
-            "the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True)."
-        ) from error
-    except Exception as error:
-        error.add_note(f"This happened in {hook}, for {where}.")
-        raise
-
-
-def _first_order_only(tensor: Any, where: str) -> Any:
-    @jax.custom_jvp
-    def packed(tensor: Any) -> Any:
-        return tensor
-
-    @packed.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
-        del primals, tangents
-        raise TypeError(
-            f"a second derivative goes through {where}, which a pack hook packed inside of staged code (a jitted "
-            "function, the body of a scan) that was differentiated from outside. Put the hooks block around that code "
-            "instead, into the function that jax.grad differentiates."
-        )
-
-    del refuse
-    return packed(tensor)

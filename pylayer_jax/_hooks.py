@@ -7,7 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any, ClassVar
+from typing import Any
 
 from ._compat import current_trace, nothing_is_traced, set_current_trace
 from ._hook_stack import Hook, Pair, Refusal, active, active_pair, beneath
@@ -52,10 +52,8 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         host: run both on the host, with NumPy arrays, also in compiled programs. What `pack_hook` returned is
             dropped with the function that `jax.vjp` returned; in a compiled program after its use, when the same
             place of the program packs again, and on `close()`. Not under `jax.checkpoint`, which refuses effects.
-
-    Attributes:
-        differentiable: set by a subclass whose hooks JAX can differentiate, one after the other with the derivative
-            of the identity (a cast, a transfer).
+        differentiable: whether JAX can differentiate the hooks, one after the other with the derivative of the
+            identity (a cast, a transfer, but no rounding).
 
     Raises:
         TypeError: for hooks that are not callable, and for a hook that needs values in traced code without `host`.
@@ -63,15 +61,13 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         RuntimeError: on entry, inside `disable_saved_tensors_hooks`.
     """
 
-    differentiable: ClassVar[bool] = False
-
-    def __init__(self, pack_hook: Hook, unpack_hook: Hook, *, host: bool = False) -> None:
+    def __init__(self, pack_hook: Hook, unpack_hook: Hook, *, host: bool = False, differentiable: bool = False) -> None:
         for name, hook in (("pack_hook", pack_hook), ("unpack_hook", unpack_hook)):
             if not callable(hook):
                 raise TypeError(
                     f"{type(self).__name__}: {name} must be callable, got {hook!r}. Pass a function of one argument."
                 )
-        self._pair = Pair(pack_hook, unpack_hook, bool(host), self.differentiable, self._key())
+        self._pair = Pair(pack_hook, unpack_hook, bool(host), bool(differentiable), self._key())
         self._entered = threading.local()
         weakref.finalize(self, self._pair.store.release, used_only=True).atexit = False
 

@@ -38,7 +38,8 @@ from ._compat import (
     tangent_type,
     typeof,
 )
-from ._hook_stack import Hooks, Interceptor, Packed, Pair, covered, pack
+from ._hook_stack import Hooks, Interceptor, Pair, covered
+from ._packing import Packed, pack
 from ._partition import Carried, Skeleton, split
 
 # Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
@@ -114,9 +115,11 @@ class HooksTrace(Interceptor):
             values = _bound_staged(name, run, Hooks(self.pair, tensors), tensors, is_staged)
         return rest[0].fill(values)
 
+    def stage_value(self, val: Any) -> Any:
+        return self.parent_trace.stage_value(val)
+
     def __getattr__(self, name: str) -> Any:
-        # What else JAX asks of the current trace, such as `cur_qdd` and `stage_value`.
-        return getattr(self.parent_trace, name)
+        return getattr(self.parent_trace, name)  # what else JAX asks of the current trace, such as `cur_qdd`
 
     def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
         def bind(*args: Any) -> Any:

@@ -11,7 +11,7 @@ import jax
 from ._arguments import as_arrays
 from ._compat import Tracer, differentiable, instantiate, typeof
 from ._context import contains, describe
-from ._hook_stack import Packed
+from ._packing import Packed
 from ._partition import Skeleton, split
 
 

@@ -24,8 +24,9 @@ from ._compat import (
 )
 from ._context import Phase, PyLayerContext, Record, backward_context
 from ._gradients import match_gradients
-from ._hook_stack import COVERED, Hooks, active, pack
+from ._hook_stack import COVERED, Hooks, active
 from ._orders import Rule, Source, joined, record_p
+from ._packing import pack
 from ._partition import Carried, Skeleton, split
 from ._recording import Kept, Outputs, Recording
 

@@ -41,8 +41,6 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
         pin_memory: in eager mode, keep it in page-locked memory, from which it returns faster.
     """
 
-    differentiable = True
-
     def __init__(self, pin_memory: bool = False) -> None:
         self._pin_memory = bool(pin_memory)
 
@@ -59,7 +57,7 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
             # A transfer binds an array to its device, from which only NumPy brings it back.
             return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
 
-        super().__init__(pack, unpack)
+        super().__init__(pack, unpack, differentiable=True)
 
     def _key(self) -> Any:
         return type(self), self._pin_memory
@@ -93,8 +91,6 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
         TypeError: for a type that is not a floating-point type.
     """
 
-    differentiable = True
-
     def __init__(self, dtype: Any = jnp.bfloat16) -> None:
         narrow = jnp.dtype(dtype)
         if not jnp.issubdtype(narrow, jnp.floating):
@@ -107,7 +103,7 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
         def unpack(packed: Any) -> Any:
             return packed.array.astype(packed.dtype) if isinstance(packed, _Cast) else packed
 
-        super().__init__(pack, unpack)
+        super().__init__(pack, unpack, differentiable=True)
 
     def _key(self) -> Any:
         return type(self), self._dtype
