@@ -98,11 +98,14 @@ class Packed:
 
     def open(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The tensors again, by the unpack hook."""
-        present = [c for c in cotangents if c is not None]
-        if any(map(is_staged, arrays)):
-            # Else XLA may unpack as early as it packs, and hold all tensors unpacked until backward comes.
-            arrays, _ = jax.lax.optimization_barrier((list(arrays), present[:1]))
-        opened = [arrays[at][0] if sealed is None else sealed.open(arrays[at]) for sealed, at in self.entries]
+        waiting = [c for c in cotangents if c is not None][:1]
+        opened: list[Any] = []
+        for sealed, at in self.entries:
+            own = arrays[at]
+            if sealed is not None and sealed.place is None and any(map(is_staged, own)):
+                # Else XLA may unpack as early as it packs, and hold all tensors unpacked until backward comes.
+                own, _ = jax.lax.optimization_barrier((own, waiting))
+            opened.append(own[0] if sealed is None else sealed.open(own))
         return [opened[i] for i in self.tensors]
 
 
