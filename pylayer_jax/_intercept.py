@@ -253,13 +253,14 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
     with covered():
         outputs, pullback = jax.vjp(run, *(args[i] for i in chosen))
     residuals, treedef = jax.tree_util.tree_flatten(pullback)
-    packed, arrays = pack(operation.hooks, residuals, f"the operation {operation.name}, residual")
+    owner = f"the operation {operation.name}, residual"
+    packed, arrays, outputs = pack(operation.hooks, residuals, outputs, owner)
     kept = _Kept(len(args), chosen, [typeof(x) for x in outputs], packed, treedef)
     if not operation.hooks.deferred:
-        return outputs, (Carried((operation, kept)), *arrays)
+        return tuple(outputs), (Carried((operation, kept)), *arrays)
     # It may be differentiated for different inputs, of which JAX knows the last alone: NOTE [several recordings].
     operation.kept.append(kept)
-    return outputs, (Carried((operation, None)), jnp.zeros((0, len(operation.kept) - 1)), *arrays)
+    return tuple(outputs), (Carried((operation, None)), jnp.zeros((0, len(operation.kept) - 1)), *arrays)
 
 
 def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:

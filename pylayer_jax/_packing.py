@@ -37,7 +37,7 @@ from ._compat import (
     with_type,
 )
 from ._context import describe
-from ._hook_stack import Hooks, Pair, beneath_blocks, covered
+from ._hook_stack import Hooks, Memory, Pair, beneath_blocks, covered
 from ._host import Place
 from ._partition import Skeleton, is_tensor, split
 
@@ -57,11 +57,14 @@ class Sealed:
         self.place: Place | None = None
         self.skeleton: Skeleton
 
-    def open(self, arrays: Sequence[Any]) -> jax.Array:
-        """The tensor, by the unpack hook."""
-        if not self.followed:
-            return self._unpack(arrays)
-        return with_tangent_p.bind(arrays[0], self._unpack(arrays[1:]))[0]
+    def open(self, arrays: Sequence[Any], waiting: Sequence[Any]) -> jax.Array:
+        """The tensor, by the unpack hook, where `waiting` (cotangents) is there."""
+        tensor, packed = (arrays[0], arrays[1:]) if self.followed else (None, arrays)
+        if self.place is None and any(map(is_staged, packed)):
+            # Else XLA may unpack as early as it packs, and hold all tensors unpacked until backward comes.
+            packed, _ = jax.lax.optimization_barrier((packed, waiting))
+        value = self._unpack(packed)
+        return with_tangent_p.bind(tensor, value)[0] if self.followed else value
 
     def _unpack(self, arrays: Sequence[Any]) -> jax.Array:
         with covered(), beneath_blocks():
@@ -96,46 +99,72 @@ class Packed:
         self.tensors: list[int] = []  # the entry of each tensor
         self.size = 0  # how many arrays there are
 
+    def add(self, sealed: Sealed | None, arrays: int) -> None:
+        self.entries.append((sealed, slice(self.size, self.size + arrays)))
+        self.size += arrays
+
     def open(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The tensors again, by the unpack hook."""
         waiting = [c for c in cotangents if c is not None][:1]
-        opened: list[Any] = []
-        for sealed, at in self.entries:
-            own = arrays[at]
-            if sealed is not None and sealed.place is None and any(map(is_staged, own)):
-                # Else XLA may unpack as early as it packs, and hold all tensors unpacked until backward comes.
-                own, _ = jax.lax.optimization_barrier((own, waiting))
-            opened.append(own[0] if sealed is None else sealed.open(own))
+        opened = [arrays[at][0] if sealed is None else sealed.open(arrays[at], waiting) for sealed, at in self.entries]
         return [opened[i] for i in self.tensors]
 
 
-def pack(hooks: Hooks, tensors: Sequence[Any], owner: str) -> tuple[Packed, list[Any]]:
-    """Pack tensors, each distinct one once: what can be opened again, and the arrays that JAX keeps for it."""
-    packed, kept, entries = Packed(), list[Any](), dict[int, int]()
-    for i, tensor in enumerate(tensors):
-        if id(tensor) not in entries:
-            entries[id(tensor)] = len(packed.entries)
-            sealed, arrays = seal(hooks, tensor, f"{owner} {i}")
-            packed.entries.append((sealed, slice(len(kept), len(kept) + len(arrays))))
-            kept += arrays
-        packed.tensors.append(entries[id(tensor)])
-    packed.size = len(kept)
-    return packed, kept
+def pack(
+    hooks: Hooks, tensors: Sequence[Any], outputs: Sequence[Any], owner: str
+) -> tuple[Packed, list[Any], list[Any]]:
+    """Pack tensors, each distinct one once.
 
-
-def seal(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed | None, list[Any]]:
-    """Pack one tensor: what can be opened again, and the arrays that JAX has to keep for it.
-
-    PRNG keys are kept as they are, since a hook could hardly read them.
+    Returns:
+        What can be opened again, the arrays that JAX keeps for it, and the outputs of the operation that
+        keeps the tensors, bound to the packing.
     """
-    if jnp.issubdtype(tensor.dtype, jax.dtypes.extended):
-        return None, [tensor]
+    memory, packed = hooks.pair.memory, Packed()
+    places: dict[int, int] = {}
+    rows: list[tuple[Any, Sealed | None, list[Any]]] = []
+    fresh: list[tuple[Any, Sealed, list[Any]]] = []
+    for i, tensor in enumerate(tensors):
+        if places.setdefault(id(tensor), len(rows)) == len(rows):
+            if jnp.issubdtype(tensor.dtype, jax.dtypes.extended):
+                rows.append((tensor, None, [tensor]))  # a PRNG key, which a hook could hardly read
+            elif (known := memory.recall(tensor)) is not None:
+                rows.append((tensor, *known))
+            else:
+                fresh.append((tensor, *seal(hooks, tensor, f"{owner} {i}")))
+                rows.append(fresh[-1])
+        packed.tensors.append(places[id(tensor)])
+    outputs = _bound(fresh, list(outputs), memory)
+    kept: list[Any] = []
+    for tensor, sealed, arrays in rows:
+        own = [tensor, *arrays] if sealed is not None and sealed.followed else arrays
+        packed.add(sealed, len(own))
+        kept += own
+    return packed, kept, outputs
+
+
+def _bound(fresh: Sequence[tuple[Any, Sealed, list[Any]]], outputs: list[Any], memory: Memory) -> list[Any]:
+    """Remember what was packed, and under jit bind it to the outputs."""
+    # Else XLA may see unpack(pack(x)) as a whole and keep x (two casts, for one, cancel out there), or pack so late
+    # that all tensors live on till then.
+    staged = [x for _, sealed, arrays in fresh if sealed.place is None for x in arrays if is_staged(x)]
+    before = outputs
+    if staged:
+        outputs, bound = jax.lax.optimization_barrier((outputs, staged))
+        renamed = {id(x): y for x, y in zip(staged, bound, strict=True)}
+        for _, _, arrays in fresh:
+            arrays[:] = [renamed.get(id(x), x) for x in arrays]
+    for tensor, sealed, arrays in fresh:
+        memory.remember(tensor, sealed, arrays)
+        for old, new in zip(before, outputs, strict=True):
+            if old is tensor and new is not tensor:
+                memory.remember(new, sealed, arrays)
+    return outputs
+
+
+def seal(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[Any]]:
+    """Pack one tensor: what can be opened again, and the arrays that JAX has to keep for it."""
     with covered(), beneath_blocks():
-        known = hooks.pair.memory.recall(tensor)
-        if known is None:
-            known = (_seal_traced if is_tracer(tensor) else _seal_concrete)(hooks, tensor, where)
-            hooks.pair.memory.remember(tensor, *known)
-    return known
+        return (_seal_traced if is_tracer(tensor) else _seal_concrete)(hooks, tensor, where)
 
 
 def _seal_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[Any]]:
@@ -165,9 +194,8 @@ def _seal_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[An
         arrays = [sealed.place.token(value)]
     else:
         arrays, sealed.skeleton = _packed(pair, value, where, is_tensor)
-        # Else XLA may see unpack(pack(x)) as a whole, and keep x: two casts, for one, cancel out there.
-        arrays = list(jax.lax.optimization_barrier(arrays))
-    return sealed, [tensor, *arrays] if followed else arrays
+        arrays = [jnp.asarray(x) for x in arrays]
+    return sealed, arrays
 
 
 def _packed(pair: Pair, value: Any, where: str, counts: Callable[[object], bool]) -> tuple[list[Any], Skeleton]:

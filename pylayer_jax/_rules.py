@@ -237,7 +237,8 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
     application.outputs = recording.outputs
     if application.hooks is not None and active.value is not COVERED:
         saved = recording.saved_residuals
-        recording.packed, arrays = pack(application.hooks, residuals[:saved], f"{application.name}, saved tensor")
+        owner = f"{application.name}, saved tensor"
+        recording.packed, arrays, outputs = pack(application.hooks, residuals[:saved], outputs, owner)
         residuals = [*arrays, *residuals[saved:]]
     if recording.asked:
         residuals.append(jnp.zeros((0, len(application.recordings))))

@@ -170,7 +170,7 @@ def _quantized_size(x: Any, bits: int, block: int) -> int:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _quantize(x: jax.Array, bits: int, block: int | None) -> tuple[jax.Array, jax.Array]:
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
     if block is not None:
         flat = x.reshape(-1)
         x = jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
+import jax.numpy as jnp
 import pytest
+
+from pylayer_jax import saved_tensors_hooks
 
 from .registry import CASES
 from .transforms import (
@@ -63,6 +68,41 @@ def test_remat_that_saves_everything(case):
     _compare(case, lambda f, args: jax.jit(gradient(jax.checkpoint(f, policy=everything), args))(*args))
 
 
-def _compare(case, transform):
-    ours = transform(scalar(case.layer, case.linear_loss), case.args)
+def _hidden(x):
+    return (jax.lax.bitcast_convert_type(x, jnp.int32),) if x.dtype == jnp.float32 else x
+
+
+def _found(packed):
+    return jax.lax.bitcast_convert_type(packed[0], jnp.float32) if isinstance(packed, tuple) else packed
+
+
+@pytest.mark.parametrize("place", ["inside", "around"])
+@pytest.mark.parametrize(
+    ("transform", "case"),
+    [
+        pytest.param(transform, case, id=f"{name}-{case.name}")
+        for name, transform in (FIRST_ORDER | SECOND_ORDER | FORWARD_OVER_REVERSE).items()
+        for case in CASES
+        if name not in SLOW and case.name in MAIN_CASES
+        if not (name in FORWARD_OVER_REVERSE and case.forward_over_reverse)
+    ],
+)
+def test_under_hooks(case, transform, place):
+    # The pair loses nothing but its own derivative, which no gradient may depend on.
+    hooks = saved_tensors_hooks(_hidden, _found)
+    try:
+        if place == "inside":
+            _compare(case, transform, hooks)
+        else:
+            with hooks:
+                _compare(case, transform)
+    except TypeError as error:
+        # A second derivative of staged code with the block inside is refused, and never wrong.
+        if not re.search(r"a second derivative goes through .* put the hooks block", str(error), re.I):
+            raise
+        assert re.search(r"(second_order|hessian).*(scan|cond|remat)", transform.__name__)
+
+
+def _compare(case, transform, around=lambda f: f):
+    ours = transform(around(scalar(case.layer, case.linear_loss)), case.args)
     assert_same(ours, transform(scalar(case.reference, case.linear_loss), case.args))
