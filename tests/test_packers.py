@@ -191,9 +191,9 @@ def test_shardings_come_back(packer, tmp_path):
 def test_quantization_is_as_close_as_its_docstring_says(bits):
     x = grid(4096, low=-3.0, high=5.0) ** 3
     (got,) = restored(quantize_saved(bits), x)
-    blocks, errors = np.abs(x.reshape(-1, 64)), np.abs(np.asarray(got - x).reshape(-1, 64))
-    steps = blocks.max(axis=1, keepdims=True) / (2 ** (bits - 1) - 1)
-    assert np.all(errors <= steps * 0.5001)
+    blocks, errors = np.asarray(x).reshape(-1, 128), np.abs(np.asarray(got - x).reshape(-1, 128))
+    steps = (blocks.max(axis=1, keepdims=True) - blocks.min(axis=1, keepdims=True)) / (2**bits - 2)
+    assert np.all(errors <= steps * 0.501)
     assert np.mean(errors / steps) > 0.1  # and uses all of its steps
 
 
@@ -203,6 +203,13 @@ def test_what_is_not_finite_stays_visible_and_harms_nothing_else(bits):
     (got,) = restored(quantize_saved(bits), x)
     assert jnp.flatnonzero(jnp.isnan(got)).tolist() == [3, 40, 70]
     np.testing.assert_allclose(got[~jnp.isnan(got)], 1.0, rtol=1e-6)
+
+
+def test_positive_values_stay_positive():
+    # What is divided by (a sum, a variance) must not become zero, however coarse the steps.
+    x = jnp.asarray([1e-3] * 64 + [50.0] * 64)
+    (got,) = restored(quantize_saved(4), x)
+    np.testing.assert_allclose(got, x, rtol=1e-5)
 
 
 # -- how much is kept -----------------------------------------------------------------------------
@@ -224,7 +231,7 @@ DEEP = (grid(512, 64), [grid(64, 64, low=-0.2, high=0.2 + 0.01 * i) for i in ran
 
 @pytest.mark.parametrize(
     ("packer", "expected"),
-    [("cast_saved", 0.5), ("quantize_saved 8", 0.27), ("quantize_saved 4", 0.19), ("save_on_cpu", 0)],
+    [("cast_saved", 0.5), ("quantize_saved 8", 0.27), ("quantize_saved 4", 0.27), ("save_on_cpu", 0)],
 )
 def test_bytes_that_are_kept_for_backward(packer, expected, tmp_path):
     plain = kept(deep, *DEEP)

@@ -10,25 +10,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
+from . import saved
 from .contestants import Contestant, gather
-
-Call = Callable[[], Any]
-
-
-class Effort(NamedTuple):
-    """How long to measure."""
-
-    rounds: int
-    seconds: float  # per contestant and round
-    shrink: int = 1  # divides depths and widths
+from .timing import Call, Effort, measure, ratios
 
 
 class Row(NamedTuple):
@@ -96,42 +86,20 @@ ROWS = [
 ]
 
 
-def measure(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
-    """Seconds per call, one entry per round, of all contestants in turn."""
-    for call in calls.values():
-        call()
-    repeats = {name: max(1, round(effort.seconds / once(call, 1))) for name, call in calls.items()}
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffle = list(calls), random.Random(0).shuffle
-    for _ in range(effort.rounds):
-        shuffle(order)
-        for name in order:
-            times[name].append(once(calls[name], repeats[name]))
-    return times
-
-
-def once(call: Call, repeats: int) -> float:
-    gc.collect(0)
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter() - start) / repeats
-
-
-def ratios(times: list[float], base: list[float]) -> str:
-    """Median and quartiles of the ratio within each round."""
-    each = [a / b for a, b in zip(times, base, strict=True)]
-    low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few rounds of tiny cases: does it run at all")
-    parser.add_argument("--only", metavar="NAME", default="", help="rows whose name contains NAME")
+    parser.add_argument("--only", metavar="NAME", default="", help=f"rows whose name contains NAME, or {saved.NAME!r}")
     options = parser.parse_args(arguments)
     effort = Effort(3, 0.0, shrink=10) if options.quick else Effort(41, 0.02)
 
+    if options.only != saved.NAME:
+        contest(options, effort)
+    if options.only in ("", saved.NAME):
+        saved.report(effort)
+
+
+def contest(options: argparse.Namespace, effort: Effort) -> None:
     present, absent = gather()
     base, *others = [contestant.name for contestant in present]
     gc.freeze()  # what the imports left is not for the measured code to walk through
