@@ -25,17 +25,18 @@ def traced_names(function: object, counts: Callable[[object], bool] = is_tracer,
     code = getattr(function, "__code__", None)
     if code is None:
         return []
-    held = dict(zip(code.co_freevars, map(_content, getattr(function, "__closure__", None) or ()), strict=True))
+    held = dict(zip(code.co_freevars, map(content, getattr(function, "__closure__", None) or ()), strict=True))
     spread = getattr(function, "__globals__", {})
     held |= {name: spread[name] for name in code.co_names if isinstance(spread.get(name), Tracer)}
     held |= {f"default {i}": value for i, value in enumerate(getattr(function, "__defaults__", None) or ())}
     return _traced(held, counts, depth)
 
 
-def _content(cell: Any) -> Any:
+def content(cell: Any) -> Any:
+    """What a variable of an enclosing function holds; None before it is assigned."""
     try:
         return cell.cell_contents
-    except ValueError:  # a variable that is not assigned yet
+    except ValueError:
         return None
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 import jax
 
+from ._closures import content
 from ._compat import (
     Trace,
     current_trace,
@@ -17,6 +19,7 @@ from ._compat import (
     set_current_trace,
 )
 from ._host import Store, store_of
+from ._partition import ById
 
 Hook = Callable[[Any], Any]
 
@@ -24,26 +27,55 @@ Hook = Callable[[Any], Any]
 class Pair:
     """A pack hook and an unpack hook. Equal pairs are one entry in jit's caches."""
 
-    __slots__ = ("__weakref__", "_hash", "differentiable", "host", "key", "memory", "pack", "store", "unpack")
+    __slots__ = (
+        "__weakref__",
+        "_derived",
+        "_hash",
+        "differentiable",
+        "host",
+        "key",
+        "memory",
+        "pack",
+        "store",
+        "unpack",
+    )
 
     def __init__(self, pack: Hook, unpack: Hook, host: bool, differentiable: bool = False, key: Any = None) -> None:
         self.pack = pack
         self.unpack = unpack
         self.host = host
         self.differentiable = differentiable  # one after the other, with the derivative of the identity
-        self.key = (pack, unpack, host, differentiable) if key is None else key
-        try:
-            self._hash = hash(self.key)
-        except TypeError:
-            self.key = self._hash = id(self)
+        self._derived = key is None
+        self.key = self._derive() if key is None else key
+        self._hash = hash(self.key)
         self.store: Store = store_of(self.key)
         self.memory = Memory()
+
+    def _derive(self) -> Any:
+        return function_key(self.pack), function_key(self.unpack), self.host, self.differentiable
+
+    def is_outdated(self) -> bool:
+        return self._derived and self.key != self._derive()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pair) and self.key == other.key
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def function_key(function: Any) -> Any:
+    """Equal for functions that do the same: a lambda is a new object wherever its line runs."""
+    if not isinstance(function, types.FunctionType):
+        try:
+            hash(function)
+        except TypeError:
+            return ById(function)
+        return function
+    cells = map(content, function.__closure__ or ())
+    held = [function.__globals__, *cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    plain = (bool, int, float, str, type(None))
+    return function.__code__, *((repr(x) if type(x) in plain else ById(x)) for x in held)
 
 
 class Refusal:

@@ -67,9 +67,9 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
                 raise TypeError(
                     f"{type(self).__name__}: {name} must be callable, got {hook!r}. Pass a function of one argument."
                 )
-        self._pair = Pair(pack_hook, unpack_hook, bool(host), bool(differentiable), self._key())
+        self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable))
         self._entered = threading.local()
-        weakref.finalize(self, self._pair.store.release, used_only=True).atexit = False
+        self._pair = self._present_pair()
 
     def _key(self) -> Any:
         """What makes two pairs equal in jit's caches; None for the hooks themselves."""
@@ -90,9 +90,16 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
 
         return hooked
 
+    def _present_pair(self) -> Pair:
+        pair = Pair(*self._hooks, self._key())
+        weakref.finalize(self, pair.store.release, used_only=True).atexit = False
+        return pair
+
     def __enter__(self) -> saved_tensors_hooks:
         if isinstance(active.value, Refusal):
             raise RuntimeError(active.value.message)
+        if self._pair.is_outdated():  # a variable that a hook closes over was bound anew
+            self._pair = self._present_pair()
         block = contextlib.ExitStack()
         block.enter_context(active(self._pair))
         if not nothing_is_traced():

@@ -8,6 +8,7 @@ with a custom gradient. What is inside is covered: its residuals are packed once
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -134,7 +135,9 @@ class HooksTrace(Interceptor):
             reverse = any(map(is_reverse_mode_tracer, args))
             chosen = is_reverse_mode_tracer if reverse else is_staged
             if name in _WITHOUT_RESIDUALS or not any(map(chosen, args)) or not all(map(_is_plain_array, args)):
-                return bind(*args)
+                # In eager mode JAX compiles an operation for each pair anew, if it sees the pair.
+                with covered() if again else contextlib.nullcontext():
+                    return bind(*args)
             hooks = Hooks(self.pair, args)
             if reverse and (again or runs_custom_vjp_functions_once()):
                 return _bound(_Operation(name, bind, hooks), args)

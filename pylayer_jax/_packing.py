@@ -15,7 +15,7 @@ themselves, if the pair says that this is right, and is an error otherwise.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -133,7 +133,7 @@ def pack(
                 fresh.append((tensor, *seal(hooks, tensor, f"{owner} {i}")))
                 rows.append(fresh[-1])
         packed.tensors.append(places[id(tensor)])
-    outputs = _bound(fresh, list(outputs), memory)
+    outputs = _tied(fresh, list(outputs), memory)
     kept: list[Any] = []
     for tensor, sealed, arrays in rows:
         own = [tensor, *arrays] if sealed is not None and sealed.followed else arrays
@@ -142,7 +142,7 @@ def pack(
     return packed, kept, outputs
 
 
-def _bound(fresh: Sequence[tuple[Any, Sealed, list[Any]]], outputs: list[Any], memory: Memory) -> list[Any]:
+def _tied(fresh: Sequence[tuple[Any, Sealed, list[Any]]], outputs: list[Any], memory: Memory) -> list[Any]:
     """Remember what was packed, and under jit bind it to the outputs."""
     # Else XLA may see unpack(pack(x)) as a whole and keep x (two casts, for one, cancel out there), or pack so late
     # that all tensors live on till then.
@@ -170,8 +170,7 @@ def seal(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[Any]]:
 def _seal_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[Any]]:
     pair, sealed = hooks.pair, Sealed(hooks.pair, tensor, where, followed=False)
     value = np.asarray(tensor) if pair.host else tensor
-    # A NumPy array stays on the host, and with every other object dies with the vjp function.
-    arrays, sealed.skeleton = _packed(pair, value, where, lambda leaf: isinstance(leaf, jax.Array))
+    arrays, sealed.skeleton = _packed(pair, value, where)
     return sealed, arrays
 
 
@@ -193,15 +192,15 @@ def _seal_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[An
         sealed.place = Place(pair.store, pair.pack, lambda x: checked(pair.unpack(x), aval, where), where)
         arrays = [sealed.place.token(value)]
     else:
-        arrays, sealed.skeleton = _packed(pair, value, where, is_tensor)
-        arrays = [jnp.asarray(x) for x in arrays]
+        arrays, sealed.skeleton = _packed(pair, value, where)
     return sealed, arrays
 
 
-def _packed(pair: Pair, value: Any, where: str, counts: Callable[[object], bool]) -> tuple[list[Any], Skeleton]:
+def _packed(pair: Pair, value: Any, where: str) -> tuple[list[Any], Skeleton]:
     with _needs_no_values("pack_hook", where):
         packed = pair.pack(value)
-    arrays, skeleton = split(packed, counts)
+    # A NumPy array stays on the host, and with every other object dies with the vjp function.
+    arrays, skeleton = split(packed, lambda leaf: isinstance(leaf, jax.Array))
     for path, leaf in skeleton.static_paths():
         if callable(leaf) and (hidden := traced_names(leaf)):
             raise ValueError(

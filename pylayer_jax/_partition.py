@@ -127,22 +127,24 @@ class Carried:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def tree_flatten(self) -> tuple[tuple[()], _ById]:
-        return (), _ById(self.value)
+    def tree_flatten(self) -> tuple[tuple[()], ById]:
+        return (), ById(self.value)
 
     @classmethod
-    def tree_unflatten(cls, aux: _ById, _: Sequence[Any]) -> Carried:
+    def tree_unflatten(cls, aux: ById, _: Sequence[Any]) -> Carried:
         return cls(aux.value)
 
 
-class _ById:
+class ById:
+    """Compares as its object does under `is`."""
+
     __slots__ = ("value",)
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.value is other.value
+        return isinstance(other, ById) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)

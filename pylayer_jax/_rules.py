@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from ._compat import (
 )
 from ._context import Phase, PyLayerContext, Record, backward_context
 from ._gradients import match_gradients
-from ._hook_stack import COVERED, Hooks, active
+from ._hook_stack import COVERED, Hooks, active, covered
 from ._orders import Rule, Source, joined, record_p
 from ._packing import pack
 from ._partition import Carried, Skeleton, split
@@ -85,7 +86,10 @@ def _run(application: Application, tensors: Sequence[Any], told: list[bool]) -> 
     record = Record(application.name, Phase.FORWARD, lambda: arguments.needs(told), tensors)
     ctx = PyLayerContext(record)
     try:
-        result = arguments.call(application.layer.forward, ctx, tensors)
+        # Of what runs in here only `ctx` saves anything. In eager mode, moreover, JAX would compile each operation
+        # anew for each pair that it sees.
+        with contextlib.nullcontext() if application.hooks is None else covered():
+            result = arguments.call(application.layer.forward, ctx, tensors)
     except Exception as error:
         add_note(error, application.name, "forward")
         raise

@@ -533,6 +533,35 @@ def test_jit_traces_again_for_other_hooks_and_not_for_the_same():
     assert len(traced) == 3
 
 
+def test_a_lambda_in_a_function_is_one_pair_however_often_it_runs():
+    traced = []
+
+    @jax.jit
+    @jax.grad
+    def step(x):
+        traced.append(1)
+        return Tanh.apply(x).sum()
+
+    def run(factor):
+        with saved_tensors_hooks(lambda x: x * factor, lambda x: x / factor):
+            return step(X)
+
+    for _ in range(3):
+        np.testing.assert_allclose(run(2.0), 1 - jnp.tanh(X) ** 2, rtol=1e-6)
+    assert len(traced) == 1
+    run(4.0)
+    assert len(traced) == 2
+
+
+def test_a_variable_that_a_hook_closes_over_may_change():
+    factor = 1.0
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x * factor)
+    step = jax.jit(jax.grad(lambda x: Tanh.apply(x).sum()))
+    for factor in (1.0, 0.0, 1.0):
+        with hooks:
+            np.testing.assert_allclose(step(X), 1 - (factor * jnp.tanh(X)) ** 2, rtol=1e-6)
+
+
 def test_hooks_that_cannot_be_hashed():
     class Unhashable:
         __hash__ = None
