@@ -43,6 +43,7 @@ __all__ = [
     "differentiable",
     "eval_jaxpr",
     "has_equation",
+    "inner_jaxprs",
     "instantiate",
     "io_callback",
     "is_differentiated",
@@ -277,13 +278,15 @@ def closed(jaxpr: Any) -> Any:
 
 def has_equation(jaxpr: Any, name: str) -> bool:
     """Whether a jaxpr, or one in the parameters of its equations, applies a primitive."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == name:
-            return True
-        inner = equation.params.get("jaxpr")
-        if inner is not None and hasattr(inner, "eqns") and has_equation(inner, name):
-            return True
-    return False
+    return any(
+        e.primitive.name == name or any(has_equation(j, name) for j in inner_jaxprs(e.params)) for e in jaxpr.eqns
+    )
+
+
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """The jaxprs in the parameters of an equation: of a jitted function, a loop, the branches of a cond."""
+    values = [v for x in params.values() for v in (x if isinstance(x, (tuple, list)) else (x,))]
+    return [j for j in (getattr(v, "jaxpr", v) for v in values) if hasattr(j, "eqns")]
 
 
 def is_literal(atom: Any) -> bool:

@@ -12,10 +12,13 @@ import jax
 
 from ._closures import content
 from ._compat import (
+    Primitive,
     Trace,
     current_trace,
+    has_equation,
     is_differentiated,
     is_rematerialized,
+    register,
     set_current_trace,
 )
 from ._host import Store, store_of
@@ -129,6 +132,29 @@ def beneath_blocks() -> Generator[None]:
 
 def beneath(trace: Any) -> Any:
     return trace.parent_trace if isinstance(trace, Interceptor) else trace
+
+
+# Binds nothing, and tells that staged code holds a block of its own within a block around it. The innermost
+# pair alone applies, so that such code is not packed as a whole from outside.
+nested_p = Primitive("pylayer_hooks_block")
+register(
+    nested_p,
+    evaluate=list,
+    abstract=lambda: ([], frozenset()),
+    jvp=lambda *_: ([], []),
+    batch=lambda *_: ([], []),
+)
+
+
+def mark_nested(pair: Pair) -> None:
+    """Leave a mark in staged code where `pair` is entered within the block of another pair that surrounds it."""
+    outer = active_pair()
+    if outer is not None and outer != pair and not isinstance(current_trace(), Interceptor):
+        nested_p.bind()
+
+
+def holds_block(jaxpr: Any) -> bool:
+    return has_equation(jaxpr, nested_p.name)
 
 
 class Hooks:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from ._compat import current_trace, nothing_is_traced, set_current_trace
-from ._hook_stack import Hook, Pair, Refusal, active, active_pair, beneath
+from ._hook_stack import Hook, Pair, Refusal, active, active_pair, beneath, mark_nested
 from ._intercept import HooksTrace
 
 
@@ -100,6 +100,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
             raise RuntimeError(active.value.message)
         if self._pair.is_outdated():  # a variable that a hook closes over was bound anew
             self._pair = self._present_pair()
+        mark_nested(self._pair)
         block = contextlib.ExitStack()
         block.enter_context(active(self._pair))
         if not nothing_is_traced():

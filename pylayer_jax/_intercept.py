@@ -25,6 +25,7 @@ from ._compat import (
     differentiable,
     eval_jaxpr,
     has_equation,
+    inner_jaxprs,
     instantiate,
     is_refused_effect,
     is_reverse_mode_tracer,
@@ -39,7 +40,7 @@ from ._compat import (
     tangent_type,
     typeof,
 )
-from ._hook_stack import Hooks, Interceptor, Pair, covered
+from ._hook_stack import Hooks, Interceptor, Pair, covered, holds_block
 from ._packing import Packed, pack
 from ._partition import Carried, Skeleton, split
 
@@ -67,15 +68,17 @@ class HooksTrace(Interceptor):
         self.requires_low = parent_trace.requires_low
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        def bind(*args: Any) -> Any:
+            return primitive.bind(*args, **params)
+
+        if any(map(holds_block, inner_jaxprs(params))):
+            with set_current_trace(self.parent_trace):
+                return bind(*tracers)
         if any(map(is_staged_beneath, tracers)) and all(map(_is_plain_array, tracers)):
             jaxpr = _packing_inside(primitive.name, params, self.pair)
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
-
-        def bind(*args: Any) -> Any:
-            return primitive.bind(*args, **params)
-
         return self._process(bind, primitive.name, tracers, again=True)
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
@@ -113,8 +116,9 @@ class HooksTrace(Interceptor):
 
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
-            values = _bound_staged(name, run, Hooks(self.pair, tensors), tensors, is_staged)
-        return rest[0].fill(values)
+            staged = _Staged(name, run, tensors)
+            values = None if staged.holds_block else _bound_staged(staged, Hooks(self.pair, tensors), is_staged)
+        return function(*args, **kwargs) if values is None else rest[0].fill(values)
 
     def stage_value(self, val: Any) -> Any:
         return self.parent_trace.stage_value(val)
@@ -141,7 +145,7 @@ class HooksTrace(Interceptor):
             hooks = Hooks(self.pair, args)
             if reverse and (again or runs_custom_vjp_functions_once()):
                 return _bound(_Operation(name, bind, hooks), args)
-            return _bound_staged(name, bind, hooks, args, chosen)
+            return _bound_staged(_Staged(name, bind, args), hooks, chosen)
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -153,7 +157,9 @@ class _Operation:
 
     __slots__ = ("differentiated", "hooks", "kept", "name", "run", "single")
 
-    def __init__(self, name: str, run: Bind, hooks: Hooks, differentiated: Sequence[bool] | None = None) -> None:
+    def __init__(
+        self, name: str, run: Bind, hooks: Hooks | None = None, differentiated: Sequence[bool] | None = None
+    ) -> None:
         self.name = name
         self.run = run
         self.hooks = hooks
@@ -172,25 +178,35 @@ def _bound(operation: _Operation, args: Sequence[Any]) -> Any:
     return values[0] if operation.single else list(values)
 
 
-def _bound_staged(name: str, bind: Bind, hooks: Hooks, args: Sequence[Any], chosen: Callable[[object], bool]) -> Any:
+class _Staged:
     """An operation that may be run any number of times, whose functions JAX lets us call once."""
-    once = _Operation(name, bind, hooks)
-    jaxpr, consts = stage(lambda *xs: once.outputs(xs), [typeof(x) for x in args], name)
-    args = [*consts, *args]
 
-    def run(*args: Any) -> Any:
-        values = eval_jaxpr(jaxpr, (), *args)
-        return values[0] if once.single else values
+    __slots__ = ("args", "holds_block", "jaxpr", "name", "single")
 
-    differentiated = [chosen(x) and differentiable(typeof(x)) for x in args]
-    if not any(differentiated) or not any(differentiable(v.aval) for v in jaxpr.outvars):
-        return run(*args)
+    def __init__(self, name: str, bind: Bind, args: Sequence[Any]) -> None:
+        once = _Operation(name, bind)
+        self.name = name
+        self.jaxpr, consts = stage(lambda *xs: once.outputs(xs), [typeof(x) for x in args], name)
+        self.args = [*consts, *args]
+        self.single = once.single
+        self.holds_block = holds_block(self.jaxpr)
+
+    def run(self, *args: Any) -> Any:
+        values = eval_jaxpr(self.jaxpr, (), *args)
+        return values[0] if self.single else values
+
+
+def _bound_staged(staged: _Staged, hooks: Hooks, chosen: Callable[[object], bool]) -> Any:
+    differentiated = [chosen(x) and differentiable(typeof(x)) for x in staged.args]
+    some = any(differentiated) and any(differentiable(v.aval) for v in staged.jaxpr.outvars)
+    if staged.holds_block or not some:
+        return staged.run(*staged.args)
     try:
-        return _bound(_Operation(name, run, hooks, differentiated), args)
+        return _bound(_Operation(staged.name, staged.run, hooks, differentiated), staged.args)
     except NotImplementedError as error:
         if not is_refused_effect(error):
             raise
-        return run(*args)  # nothing with such an effect can have a gradient rule of its own
+        return staged.run(*staged.args)  # nothing with such an effect can have a gradient rule of its own
 
 
 def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
@@ -256,6 +272,7 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
     with covered():
         outputs, pullback = jax.vjp(run, *(args[i] for i in chosen))
     residuals, treedef = jax.tree_util.tree_flatten(pullback)
+    assert operation.hooks is not None
     owner = f"the operation {operation.name}, residual"
     packed, arrays, outputs = pack(operation.hooks, residuals, outputs, owner)
     kept = _Kept(len(args), chosen, [typeof(x) for x in outputs], packed, treedef)

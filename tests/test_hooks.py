@@ -385,6 +385,34 @@ def test_the_innermost_pair_alone_applies():
     assert outer.counts() == (2, 2)
 
 
+STAGED = {
+    "eager": lambda f: f,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "map": lambda f: lambda x: jax.lax.map(f, x[None])[0],
+}
+
+
+@pytest.mark.parametrize("stage", STAGED)
+@pytest.mark.parametrize("decorate", [False, True])
+@pytest.mark.parametrize("differentiate", [jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))])
+def test_the_innermost_pair_alone_applies_within_staged_code(stage, decorate, differentiate):
+    outer, inner = Spy(), Spy()
+
+    def f(x):
+        with inner.hooks:
+            return jnp.sin(Tanh.apply(x))
+
+    def block(x):
+        with outer.hooks:
+            return STAGED[stage](f)(x).sum()
+
+    loss = outer.hooks(lambda x: STAGED[stage](f)(x).sum()) if decorate else block
+    np.testing.assert_allclose(differentiate(loss)(X), jnp.cos(jnp.tanh(X)) * (1 - jnp.tanh(X) ** 2), rtol=1e-5)
+    assert inner.log.count("unpack") == 2
+    assert outer.log == []
+
+
 def test_the_same_pair_may_be_entered_twice():
     spy = Spy()
 
