@@ -116,8 +116,9 @@ class HooksTrace(Interceptor):
 
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
-            staged = _Staged(name, run, tensors)
-            values = None if staged.holds_block else _bound_staged(staged, Hooks(self.pair, tensors), is_staged)
+            staged, inputs = _staged(name, run, tensors)
+            hooks = Hooks(self.pair, tensors)
+            values = None if staged.holds_block else _bound_staged(staged, inputs, hooks, is_staged)
         return function(*args, **kwargs) if values is None else rest[0].fill(values)
 
     def stage_value(self, val: Any) -> Any:
@@ -145,7 +146,7 @@ class HooksTrace(Interceptor):
             hooks = Hooks(self.pair, args)
             if reverse and (again or runs_custom_vjp_functions_once()):
                 return _bound(_Operation(name, bind, hooks), args)
-            return _bound_staged(_Staged(name, bind, args), hooks, chosen)
+            return _bound_staged(*_staged(name, bind, args), hooks, chosen)
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -179,16 +180,17 @@ def _bound(operation: _Operation, args: Sequence[Any]) -> Any:
 
 
 class _Staged:
-    """An operation that may be run any number of times, whose functions JAX lets us call once."""
+    """An operation that may be run any number of times, whose functions JAX lets us call once.
 
-    __slots__ = ("args", "holds_block", "jaxpr", "name", "single")
+    Its first arguments are what it closes over, which it does not hold.
+    """
 
-    def __init__(self, name: str, bind: Bind, args: Sequence[Any]) -> None:
-        once = _Operation(name, bind)
+    __slots__ = ("holds_block", "jaxpr", "name", "single")
+
+    def __init__(self, name: str, jaxpr: Any, single: bool) -> None:
         self.name = name
-        self.jaxpr, consts = stage(lambda *xs: once.outputs(xs), [typeof(x) for x in args], name)
-        self.args = [*consts, *args]
-        self.single = once.single
+        self.jaxpr = jaxpr
+        self.single = single
         self.holds_block = holds_block(self.jaxpr)
 
     def run(self, *args: Any) -> Any:
@@ -196,17 +198,23 @@ class _Staged:
         return values[0] if self.single else values
 
 
-def _bound_staged(staged: _Staged, hooks: Hooks, chosen: Callable[[object], bool]) -> Any:
-    differentiated = [chosen(x) and differentiable(typeof(x)) for x in staged.args]
+def _staged(name: str, bind: Bind, args: Sequence[Any]) -> tuple[_Staged, list[Any]]:
+    once = _Operation(name, bind)
+    jaxpr, consts = stage(lambda *xs: once.outputs(xs), [typeof(x) for x in args], name)
+    return _Staged(name, jaxpr, once.single), [*consts, *args]
+
+
+def _bound_staged(staged: _Staged, args: Sequence[Any], hooks: Hooks, chosen: Callable[[object], bool]) -> Any:
+    differentiated = [chosen(x) and differentiable(typeof(x)) for x in args]
     some = any(differentiated) and any(differentiable(v.aval) for v in staged.jaxpr.outvars)
     if staged.holds_block or not some:
-        return staged.run(*staged.args)
+        return staged.run(*args)
     try:
-        return _bound(_Operation(staged.name, staged.run, hooks, differentiated), staged.args)
+        return _bound(_Operation(staged.name, staged.run, hooks, differentiated), args)
     except NotImplementedError as error:
         if not is_refused_effect(error):
             raise
-        return staged.run(*staged.args)  # nothing with such an effect can have a gradient rule of its own
+        return staged.run(*args)  # nothing with such an effect can have a gradient rule of its own
 
 
 def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
