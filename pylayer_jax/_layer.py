@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -136,7 +137,8 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
         # JAX would notice only after apply had returned, without a name.
         raise application.closed_over()
     try:
-        with beneath_blocks():  # a layer packs what it saves by itself
+        # A layer packs what it saves by itself.
+        with contextlib.nullcontext() if application.hooks is None else beneath_blocks():
             values = call_with_symbolic_zeros(layer._rule, Carried(application), tensors)
     except jax.errors.UnexpectedTracerError as error:
         raise application.closed_over() from error

@@ -98,6 +98,8 @@ TRANSFORMS = {
 @pytest.mark.parametrize("name", TRANSFORMS)
 @pytest.mark.parametrize("place", ["block", "decorator", "around"])
 def test_gradients(name, place):
+    if name == "eager shard_map" and place != "around":
+        pytest.skip("slow, since JAX compiles each operation by itself")
     host = Host()
 
     def block(x):
