@@ -249,7 +249,7 @@ def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
 class _Kept:
     """What the fwd rule leaves for the bwd rule, without its arrays."""
 
-    __slots__ = ("chosen", "inputs", "operation", "outputs", "packed", "pullback")
+    __slots__ = ("chosen", "inputs", "outputs", "packed", "pullback")
 
     def __init__(self, inputs: int, chosen: list[int], outputs: list[Any], packed: Packed, pullback: Any) -> None:
         self.inputs = inputs

@@ -11,18 +11,7 @@ import pytest
 
 from pylayer_jax import PyLayer
 
-
-class Tanh(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
+from .layers import Tanh
 
 
 @jax.custom_vjp

@@ -14,34 +14,11 @@ import pytest
 
 from pylayer_jax import PyLayer, disable_saved_tensors_hooks, once_differentiable, saved_tensors_hooks
 
+from .layers import Multiply, Tanh
+
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
 B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 X = jnp.array([0.2, -0.4, 0.9])
-
-
-class Multiply(PyLayer):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensor()
-        return dy * b, dy * a
-
-
-class Tanh(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
 
 
 class Spy:

@@ -14,22 +14,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import PyLayer, saved_tensors_hooks
+from pylayer_jax import saved_tensors_hooks
+
+from .layers import Tanh
 
 X = jnp.array([[0.2, -0.4, 0.9], [0.5, 0.1, -0.7]])
-
-
-class Tanh(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
 
 
 class Held:

@@ -19,26 +19,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pylayer_jax import PyLayer
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
 
+from .layers import Multiply, Tanh
 from .registry.case import grid
 
 X = grid(8, 64)
 W = grid(64, 64, low=-0.2, high=0.3)
 
 
-class Product(PyLayer):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensor()
-        return dy * b, dy * a
-
-
 def model(x, w):
-    h = Product.apply(jnp.tanh(x @ w), jnp.exp(x * 0.3))[:, ::2]
+    h = Multiply.apply(jnp.tanh(x @ w), jnp.exp(x * 0.3))[:, ::2]
     return jnp.sum(jnp.sin(h) * jnp.where(x[:, ::2] > 0, 1.0, 0.5))
 
 
@@ -130,7 +119,7 @@ def test_gradients(name, packer, tmp_path):
 @pytest.mark.parametrize("packer", ["save_on_cpu", "quantize_saved 8"])
 def test_eager_shard_map(packer, tmp_path):
     def small(x, w):  # since JAX compiles each operation by itself there
-        return jnp.sum(Product.apply(x, jnp.tanh(x)) * w[:1])
+        return jnp.sum(Multiply.apply(x, jnp.tanh(x)) * w[:1])
 
     hooked = PACKERS[packer][0](tmp_path)(small)
     for got, expected in zip(gradient(sharded(hooked))(X, W), gradient(sharded(small))(X, W), strict=True):
@@ -254,18 +243,6 @@ def test_bytes_that_are_kept_for_backward(packer, expected, tmp_path):
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
 def test_memory_of_a_compiled_step():
-    class Tanh(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            y = jnp.tanh(x)
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            (y,) = ctx.saved_tensor()
-            return dy * (1 - y**2)
-
     def deep(x, ws):
         for w in ws:
             x = Tanh.apply(x @ w)
@@ -322,7 +299,7 @@ def test_equal_packers_are_one_entry_in_the_cache_of_jit(tmp_path):
     @jax.grad
     def step(x):
         traced.append(1)
-        return Product.apply(x, x).sum()
+        return Multiply.apply(x, x).sum()
 
     for make in (save_on_cpu, cast_saved, quantize_saved, lambda: save_on_disk(tmp_path)):
         traced.clear()

@@ -10,27 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax import PyLayer
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from tests.layers import Tanh
 
 from .timing import Effort, measure
 
 NAME = "saved"
 
 Loss = Callable[[Any, Any], Any]
-
-
-class Tanh(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
 
 
 def mlp(weights: Any, x: Any) -> Any:
