@@ -185,7 +185,7 @@ def with_type(value: jax.Array, aval: Any) -> jax.Array:
     """`value` with the weak type, the varying axes and the explicit sharding of a type of its shape and dtype."""
     found = typeof(value)
     value = with_varying_axes(value, aval)
-    if is_staged(value) and found.sharding != aval.sharding:
+    if is_staged(value) and found.sharding != aval.sharding and not aval.sharding.mesh.empty:
         value = jax.sharding.reshard(value, aval.sharding)
     if found.weak_type != aval.weak_type:  # which no public function can set on an array
         value = jax.lax.convert_element_type_p.bind(

@@ -93,7 +93,14 @@ class HooksTrace(Interceptor):
         return self._process_call("process_custom_vjp_call", (primitive, fun, fwd, bwd), tracers, params)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
-        return self._process_call("process_shard_map", (primitive, fun), tracers, params)
+        results: list[Any] = []
+
+        def bind(*args: Any) -> Any:
+            results[:] = [current_trace().process_shard_map(primitive, fun, args, **params)]
+            return list(results[0].vals)
+
+        values = self._process(bind, primitive.name, tracers)
+        return results[0].update(values)  # a tree of JAX's own, with other leaves
 
     def process_call(self, primitive: Any, fun: Any, tracers: Any, params: Any, /) -> Any:
         def bind(*args: Any) -> Any:
