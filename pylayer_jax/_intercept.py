@@ -289,7 +289,8 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
     residuals, treedef = jax.tree_util.tree_flatten(pullback)
     assert operation.hooks is not None
     owner = f"the operation {operation.name}, residual"
-    packed, arrays, outputs = pack(operation.hooks, residuals, outputs, owner)
+    # JAX keeps some constants as array types of its own.
+    packed, arrays, outputs = pack(operation.hooks, as_arrays(residuals), outputs, owner)
     kept = _Kept(len(args), chosen, [typeof(x) for x in outputs], packed, treedef)
     if not operation.hooks.deferred:
         return tuple(outputs), (Carried((operation, kept)), *arrays)

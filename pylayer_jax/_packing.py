@@ -51,7 +51,7 @@ class Sealed:
         self.pair = pair
         self.aval = typeof(tensor)
         # An array that JAX may place where it likes has none that must come back.
-        self.sharding = None if is_tracer(tensor) or not tensor.committed else tensor.sharding
+        self.sharding = None if is_tracer(tensor) or not getattr(tensor, "committed", False) else tensor.sharding
         self.where = where
         self.followed = followed  # whether the tensor itself is kept, for its tangent
         self.place: Place | None = None
@@ -62,7 +62,7 @@ class Sealed:
         tensor, packed = (arrays[0], arrays[1:]) if self.followed else (None, arrays)
         if self.place is None and any(map(is_staged, packed)):
             # Else XLA may unpack as early as it packs, and hold all tensors unpacked until backward comes.
-            packed, _ = jax.lax.optimization_barrier((packed, waiting))
+            packed = _together([*packed, *waiting])[: len(packed)]
         value = self._unpack(packed)
         return with_tangent_p.bind(tensor, value)[0] if self.followed else value
 
@@ -149,8 +149,9 @@ def _tied(fresh: Sequence[tuple[Any, Sealed, list[Any]]], outputs: list[Any], me
     staged = [x for _, sealed, arrays in fresh if sealed.place is None for x in arrays if is_staged(x)]
     before = outputs
     if staged:
-        outputs, bound = jax.lax.optimization_barrier((outputs, staged))
-        renamed = {id(x): y for x, y in zip(staged, bound, strict=True)}
+        bound = _together([*outputs, *staged])
+        outputs = bound[: len(outputs)]
+        renamed = {id(x): y for x, y in zip(staged, bound[len(outputs) :], strict=True)}
         for _, _, arrays in fresh:
             arrays[:] = [renamed.get(id(x), x) for x in arrays]
     for tensor, sealed, arrays in fresh:
@@ -222,6 +223,30 @@ def _needs_no_values(hook: str, where: str) -> Generator[None]:
     except Exception as error:
         error.add_note(f"This happened in {hook}, for {where}.")
         raise
+
+
+# -- order of computation --------------------------------------------------------------------------
+
+# `jax.lax.optimization_barrier`, whose derivative leaves what has no tangent without one (not so in jax 0.10).
+together_p = Primitive("pylayer_barrier")
+
+
+def _together(values: Sequence[Any]) -> list[Any]:
+    """The values, each of which XLA computes only where it has all of them."""
+    return together_p.bind(*values)
+
+
+def _together_values(*values: Any) -> list[Any]:
+    return list(jax.lax.optimization_barrier(values))
+
+
+register(
+    together_p,
+    evaluate=_together_values,
+    abstract=lambda *types: (list(types), frozenset()),
+    jvp=lambda primals, tangents: (together_p.bind(*primals), list(tangents)),
+    batch=lambda _, args, dims: (together_p.bind(*args), list(dims)),
+)
 
 
 # -- derivatives of higher order, see NOTE [packed tensors] ---------------------------------------
