@@ -75,7 +75,7 @@ class HooksTrace(Interceptor):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
         if any(map(is_staged_beneath, tracers)) and all(map(_is_plain_array, tracers)):
-            jaxpr = _packing_inside(primitive.name, params, self.pair)
+            jaxpr = _packing_inside(primitive.name, params, self.pair, any(map(is_reverse_mode_tracer, tracers)))
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
@@ -224,7 +224,7 @@ def _bound_staged(staged: _Staged, args: Sequence[Any], hooks: Hooks, chosen: Ca
         return staged.run(*args)  # nothing with such an effect can have a gradient rule of its own
 
 
-def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
+def _packing_inside(name: str, params: dict[str, Any], pair: Pair, differentiated_now: bool) -> Any:
     """The jaxpr of a staged scan that packs in each iteration; None for another operation.
 
     Packed as a whole, a scan would stack the residuals of all iterations first. A jitted function that
@@ -241,7 +241,10 @@ def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
 
     def body(*args: Any) -> list[Any]:
         if name == "scan":
-            return _bound(_Operation("body of scan", evaluate, Hooks(pair, args)), args)
+            # What is only staged may be differentiated for different inputs in turn, for which JAX wants the
+            # same residuals.
+            chosen = None if differentiated_now else [differentiable(typeof(x)) for x in args]
+            return _bound(_Operation("body of scan", evaluate, Hooks(pair, args), chosen), args)
         with set_current_trace(HooksTrace(current_trace(), pair)):
             return evaluate(*args)
 

@@ -726,3 +726,19 @@ def test_weak_types_come_back():
     for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f))):
         differentiate(loss)(weak)
     assert seen == [(True, jnp.bfloat16)] * 2
+
+
+def test_one_jitted_function_differentiated_for_different_arguments_in_turn():
+    def plain(x, w):
+        return jax.lax.scan(lambda c, _: (jnp.sin(c * w), None), x, None, length=3)[0].sum()
+
+    @jax.jit
+    def f(x, w):
+        with bits():
+            return plain(x, w)
+
+    w = X + 2
+    value, by_x = jax.vjp(lambda x: f(x, w), X)
+    _, by_w = jax.vjp(lambda w: f(X, w), w)
+    np.testing.assert_allclose(by_x(jnp.ones_like(value))[0], jax.grad(plain)(X, w), rtol=1e-5)
+    np.testing.assert_allclose(by_w(jnp.ones_like(value))[0], jax.grad(plain, 1)(X, w), rtol=1e-5)
