@@ -113,10 +113,16 @@ def is_tracer(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
+def _unmapped(value: object) -> object:
+    # What `jax.vmap` maps.
+    while type(value).__name__ == "BatchTracer":
+        value = getattr(value, "val", None)
+    return value
+
+
 def is_differentiated(value: object) -> bool:
     # The tracers of `jax.grad`, `jax.vjp`, `jax.linearize` and of `jax.vmap` have no public names.
-    if type(value).__name__ == "BatchTracer":
-        return is_differentiated(getattr(value, "val", None))
+    value = _unmapped(value)
     return type(value).__name__ == "LinearizeTracer" or isinstance(value, ad.JVPTracer)
 
 
@@ -125,16 +131,12 @@ def is_forward_mode_tracer(value: object) -> bool:
 
 
 def is_reverse_mode_tracer(value: object) -> bool:
-    if type(value).__name__ == "BatchTracer":
-        return is_reverse_mode_tracer(getattr(value, "val", None))
-    return type(value).__name__ == "LinearizeTracer"
+    return type(_unmapped(value)).__name__ == "LinearizeTracer"
 
 
 def is_staged(value: object) -> bool:
     # Whether a value, or what `jax.vmap` maps, stands in a jaxpr that is being made.
-    if type(value).__name__ == "BatchTracer":
-        return is_staged(getattr(value, "val", None))
-    return type(value).__name__ == "DynamicJaxprTracer"
+    return type(_unmapped(value)).__name__ == "DynamicJaxprTracer"
 
 
 def current_trace() -> Any:
@@ -144,11 +146,8 @@ def current_trace() -> Any:
 
 def is_staged_beneath(value: object) -> bool:
     # Whether what one reverse-mode differentiation (and `jax.vmap`) carries stands in a jaxpr that is being made.
-    while type(value).__name__ in ("BatchTracer", "LinearizeTracer"):
-        if type(value).__name__ == "LinearizeTracer":
-            return is_staged(getattr(value, "primal", None))
-        value = getattr(value, "val", None)
-    return is_staged(value)
+    value = _unmapped(value)
+    return is_staged(getattr(value, "primal", None) if is_reverse_mode_tracer(value) else value)
 
 
 def is_rematerialized() -> bool:

@@ -43,13 +43,12 @@ class Pair:
         "unpack",
     )
 
-    def __init__(self, pack: Hook, unpack: Hook, host: bool, differentiable: bool = False, key: Any = None) -> None:
+    def __init__(self, pack: Hook, unpack: Hook, host: bool, differentiable: bool = False) -> None:
         self.pack = pack
         self.unpack = unpack
         self.host = host
         self.differentiable = differentiable  # one after the other, with the derivative of the identity
-        self._derived = key is None
-        self.key = self._derive() if key is None else key
+        self.key = self._derive()
         self._hash = hash(self.key)
         self.store: Store = store_of(self.key)
         self.memory = Memory()
@@ -58,7 +57,7 @@ class Pair:
         return function_key(self.pack), function_key(self.unpack), self.host, self.differentiable
 
     def is_outdated(self) -> bool:
-        return self._derived and self.key != self._derive()
+        return self.key != self._derive()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pair) and self.key == other.key

@@ -71,10 +71,6 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         self._entered = threading.local()
         self._pair = self._present_pair()
 
-    def _key(self) -> Any:
-        """What makes two pairs equal in jit's caches; None for the hooks themselves."""
-        return None
-
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function` with all of it inside a block."""
         if not callable(function):
@@ -91,7 +87,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         return hooked
 
     def _present_pair(self) -> Pair:
-        pair = Pair(*self._hooks, self._key())
+        pair = Pair(*self._hooks)
         weakref.finalize(self, pair.store.release, used_only=True).atexit = False
         return pair
 

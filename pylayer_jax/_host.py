@@ -72,16 +72,13 @@ class Place:
 
     def token(self, tensor: Any) -> jax.Array:
         """The number under which the host keeps a traced tensor."""
-        axes = manual_axes()
-        lane = jax.lax.axis_index(axes) if axes else np.int32(0)
+        lane = _lane()
         token = io_callback(self._put, jax.ShapeDtypeStruct((), np.uint32), tensor, lane)
         return with_varying_axes(token, typeof(lane))
 
     def restored(self, token: Any, aval: Any) -> jax.Array:
         """The tensor of a traced number."""
-        axes = manual_axes()
-        lane = jax.lax.axis_index(axes) if axes else np.int32(0)
-        return io_callback(self._get, jax.ShapeDtypeStruct(aval.shape, aval.dtype), token, lane)
+        return io_callback(self._get, jax.ShapeDtypeStruct(aval.shape, aval.dtype), token, _lane())
 
     # -- on the host ----------------------------------------------------------------------------
 
@@ -120,3 +117,9 @@ class Place:
             if not used_only:
                 kept, self._waiting = self._waiting, {}
         del dropped, kept
+
+
+def _lane() -> Any:
+    """Which of the devices of an enclosing shard_map this is."""
+    axes = manual_axes()
+    return jax.lax.axis_index(axes) if axes else np.int32(0)

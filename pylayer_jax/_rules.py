@@ -244,6 +244,7 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
         owner = f"{application.name}, saved tensor"
         recording.packed, arrays, outputs = pack(application.hooks, residuals[:saved], outputs, owner)
         residuals = [*arrays, *residuals[saved:]]
+        recording.residuals = len(residuals)
     if recording.asked:
         residuals.append(jnp.zeros((0, len(application.recordings))))
         application.recordings.append(recording)
@@ -272,12 +273,9 @@ def _recording_of(application: Application, recording: Recording, residuals: lis
     # needs_input_grad, what it saved may differ, so that an empty array tells by its shape which run it was.
     if recording.asked:
         recording = application.recordings[residuals.pop().shape[-1]]
-        expected = recording.residuals
-        if recording.packed is not None:
-            expected += recording.packed.size - recording.saved_residuals
-        if len(residuals) != expected:
+        if len(residuals) != recording.residuals:
             raise RuntimeError(
-                f"{application.name}.forward saved {expected} tensors for one choice of needs_input_grad "
+                f"{application.name}.forward saved {recording.residuals} tensors for one choice of needs_input_grad "
                 f"and {len(residuals)} for another, within one jitted function that was differentiated both ways. Save "
                 "the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
             )

@@ -43,8 +43,6 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
     """
 
     def __init__(self, pin_memory: bool = False) -> None:
-        self._pin_memory = bool(pin_memory)
-
         def pack(x: Any) -> Any:
             if not _is_float(x):
                 return x
@@ -59,9 +57,6 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
             return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
 
         super().__init__(pack, unpack, differentiable=True)
-
-    def _key(self) -> Any:
-        return type(self), self._pin_memory
 
 
 class _OnHost(NamedTuple):
@@ -96,7 +91,6 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
         narrow = jnp.dtype(dtype)
         if not jnp.issubdtype(narrow, jnp.floating):
             raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {narrow}.")
-        self._dtype = narrow
 
         def pack(x: Any) -> Any:
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
@@ -105,9 +99,6 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
             return packed.array.astype(packed.dtype) if isinstance(packed, _Cast) else packed
 
         super().__init__(pack, unpack, differentiable=True)
-
-    def _key(self) -> Any:
-        return type(self), self._dtype
 
 
 class _Cast(NamedTuple):
@@ -137,7 +128,6 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
             raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
         if block_size < 2 or block_size % 2:
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
-        self._parameters = (bits, block_size)
 
         def pack(x: Any) -> Any:
             if not _is_float(x) or _quantized_size(x, bits, block_size) >= x.size * x.dtype.itemsize:
@@ -152,9 +142,6 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
             return _dequantize(*packed[:3], packed.shape, packed.dtype, bits, packed.block)
 
         super().__init__(pack, unpack)
-
-    def _key(self) -> Any:
-        return type(self), self._parameters
 
 
 class _Quantized(NamedTuple):
@@ -224,8 +211,7 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - beside its kin
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self._directory = os.path.abspath(os.fspath(directory))
-        folder = _folder_of(self._directory)
+        folder = _folder_of(os.path.abspath(os.fspath(directory)))
 
         def pack(x: Any) -> Any:
             return folder.write(x) if _is_float(x) else x
@@ -234,9 +220,6 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - beside its kin
             return packed.read() if isinstance(packed, _File) else packed
 
         super().__init__(pack, unpack, host=True)
-
-    def _key(self) -> Any:
-        return type(self), self._directory
 
 
 class _Folder:
@@ -251,7 +234,7 @@ class _Folder:
         weakref.finalize(self, _in_process(os.getpid(), shutil.rmtree), self.path, ignore_errors=True)
 
     def write(self, x: np.ndarray) -> _File:
-        handle, temporary = -1, ""
+        temporary = ""
         try:
             handle, temporary = tempfile.mkstemp(suffix=".part", dir=self.path)
             with os.fdopen(handle, "wb") as file:

@@ -1,8 +1,9 @@
-"""Two plain layers, for tests and benchmarks that are about something else."""
+"""Two plain layers and a pair of hooks, for tests and benchmarks that are about something else."""
 
+import jax
 import jax.numpy as jnp
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, saved_tensors_hooks
 
 
 class Tanh(PyLayer):
@@ -32,3 +33,15 @@ class Multiply(PyLayer):
     def backward(ctx, dy):
         a, b = ctx.saved_tensor()
         return dy * b, dy * a
+
+
+def bits():
+    """Lossless, and without a derivative of its own."""
+
+    def pack(x):
+        return (jax.lax.bitcast_convert_type(x, jnp.int32),) if x.dtype == jnp.float32 else x
+
+    def unpack(packed):
+        return jax.lax.bitcast_convert_type(packed[0], jnp.float32) if isinstance(packed, tuple) else packed
+
+    return saved_tensors_hooks(pack, unpack)

@@ -14,7 +14,7 @@ import pytest
 
 from pylayer_jax import PyLayer, disable_saved_tensors_hooks, once_differentiable, saved_tensors_hooks
 
-from .layers import Multiply, Tanh
+from .layers import Multiply, Tanh, bits
 
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
 B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -38,18 +38,6 @@ class Spy:
 
     def counts(self):
         return self.log.count("pack"), self.log.count("unpack")
-
-
-def bits():
-    """Lossless, and without a derivative of its own."""
-
-    def pack(x):
-        return (jax.lax.bitcast_convert_type(x, jnp.int32),) if x.dtype == jnp.float32 else x
-
-    def unpack(packed):
-        return jax.lax.bitcast_convert_type(packed[0], jnp.float32) if isinstance(packed, tuple) else packed
-
-    return saved_tensors_hooks(pack, unpack)
 
 
 # -- what is reached ------------------------------------------------------------------------------

@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from pylayer_jax import saved_tensors_hooks
-
+from .layers import bits
 from .registry import CASES
 from .transforms import (
     FIRST_ORDER,
@@ -68,14 +66,6 @@ def test_remat_that_saves_everything(case):
     _compare(case, lambda f, args: jax.jit(gradient(jax.checkpoint(f, policy=everything), args))(*args))
 
 
-def _hidden(x):
-    return (jax.lax.bitcast_convert_type(x, jnp.int32),) if x.dtype == jnp.float32 else x
-
-
-def _found(packed):
-    return jax.lax.bitcast_convert_type(packed[0], jnp.float32) if isinstance(packed, tuple) else packed
-
-
 @pytest.mark.parametrize("place", ["inside", "around"])
 @pytest.mark.parametrize(
     ("transform", "case"),
@@ -89,7 +79,7 @@ def _found(packed):
 )
 def test_under_hooks(case, transform, place):
     # The pair loses nothing but its own derivative, which no gradient may depend on.
-    hooks = saved_tensors_hooks(_hidden, _found)
+    hooks = bits()
     try:
         if place == "inside":
             _compare(case, transform, hooks)
