@@ -1,6 +1,7 @@
 """Custom gradients for JAX, written the way Paddle and PyTorch users write them."""
 
 from ._context import PyLayerContext
+from ._function import Function, FunctionCtx
 from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
 from ._layer import PyLayer
 from ._once import once_differentiable
@@ -8,6 +9,8 @@ from ._once import once_differentiable
 __version__ = "0.1.0"
 
 __all__ = [
+    "Function",
+    "FunctionCtx",
     "PyLayer",
     "PyLayerContext",
     "__version__",

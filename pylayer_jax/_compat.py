@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray, Trace, Tracer, eval_context, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import io_callback
@@ -43,11 +44,13 @@ __all__ = [
     "differentiable",
     "eval_jaxpr",
     "has_equation",
+    "has_transpose",
     "inner_jaxprs",
     "instantiate",
     "io_callback",
     "is_differentiated",
     "is_forward_mode_tracer",
+    "is_key",
     "is_literal",
     "is_missing_forward_mode",
     "is_refused_effect",
@@ -56,6 +59,7 @@ __all__ = [
     "is_sharded_explicitly",
     "is_staged",
     "is_staged_beneath",
+    "is_staging",
     "is_symbolic_zero",
     "is_tracer",
     "is_undefined",
@@ -77,6 +81,7 @@ __all__ = [
     "vmap_like",
     "with_type",
     "with_varying_axes",
+    "without_equations_of",
 ]
 
 typeof = jax.typeof
@@ -142,6 +147,14 @@ def is_staged(value: object) -> bool:
 def current_trace() -> Any:
     with take_current_trace() as trace:
         return trace
+
+
+def is_staging() -> bool:
+    # Whether what runs now becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
+    trace = current_trace()
+    while type(trace).__name__ == "JaxprTrace":  # within the jvp rule of what jax.linearize takes apart
+        trace = trace.parent_trace
+    return type(trace).__name__ not in ("EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace")
 
 
 def is_staged_beneath(value: object) -> bool:
@@ -223,6 +236,11 @@ def _has_tangent(dtype: Any) -> bool:
     return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
+def is_key(value: Any) -> bool:
+    # PRNG keys, and whatever other element types JAX gets.
+    return jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+
 def instantiate(aval: Any) -> jax.Array:
     # Zeros that keep the sharding and the varying axes of `aval`, which `jnp.zeros` would lose.
     return ad.instantiate_zeros(Zero(aval))
@@ -292,6 +310,19 @@ def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 
 
+def has_transpose(primitive: Any) -> bool:
+    # Products, loops and calls have theirs in a table without a public name.
+    return primitive in ad.primitive_transposes or primitive.name in _KNOWN_TRANSPOSES
+
+
+_KNOWN_TRANSPOSES = frozenset(
+    (
+        "cond", "conv_general_dilated", "dot_general", "dynamic_slice", "gather", "mul", "optimization_barrier",
+        "remat2", "reshard", "scan", "shard_map", "slice",
+    )
+)  # fmt: skip
+
+
 def layer_of(equation: Any) -> str | None:
     """The name of the function with a custom gradient that an equation applies, if it is one."""
     if equation.primitive.name == "custom_vjp_call":
@@ -302,14 +333,35 @@ def layer_of(equation: Any) -> str | None:
     return None
 
 
-def mapped_type(axis: Any, aval: Any) -> Any:
-    """The type of an array of `aval` with the mapped axis in front."""
-    return unmapped_aval(axis.size, 0, aval, axis.explicit_mesh_axis)
+def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:
+    """The type of an array of `aval` with the mapped axis at `dim`."""
+    return unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
 
 
 def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     """The jaxpr without the equations that only unused outputs need, and which inputs it still reads."""
     return pe.dce_jaxpr(jaxpr, list(used))
+
+
+def without_equations_of(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
+    """The jaxpr of all outputs but the first `count`, which become inputs after the present ones instead.
+
+    Also says which of them do: constants do not.
+    """
+    is_input = [not is_literal(v) for v in jaxpr.outvars[:count]]
+    outputs = [v for v in jaxpr.outvars[:count] if not is_literal(v)]
+    known = set(outputs)
+    needed = {v for v in jaxpr.outvars[count:] if not is_literal(v)} - known
+    kept: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        if any(v in needed for v in equation.outvars):
+            kept.append(equation)
+            needed |= {v for v in equation.invars if not is_literal(v)} - known
+    debug = DebugInfo("pylayer_jax", "intermediates", None, None)
+    rest = jaxpr.replace(
+        invars=[*jaxpr.invars, *outputs], eqns=kept[::-1], outvars=jaxpr.outvars[count:], debug_info=debug
+    )
+    return rest, is_input
 
 
 def vmap_like(function: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any) -> Callable[..., Any]:

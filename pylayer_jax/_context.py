@@ -23,7 +23,19 @@ class Phase(enum.Enum):
 class Record:
     """The private half of a context: everything but the attributes that the user sets."""
 
-    __slots__ = ("asked_needs", "inputs", "layer", "load", "marked", "materialize", "needs", "phase", "saved")
+    __slots__ = (
+        "asked_needs",
+        "dirty",
+        "inputs",
+        "layer",
+        "load",
+        "marked",
+        "materialize",
+        "needs",
+        "phase",
+        "saved",
+        "saved_for_jvp",
+    )
 
     def __init__(self, layer: str, phase: Phase, needs: Callable[[], tuple[bool, ...]], inputs: Any = ()) -> None:
         self.layer = layer
@@ -32,7 +44,9 @@ class Record:
         self.inputs = inputs
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # gives `saved`, once it is asked for
+        self.saved_for_jvp: tuple[Any, ...] | None = None
         self.marked: list[Any] = []
+        self.dirty: list[Any] = []
         self.materialize = True
         self.asked_needs = False
 
@@ -59,10 +73,10 @@ class PyLayerContext:
         object.__setattr__(self, "_record", record)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _RESERVED:
+        if name in _RESERVED or hasattr(type(self), name):
             raise AttributeError(
                 f"ctx.{name} cannot be assigned in {self._record.layer}: the name belongs to the context. "
-                f"Choose another attribute name{_RESERVED[name]}."
+                f"Choose another attribute name{_RESERVED.get(name, '')}."
             )
         object.__setattr__(self, name, own_copy(value, self._record.layer, f"ctx.{name} = ..."))
 
@@ -160,7 +174,7 @@ class PyLayerContext:
     def _with_contents(self, contents: tuple[Any, dict[str, Any]]) -> PyLayerContext:
         """A context for `backward` with the flags of this one."""
         saved, attributes = contents
-        return backward_context(self._record.layer, self._record.needs, lambda: saved, attributes)
+        return backward_context(type(self), self._record.layer, self._record.needs, lambda: saved, attributes)
 
     def _recording(self, call: str) -> Record:
         record = self._record
@@ -174,6 +188,7 @@ class PyLayerContext:
 
 
 def backward_context(
+    kind: type[PyLayerContext],
     layer: str,
     needs: Callable[[], tuple[bool, ...]],
     load: Callable[[], tuple[Any, ...] | None],
@@ -182,16 +197,25 @@ def backward_context(
     """The context that `backward` gets; `load` gives the saved tensors."""
     record = Record(layer, Phase.BACKWARD, needs)
     record.load = load
-    ctx = PyLayerContext(record)
+    ctx = kind(record)
     for name, value in attributes.items():
         object.__setattr__(ctx, name, value)
     return ctx
 
 
-_RESERVED = {name: "" for name in dir(PyLayerContext) if not name.startswith("__")} | {
-    "saved_tensors": ", or keep tensors with ctx.save_for_backward(...)",
-    "needs_input_grad": "",
-}
+_RESERVED = {"_record": "", "saved_tensors": ", or keep tensors with ctx.save_for_backward(...)"}
+
+
+def add_note(error: Exception, layer: str, method: str) -> None:
+    """Let an exception of the user's own keep its type, and say where it came from."""
+    note = f"This happened in {layer}.{method}."
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        note += (
+            " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
+            "as an argument of forward, or keep it with ctx.save_for_backward or as ctx.name = array."
+        )
+    if note not in getattr(error, "__notes__", ()):
+        error.add_note(note)
 
 
 def own_copy(value: Any, layer: str, call: str) -> Any:

@@ -12,43 +12,61 @@ import numpy as np
 from ._arguments import Argument, Arguments
 from ._compat import differentiable, typeof, varying_axes
 from ._context import describe
-from ._partition import BARE, is_tensor
+from ._partition import BARE, Skeleton, is_tensor
 
 _ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
 
 
-def match_gradients(result: Any, arguments: Arguments, needed: Sequence[bool]) -> list[Any]:
+def match_gradients(result: Any, arguments: Arguments, needed: Sequence[bool], per_argument: bool) -> list[Any]:
     """One gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
 
-    `needed` says which tensors need one; what is given for the others is dropped.
+    `needed` says which tensors need one; what is given for the others is dropped. With `per_argument`, as in
+    torch, there is one entry for every argument passed, and Nones may follow.
 
     Raises:
         ValueError: for a wrong count, structure, type or shape; it names the layer and the argument.
     """
     gradients: list[Any] = [None] * len(needed)
-    for argument, entry in _pair(result, arguments, needed):
+    pairs = _pair_all(result, arguments) if per_argument else _pair(result, arguments, needed)
+    for argument, entry in pairs:
         if any(needed[argument.span]):
             gradients[argument.span] = _fit_argument(entry, argument, arguments, needed)
     return gradients
 
 
 def _pair(result: Any, arguments: Arguments, needed: Sequence[bool]) -> list[tuple[Argument, Any]]:
-    slots, layer = arguments.slots, arguments.layer
+    slots = arguments.slots
     entries = _entries(result, slots)
     if len(entries) == len(slots):
         return list(zip(slots, entries, strict=True))
     if len(entries) == len(arguments.arguments):
-        for argument, entry in zip(arguments.arguments, entries, strict=True):
-            if entry is not None and not argument.skeleton.size:
-                raise ValueError(
-                    f"{layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, which "
-                    "holds no tensor. Return None in its place."
-                )
-        return [(a, e) for a, e in zip(arguments.arguments, entries, strict=True) if a.skeleton.size]
+        return _with_tensors(entries, arguments)
     left_out = slots[len(entries) :]
     if len(entries) < len(slots) and not any(any(needed[a.span]) for a in left_out):
         return list(zip(slots, entries, strict=False))
     raise ValueError(_count_message(entries, slots, arguments, [a for a in left_out if any(needed[a.span])]))
+
+
+def _pair_all(result: Any, arguments: Arguments) -> list[tuple[Argument, Any]]:
+    entries, count = list(result) if isinstance(result, tuple) else [result], len(arguments.arguments)
+    if len(entries) < count or any(e is not None for e in entries[count:]):
+        names = ", ".join(a.name for a in arguments.arguments)
+        hint = "; a list is one gradient, return a tuple" if isinstance(result, list) else ""
+        raise ValueError(
+            f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient', 'gradients')}; expected {count}, "
+            f"one per argument passed ({names}), of which None is zero{hint}."
+        )
+    return _with_tensors(entries[:count], arguments)
+
+
+def _with_tensors(entries: list[Any], arguments: Arguments) -> list[tuple[Argument, Any]]:
+    for argument, entry in zip(arguments.arguments, entries, strict=True):
+        if entry is not None and not argument.skeleton.size:
+            raise ValueError(
+                f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
+                "which holds no tensor. Return None in its place."
+            )
+    return [(a, e) for a, e in zip(arguments.arguments, entries, strict=True) if a.skeleton.size]
 
 
 def _entries(result: Any, slots: list[Argument]) -> list[Any]:
@@ -85,14 +103,19 @@ def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needed: 
     if argument.skeleton is BARE:
         return [_fit(entry, avals[0], where, argument.name)]
     found: list[Any] = [None] * argument.skeleton.size
-    model = argument.skeleton.fill([_Place(i) for i in range(argument.skeleton.size)])
-    _spread(entry, model, "", found, f"{where}{argument.name!r}")
+    model = places(argument.skeleton)
+    spread_entry(entry, model, "", found, f"{where}{argument.name!r}")
     return [
         _fit(leaf, aval, where, argument.name + path) if need else None
         for leaf, aval, path, need in zip(
             found, avals, argument.skeleton.tensor_paths(), needed[argument.span], strict=True
         )
     ]
+
+
+def places(skeleton: Skeleton) -> Any:
+    """A pytree with a place instead of each tensor."""
+    return skeleton.fill([_Place(i) for i in range(skeleton.size)])
 
 
 class _Place:
@@ -102,7 +125,8 @@ class _Place:
         self.index = index
 
 
-def _spread(entry: Any, model: Any, path: str, found: list[Any], where: str) -> None:
+def spread_entry(entry: Any, model: Any, path: str, found: list[Any], where: str) -> None:
+    """Put the leaves of `entry` into `found`, by the places that `model` has; None is None for all of them."""
     # Written out because jax.tree.broadcast would spread an array over a whole dict, and flatten_up_to
     # refuses None in the place of one.
     if isinstance(model, _Place):
@@ -124,7 +148,7 @@ def _spread(entry: Any, model: Any, path: str, found: list[Any], where: str) -> 
     if len(others) != len(children):
         raise ValueError(f"{where}: expected {_plural(len(children), 'entry', 'entries')}{place}, got {len(others)}.")
     for i, (child, part) in enumerate(zip(children, others, strict=True)):
-        _spread(part, child, f"{path}[{i}]", found, where)
+        spread_entry(part, child, f"{path}[{i}]", found, where)
 
 
 def _shape_of(model: Any) -> str:

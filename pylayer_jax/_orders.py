@@ -1,4 +1,4 @@
-"""The primitives that make a custom rule hold at every order of differentiation.
+"""The primitive that makes a custom rule hold at every order of differentiation.
 
 NOTE [orders]
 A fwd rule of `jax.custom_vjp` is ordinary code: an outer differentiation goes through its body, so the
@@ -6,21 +6,12 @@ custom rule is lost at the second order. Here the fwd rule binds one opaque equa
 
     record:      consts, inputs  ->  outputs, saved intermediates
 
-whose own derivative is the custom rule again. With a pullback B (the layer's `backward`, linear in the
-cotangents c) and residuals r, the tangent map of the outputs is its transpose,
-
-    c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
-
-which is the second primitive,
-
-    apply_rule:  residuals, input tangents  ->  output tangents.
-
-Reverse mode transposes apply_rule, which gives B back: `backward` is simply called, so it may be anything.
-Only forward mode over reverse evaluates apply_rule, and then B itself is transposed and has to be linear.
+whose own derivative is the custom rule again (`_derivative.py`). A class with forward mode binds *record* itself,
+without a `jax.custom_vjp` around.
 
 Residuals are told apart by where they come from, as they differ under an outer differentiation: an input
 is handed on by the caller and keeps its own derivative, an output carries the rule of `record`, and an
-intermediate is differentiated through `forward`, whose jaxpr `record` holds.
+intermediate is differentiated through `forward`, whose jaxpr `record` holds, as a function of inputs and outputs.
 """
 
 from __future__ import annotations
@@ -30,7 +21,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 
 from ._compat import (
     Primitive,
@@ -42,59 +32,60 @@ from ._compat import (
     is_missing_forward_mode,
     is_undefined,
     lower_jaxpr,
-    mapped_type,
     prune,
     register,
     stage,
     tangent_type,
     typeof,
     vmap_like,
+    without_equations_of,
 )
-from ._linearity import transpose
+from ._derivative import Derivative
+from ._linearity import check_linear
 
 Source = tuple[Literal["input", "output", "intermediate"], int]
 
-# Cotangents of all outputs, and gradients of all inputs; None is zero.
-Pullback = Callable[[Sequence[bool], Sequence[Any], Sequence[Any]], list[Any]]
+# What is kept of the residuals, with a derivative that takes it, and the outputs bound to it.
+Kept = tuple[Derivative, list[Any], list[Any]]
 
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Rule:
-    """One application of a layer: its forward as a jaxpr, and its backward as a pullback.
+    """One application of a layer: its forward as a jaxpr, and its derivative.
 
     Compared by identity, since it is a parameter of equations.
     """
 
-    name: str
+    derivative: Derivative
     jaxpr: Any  # consts, inputs -> outputs, intermediates
     consts: int
-    output_types: list[Any]
-    has_tangent: tuple[bool, ...]  # per output: neither marked non-differentiable nor of an integer type
     sources: tuple[Source, ...]  # per residual
-    pullback: Pullback  # (needed inputs, residuals, cotangents) -> gradients
     closed_over: Callable[[], Exception]
+    # What JAX keeps of the residuals, where `first` is set: hooks pack for the first differentiation alone.
+    keep: Callable[[Derivative, list[Any], list[Any]], Kept]
+    first: bool = False
     # The rule, and values for its consts, where more inputs are perturbed than `forward` was told.
     widen: Callable[[Sequence[bool]], tuple[Rule, list[Any]] | None] | None = None
     traceable: bool = True  # whether the jaxpr computes, or only holds what a concrete run gave
+    # The layer's own batching: (axis, dims of the inputs, inputs) -> outputs with the mapped axis in front.
+    mapped: Callable[[Any, Sequence[Any], Sequence[Any]], list[Any]] | None = None
 
     def __repr__(self) -> str:
         return self.name  # as jaxprs show it
 
     @property
-    def outputs(self) -> int:
-        return len(self.output_types)
+    def name(self) -> str:
+        return self.derivative.name
 
     @property
-    def tangent_types(self) -> list[Any]:
-        return [tangent_type(a) for a, has in zip(self.output_types, self.has_tangent, strict=True) if has]
+    def outputs(self) -> int:
+        return len(self.derivative.output_types)
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
         """The residuals, from the inputs and what `record` returned."""
         places = {"input": inputs, "output": values, "intermediate": values[self.outputs :]}
         return [places[kind][i] for kind, i in self.sources]
 
-
-# -- record ---------------------------------------------------------------------------------------
 
 record_p = Primitive("pylayer")
 
@@ -108,10 +99,10 @@ def _record_types(*_: Any, rule: Rule) -> tuple[list[Any], Any]:
 
 
 def _record_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule) -> tuple[list[Any], list[Any]]:
-    moving = [type(t) is not Zero and differentiable(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
+    moving = moves(primals, tangents)
     if any(moving[: rule.consts]):
         raise rule.closed_over()
-    values = record_p.bind(*primals, rule=rule)
+    values = record_p.bind(*primals, rule=dataclasses.replace(rule, first=False) if rule.first else rule)
     inputs, needed = primals[rule.consts :], tuple(moving[rule.consts :])
     if not any(needed):
         return values, [Zero(tangent_type(typeof(v))) for v in values]
@@ -120,23 +111,33 @@ def _record_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule) 
     if rule.widen is not None and (wider := rule.widen(needed)) is not None:
         ruling, consts = wider
         residuals = ruling.residuals(inputs, record_p.bind(*consts, *inputs, rule=ruling))
-    pushed = apply_rule_p.bind(
-        *residuals, *(t for t, n in zip(tangents[rule.consts :], needed, strict=True) if n), rule=ruling, needed=needed
-    )
-    rest = iter(pushed)
-    out_tangents = [
-        next(rest) if has else Zero(tangent_type(typeof(v)))
-        for v, has in zip(values[: rule.outputs], rule.has_tangent, strict=True)
-    ]
-    return values, out_tangents + _intermediate_tangents(rule, primals, tangents, moving, values)
+    derivative = ruling.derivative
+    if rule.first:
+        derivative, residuals, outputs = ruling.keep(derivative, residuals, values[: rule.outputs])
+        values = [*outputs, *values[rule.outputs :]]
+    moved = [t for t, n in zip(tangents[rule.consts :], needed, strict=True) if n]
+    out_tangents = derivative.tangents(needed, residuals, moved)
+    return values, out_tangents + _intermediate_tangents(rule, primals, tangents, values, out_tangents)
+
+
+def moves(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
+    """Which primals have a tangent that is not zero."""
+    return [type(t) is not Zero and differentiable(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
 
 
 def _intermediate_tangents(
-    rule: Rule, primals: Sequence[Any], tangents: Sequence[Any], moving: list[bool], values: Sequence[Any]
+    rule: Rule, primals: Sequence[Any], tangents: Sequence[Any], values: Sequence[Any], out_tangents: Sequence[Any]
 ) -> list[Any]:
     zeros: list[Any] = [Zero(tangent_type(typeof(v))) for v in values[rule.outputs :]]
+    if not zeros:
+        return zeros
+    # What is computed from an output carries the rule of that output.
+    jaxpr, is_input = without_equations_of(rule.jaxpr, rule.outputs)
+    chosen = [(v, t) for v, t, i in zip(values[: rule.outputs], out_tangents, is_input, strict=True) if i]
+    primals, tangents = [*primals, *(v for v, _ in chosen)], [*tangents, *(t for _, t in chosen)]
+    moving = moves(primals, tangents)
     # What a concrete run computed is not in the jaxpr, so that any of it may depend on any input.
-    reached = [not rule.traceable or r for r in _reached(rule.jaxpr, moving)[rule.outputs :]]
+    reached = [not rule.traceable or r for r in _reached(jaxpr, moving)]
     wanted = [r and differentiable(typeof(v)) for r, v in zip(reached, values[rule.outputs :], strict=True)]
     if not any(wanted):
         return zeros
@@ -146,7 +147,7 @@ def _intermediate_tangents(
             "nor an output, but forward needs concrete values and cannot be traced. Save inputs and outputs instead, "
             "or write forward with jax.numpy."
         )
-    jaxpr, read = prune(rule.jaxpr, [False] * rule.outputs + wanted)
+    jaxpr, read = prune(jaxpr, wanted)
 
     def intermediates(*perturbed: Any) -> list[Any]:
         rest = iter(perturbed)
@@ -162,128 +163,36 @@ def _intermediate_tangents(
         raise TypeError(
             f"{rule.name}.forward saved a tensor that another layer computed within it, and that is neither an input "
             "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
-            "needs a forward-mode rule of that layer. Save inputs and outputs, or use reverse over reverse: "
-            "jax.jacrev(jax.grad(f))."
+            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
+            "over reverse: jax.jacrev(jax.grad(f))."
         ) from error
     rest = iter(derived)
     return [next(rest) if w else zero for zero, w in zip(zeros, wanted, strict=True)]
+
+
+def _record_transpose(cotangents: Sequence[Any], *args: Any, rule: Rule) -> list[Any]:
+    # A layer within the backward of another, which forward mode transposes. Where it is linear its derivative is
+    # the same at every input, so that zeros stand for those that are not known.
+    unknown = [is_undefined(x) for x in args]
+    jaxpr, read = prune(rule.jaxpr, [*rule.derivative.has_tangent, *[False] * (len(cotangents) - rule.outputs)])
+    check_linear(rule.name, jaxpr, [u for u, r in zip(unknown, read, strict=True) if r])
+    known = [instantiate(x.aval) if u else x for x, u in zip(args, unknown, strict=True)]
+    values = record_p.bind(*known, rule=rule)
+    inputs, needed = known[rule.consts :], tuple(unknown[rule.consts :])
+    given = [None if type(c) is Zero else c for c in cotangents[: rule.outputs]]
+    gradients = rule.derivative.pullback(needed, rule.residuals(inputs, values), given)
+    return [None] * rule.consts + [
+        (Zero(x.aval) if g is None else g) if u else None
+        for g, x, u in zip(gradients, args[rule.consts :], needed, strict=True)
+    ]
 
 
 def _record_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, rule: Rule) -> tuple[list[Any], list[Any]]:
     if all(d is None for d in dims):  # JAX asks in this case too
         values = record_p.bind(*args, rule=rule)
         return values, [None] * len(values)
-    batched, consts, out_dims = _batched(rule, axis, [typeof(x) for x in args], list(dims))
+    batched, consts, out_dims = batch_rule(rule, axis, [typeof(x) for x in args], list(dims))
     return record_p.bind(*consts, *args, rule=batched), out_dims
-
-
-# -- apply_rule -----------------------------------------------------------------------------------
-
-apply_rule_p = Primitive("pylayer_rule")
-
-
-def _apply_rule(*args: Any, rule: Rule, needed: tuple[bool, ...]) -> list[Any]:
-    residuals, tangents = args[: len(rule.sources)], args[len(rule.sources) :]
-
-    def pull(*cotangents: Any) -> list[Any]:
-        gradients = rule.pullback(needed, residuals, _spread(cotangents, rule.has_tangent))
-        return [g for g, n in zip(gradients, needed, strict=True) if n]
-
-    return transpose(rule.name, pull, rule.tangent_types, tangents)
-
-
-def _apply_rule_types(*_: Any, rule: Rule, needed: tuple[bool, ...]) -> tuple[list[Any], Any]:
-    del needed
-    return rule.tangent_types, frozenset()
-
-
-def _apply_rule_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, rule: Rule, needed: tuple[bool, ...]
-) -> tuple[list[Any], list[Any]]:
-    count = len(rule.sources)
-    if all(type(t) is Zero for t in tangents[:count]):
-        # Linear in the rest; left as it is, so that reverse mode can still transpose it.
-        moved = [instantiate(t.aval) if type(t) is Zero else t for t in tangents[count:]]
-        return (
-            apply_rule_p.bind(*primals, rule=rule, needed=needed),
-            apply_rule_p.bind(*primals[:count], *moved, rule=rule, needed=needed),
-        )
-    moving = [type(t) is not Zero for t in tangents]
-
-    def expanded(*perturbed: Any) -> list[Any]:
-        rest = iter(perturbed)
-        full = [next(rest) if m else p for p, m in zip(primals, moving, strict=True)]
-        return _apply_rule(*full, rule=rule, needed=needed)
-
-    chosen = [(p, t) for p, t, m in zip(primals, tangents, moving, strict=True) if m]
-    out, moved = jax.jvp(expanded, [p for p, _ in chosen], [t for _, t in chosen])
-    return out, moved
-
-
-def _apply_rule_transpose(cotangents: Sequence[Any], *args: Any, rule: Rule, needed: tuple[bool, ...]) -> list[Any]:
-    count = len(rule.sources)
-    given = [None if type(c) is Zero else c for c in cotangents]
-    gradients = rule.pullback(needed, args[:count], _spread(given, rule.has_tangent))
-    picked = [g for g, n in zip(gradients, needed, strict=True) if n]
-    return [None] * count + [
-        (Zero(x.aval) if g is None else g) if is_undefined(x) else None
-        for g, x in zip(picked, args[count:], strict=True)
-    ]
-
-
-def _apply_rule_batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, rule: Rule, needed: tuple[bool, ...]
-) -> tuple[list[Any], list[Any]]:
-    if all(d is None for d in dims):
-        out = apply_rule_p.bind(*args, rule=rule, needed=needed)
-        return out, [None] * len(out)
-    count = len(rule.sources)
-    rest = iter(dims[count:])
-    batched = dataclasses.replace(
-        rule,
-        output_types=[mapped_type(axis, t) for t in rule.output_types],
-        pullback=_batched_pullback(rule, axis, dims[:count], [next(rest) if n else None for n in needed]),
-        widen=None,
-    )
-    out = apply_rule_p.bind(*args, rule=batched, needed=needed)
-    return out, [0] * len(out)
-
-
-# -- joined ---------------------------------------------------------------------------------------
-
-# inputs, outputs -> outputs. NOTE [shared outputs]: under vmap, JAX lets an output that no mapped input
-# reaches be shared by all examples. Its one cotangent would then be handed to `backward` once per
-# example, and be counted as often (JAX 0.12 refuses such a custom_vjp, 0.10 gives the wrong number). So
-# all outputs of a layer are mapped as soon as one input is. It lowers to nothing.
-joined_p = Primitive("pylayer_outputs")
-
-
-def joined(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, mapped under vmap wherever an input is."""
-    return joined_p.bind(*inputs, *outputs, count=len(outputs))
-
-
-def _joined(*args: Any, count: int) -> list[Any]:
-    return list(args[-count:])
-
-
-def _joined_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int) -> tuple[list[Any], list[Any]]:
-    return joined_p.bind(*primals, count=count), list(tangents[-count:])
-
-
-def _joined_transpose(cotangents: Sequence[Any], *args: Any, count: int) -> list[Any]:
-    inputs = [Zero(x.aval) if is_undefined(x) else None for x in args[:-count]]
-    return inputs + [c if is_undefined(x) else None for x, c in zip(args[-count:], cotangents, strict=True)]
-
-
-def _joined_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> tuple[list[Any], list[Any]]:
-    outputs, out_dims = args[-count:], dims[-count:]
-    if all(d is None for d in dims):
-        return list(outputs), list(out_dims)
-    mapped = [
-        x if d is not None else vmap_like(lambda x=x: x, axis, (), 0)() for x, d in zip(outputs, out_dims, strict=True)
-    ]
-    return mapped, [d or 0 for d in out_dims]
 
 
 register(
@@ -292,35 +201,27 @@ register(
     abstract=_record_types,
     jvp=_record_jvp,
     batch=_record_batch,
+    transpose=_record_transpose,
     lower=lambda context, *args, rule: lower_jaxpr(context, rule.jaxpr, *args),
-)
-register(
-    apply_rule_p,
-    evaluate=_apply_rule,
-    abstract=_apply_rule_types,
-    jvp=_apply_rule_jvp,
-    batch=_apply_rule_batch,
-    transpose=_apply_rule_transpose,
-)
-register(
-    joined_p,
-    evaluate=_joined,
-    abstract=lambda *types, count: (list(types[-count:]), frozenset()),
-    jvp=_joined_jvp,
-    batch=_joined_batch,
-    transpose=_joined_transpose,
 )
 
 
 # -- batching -------------------------------------------------------------------------------------
 
 
-def _batched(rule: Rule, axis: Any, types: Sequence[Any], dims: list[Any]) -> tuple[Rule, list[Any], list[Any]]:
+def batch_rule(rule: Rule, axis: Any, types: Sequence[Any], dims: list[Any]) -> tuple[Rule, list[Any], list[Any]]:
+    """The rule for a batch of examples, values for its new consts, and where its values have the mapped axis.
+
+    `types` and `dims` are those of all consts and inputs.
+    """
     # Every output gets the mapped axis, see NOTE [shared outputs]. An intermediate has no cotangent and
     # stays as it is.
     reached = _reached(rule.jaxpr, [d is not None for d in dims])
     out_dims = [0 if i < rule.outputs or r else None for i, r in enumerate(reached)]
-    mapped = vmap_like(lambda *xs: eval_jaxpr(rule.jaxpr, (), *xs), axis, tuple(dims), out_dims)
+    if rule.mapped is None:
+        mapped = vmap_like(lambda *xs: eval_jaxpr(rule.jaxpr, (), *xs), axis, tuple(dims), out_dims)
+    else:
+        mapped = _own_batching(rule, rule.mapped, axis, dims, out_dims)
     jaxpr, new = stage(mapped, types, rule.name)
     places = {"input": dims[rule.consts :], "output": out_dims, "intermediate": out_dims[rule.outputs :]}
 
@@ -330,47 +231,57 @@ def _batched(rule: Rule, axis: Any, types: Sequence[Any], dims: list[Any]) -> tu
             return None
         inner, consts = wider
         all_types = [*map(typeof, consts), *types[rule.consts :]]
-        again, fresh, _ = _batched(inner, axis, all_types, [None] * len(consts) + dims[rule.consts :])
+        again, fresh, _ = batch_rule(inner, axis, all_types, [None] * len(consts) + dims[rule.consts :])
         return again, [*fresh, *consts]
 
+    residual_dims = [places[kind][i] for kind, i in rule.sources]
+    output_types = [v.aval for v in jaxpr.outvars[: rule.outputs]]
     batched = dataclasses.replace(
         rule,
+        derivative=rule.derivative.batched(axis, output_types, residual_dims, dims[rule.consts :]),
         jaxpr=jaxpr,
         consts=len(new) + rule.consts,
-        output_types=[v.aval for v in jaxpr.outvars[: rule.outputs]],
-        pullback=_batched_pullback(rule, axis, [places[kind][i] for kind, i in rule.sources], dims[rule.consts :]),
         widen=widen,
+        mapped=None,
     )
     return batched, new, out_dims
 
 
-def _batched_pullback(rule: Rule, axis: Any, residual_dims: Sequence[Any], input_dims: Sequence[Any]) -> Pullback:
-    def pullback(needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        present = [c is not None for c in cotangents]
-        given: list[bool] = []
+def _own_batching(
+    rule: Rule, mapped: Callable[..., list[Any]], axis: Any, dims: list[Any], out_dims: list[Any]
+) -> Callable[..., list[Any]]:
+    """Outputs by the layer's own batching; intermediates by JAX's, from inputs and outputs."""
+    rest, is_input = without_equations_of(rule.jaxpr, rule.outputs)
 
-        def one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            gradients = rule.pullback(needed, residuals, _spread(cotangents, present))
-            given[:] = [g is not None for g in gradients]
-            return [g for g in gradients if g is not None]
+    def run(*args: Any) -> list[Any]:
+        outputs = mapped(axis, dims[rule.consts :], args[rule.consts :])
+        expected = [v.aval for v in rule.jaxpr.outvars[: rule.outputs]]
+        check_mapped(rule.name, axis, outputs, expected)
+        if len(out_dims) == rule.outputs:
+            return outputs
+        given = [x for x, i in zip(outputs, is_input, strict=True) if i]
+        in_dims = (*dims, *[0] * len(given))
+        intermediates = vmap_like(lambda *xs: eval_jaxpr(rest, (), *xs), axis, in_dims, out_dims[rule.outputs :])
+        return [*outputs, *intermediates(*args, *given)]
 
-        if not any(present):
-            return [None] * len(input_dims)
-        mapped = vmap_like(one, axis, (list(residual_dims), 0), 0)
-        out = iter(mapped(list(residuals), [c for c in cotangents if c is not None]))
-        return [_undo(next(out), dim) if g else None for g, dim in zip(given, input_dims, strict=True)]
-
-    return pullback
-
-
-def _undo(gradient: Any, dim: int | None) -> Any:
-    # An input that all examples share gets the sum of their gradients.
-    return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
+    return run
 
 
-def _spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    rest = iter(values)
-    return [next(rest) if m else None for m in mask]
+def check_mapped(layer: str, axis: Any, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Refuse outputs of a layer's own batching that do not have the types of `forward`, with the mapped axis."""
+    if len(outputs) != len(expected):
+        raise ValueError(
+            f"{layer}.vmap returned {len(outputs)} tensors, but forward returns {len(expected)}. Return the outputs "
+            "of forward, each with the mapped axis that out_dims tells."
+        )
+    for i, (output, aval) in enumerate(zip(outputs, expected, strict=True)):
+        wanted = (axis.size, *aval.shape)
+        if output.shape != wanted or output.dtype != aval.dtype:
+            raise ValueError(
+                f"{layer}.vmap, output {i}: expected dtype {aval.dtype} and shape {wanted} (with the mapped axis "
+                f"moved to the front), as forward gives {tuple(aval.shape)}; got dtype {output.dtype} and shape "
+                f"{tuple(output.shape)}."
+            )
 
 
 def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:

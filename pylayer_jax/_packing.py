@@ -15,6 +15,8 @@ themselves, if the pair says that this is right, and is an error otherwise.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -29,16 +31,18 @@ from ._compat import (
     Zero,
     differentiable,
     is_differentiated,
+    is_key,
     is_staged,
     is_tracer,
     register,
     typeof,
-    vmap_like,
     with_type,
 )
 from ._context import describe
+from ._derivative import Derivative
 from ._hook_stack import Hooks, Memory, Pair, beneath_blocks, covered
 from ._host import Place
+from ._joined import in_front
 from ._partition import Skeleton, is_tensor, split
 
 
@@ -103,11 +107,50 @@ class Packed:
         self.entries.append((sealed, slice(self.size, self.size + arrays)))
         self.size += arrays
 
-    def open(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The tensors again, by the unpack hook."""
-        waiting = [c for c in cotangents if c is not None][:1]
+    @property
+    def owners(self) -> list[int]:
+        """Which tensor each array is for; the first where it is for several."""
+        return [self.tensors.index(i) for i, (_, at) in enumerate(self.entries) for _ in range(at.start, at.stop)]
+
+    def open(self, arrays: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+        """The tensors again, by the unpack hook. `given`: what `backward` waits for (cotangents), or None."""
+        waiting = [c for c in given if c is not None][:1]
         opened = [arrays[at][0] if sealed is None else sealed.open(arrays[at], waiting) for sealed, at in self.entries]
         return [opened[i] for i in self.tensors]
+
+
+class Unpacked(Sequence[Any]):
+    """Residuals, the first of which were packed, and are unpacked when one of these is asked for."""
+
+    def __init__(self, packed: Packed, arrays: Sequence[Any], given: Sequence[Any]) -> None:
+        self._open = functools.cache(lambda: packed.open(arrays[: packed.size], given))
+        self._rest = arrays[packed.size :]
+        self._packed = len(packed.tensors)
+
+    def __len__(self) -> int:
+        return self._packed + len(self._rest)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._open()[index] if index < self._packed else self._rest[index - self._packed]
+
+
+def unpacking(derivative: Derivative, packed: Packed) -> Derivative:
+    """The derivative, from what was packed of its first residuals, and the others."""
+    push = derivative.pushforward
+
+    def pullback(needed: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        return derivative.pullback(needed, Unpacked(packed, arrays, cotangents), cotangents)
+
+    def pushforward(needed: Sequence[bool], arrays: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        assert push is not None
+        return push(needed, Unpacked(packed, arrays, tangents), tangents)
+
+    return dataclasses.replace(
+        derivative,
+        residuals=derivative.residuals - len(packed.tensors) + packed.size,
+        pullback=pullback,
+        pushforward=None if push is None else pushforward,
+    )
 
 
 def pack(
@@ -125,7 +168,7 @@ def pack(
     fresh: list[tuple[Any, Sealed, list[Any]]] = []
     for i, tensor in enumerate(tensors):
         if places.setdefault(id(tensor), len(rows)) == len(rows):
-            if jnp.issubdtype(tensor.dtype, jax.dtypes.extended):
+            if is_key(tensor):
                 rows.append((tensor, None, [tensor]))  # a PRNG key, which a hook could hardly read
             elif (known := memory.recall(tensor)) is not None:
                 rows.append((tensor, *known))
@@ -266,11 +309,7 @@ def _with_tangent_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[
 def _with_tangent_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     if all(d is None for d in dims):  # JAX asks in this case too
         return with_tangent_p.bind(*args), [None]
-    mapped = [
-        vmap_like(lambda x: x, axis, (d,), 0)(x) if d is not None else vmap_like(lambda x=x: x, axis, (), 0)()
-        for x, d in zip(args, dims, strict=True)
-    ]
-    return with_tangent_p.bind(*mapped), [0]
+    return with_tangent_p.bind(*(in_front(x, d, axis) for x, d in zip(args, dims, strict=True))), [0]
 
 
 def _first_order_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, where: str) -> tuple[list[Any], Sequence[Any]]:

@@ -62,6 +62,14 @@ class Skeleton:
         """Where each tensor sits, as in `['weights'][0]`; empty for a bare tensor."""
         return [path for path, leaf in self._paths() if leaf is _TENSOR]
 
+    def tensor_entries(self) -> list[tuple[int, str]]:
+        """Of a tuple: the element that each tensor belongs to, and its place in there, as in `['weights'][0]`."""
+        if len(self.leaves) == self.treedef.num_nodes - 1:  # one leaf per element
+            return [(i, "") for i, leaf in enumerate(self.leaves) if leaf is _TENSOR]
+        whole = self.treedef.unflatten(self.leaves)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(whole, is_leaf=_is_unsortable)
+        return [(path[0].idx, jax.tree_util.keystr(path[1:])) for path, leaf in pairs if leaf is _TENSOR]
+
     def _paths(self) -> list[tuple[str, Any]]:
         whole = self.treedef.unflatten(self.leaves)
         pairs, _ = jax.tree_util.tree_flatten_with_path(whole, is_leaf=_is_unsortable)

@@ -10,17 +10,16 @@ import jax
 
 from ._arguments import as_arrays
 from ._compat import Tracer, differentiable, instantiate, typeof
-from ._context import contains, describe
-from ._packing import Packed
+from ._context import Record, contains, describe
 from ._partition import Skeleton, split
 
 
 class Outputs:
     """What one run of `forward` returned, without its tensors."""
 
-    __slots__ = ("groups", "has_tangent", "marked", "shardings", "skeleton", "types")
+    __slots__ = ("groups", "has_tangent", "is_sequence", "marked", "shardings", "skeleton", "types")
 
-    def __init__(self, layer: str, result: Any, marked: Sequence[Any]) -> None:
+    def __init__(self, layer: str, result: Any, record: Record | None = None) -> None:
         tensors, self.skeleton = split(result)
         if not tensors:
             raise ValueError(
@@ -28,8 +27,11 @@ class Outputs:
                 "list or dict."
             )
         # One cotangent per element of a tuple or list, or one for anything else.
-        self.groups = [split(x)[1] for x in result] if isinstance(result, (tuple, list)) else [self.skeleton]
-        self.marked = _marked(layer, tensors, marked) if marked else frozenset[int]()
+        self.is_sequence = isinstance(result, (tuple, list))
+        self.groups = [split(x)[1] for x in result] if self.is_sequence else [self.skeleton]
+        self.marked = _marked(layer, tensors, record.marked) if record and record.marked else frozenset[int]()
+        if record and record.dirty:
+            _check_dirty(layer, tensors, record.dirty)
 
     def arrays(self, result: Any) -> list[jax.Array]:
         """The tensors of `result` as JAX arrays, whose types are kept."""
@@ -39,14 +41,19 @@ class Outputs:
         self.shardings = [None if isinstance(x, Tracer) else x.sharding for x in arrays]
         return arrays
 
-    def cotangents(self, given: Sequence[Any], materialize: bool) -> list[Any]:
-        """What `backward` gets: one entry per element that holds a tensor, with zeros or None for None."""
+    def cotangents(self, given: Sequence[Any], materialize: bool, every: bool) -> list[Any]:
+        """What `backward` gets: one entry per element that holds a tensor, with zeros or None for None.
+
+        With `every`, the other elements have an entry too, which is None.
+        """
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []
         for group in self.groups:
             if group.size:
                 entries.append(group.statics_as(None, full[: group.size]))
                 full = full[group.size :]
+            elif every:
+                entries.append(None)
         return entries
 
     def _zeros(self, i: int) -> jax.Array:
@@ -65,6 +72,16 @@ def _marked(layer: str, tensors: Sequence[Any], marked: Sequence[Any]) -> frozen
                 "Mark the very values that forward returns."
             )
     return frozenset(i for i, tensor in enumerate(tensors) if contains(flat, tensor))
+
+
+def _check_dirty(layer: str, tensors: Sequence[Any], dirty: Sequence[Any]) -> None:
+    for value in dirty:
+        if not contains(tensors, value):
+            raise ValueError(
+                f"ctx.mark_dirty in {layer}.forward: {describe(value)} is not an output of forward. JAX arrays never "
+                "change in place; what would change is a new array, which forward has to return: "
+                "x = x.at[...].set(...); ctx.mark_dirty(x); return x."
+            )
 
 
 @dataclasses.dataclass(slots=True)
@@ -86,9 +103,8 @@ class Recording:
     outputs: Outputs
     saved: Any  # like an attribute; None if nothing was saved
     saved_residuals: int  # which are the first
+    saved_for_jvp: Any  # likewise; None for the same as `saved`
     attributes: dict[str, Any]  # a `Kept`, or a static as it is
-    residuals: int
     materialize: bool
     told: list[bool]  # the inputs that `forward` was told need a gradient
     asked: bool  # whether it looked, so that what it saved may depend on it
-    packed: Packed | None = None  # the saved residuals, where hooks packed them

@@ -1,0 +1,146 @@
+"""The dialect of `torch.autograd.Function`: what differs from `PyLayer`, and nothing else."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from ._context import PyLayerContext, describe, own_copy
+from ._layer import PyLayer
+from ._partition import is_tensor
+
+
+class FunctionCtx(PyLayerContext):
+    """The context of a `Function`: that of a `PyLayer`, with the calls that torch has beside."""
+
+    __slots__ = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors and Nones for `backward`, where `ctx.saved_tensors` returns them. The last call counts.
+
+        Raises:
+            RuntimeError: when called outside `forward` and `setup_context`.
+            TypeError: for anything but a tensor or None.
+        """
+        record = self._recording("save_for_backward")
+        self._check_tensors("save_for_backward", tensors)
+        record.saved = None
+        super().save_for_backward(*tensors)
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Keep tensors and Nones for `jvp`, where `ctx.saved_tensors` returns them. The last call counts.
+
+        Without it, `jvp` finds what `save_for_backward` saved. A class without `jvp` needs none of this, and
+        keeps nothing.
+
+        Raises:
+            RuntimeError: when called outside `forward` and `setup_context`.
+            TypeError: for anything but a tensor or None.
+        """
+        record = self._recording("save_for_forward")
+        self._check_tensors("save_for_forward", tensors)
+        record.saved_for_jvp = tuple(own_copy(x, record.layer, "ctx.save_for_forward(...)") for x in tensors)
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """Accepted for what `forward` returns: JAX arrays never change in place, so that it is a new array.
+
+        Raises:
+            RuntimeError: when called outside `forward` and `setup_context`.
+            ValueError: (when `forward` returns) for a value that is not among its outputs.
+        """
+        self._recording("mark_dirty").dirty.extend(tensors)
+
+    def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
+        for i, value in enumerate(values):
+            if value is not None and not is_tensor(value):
+                raise TypeError(
+                    f"ctx.{call} in {self._record.layer}: expected tensors or None, but argument {i} is "
+                    f"{describe(value)}. Keep it as an attribute: ctx.name = value."
+                )
+
+
+class Function(PyLayer):
+    """A custom gradient written for `torch.autograd.Function`, with jax.numpy in place of torch operations.
+
+    Both styles work: `forward(ctx, ...)`, and `forward(...)` with `setup_context(ctx, inputs, output)`. It differs
+    from `PyLayer` as torch does from Paddle:
+
+    - `backward` receives one cotangent per output, None for one that is no tensor, and returns one gradient per
+      argument passed; surplus Nones may follow. With `setup_context`, defaults count as passed.
+    - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
+    - Complex gradients follow torch's convention.
+    - `vjp` is another name for `backward`.
+
+    And from torch, as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes outputs alone; a
+    tensor in a list or dict argument gets a gradient too; a saved intermediate is differentiated through `forward`;
+    `jax.vmap` works without `generate_vmap_rule`.
+    """
+
+    complex_convention = "paddle"
+    _context = FunctionCtx
+    _one_per_value = True
+    _joined: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
+    _parameters: ClassVar[inspect.Signature]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "vjp" in vars(cls):
+            if "backward" in vars(cls):
+                raise RuntimeError(f"{cls.__qualname__} defines both backward and vjp, which are the same. Keep one.")
+            cls.backward = vars(cls)["vjp"]
+        super().__init_subclass__(**kwargs)
+        if cls._splits():
+            cls._parameters = inspect.signature(cls.forward)
+            cls._joined = staticmethod(_join(cls))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+        """Keep on `ctx` what `backward` needs, where `forward` takes no context.
+
+        `inputs` are the arguments of `forward`, defaults included, and `output` is what it returned.
+        """
+        raise NotImplementedError("setup_context is called only where a class overrides it.")
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""
+        if cls._splits() and (kwargs or len(args) < len(cls._parameters.parameters)):
+            args, kwargs = cls._with_defaults(args, kwargs)
+        return super().apply(*args, **kwargs)
+
+    @classmethod
+    def _with_defaults(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            bound = cls._parameters.bind(*args, **kwargs)
+        except TypeError:
+            return args, kwargs  # for PyLayer.apply to refuse
+        bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    @classmethod
+    def _splits(cls) -> bool:
+        return cls.setup_context is not Function.setup_context
+
+    @classmethod
+    def _body(cls) -> Callable[..., Any]:
+        return cls._joined if cls._splits() else cls.forward
+
+    @classmethod
+    def _setup(cls, output: Any, ctx: FunctionCtx, *args: Any, **kwargs: Any) -> None:
+        cls.setup_context(ctx, (*args, *kwargs.values()), output)
+
+
+def _join(layer: type[Function]) -> Callable[..., Any]:
+    @functools.wraps(layer.forward)
+    def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+        if layer.forward is PyLayer.forward:
+            PyLayer.forward(ctx)
+        output = layer.forward(*args, **kwargs)
+        layer._setup(output, ctx, *args, **kwargs)
+        return output
+
+    signature = layer._parameters
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # pyright: ignore[reportAttributeAccessIssue]
+    return forward
