@@ -52,6 +52,7 @@ __all__ = [
     "is_forward_mode_tracer",
     "is_key",
     "is_literal",
+    "is_mapped",
     "is_missing_forward_mode",
     "is_refused_effect",
     "is_rematerialized",
@@ -120,9 +121,13 @@ def is_tracer(value: object) -> bool:
 
 def _unmapped(value: object) -> object:
     # What `jax.vmap` maps.
-    while type(value).__name__ == "BatchTracer":
+    while is_mapped(value):
         value = getattr(value, "val", None)
     return value
+
+
+def is_mapped(value: object) -> bool:
+    return type(value).__name__ == "BatchTracer"
 
 
 def is_differentiated(value: object) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ._application import Application, differentiate, keep, run_forward
 from ._arguments import as_arrays
-from ._compat import is_symbolic_zero
+from ._compat import is_mapped, is_symbolic_zero
 from ._derivative import Derivative
 from ._joined import joined
 from ._partition import Carried
@@ -61,7 +61,12 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
         recording, derivative = _recording_of(application, arrays)
         needed = recording.told
     given = [None if is_symbolic_zero(c) else c for c in cotangents]
-    return None, *derivative.pullback(needed, arrays, given)
+    gradients = derivative.pullback(needed, arrays, given)
+    if any(map(is_mapped, given)):
+        # A gradient that no cotangent reaches counts once per example too: NOTE [shared outputs].
+        rest = iter(joined([c for c in given if c is not None], [g for g in gradients if g is not None]))
+        gradients = [None if g is None else next(rest) for g in gradients]
+    return None, *gradients
 
 
 def _recording_of(application: Application, residuals: list[Any]) -> tuple[Recording, Derivative]:

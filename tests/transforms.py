@@ -17,9 +17,11 @@ Transform = Callable[[Function, tuple[Any, ...]], Any]
 FIRST_ORDER: dict[str, Transform] = {}
 SECOND_ORDER: dict[str, Transform] = {}
 FORWARD_OVER_REVERSE: dict[str, Transform] = {}
+FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}  # also of how a slope is computed
 
 
-# Transforms that run operation by operation, and so are slow, meet the main cases alone.
+# Transforms that run operation by operation, and so are slow, meet the main cases alone, as do some that
+# others nearly imply.
 MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "LayerNorm2d", "VectorQuantize"}
 SLOW: set[str] = set()
 
@@ -27,6 +29,16 @@ SLOW: set[str] = set()
 def into(table: dict[str, Transform], slow: bool = False) -> Callable[[Transform], Transform]:
     def enter(transform: Transform) -> Transform:
         table[transform.__name__] = transform
+        if slow:
+            SLOW.add(transform.__name__)
+        return transform
+
+    return enter
+
+
+def forward(slow: bool = False) -> Callable[[Any], Any]:
+    def enter(transform: Any) -> Any:
+        FORWARD[transform.__name__] = transform
         if slow:
             SLOW.add(transform.__name__)
         return transform
@@ -235,13 +247,16 @@ def debug_nans(f, args):
 
 def along(f: Function, args: Sequence[Any]) -> Function:
     """The derivative of f along a fixed direction, by reverse mode; its gradient is a row of second derivatives."""
-    chosen = floats(args)
-    directions = [jnp.cos(jnp.arange(args[i].size, dtype=jnp.float32)).reshape(args[i].shape) for i in chosen]
+    chosen, directions = floats(args), _directions(args)
 
     def slope(*a):
         return sum(jnp.sum(g * d) for g, d in zip(jax.grad(f, chosen)(*a), directions, strict=True))
 
     return slope
+
+
+def _directions(args: Sequence[Any]) -> list[jax.Array]:
+    return [jnp.cos(jnp.arange(args[i].size, dtype=jnp.float32)).reshape(args[i].shape) for i in floats(args)]
 
 
 @into(SECOND_ORDER)
@@ -327,6 +342,116 @@ def hessian_of_scan(f, args):
 @into(FORWARD_OVER_REVERSE, slow=True)
 def hessian_of_remat(f, args):
     return jax.hessian(jax.checkpoint(f), floats(args))(*args)
+
+
+# -- forward mode: each against the same numbers by reverse mode -------------------------------------
+
+
+def pushed(f: Function, args: Sequence[Any]) -> Function:
+    """The derivative of f along the direction of `along`, by forward mode."""
+    chosen, directions = floats(args), _directions(args)
+
+    def slope(*a):
+        def of_floats(*differentiated):
+            rest = dict(zip(chosen, differentiated, strict=True))
+            return f(*(rest.get(i, x) for i, x in enumerate(a)))
+
+        return jax.jvp(of_floats, [a[i] for i in chosen], directions)[1]
+
+    return slope
+
+
+def by_linearize(f: Function, args: Sequence[Any]) -> Function:
+    chosen, directions = floats(args), _directions(args)
+
+    def slope(*a):
+        def of_floats(*differentiated):
+            rest = dict(zip(chosen, differentiated, strict=True))
+            return f(*(rest.get(i, x) for i, x in enumerate(a)))
+
+        return jax.linearize(of_floats, *(a[i] for i in chosen))[1](*directions)
+
+    return slope
+
+
+@forward(slow=True)
+def jvp(f, args, slope):
+    return slope(f, args)(*args)
+
+
+@forward(slow=True)
+def linearize(f, args, slope):
+    return (along if slope is along else by_linearize)(f, args)(*args)
+
+
+@forward()
+def jit_of_jvp(f, args, slope):
+    return jax.jit(slope(f, args))(*args)
+
+
+@forward(slow=True)
+def jvp_of_jit(f, args, slope):
+    return slope(jax.jit(f), args)(*args)
+
+
+@forward(slow=True)
+def vmap_of_jvp(f, args, slope):
+    return jax.jit(jax.vmap(slope(f, args)))(*batched(args, 3))
+
+
+@forward()
+def jvp_of_vmap(f, args, slope):
+    many = batched(args, 3)
+    return jax.jit(slope(lambda *a: jax.vmap(f)(*a).sum(), many))(*many)
+
+
+@forward(slow=True)
+def jvp_of_vmap_of_the_first(f, args, slope):
+    many = [batched(args, 3)[0], *args[1:]]
+    mapped = jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))
+    return jax.jit(slope(lambda *a: mapped(*a).sum(), many))(*many)
+
+
+@forward()
+def jvp_of_scan(f, args, slope):
+    return jax.jit(slope(_scanned(f, args), args))(*args)
+
+
+@forward(slow=True)
+def jvp_of_cond_and_remat(f, args, slope):
+    return jax.jit(slope(_conditional(jax.checkpoint(f)), args))(*args)
+
+
+@forward(slow=True)
+def jacfwd(f, args, slope):
+    jacobian = jax.jacrev if slope is along else jax.jacfwd
+    return jax.jit(jacobian(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args)))(*args)
+
+
+@forward()
+def jvp_of_jvp(f, args, slope):
+    return jax.jit(slope(slope(f, args), args))(*args)
+
+
+@forward()
+def grad_of_jvp(f, args, slope):
+    return jax.jit(gradient(slope(f, args), args))(*args)
+
+
+@forward(slow=True)
+def eager_grad_of_jvp(f, args, slope):
+    return gradient(slope(f, args), args)(*args)
+
+
+@forward(slow=True)
+def jvp_of_jvp_of_scan(f, args, slope):
+    scanned = _scanned(f, args)
+    return jax.jit(slope(slope(scanned, args), args))(*args)
+
+
+@forward(slow=True)
+def vmap_of_jvp_of_jvp(f, args, slope):
+    return jax.jit(jax.vmap(slope(slope(f, args), args)))(*batched(args, 2))
 
 
 # -- comparison -----------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,27 @@ class Case:
     # order as long as what is differentiated again is made of inputs alone.
     linear_loss: bool = False
     forward_over_reverse: str = ""  # the error of jax.hessian, where backward cannot be transposed
+    kind: type[PyLayer] = PyLayer  # the class of `layer`
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether backward can be transposed once all layers have forward mode."""
+        return self.forward_over_reverse in ("", "forward-mode")
+
+    def in_forward_mode(self, monkeypatch: Any) -> Case:
+        """The case with forward mode for its layer, and for the others of its module."""
+        module = sys.modules[self.kind.__module__]
+        layers = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, PyLayer)}
+        kind = self.kind
+        for name, layer in layers.items():
+            if layer.__module__ != module.__name__:
+                continue
+            derived = type(name, (layer,), {"forward_mode": True})
+            monkeypatch.setattr(module, name, derived)
+            if layer is self.kind:
+                kind = derived
+        called = self.layer != self.kind.apply
+        return dataclasses.replace(self, kind=kind, layer=self.layer if called else kind.apply)
 
 
 CASES: list[Case] = []
@@ -35,7 +57,7 @@ def case(reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | N
 
     def enter(layer: type[PyLayer]) -> type[PyLayer]:
         arrays = tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list)) else a for a in args)
-        CASES.append(Case(layer.__name__, call or layer.apply, reference, arrays, **flags))
+        CASES.append(Case(layer.__name__, call or layer.apply, reference, arrays, kind=layer, **flags))
         return layer
 
     return enter
@@ -46,6 +68,11 @@ def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., 
     function = jax.custom_vjp(value)
     function.defvjp(lambda *args: (value(*args), args), rule)
     return function
+
+
+def once(value: float, cotangent: Any) -> Any:
+    """A gradient that does not depend on the cotangent, which under vmap counts once per example all the same."""
+    return value + 0 * jnp.sum(cotangent)
 
 
 def straight_through(value: Callable[[Any], Any]) -> Callable[[Any], Any]:

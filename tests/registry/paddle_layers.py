@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pylayer_jax import PyLayer
 
-from .case import CASES, R3, Case, W, X, case, grid, ruled, stop
+from .case import CASES, R3, Case, W, X, case, grid, once, ruled, stop
 
 POSITIONS = jnp.array([3, 0, 2])
 COUNTS = jnp.array([3])
@@ -44,6 +44,7 @@ CASES.append(
         lambda x: x[POSITIONS],
         (grid(4, 2),),
         forward_over_reverse=UNTRANSPOSABLE,
+        kind=MoEScatter,
     )
 )
 CASES.append(
@@ -54,6 +55,7 @@ CASES.append(
         (grid(4, 2),),
         linear_loss=True,
         forward_over_reverse=UNTRANSPOSABLE,
+        kind=MoEScatter,
     )
 )
 
@@ -99,7 +101,7 @@ class LSQ(PyLayer):
 
 
 @case(
-    ruled(lambda x, loss: x, lambda r, g: (g, jnp.full_like(r[1], 0.25))),
+    ruled(lambda x, loss: x, lambda r, g: (g, once(0.25, g))),
     X,
     0.7,
     linear_loss=True,
@@ -121,7 +123,7 @@ class RouterLoss(PyLayer):
 
 
 @case(
-    ruled(lambda x, loss: x, lambda r, g: (g, jnp.ones_like(r[1]))),
+    ruled(lambda x, loss: x, lambda r, g: (g, once(1.0, g))),
     X,
     0.7,
     linear_loss=True,
