@@ -1,0 +1,1 @@
+"""The same classes as real torch Functions and as ports, compared number by number."""
