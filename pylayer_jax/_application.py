@@ -32,6 +32,7 @@ from ._context import Phase, PyLayerContext, Record, add_note, backward_context
 from ._derivative import Derivative
 from ._gradients import match_gradients
 from ._hook_stack import COVERED, Hooks, active, covered
+from ._once import refusal_of
 from ._orders import Rule, Source, record_p
 from ._packing import pack, unpacking
 from ._partition import Skeleton, split
@@ -317,6 +318,7 @@ def derivative_of(application: Application, recording: Recording, residuals: int
         pullback=pullback,
         pushforward=None if layer._tangent_map() is None else pushforward,
         forward_mode=layer.forward_mode,
+        refusal=refusal_of(layer.backward),
     )
 
 
@@ -340,7 +342,7 @@ def _pull(
     except Exception as error:
         add_note(error, application.name, "backward")
         raise
-    return conjugate(match_gradients(result, arguments, needed, layer._one_per_value))
+    return conjugate(match_gradients(result, arguments, needed, layer._one_per_value, recording.surely))
 
 
 def _push(

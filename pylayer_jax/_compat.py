@@ -49,6 +49,7 @@ __all__ = [
     "instantiate",
     "io_callback",
     "is_differentiated",
+    "is_for_any_gradient",
     "is_forward_mode_tracer",
     "is_key",
     "is_literal",
@@ -128,6 +129,11 @@ def _unmapped(value: object) -> object:
 
 def is_mapped(value: object) -> bool:
     return type(value).__name__ == "BatchTracer"
+
+
+def is_for_any_gradient(value: object) -> bool:
+    # With JAX_REMAT3 a fwd rule runs before anything is differentiated, and is told that every argument is.
+    return type(value).__name__ == "RematTracer"
 
 
 def is_differentiated(value: object) -> bool:

@@ -33,6 +33,10 @@ Pullback = Callable[[Sequence[bool], Sequence[Any], Sequence[Any]], list[Any]]
 Pushforward = Callable[[Sequence[bool], Sequence[Any], Sequence[Any]], list[Any]]
 
 
+# (kept arrays, what backward waits for) -> residuals, where hooks packed some of them.
+Unpack = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
 @dataclasses.dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Derivative:
     """Both directions of the derivative of one application. Holds no array.
@@ -44,12 +48,21 @@ class Derivative:
     output_types: list[Any]
     has_tangent: tuple[bool, ...]  # per output: neither marked non-differentiable nor of an integer type
     residuals: int
-    pullback: Pullback
+    pullback: Pullback  # of unpacked residuals, as the next
     pushforward: Pushforward | None = None  # the layer's own; else the pullback is transposed
     forward_mode: bool = False  # whether the layer claims to have one
+    refusal: Callable[[], Exception] | None = None  # of the derivative of the transposed pullback
+    unpack: Unpack | None = None
 
     def __repr__(self) -> str:
         return self.name  # as jaxprs show it
+
+    def opened(self, residuals: Sequence[Any], waiting: Sequence[Any] = ()) -> Sequence[Any]:
+        return residuals if self.unpack is None else self.unpack(residuals, waiting)
+
+    def gradients(self, needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from cotangents of all outputs; None is zero."""
+        return self.pullback(needed, self.opened(residuals, cotangents), cotangents)
 
     @property
     def tangent_types(self) -> list[Any]:
@@ -67,11 +80,14 @@ class Derivative:
         self, axis: Any, output_types: list[Any], residual_dims: Sequence[Any], input_dims: Sequence[Any]
     ) -> Derivative:
         """The same for a batch of examples; every output has the mapped axis in front."""
+        unpack = self.unpack and _batched_unpack(self.unpack, axis, residual_dims)
+        dims = None if unpack is not None else residual_dims
         return dataclasses.replace(
             self,
             output_types=output_types,
-            pullback=_batched_pullback(self, axis, residual_dims, input_dims),
-            pushforward=self.pushforward and _batched_pushforward(self.pushforward, axis, residual_dims, input_dims),
+            pullback=_batched_pullback(self, axis, dims, input_dims),
+            pushforward=self.pushforward and _batched_pushforward(self.pushforward, axis, dims, input_dims),
+            unpack=unpack,
         )
 
 
@@ -79,7 +95,7 @@ apply_rule_p = Primitive("pylayer_rule")
 
 
 def _apply_rule(*args: Any, derivative: Derivative, needed: tuple[bool, ...]) -> list[Any]:
-    residuals, tangents = args[: derivative.residuals], args[derivative.residuals :]
+    residuals, tangents = derivative.opened(args[: derivative.residuals]), args[derivative.residuals :]
     if derivative.pushforward is not None:
         pushed = derivative.pushforward(needed, residuals, spread(tangents, needed))
         return [instantiate(a) if t is None else t for a, t in zip(derivative.tangent_types, pushed, strict=True)]
@@ -107,6 +123,8 @@ def _apply_rule_jvp(
             apply_rule_p.bind(*primals, derivative=derivative, needed=needed),
             apply_rule_p.bind(*primals[:count], *moved, derivative=derivative, needed=needed),
         )
+    if derivative.refusal is not None and derivative.pushforward is None:
+        raise derivative.refusal()  # transposed, the pullback does not run as it stands, and cannot say so itself
     moving = [type(t) is not Zero for t in tangents]
 
     def expanded(*perturbed: Any) -> list[Any]:
@@ -124,7 +142,7 @@ def _apply_rule_transpose(
 ) -> list[Any]:
     count = derivative.residuals
     given = [None if type(c) is Zero else c for c in cotangents]
-    gradients = derivative.pullback(needed, args[:count], spread(given, derivative.has_tangent))
+    gradients = derivative.gradients(needed, args[:count], spread(given, derivative.has_tangent))
     picked = [g for g, n in zip(gradients, needed, strict=True) if n]
     return [None] * count + [
         (Zero(x.aval) if g is None else g) if is_undefined(x) else None
@@ -157,9 +175,12 @@ register(
 
 # -- batching -------------------------------------------------------------------------------------
 
+# Where each residual has the mapped axis; None: in front, all of them.
+ResidualDims = Sequence[Any] | None
+
 
 def _batched_pullback(
-    derivative: Derivative, axis: Any, residual_dims: Sequence[Any], input_dims: Sequence[Any]
+    derivative: Derivative, axis: Any, residual_dims: ResidualDims, input_dims: Sequence[Any]
 ) -> Pullback:
     def pullback(needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         present = [c is not None for c in cotangents]
@@ -172,7 +193,7 @@ def _batched_pullback(
 
         if not any(present):
             return [None] * len(input_dims)
-        mapped = vmap_like(one, axis, (list(residual_dims), 0), 0)
+        mapped = vmap_like(one, axis, (_dims(residual_dims), 0), 0)
         out = iter(mapped(list(residuals), [c for c in cotangents if c is not None]))
         return [_undo(next(out), dim) if g else None for g, dim in zip(given, input_dims, strict=True)]
 
@@ -180,7 +201,7 @@ def _batched_pullback(
 
 
 def _batched_pushforward(
-    pushforward: Pushforward, axis: Any, residual_dims: Sequence[Any], input_dims: Sequence[Any]
+    pushforward: Pushforward, axis: Any, residual_dims: ResidualDims, input_dims: Sequence[Any]
 ) -> Pushforward:
     def batched(needed: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         present = [t is not None for t in tangents]
@@ -193,11 +214,24 @@ def _batched_pushforward(
 
         dims = [d for d, p in zip(input_dims, present, strict=True) if p]
         args = list(residuals), [t for t in tangents if t is not None]
-        if all(d is None for d in (*residual_dims, *dims)):
+        if residual_dims is not None and all(d is None for d in (*residual_dims, *dims)):
             return spread([in_front(t, None, axis) for t in one(*args)], given)
-        return spread(vmap_like(one, axis, (list(residual_dims), dims), 0)(*args), given)
+        return spread(vmap_like(one, axis, (_dims(residual_dims), dims), 0)(*args), given)
 
     return batched
+
+
+def _batched_unpack(unpack: Unpack, axis: Any, dims: Sequence[Any]) -> Unpack:
+    def batched(arrays: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
+        if all(d is None for d in dims):
+            return [in_front(x, None, axis) for x in unpack(arrays, ())]
+        return vmap_like(lambda arrays: list(unpack(arrays, ())), axis, (list(dims),), 0)(list(arrays))
+
+    return batched
+
+
+def _dims(dims: ResidualDims) -> Any:
+    return 0 if dims is None else list(dims)
 
 
 def _undo(gradient: Any, dim: int | None) -> Any:

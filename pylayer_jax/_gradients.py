@@ -17,17 +17,24 @@ from ._partition import BARE, Skeleton, is_tensor
 _ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
 
 
-def match_gradients(result: Any, arguments: Arguments, needed: Sequence[bool], per_argument: bool) -> list[Any]:
+def match_gradients(
+    result: Any, arguments: Arguments, needed: Sequence[bool], per_argument: bool, surely: bool
+) -> list[Any]:
     """One gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
 
     `needed` says which tensors need one; what is given for the others is dropped. With `per_argument`, as in
-    torch, there is one entry for every argument passed, and Nones may follow.
+    torch, there is one entry for every argument passed, and Nones may follow. Unless they `surely` need one,
+    gradients that are left out are zero.
 
     Raises:
         ValueError: for a wrong count, structure, type or shape; it names the layer and the argument.
     """
     gradients: list[Any] = [None] * len(needed)
-    pairs = _pair_all(result, arguments) if per_argument else _pair(result, arguments, needed)
+    pairs = (
+        _pair_all(result, arguments)
+        if per_argument
+        else _pair(result, arguments, needed if surely else [False] * len(needed))
+    )
     for argument, entry in pairs:
         if any(needed[argument.span]):
             gradients[argument.span] = _fit_argument(entry, argument, arguments, needed)

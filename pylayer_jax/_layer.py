@@ -84,7 +84,6 @@ class PyLayer:
     _context: ClassVar[type[PyLayerContext]] = PyLayerContext
     _one_per_value: ClassVar[bool] = False  # one cotangent per output, one gradient per argument, static or not
     _rule: ClassVar[Callable[..., tuple[Any, ...]]]
-    _is_opaque: ClassVar[bool]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -100,7 +99,6 @@ class PyLayer:
         names: Any = cls.saved_names  # what the annotation promises is checked here
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"{cls.__qualname__}.saved_names: expected a tuple of strings, got {names!r}.")
-        cls._is_opaque = cls._has_forward_mode() or cls._batches_itself()
         cls._rule = staticmethod(compile_layer(cls.__qualname__))
 
     @classmethod
@@ -198,7 +196,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         # A layer packs what it saves by itself.
         with contextlib.nullcontext() if application.hooks is None else beneath_blocks():
-            if layer._is_opaque:
+            if layer._has_forward_mode() or layer._batches_itself():
                 values = bind_opaque(One(application), tensors)
             else:
                 values = call_with_symbolic_zeros(layer._rule, Carried(application), tensors)

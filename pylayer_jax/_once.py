@@ -23,6 +23,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(backward, staticmethod):
         return staticmethod(once_differentiable(backward.__func__))
 
+    def refusal() -> RuntimeError:
+        return RuntimeError(
+            f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
+            "Remove the decorator if backward is made of differentiable operations."
+        )
+
     @functools.wraps(backward)
     def guarded(ctx: PyLayerContext, *cotangents: Any) -> Any:
         # All that the result can depend on goes in as an argument, so that no derivative passes by.
@@ -39,13 +45,16 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         @run.defjvp
         def refuse(primals: Any, tangents: Any) -> Any:
             del primals, tangents
-            raise RuntimeError(
-                f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
-                "Remove the decorator if backward is made of differentiable operations."
-            )
+            raise refusal()
 
         del refuse
         values = run(tensors)
         return result_skeleton[0].fill(values)
 
+    guarded.refusal = refusal  # pyright: ignore[reportAttributeAccessIssue]
     return guarded
+
+
+def refusal_of(backward: Callable[..., Any]) -> Callable[[], RuntimeError] | None:
+    """What a second derivative through a decorated `backward` raises; None for any other."""
+    return getattr(backward, "refusal", None)

@@ -180,7 +180,7 @@ def _record_transpose(cotangents: Sequence[Any], *args: Any, rule: Rule) -> list
     values = record_p.bind(*known, rule=rule)
     inputs, needed = known[rule.consts :], tuple(unknown[rule.consts :])
     given = [None if type(c) is Zero else c for c in cotangents[: rule.outputs]]
-    gradients = rule.derivative.pullback(needed, rule.residuals(inputs, values), given)
+    gradients = rule.derivative.gradients(needed, rule.residuals(inputs, values), given)
     return [None] * rule.consts + [
         (Zero(x.aval) if g is None else g) if u else None
         for g, x, u in zip(gradients, args[rule.consts :], needed, strict=True)

@@ -136,20 +136,10 @@ class Unpacked(Sequence[Any]):
 
 def unpacking(derivative: Derivative, packed: Packed) -> Derivative:
     """The derivative, from what was packed of its first residuals, and the others."""
-    push = derivative.pushforward
-
-    def pullback(needed: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return derivative.pullback(needed, Unpacked(packed, arrays, cotangents), cotangents)
-
-    def pushforward(needed: Sequence[bool], arrays: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        assert push is not None
-        return push(needed, Unpacked(packed, arrays, tangents), tangents)
-
     return dataclasses.replace(
         derivative,
         residuals=derivative.residuals - len(packed.tensors) + packed.size,
-        pullback=pullback,
-        pushforward=None if push is None else pushforward,
+        unpack=functools.partial(Unpacked, packed),
     )
 
 

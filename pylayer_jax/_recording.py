@@ -108,3 +108,4 @@ class Recording:
     materialize: bool
     told: list[bool]  # the inputs that `forward` was told need a gradient
     asked: bool  # whether it looked, so that what it saved may depend on it
+    surely: bool = True  # whether they do, or only may

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ._application import Application, differentiate, keep, run_forward
 from ._arguments import as_arrays
-from ._compat import is_mapped, is_symbolic_zero
+from ._compat import is_for_any_gradient, is_mapped, is_symbolic_zero
 from ._derivative import Derivative
 from ._joined import joined
 from ._partition import Carried
@@ -46,6 +46,7 @@ def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tup
     told = application.arguments.perturbable([p.perturbed for p in primals])
     application.perturbed = [a or b for a, b in zip(application.perturbed, told, strict=True)]
     recording, derivative, outputs, residuals = differentiate(application, tensors, told)
+    recording.surely = not any(map(is_for_any_gradient, tensors))
     application.outputs = recording.outputs
     derivative, residuals, outputs = keep(application, recording, derivative, residuals, outputs)
     if recording.asked:
@@ -61,7 +62,7 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
         recording, derivative = _recording_of(application, arrays)
         needed = recording.told
     given = [None if is_symbolic_zero(c) else c for c in cotangents]
-    gradients = derivative.pullback(needed, arrays, given)
+    gradients = derivative.gradients(needed, arrays, given)
     if any(map(is_mapped, given)):
         # A gradient that no cotangent reaches counts once per example too: NOTE [shared outputs].
         rest = iter(joined([c for c in given if c is not None], [g for g in gradients if g is not None]))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayer
+from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
 
-from .layers import Multiply, Tanh
+from .layers import Multiply, Tanh, bits
 from .registry import CASES
 from .transforms import (
     FIRST_ORDER,
@@ -303,6 +305,72 @@ def test_no_hidden_gradient_of_what_forward_closes_over():
         with pytest.raises(jax.errors.UnexpectedTracerError, match=r"closes over \(scale\).*Pass it as an argument"):
             derivative(2.0)
     assert jax.vmap(outer)(jnp.array([1.0, 2.0])).tolist() == [float(X.sum()), 2 * float(X.sum())]
+
+
+def test_once_differentiable():
+    class Once(Tanh):
+        forward_mode = True
+        backward = staticmethod(once_differentiable(Tanh.backward))
+
+    np.testing.assert_allclose(jax.jvp(Once.apply, (X,), (X,)), jax.jvp(jnp.tanh, (X,), (X,)), rtol=1e-5)
+
+    def total(x):
+        return Once.apply(x).sum()
+
+    for second in (jax.hessian, lambda f: jax.jacfwd(jax.jacfwd(f)), lambda f: jax.jacrev(jax.jacfwd(f))):
+        for around in (lambda f: f, jax.jit):
+            with pytest.raises(RuntimeError, match="marked @once_differentiable, but a second derivative"):
+                around(second(total))(X)
+
+
+@pytest.mark.parametrize("name", [n for n in FIRST_ORDER if n not in SLOW])
+@pytest.mark.parametrize("place", ["inside", "around"])
+def test_under_hooks(name, place, monkeypatch):
+    (case,) = (c for c in CASES if c.name == "DoubledTanh")
+    ours, hooks = case.in_forward_mode(monkeypatch), bits()
+    expected = FIRST_ORDER[name](scalar(case.reference, linear=False), case.args)
+    with contextlib.nullcontext() if place == "inside" else hooks:
+        layer = hooks(ours.layer) if place == "inside" else ours.layer
+        assert_same(FIRST_ORDER[name](scalar(layer, linear=False), case.args), expected)
+
+
+@pytest.mark.parametrize("name", [n for n in FORWARD if n not in SLOW])
+def test_forward_mode_under_hooks(name, monkeypatch):
+    (case,) = (c for c in CASES if c.name == "DoubledTanh")
+    ours = case.in_forward_mode(monkeypatch)
+    expected = FORWARD[name](scalar(case.reference, linear=False), case.args, along)
+    with bits():
+        assert_same(FORWARD[name](scalar(ours.layer, linear=False), case.args, pushed), expected)
+
+
+def test_hooks_pack_what_forward_mode_keeps_once_and_unpack_what_is_asked_for():
+    log = []
+
+    def note(what):
+        return lambda x: log.append(what) or x
+
+    class Forward(Multiply):
+        forward_mode = True
+
+    def loss(x):
+        return Forward.apply(x, x + 1).sum()
+
+    for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+        log.clear()
+        with saved_tensors_hooks(note("pack"), note("unpack")):
+            np.testing.assert_allclose(run(X), 2 * X + 1, rtol=1e-6)
+        assert log == ["pack", "pack", "unpack", "unpack"]
+
+    class AsksForNothing(Forward):
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, dy
+
+    log.clear()
+    with saved_tensors_hooks(note("pack"), note("unpack")):
+        jax.grad(lambda x: AsksForNothing.apply(x, x).sum())(X)
+        Forward.apply(X, X)
+    assert log == ["pack"]  # one tensor in two places
 
 
 # -- a jvp of its own -----------------------------------------------------------------------------

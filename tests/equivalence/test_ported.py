@@ -901,3 +901,87 @@ def test_a_number_is_refused_though_nothing_is_differentiated(torch, original):
     assert original.SavedNumber.apply(torch.ones(2)).tolist() == [2.0, 2.0]
     with pytest.raises(TypeError, match="save_for_backward"):
         ported.SavedNumber.apply(jnp.ones(2))
+
+
+def _tripled_by_vmap(base: Any) -> type:
+    class TripledByVmap(base):
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return grad_output * 2
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            return x * 3, 0
+
+    return TripledByVmap
+
+
+def test_the_gradient_of_a_batch_is_that_of_backward(torch):
+    """torch differentiates what vmap does, and so may lose the custom gradient; here it is backward, batched."""
+    theirs, ours = _tripled_by_vmap(torch.autograd.Function), _tripled_by_vmap(Function)
+    assert torch.func.vmap(theirs.apply)(torch.ones(3)).tolist() == [3.0] * 3
+    assert jax.vmap(ours.apply)(jnp.ones(3)).tolist() == [3.0] * 3
+    assert torch.func.grad(lambda x: torch.func.vmap(theirs.apply)(x).sum())(torch.ones(3)).tolist() == [3.0] * 3
+    assert jax.grad(lambda x: jax.vmap(ours.apply)(x).sum())(jnp.ones(3)).tolist() == [2.0] * 3
+
+
+def _one_of(base: Any, forward: Callable[..., Any], backward: Callable[..., Any] | None = None) -> type:
+    rule = backward or (lambda ctx, grad_output: grad_output)
+    return type("OneOf", (base,), {"forward": staticmethod(forward), "backward": staticmethod(rule)})
+
+
+def test_what_torch_lets_pass(torch):
+    """Each would leave the user with less than the code says."""
+
+    def save_number_for_jvp(ctx, x):
+        ctx.save_for_forward(3)
+        return x * 2
+
+    def mark_what_is_not_returned(ctx, x):
+        ctx.mark_non_differentiable(x + 1)
+        return x * 2
+
+    def save_in_backward(ctx, grad_output):
+        ctx.save_for_backward(grad_output)
+        return grad_output
+
+    theirs, x = torch.autograd.Function, torch.ones(2, requires_grad=True)
+    with pytest.raises(AssertionError):
+        _one_of(theirs, save_number_for_jvp).apply(x)
+    assert _one_of(theirs, mark_what_is_not_returned).apply(x).requires_grad
+    _one_of(theirs, lambda ctx, x: x * 2, save_in_backward).apply(x).sum().backward()
+    assert _one_of(theirs, lambda ctx, x: "text").apply(x) == "text"
+
+    def gradient(layer):
+        return jax.grad(lambda x: layer.apply(x).sum())(jnp.ones(2))
+
+    with pytest.raises(TypeError, match="save_for_forward"):
+        gradient(_one_of(Function, save_number_for_jvp))
+    with pytest.raises(ValueError, match="mark_non_differentiable"):
+        gradient(_one_of(Function, mark_what_is_not_returned))
+    with pytest.raises(RuntimeError, match="save_for_backward was called in backward"):
+        gradient(_one_of(Function, lambda ctx, x: x * 2, save_in_backward))
+    with pytest.raises(ValueError, match="expected at least one tensor"):
+        gradient(_one_of(Function, lambda ctx, x: "text"))
+
+
+def test_a_gradient_in_numpy(torch):
+    """torch takes tensors alone; here NumPy arrays are tensors."""
+
+    def in_numpy(ctx, grad_output):
+        return np.ones(2, np.float32)
+
+    with pytest.raises(RuntimeError, match="expected Variable or None"):
+        _one_of(torch.autograd.Function, lambda ctx, x: x * 2, in_numpy).apply(
+            torch.ones(2, requires_grad=True)
+        ).sum().backward()
+    layer = _one_of(Function, lambda ctx, x: x * 2, in_numpy)
+    assert jax.grad(lambda x: layer.apply(x).sum())(jnp.ones(2)).tolist() == [1.0, 1.0]
