@@ -46,7 +46,32 @@ def linear(x, w):
 
 linear.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, dy: (dy @ r[1].T, r[0].T @ dy))
 
+class ForwardTanh(Tanh):
+    forward_mode = True
+
+
+class OwnBatch(Tanh):
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return OwnBatch.apply(x), in_dims[0]
+
+
+@jax.custom_jvp
+def forward_tanh(x):
+    return jnp.tanh(x)
+
+
+@forward_tanh.defjvp
+def _forward_tanh_jvp(primals, tangents):
+    y = jnp.tanh(primals[0])
+    return y, tangents[0] * (1 - y**2)
+
+
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
+
+
+def pushed(f):
+    return lambda x: jax.jvp(f, (x,), (x + 1,))
 
 
 def deep(layer):
@@ -74,6 +99,17 @@ PROGRAMS = {
     "grad of scan": (jax.grad(scanned(Tanh.apply)), jax.grad(scanned(tanh))),
     "grad of matrix products": (jax.grad(multiplied(Linear.apply)), jax.grad(multiplied(linear))),
     "grad of remat": (jax.grad(jax.checkpoint(deep(Tanh.apply))), jax.grad(jax.checkpoint(deep(tanh)))),
+    "jvp of 50 layers": (pushed(deep(ForwardTanh.apply)), pushed(deep(forward_tanh))),
+    "jvp of scan": (pushed(scanned(ForwardTanh.apply)), pushed(scanned(forward_tanh))),
+    "grad of 50 layers with forward mode": (jax.grad(deep(ForwardTanh.apply)), jax.grad(deep(tanh))),
+    "grad of remat with forward mode": (
+        jax.grad(jax.checkpoint(deep(ForwardTanh.apply))),
+        jax.grad(jax.checkpoint(deep(tanh))),
+    ),
+    "vmap of grad with a vmap of its own": (
+        jax.vmap(jax.grad(deep(OwnBatch.apply))),
+        jax.vmap(jax.grad(deep(tanh))),
+    ),
     "vmap of grad": (jax.vmap(jax.grad(deep(Tanh.apply))), jax.vmap(jax.grad(deep(tanh)))),
 }
 
