@@ -81,7 +81,7 @@ class Application:
 
 def run_forward(application: Application, tensors: Sequence[Any], told: list[bool]) -> tuple[PyLayerContext, Any]:
     """Run `forward`: the context that it leaves, and what it returned."""
-    return _run(application, application.layer._body(), tensors, told)
+    return _run(application, "forward", application.layer._body(), tensors, told)
 
 
 def run_setup(
@@ -90,13 +90,14 @@ def run_setup(
     """Run `setup_context` for outputs that `forward` gave before: what it left, and each tensor that it kept."""
     assert application.outputs is not None
     result = application.outputs.skeleton.fill(outputs)
-    ctx, _ = _run(application, functools.partial(application.layer._setup, result), tensors, told)
+    setup = functools.partial(application.layer._setup, result)
+    ctx, _ = _run(application, "setup_context", setup, tensors, told)
     recording, _, residuals = _recorded(application, ctx, result, told)
     return recording, residuals
 
 
 def _run(
-    application: Application, function: Callable[..., Any], tensors: Sequence[Any], told: list[bool]
+    application: Application, method: str, function: Callable[..., Any], tensors: Sequence[Any], told: list[bool]
 ) -> tuple[PyLayerContext, Any]:
     arguments = application.arguments
     record = Record(application.name, Phase.FORWARD, lambda: arguments.needs(told), tensors)
@@ -107,7 +108,7 @@ def _run(
         with contextlib.nullcontext() if application.hooks is None else covered():
             result = arguments.call(function, ctx, tensors)
     except Exception as error:
-        add_note(error, application.name, "forward")
+        add_note(error, application.name, method)
         raise
     record.phase = Phase.RETURNED
     record.inputs = ()
@@ -126,6 +127,7 @@ def _recorded(
     application: Application, ctx: PyLayerContext, result: Any, told: list[bool]
 ) -> tuple[Recording, list[Any], list[Any]]:
     record = ctx._record
+    for_jvp = None if application.layer._tangent_map() is None else record.saved_for_jvp
     outputs = Outputs(application.name, result, record)
     arrays = outputs.arrays(result)
     residuals: list[Any] = []
@@ -148,7 +150,7 @@ def _recorded(
         outputs=outputs,
         saved=saved,
         saved_residuals=saved_residuals,
-        saved_for_jvp=None if record.saved_for_jvp is None else keep(record.saved_for_jvp, "ctx.save_for_forward"),
+        saved_for_jvp=None if for_jvp is None else keep(for_jvp, "ctx.save_for_forward"),
         attributes={name: keep(value, f"ctx.{name}") for name, value in vars(ctx).items()},
         materialize=record.materialize,
         told=told,

@@ -45,9 +45,6 @@ from ._linearity import check_linear
 
 Source = tuple[Literal["input", "output", "intermediate"], int]
 
-# What is kept of the residuals, with a derivative that takes it, and the outputs bound to it.
-Kept = tuple[Derivative, list[Any], list[Any]]
-
 
 @dataclasses.dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Rule:
@@ -62,7 +59,8 @@ class Rule:
     sources: tuple[Source, ...]  # per residual
     closed_over: Callable[[], Exception]
     # What JAX keeps of the residuals, where `first` is set: hooks pack for the first differentiation alone.
-    keep: Callable[[Derivative, list[Any], list[Any]], Kept]
+    # (derivative, residuals, outputs) -> a derivative that takes what is kept, that, and the outputs bound to it.
+    keep: Callable[[Derivative, list[Any], list[Any]], tuple[Derivative, list[Any], list[Any]]]
     first: bool = False
     # The rule, and values for its consts, where more inputs are perturbed than `forward` was told.
     widen: Callable[[Sequence[bool]], tuple[Rule, list[Any]] | None] | None = None

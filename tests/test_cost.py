@@ -46,6 +46,7 @@ def linear(x, w):
 
 linear.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, dy: (dy @ r[1].T, r[0].T @ dy))
 
+
 class ForwardTanh(Tanh):
     forward_mode = True
 

@@ -205,6 +205,49 @@ def test_what_vmap_gets(staged):
         assert a_shape == args[1].shape
 
 
+class NumpyScale(Function):
+    """Saves an argument that the examples share, and in eager mode needs numbers."""
+
+    @staticmethod
+    def forward(x, w):
+        return np.asarray(x) * np.asarray(w)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs, jnp.sum(inputs[1]))
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, total = ctx.saved_tensors
+        return dy * w, dy * x + 0 * total
+
+    @staticmethod
+    def vmap(info, in_dims, x, w):
+        calls.append("NumpyScale")
+        x, w = (np.moveaxis(np.asarray(v), d, 0) if d is not None else v for v, d in zip((x, w), in_dims, strict=True))
+        return x * np.asarray(w), 0
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)])
+def test_what_the_examples_share(axes):
+    args = [MANY.T if d == 1 else MANY if d == 0 else X for d in axes]
+
+    def value(layer):
+        return lambda *a: jnp.sum(jnp.sin(jax.vmap(layer, axes)(*a)))
+
+    assert_same(jax.grad(value(NumpyScale.apply), (0, 1))(*args), jax.grad(value(jnp.multiply), (0, 1))(*args))
+    each = [
+        jax.vmap(jax.grad(lambda x, w, f=f: jnp.sum(f(x, w)), (0, 1)), axes) for f in (NumpyScale.apply, jnp.multiply)
+    ]
+    assert_same(each[0](*args), each[1](*args))
+    twice = [
+        jax.grad(lambda a, f=f: jnp.sum(jnp.cos(jax.grad(value(f))(a, args[1]))))
+        for f in (NumpyScale.apply, jnp.multiply)
+    ]
+    assert_same(twice[0](args[0]), twice[1](args[0]))
+    assert "NumpyScale" in calls
+
+
 def test_the_custom_gradient_holds_whatever_vmap_does():
     # torch differentiates the body of vmap instead, which would lose the rule here.
     class StraightThrough(PyLayer):
