@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 
 from ._compat import Primitive, Zero, instantiate, is_undefined, mapped_type, register, tangent_type, vmap_like
-from ._joined import in_front
 from ._linearity import transpose
 
 # (needed inputs, residuals, cotangents of all outputs) -> gradients of all inputs; None is zero.
@@ -214,8 +213,6 @@ def _batched_pushforward(
 
         dims = [d for d, p in zip(input_dims, present, strict=True) if p]
         args = list(residuals), [t for t in tangents if t is not None]
-        if residual_dims is not None and all(d is None for d in (*residual_dims, *dims)):
-            return spread([in_front(t, None, axis) for t in one(*args)], given)
         return spread(vmap_like(one, axis, (_dims(residual_dims), dims), 0)(*args), given)
 
     return batched
@@ -223,8 +220,6 @@ def _batched_pushforward(
 
 def _batched_unpack(unpack: Unpack, axis: Any, dims: Sequence[Any]) -> Unpack:
     def batched(arrays: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
-        if all(d is None for d in dims):
-            return [in_front(x, None, axis) for x in unpack(arrays, ())]
         return vmap_like(lambda arrays: list(unpack(arrays, ())), axis, (list(dims),), 0)(list(arrays))
 
     return batched

@@ -23,9 +23,7 @@ def joined(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 def in_front(value: Any, dim: int | None, axis: Any) -> Any:
     """`value` with the mapped axis in front, which it has at `dim` or not at all."""
-    return (
-        vmap_like(lambda x: x, axis, (dim,), 0)(value) if dim is not None else vmap_like(lambda: value, axis, (), 0)()
-    )
+    return vmap_like(lambda x: x, axis, (dim,), 0)(value)
 
 
 def _joined(*args: Any, count: int) -> list[Any]:

@@ -51,7 +51,7 @@ def map_outputs(application: Any, axis: Any, dims: Sequence[Any], tensors: Seque
     application.outputs = found
     chosen = _dims(application.name, outputs, out_dims)
     for i, (array, dim) in enumerate(zip(arrays, chosen, strict=True)):
-        if dim is not None and (array.ndim <= dim or array.shape[dim] != axis.size):
+        if dim is not None and (not -array.ndim <= dim < array.ndim or array.shape[dim] != axis.size):
             raise ValueError(
                 f"{application.name}.vmap: out_dims says that output {i}, of shape {tuple(array.shape)}, has the "
                 f"mapped axis of size {axis.size} at {dim}."
@@ -78,5 +78,4 @@ def _dims(layer: str, outputs: Any, out_dims: Any) -> list[int | None]:
             f"{layer}.vmap: expected out_dims of the structure of the outputs, {jax.tree.structure(outputs)}, with an "
             f"int or None for each; got {out_dims!r}."
         ) from None
-    ranks = [x.ndim if is_tensor(x) else 0 for x in leaves]
-    return [d if d is None or d >= 0 else d + r for x, d, r in zip(leaves, dims, ranks, strict=True) if is_tensor(x)]
+    return [d for x, d in zip(leaves, dims, strict=True) if is_tensor(x)]

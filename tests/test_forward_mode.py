@@ -343,33 +343,70 @@ def test_forward_mode_under_hooks(name, monkeypatch):
         assert_same(FORWARD[name](scalar(ours.layer, linear=False), case.args, pushed), expected)
 
 
-def test_hooks_pack_what_forward_mode_keeps_once_and_unpack_what_is_asked_for():
+def test_jacobian_under_hooks():
+    jacobian = jax.jacfwd(lambda a, b: ForwardMultiply.apply(a, b), (0, 1))
+    with bits():  # the tangents are mapped, and what was packed is not
+        for run in (jacobian, jax.jit(jacobian)):
+            np.testing.assert_allclose(run(X, X + 1), [jnp.diag(X + 1), jnp.diag(X)], rtol=1e-6)
+
+
+class ForwardMultiply(Multiply):
+    forward_mode = True
+
+
+class SetUpMultiply(Function):
+    forward_mode = True
+
+    @staticmethod
+    def forward(a, b):
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        return dy * b, dy * a
+
+
+def noting():
     log = []
 
     def note(what):
         return lambda x: log.append(what) or x
 
-    class Forward(Multiply):
-        forward_mode = True
+    return log, saved_tensors_hooks(note("pack"), note("unpack"))
 
+
+@pytest.mark.parametrize("layer", [ForwardMultiply, SetUpMultiply])
+def test_hooks_pack_once_what_forward_mode_keeps(layer):
     def loss(x):
-        return Forward.apply(x, x + 1).sum()
+        return layer.apply(x, x + 1).sum()
 
     for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
-        log.clear()
-        with saved_tensors_hooks(note("pack"), note("unpack")):
+        log, hooks = noting()
+        with hooks:
             np.testing.assert_allclose(run(X), 2 * X + 1, rtol=1e-6)
         assert log == ["pack", "pack", "unpack", "unpack"]
+    for run in (lambda f: f, jax.jit):
+        log, hooks = noting()
+        with hooks:
+            np.testing.assert_allclose(run(jax.grad(lambda x: jax.grad(loss)(x).sum()))(X), [2, 2], rtol=1e-6)
+        assert log.count("pack") == 2  # a second derivative keeps the tensors themselves
 
-    class AsksForNothing(Forward):
+
+def test_hooks_unpack_what_is_asked_for():
+    class AsksForNothing(ForwardMultiply):
         @staticmethod
         def backward(ctx, dy):
             return dy, dy
 
-    log.clear()
-    with saved_tensors_hooks(note("pack"), note("unpack")):
+    log, hooks = noting()
+    with hooks:
         jax.grad(lambda x: AsksForNothing.apply(x, x).sum())(X)
-        Forward.apply(X, X)
+        ForwardMultiply.apply(X, X)
     assert log == ["pack"]  # one tensor in two places
 
 
@@ -425,6 +462,21 @@ def plain(x, y):
 )
 def test_jvp_is_the_tangent_map(run):
     assert_same(run(own), run(plain))
+
+
+def test_a_batch_of_which_the_tangents_see_nothing():
+    class Sum(PyLayer):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def jvp(ctx, dx, dy):
+            return dx + dy
+
+    for around in (lambda f: f, jax.jit):
+        pushed = around(jax.vmap(lambda x: jax.jvp(lambda y: Sum.apply(x, y), (X[0],), (X[1],))))(X)
+        np.testing.assert_allclose(pushed, [X + X[0], [X[1], X[1]]], rtol=1e-6)
 
 
 def test_reverse_mode_does_not_call_jvp():
