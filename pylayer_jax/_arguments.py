@@ -89,8 +89,8 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
         raise TypeError(
-            f"{layer}.apply: {error}. forward is declared as forward{signature}; "
-            "apply takes its arguments without the context."
+            f"{layer}.apply: {error}. It takes the arguments of forward without the context: "
+            f"{layer}.apply{_without_context(declared)}."
         ) from None
     positional: list[tuple[str, Any]] = []
     keywords: list[tuple[str, Any]] = []
@@ -109,6 +109,12 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if declared.context_by_name:
         del positional[0]
     return Arguments(layer, positional, keywords)
+
+
+def _without_context(declared: _Declared) -> inspect.Signature:
+    if not declared.context_by_name:
+        return declared.signature
+    return declared.signature.replace(parameters=list(declared.signature.parameters.values())[1:])
 
 
 class _Declared(NamedTuple):

@@ -92,6 +92,11 @@ class Function(PyLayer):
         super().__init_subclass__(**kwargs)
         if cls._splits():
             cls._parameters = inspect.signature(cls.forward)
+            if "ctx" in cls._parameters.parameters:
+                raise TypeError(
+                    f"{cls.__qualname__} defines setup_context, so that its forward takes no ctx: remove that "
+                    "parameter and keep things on ctx in setup_context; or remove setup_context."
+                )
             cls._joined = staticmethod(_join(cls))
 
     @staticmethod
@@ -120,7 +125,7 @@ class Function(PyLayer):
 
     @classmethod
     def _splits(cls) -> bool:
-        return cls.setup_context is not Function.setup_context
+        return cls.setup_context is not Function.setup_context and cls.forward is not PyLayer.forward
 
     @classmethod
     def _body(cls) -> Callable[..., Any]:
@@ -134,8 +139,6 @@ class Function(PyLayer):
 def _join(layer: type[Function]) -> Callable[..., Any]:
     @functools.wraps(layer.forward)
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
-        if layer.forward is PyLayer.forward:
-            PyLayer.forward(ctx)
         output = layer.forward(*args, **kwargs)
         layer._setup(output, ctx, *args, **kwargs)
         return output

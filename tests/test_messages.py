@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pylayer_jax
-from pylayer_jax import PyLayer
+from pylayer_jax import Function, PyLayer
 
 from .test_calling import X
 
@@ -65,7 +65,7 @@ def test_calls_that_do_not_fit(run, call, message):
     with pytest.raises(TypeError, match=message) as caught:
         run(lambda x: call(x).sum())(X)
     assert str(caught.value).startswith("Linear.apply: ")
-    assert "forward is declared as forward(ctx, x, w=2.0)" in str(caught.value)
+    assert "It takes the arguments of forward without the context: Linear.apply(x, w=2.0)." in str(caught.value)
 
 
 @first
@@ -173,6 +173,40 @@ def test_forward_mode_without_a_rule(run):
 def test_forward_mode_of_a_jitted_layer_is_an_error_too():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(jax.jit(Linear.apply), (X,), (X,))
+
+
+def test_both_styles_of_forward_at_once():
+    with pytest.raises(TypeError, match=r"Mixed defines setup_context, so that its forward takes no ctx: remove that"):
+
+        class Mixed(Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x
+
+            @staticmethod
+            def setup_context(ctx, inputs, output):
+                pass
+
+
+def test_setup_context_without_forward():
+    class Base(Function):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            raise ValueError("of the user")
+
+    for run in (Base.apply, jax.jit(Base.apply), jax.grad(lambda x: Base.apply(x).sum())):
+        with pytest.raises(NotImplementedError, match=r"Base.forward is not defined"):
+            run(X)
+
+    class Derived(Base):
+        @staticmethod
+        def forward(x):
+            return x
+
+    for run in (Derived.apply, jax.jit(Derived.apply), jax.grad(lambda x: Derived.apply(x).sum())):
+        with pytest.raises(ValueError, match="of the user") as caught:
+            run(X)
+        assert any("Derived.forward" in note for note in caught.value.__notes__)
 
 
 def test_errors_leave_no_state_behind():
