@@ -5,6 +5,7 @@ from ._function import Function, FunctionCtx
 from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
 from ._layer import PyLayer
 from ._once import once_differentiable
+from ._report import saved_tensors_report
 
 __version__ = "0.1.0"
 
@@ -17,4 +18,5 @@ __all__ = [
     "disable_saved_tensors_hooks",
     "once_differentiable",
     "saved_tensors_hooks",
+    "saved_tensors_report",
 ]

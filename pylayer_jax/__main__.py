@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import textwrap
 import time
 
 from . import __version__, _demo
@@ -42,9 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         f"(at most {GRADIENT_ERROR:.0e}: {_yes(right)})"
     )
     print(f"Saved for backward, for {_demo.BATCH} images:")
-    for layer, name, kind, size in result.saved:
-        print(f"  {layer:10}{name:8}{kind:20}{size:>8,} bytes")
-    print(f"  {'total':38}{sum(size for *_, size in result.saved):>8,} bytes")
+    print(textwrap.indent(str(result.saved), "  "))
     print(f"{time.perf_counter() - start:.1f} s")
     return 0 if learned and right else 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from ._compat import (
     Tracer,
     concrete_value,
     is_differentiated,
-    is_key,
     is_staging,
     is_tracer,
     stage,
@@ -40,11 +39,14 @@ from ._recording import Kept, Outputs, Recording
 from ._tangents import argument_tangents, match_tangents
 from ._vmap import map_outputs
 
+# Who follows what is kept, for a report: part of jit's cache key, so that staged code is traced anew for it.
+observer: Final = jax.make_user_context(None)
+
 
 class Application:
     """One call of `apply`, as it travels through JAX inside a treedef. Holds no array."""
 
-    __slots__ = ("arguments", "hooks", "layer", "name", "outputs", "perturbed", "recordings")
+    __slots__ = ("arguments", "hooks", "layer", "name", "outputs", "perturbed", "recordings", "source")
 
     def __init__(self, layer: Any, arguments: Arguments, hooks: Hooks | None = None) -> None:
         self.layer = layer
@@ -56,6 +58,7 @@ class Application:
         self.recordings: list[tuple[Recording, Derivative]] = []
         self.perturbed = [False] * len(arguments.avals)  # by any of the differentiations so far
         self.outputs: Outputs | None = None
+        self.source = "" if observer.value is None else observer.value.caller()
 
     def names_closed_over(self, counts: Callable[[object], bool] = is_tracer) -> list[str]:
         """Under which names `forward`, or a function among the arguments, reaches traced values that count."""
@@ -265,26 +268,27 @@ def keep(
     Returns:
         A derivative that takes what is kept, that, and the outputs bound to it.
     """
-    saved = recording.saved_residuals
-    if not saved:
+    saved, tensors, follower = recording.saved_residuals, residuals, observer.value
+    if not saved and follower is None:
         return derivative, residuals, outputs
-    owners = range(saved)
+    owners: Sequence[int] = range(saved)
     if application.hooks is not None and active.value is not COVERED:
         owner = f"{application.name}, saved tensor"
         packed, arrays, outputs = pack(application.hooks, residuals[:saved], outputs, owner)
         derivative = unpacking(derivative, packed)
         residuals, owners = [*arrays, *residuals[saved:]], packed.owners
-    if not is_staging():
+    if not is_staging(beneath=True):
         return derivative, residuals, outputs
     names = _names(application, recording)
-    named = [_named(x, names[i]) for x, i in zip(residuals, owners, strict=False)]
+    marked = residuals if follower is None else follower.follow(application, recording, tensors, residuals, owners)
+    named = [_named(x, names[i]) for x, i in zip(marked, owners, strict=False)] + list(marked[len(owners) :])
     # An output that is kept goes on under its name, so that a policy which saves it does not compute it twice.
-    outputs = [next((y for x, y in zip(residuals, named, strict=False) if x is o), o) for o in outputs]
-    return derivative, [*named, *residuals[len(named) :]], outputs
+    outputs = [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]
+    return derivative, named, outputs
 
 
 def _named(tensor: Any, name: str) -> Any:
-    return checkpoint_name(tensor, name) if is_tracer(tensor) and not is_key(tensor) else tensor
+    return checkpoint_name(tensor, name) if is_tracer(tensor) else tensor
 
 
 def _names(application: Application, recording: Recording) -> list[str]:

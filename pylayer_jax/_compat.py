@@ -160,12 +160,25 @@ def current_trace() -> Any:
         return trace
 
 
-def is_staging() -> bool:
-    # Whether what runs now becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
+_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace"})
+
+
+def is_staging(beneath: bool = False) -> bool:
+    """Whether what runs now becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
+
+    With `beneath`, also where that is so further out, as in grad or vmap within jit.
+    """
     trace = current_trace()
-    while type(trace).__name__ == "JaxprTrace":  # within the jvp rule of what jax.linearize takes apart
-        trace = trace.parent_trace
-    return type(trace).__name__ not in ("EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace")
+    while trace is not None:
+        name = type(trace).__name__
+        # A JaxprTrace runs the jvp rule of what jax.linearize takes apart.
+        if name != "JaxprTrace":
+            if name not in _EAGER_TRACES:
+                return True
+            if not beneath:
+                return False
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 def is_staged_beneath(value: object) -> bool:

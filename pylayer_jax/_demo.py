@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ._layer import PyLayer
+from ._report import SavedTensorsReport, saved_tensors_report
 
 WIDTHS = (64, 128, 64, 10)
 BITS = 4
@@ -132,7 +132,7 @@ class Result:
 
     accuracy: float  # on images that training did not see
     gradient_error: float  # largest difference to plain JAX, relative to the largest gradient
-    saved: list[tuple[str, str, str, int]]  # per kept array: layer, name, type, bytes
+    saved: SavedTensorsReport
 
 
 def train(epochs: int, seed: int, progress: bool) -> Result:
@@ -174,9 +174,8 @@ def train(epochs: int, seed: int, progress: bool) -> Result:
 
     guess = jnp.argmax(_logits(parameters, test_images, PYLAYERS), axis=1)
     batch = (images[:BATCH], labels[:BATCH])
-    return Result(
-        float(jnp.mean(guess == test_labels)), _gradient_error(parameters, *batch), _saved(parameters, *batch)
-    )
+    saved = saved_tensors_report(loss, parameters, *batch, PYLAYERS)
+    return Result(float(jnp.mean(guess == test_labels)), _gradient_error(parameters, *batch), saved)
 
 
 def _gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array) -> float:
@@ -185,24 +184,3 @@ def _gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array
     )
     pairs = list(zip(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(plain), strict=True))
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
-
-
-def _saved(parameters: Parameters, images: jax.Array, labels: jax.Array) -> list[tuple[str, str, str, int]]:
-    # What each layer keeps, from the vjp of each layer as the network applies it.
-    rows: list[tuple[str, str, str, int]] = []
-
-    def counting(layer: type[PyLayer]) -> Callable[..., jax.Array]:
-        names = list(inspect.signature(layer.forward).parameters)[1:]
-
-        def apply(*tensors: Any) -> jax.Array:
-            arrays = [t for t in tensors if isinstance(t, jax.Array)]
-            y, pullback = jax.vjp(lambda *a: layer.apply(*a, *tensors[len(a) :]), *arrays)
-            for x in jax.tree_util.tree_leaves(pullback):
-                name = next((n for n, t in zip(["output", *names], [y, *tensors], strict=False) if t is x), "other")
-                rows.append((layer.__name__, name, f"{x.dtype}{list(x.shape)}", x.nbytes))
-            return y
-
-        return apply
-
-    loss(parameters, images, labels, Layers(*map(counting, (Swish, Quantize, ScaleGradient))))
-    return rows

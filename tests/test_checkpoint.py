@@ -92,6 +92,20 @@ def test_named_tensors_are_not_computed_again(layer):
 
 
 @pytest.mark.parametrize("layer", NAMES)
+def test_names_hold_in_a_batch(layer):
+    if not READS_NAMES[layer]:
+        pytest.skip("JAX_REMAT3 does not read them here")
+
+    def found(*names):
+        mapped = jax.checkpoint(
+            lambda x: jnp.sum(jax.vmap(loss(layer))(x)), policy=policies.save_only_these_names(*names)
+        )
+        return jax.jit(jax.value_and_grad(mapped)).lower(jnp.stack([X, X])).as_text().count("stablehlo.sine ")
+
+    assert (found(*NAMES[layer]), found("another name")) == (1, 2)
+
+
+@pytest.mark.parametrize("layer", NAMES)
 def test_offloading_by_name(layer):
     saved, offloaded = NAMES[layer][0], NAMES[layer][1]
     policy = policies.save_and_offload_only_these_names(
