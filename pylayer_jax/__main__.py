@@ -1,4 +1,4 @@
-"""`python -m pylayer_jax`: the main job on real data."""
+"""`python -m pylayer_jax`: the main job on real data; `python -m pylayer_jax check`: a user's own layer."""
 
 from __future__ import annotations
 
@@ -7,18 +7,25 @@ import sys
 import textwrap
 import time
 
-from . import __version__, _demo
+from . import __version__, _check_command, _demo
 
 ACCURACY = 0.95
 GRADIENT_ERROR = 1e-4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; 0 if the network learned and its gradients are right."""
+    """Run the command line; 0 if the network learned and its gradients are right, or the layer to check is."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["check"]:
+        report = _check_command.check(arguments[1:])
+        encoding = sys.stdout.encoding or "utf-8"
+        print(str(report).encode(encoding, "replace").decode(encoding))  # a terminal may lack the ticks
+        return 0 if report.passed else 1
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
         description="Train a classifier of handwritten digits whose activations, quantizer and gradient scaling are "
         "PyLayers, and compare its gradients with plain JAX.",
+        epilog="To check a layer of your own: python -m pylayer_jax check --help",
     )
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training images (default: 30)")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the split (default: 0)")

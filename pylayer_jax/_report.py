@@ -28,7 +28,7 @@ class SavedTensor:
     """One tensor that one application of a layer keeps for `backward`."""
 
     layer: str  # name of the class
-    application: int  # the how manieth application of a layer it is, from 0
+    application: int  # its number among the applications of layers, from 0
     name: str  # saved[0], or ctx.scale for an attribute
     shape: tuple[int, ...]
     dtype: str
@@ -150,8 +150,9 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     with observer(follower):
         jaxpr = jax.make_jaxpr(residuals)(*tensors).jaxpr
     found: dict[int, list[_Found]] = {}
+    producers: dict[int, Any] = {}
     for atom in jaxpr.outvars:
-        kept = _resolve(jaxpr, atom)
+        kept = _resolve(jaxpr, atom, producers)
         if kept.marker is not None:
             found.setdefault(kept.marker, []).append(kept)
     return SavedTensorsReport(_rows(follower.entries, found, set(jaxpr.invars)))
@@ -254,12 +255,14 @@ class _Found:
 _PASS_ON = frozenset({"copy", "name", "optimization_barrier", "pylayer_barrier", "reduce_precision"})
 
 
-def _resolve(jaxpr: Any, atom: Any) -> _Found:
-    """Follow a value back to its mark, into loops and calls."""
-    producers = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
+def _resolve(jaxpr: Any, atom: Any, producers: dict[int, Any]) -> _Found:
+    """Follow a value back to its mark, into loops and calls. `producers` are the equations of each jaxpr met so far."""
+    here = producers.get(id(jaxpr))
+    if here is None:
+        here = producers[id(jaxpr)] = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
     marker, aval = None, atom.aval
-    while not is_literal(atom) and atom in producers:
-        equation, i = producers[atom]
+    while not is_literal(atom) and atom in here:
+        equation, i = here[atom]
         label = _label(equation)
         if marker is None and label.startswith(_MARK):
             marker, aval = int(label.removeprefix(_MARK)), atom.aval
@@ -270,7 +273,7 @@ def _resolve(jaxpr: Any, atom: Any) -> _Found:
         if marker is None and inner:
             for body in inner:
                 if i < len(body.outvars):
-                    found = _resolve(body, body.outvars[i])
+                    found = _resolve(body, body.outvars[i], producers)
                     # A scan stacks what its iterations keep; what it carries has no axis more than in its body.
                     stacked = len(atom.aval.shape) > len(body.outvars[i].aval.shape)
                     if found.marker is not None:

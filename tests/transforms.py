@@ -22,7 +22,7 @@ FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}  # also
 
 # Transforms that run operation by operation, and so are slow, meet the main cases alone, as do some that
 # others nearly imply.
-MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "LayerNorm2d", "VectorQuantize"}
+MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "VectorQuantize"}
 SLOW: set[str] = set()
 
 
