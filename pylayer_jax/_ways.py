@@ -200,9 +200,16 @@ def jitted_without_leaks(flat: Flat, weights: dict[int, Any]) -> list[Any]:
             tensors[i] = x
         return flat.at(values, tensors).gradient(dict(zip(weights, cotangents, strict=True)))
 
+    def run() -> list[Any]:
+        return jax.jit(compiled)(flat.values, [flat.tensors[i] for i in constant], list(weights.values()))
+
     try:
         with jax.checking_leaks():
-            return jax.jit(compiled)(flat.values, [flat.tensors[i] for i in constant], list(weights.values()))
+            return run()
+    except IndexError as error:
+        run()
+        # No error of the layer's own: JAX, in a large process, may fail to tell what refers to a leaked tracer.
+        raise LeakError("a tracer is leaked: JAX cannot tell by what") from error
     except jax.errors.UnexpectedTracerError as error:
         raise LeakError(f"a leaked tracer is used: {first_line(error)}") from error
     except Exception as error:

@@ -34,7 +34,7 @@ LINEAR = [c for c in CASES if c.is_linear]
 @pytest.mark.parametrize(
     ("transform", "case"),
     [
-        pytest.param(name, case, id=f"{name}-{case.name}")
+        pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if name in SLOW else [])
         for name in FORWARD
         for case in LINEAR
         if name not in SLOW or case.name in MAIN_CASES
@@ -49,7 +49,7 @@ def test_forward_mode_is_reverse_mode(case, transform, monkeypatch):
 @pytest.mark.parametrize(
     ("table", "name", "case"),
     [
-        pytest.param(table, name, case, id=f"{name}-{case.name}")
+        pytest.param(table, name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if name in SLOW else [])
         for table in (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
         for name in table
         for case in CASES

