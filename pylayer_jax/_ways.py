@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -207,7 +208,8 @@ def jitted_without_leaks(flat: Flat, weights: dict[int, Any]) -> list[Any]:
         with jax.checking_leaks():
             return run()
     except IndexError as error:
-        run()
+        with contextlib.suppress(jax.errors.UnexpectedTracerError):
+            run()
         # No error of the layer's own: JAX, in a large process, may fail to tell what refers to a leaked tracer.
         raise LeakError("a tracer is leaked: JAX cannot tell by what") from error
     except jax.errors.UnexpectedTracerError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -269,6 +271,19 @@ def test_gradcheck_rejects(name):
     with pytest.raises(AssertionError, match=SAYS[name]) as caught:
         gradcheck(layer, args)
     assert str(caught.value).startswith(f"gradcheck of {layer.__name__}, ")
+
+
+@pytest.mark.parametrize("name", ["leak", "global"])
+def test_a_leak_that_jax_cannot_explain(name, monkeypatch):
+    @contextlib.contextmanager
+    def fails_to_explain():
+        yield
+        raise IndexError("list index out of range")
+
+    monkeypatch.setattr(jax, "checking_leaks", fails_to_explain)
+    layer, _, args = WRONG[name]
+    with pytest.raises(AssertionError, match="a tracer is leaked: JAX cannot tell by what|before backward"):
+        gradcheck(layer, args)
 
 
 @pytest.mark.parametrize("name", AT_SECOND_ORDER)
