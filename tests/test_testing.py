@@ -282,7 +282,7 @@ def test_a_leak_that_jax_cannot_explain(name, monkeypatch):
 
     monkeypatch.setattr(jax, "checking_leaks", fails_to_explain)
     layer, _, args = WRONG[name]
-    with pytest.raises(AssertionError, match="a tracer is leaked: JAX cannot tell by what|before backward"):
+    with pytest.raises(AssertionError, match=r"a tracer is leaked: JAX cannot tell by what|before backward"):
         gradcheck(layer, args)
 
 
