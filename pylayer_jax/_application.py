@@ -87,6 +87,15 @@ def run_forward(application: Application, tensors: Sequence[Any], told: list[boo
     return _run(application, "forward", application.layer._body(), tensors, told)
 
 
+def run_undifferentiated(application: Application, tensors: Sequence[Any]) -> list[Any]:
+    """Run `forward` where nothing is differentiated, though it may be later: its output tensors."""
+    # So that every gradient counts as asked for.
+    told = application.arguments.perturbable([True] * len(tensors))
+    ctx, result = run_forward(application, as_arrays(tensors), told)
+    application.outputs = Outputs(application.name, result, ctx._record)
+    return application.outputs.arrays(result)
+
+
 def run_setup(
     application: Application, tensors: Sequence[Any], outputs: Sequence[Any], told: list[bool]
 ) -> tuple[Recording, list[Any]]:

@@ -65,6 +65,10 @@ class Arguments:
             ctx, *values[: self.positional], **dict(zip(self.keywords, values[self.positional :], strict=True))
         )
 
+    def spread(self, values: Sequence[Any]) -> list[Any]:
+        """One entry per argument, in its structure, from one value per tensor; None in the place of statics."""
+        return [a.skeleton.statics_as(None, values[a.span]) if a.skeleton.size else None for a in self.arguments]
+
     def needs(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
         """One bool per argument, from one per tensor."""
         return tuple(any(perturbed[a.span]) for a in self.arguments)

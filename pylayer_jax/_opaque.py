@@ -20,15 +20,15 @@ from ._application import (
     derivative_of,
     differentiate,
     keep,
-    run_forward,
     run_setup,
+    run_undifferentiated,
     stage_forward,
 )
 from ._arguments import as_arrays
 from ._compat import Primitive, Tracer, Zero, is_staging, mapped_type, register, stage, tangent_type, typeof, vmap_like
 from ._derivative import Derivative
 from ._orders import Rule, batch_rule, moves, record_p
-from ._recording import Outputs, Recording
+from ._recording import Recording
 from ._vmap import map_outputs
 
 # What `forward` left, the derivative, and the residuals that it takes.
@@ -72,11 +72,7 @@ class One:
         self.types = application.arguments.avals
 
     def run(self, *tensors: Any) -> list[Any]:
-        application = self.application
-        told = application.arguments.perturbable([True] * len(tensors))
-        ctx, result = run_forward(application, as_arrays(tensors), told)
-        application.outputs = Outputs(application.name, result, ctx._record)
-        return application.outputs.arrays(result)
+        return run_undifferentiated(self.application, tensors)
 
     def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
         if self.application.layer._batches_itself():

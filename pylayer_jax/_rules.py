@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._application import Application, differentiate, keep, run_forward
+from ._application import Application, differentiate, keep, run_undifferentiated
 from ._arguments import as_arrays
 from ._compat import is_for_any_gradient, is_mapped, is_symbolic_zero
 from ._derivative import Derivative
 from ._joined import joined
 from ._partition import Carried
-from ._recording import Outputs, Recording
+from ._recording import Recording
 
 
 def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
@@ -32,12 +32,7 @@ def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
 
 
 def _primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
-    application: Application = carried.value
-    # Staged code may be differentiated later, so that here every gradient counts as asked for.
-    told = application.arguments.perturbable([True] * len(tensors))
-    ctx, result = run_forward(application, as_arrays(tensors), told)
-    application.outputs = Outputs(application.name, result, ctx._record)
-    return tuple(joined(tensors, application.outputs.arrays(result)))
+    return tuple(joined(tensors, run_undifferentiated(carried.value, tensors)))
 
 
 def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -26,7 +26,7 @@ def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize
         return instantiate(tangent_type(aval) if differentiable(aval) else aval)
 
     full = [zeros(a) if t is None and materialize else t for t, a in zip(tangents, arguments.avals, strict=True)]
-    return [a.skeleton.statics_as(None, full[a.span]) if a.skeleton.size else None for a in arguments.arguments]
+    return arguments.spread(full)
 
 
 def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:

@@ -30,7 +30,7 @@ def map_outputs(application: Any, axis: Any, dims: Sequence[Any], tensors: Seque
         ValueError: where `vmap` does not return a pair, or its out_dims do not fit the outputs.
     """
     layer, arguments = application.layer, application.arguments
-    in_dims = tuple(a.skeleton.statics_as(None, dims[a.span]) if a.skeleton.size else None for a in arguments.arguments)
+    in_dims = tuple(arguments.spread(dims))
 
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
         return layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)

@@ -34,7 +34,9 @@ MEANT = ["Round", "InputReturned", "DoubledTanh", "Reversal", "RouterLoss"]
 # -- layers that are wrong --------------------------------------------------------------------------
 
 
-class WrongSign(PyLayer):
+class Sine(PyLayer):
+    """Right; what is wrong with the layers below is said in what they change."""
+
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(x)
@@ -42,15 +44,16 @@ class WrongSign(PyLayer):
 
     @staticmethod
     def backward(ctx, dy):
+        return dy * jnp.cos(ctx.saved_tensors[0])
+
+
+class WrongSign(Sine):
+    @staticmethod
+    def backward(ctx, dy):
         return -dy * jnp.cos(ctx.saved_tensors[0])
 
 
-class WrongAtOneIndex(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
+class WrongAtOneIndex(Sine):
     @staticmethod
     def backward(ctx, dy):
         return (dy * jnp.cos(ctx.saved_tensors[0])).at[1, 2].multiply(1.01)
@@ -134,13 +137,8 @@ class ReadsGlobal(PyLayer):
 CALLS = [0]
 
 
-class Counts(PyLayer):
+class Counts(Sine):
     """Changes a global on each call of backward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
 
     @staticmethod
     def backward(ctx, dy):
@@ -148,41 +146,22 @@ class Counts(PyLayer):
         return dy * jnp.cos(ctx.saved_tensors[0]) * (1 + 0.1 * CALLS[0])
 
 
-class Forgets(PyLayer):
-    """Its gradient cannot be differentiated: it goes through NumPy's memory."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
+class Forgets(Sine):
+    """Its gradient cannot be differentiated."""
 
     @staticmethod
     def backward(ctx, dy):
         return jax.lax.stop_gradient(dy * jnp.cos(ctx.saved_tensors[0]))
 
 
-class OtherUnderJit(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
+class OtherUnderJit(Sine):
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         return dy * (x if isinstance(x, jax.core.Tracer) else jnp.cos(x))
 
 
-class OtherUnderVmap(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
-
+class OtherUnderVmap(Sine):
     @staticmethod
     def vmap(info, in_dims, x):
         return jnp.cos(x), in_dims[0]

@@ -616,17 +616,7 @@ class LinearSetup(Function):
         x, weight, bias = inputs
         ctx.save_for_backward(x, weight, bias)
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        x, weight, bias = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad_output @ weight
-        if ctx.needs_input_grad[1]:
-            grad_weight = grad_output.T @ x
-        if bias is not None and ctx.needs_input_grad[2]:
-            grad_bias = grad_output.sum(0)
-        return grad_x, grad_weight, grad_bias
+    backward = staticmethod(Linear.backward)
 
 
 class MulConstant(Function):
