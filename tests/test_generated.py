@@ -1,17 +1,20 @@
 """Generated layers under generated stacks of transforms, against plain autodiff of the same function.
 
-A layer takes its tensors positionally, by keyword, by default, in *args or in **kwargs, bare or within a pytree that
-holds statics too, and returns them in some container. What it computes is
+A layer takes its tensors positionally, by keyword, by default, in *args or in **kwargs, each argument being any pytree
+of tensors and statics, and returns any pytree. What it computes is
 
     output k = sum over i of c[k, i] sin(w[k, i] x_i),
 
-so that `backward` is easily written; what it saves, and for which inputs it returns None, is drawn.
+so that `backward` is easily written; what it saves, which gradients are None, which outputs are marked, and how the
+gradients are given back, is drawn.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -27,160 +30,262 @@ from .transforms import assert_same
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "60"))  # a long run: 2000
+EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "160"))  # and a fourth of that; a long run: 2000
 SIZE = 3
+KINDS = ("positional", "default", "rest", "keyword", "more")  # in the order of a signature
+POSITIONAL = KINDS[:3]
 
-# How a tensor is passed within its argument.
-WRAPS = {
-    "bare": (lambda x: x, lambda v: v, lambda g: g),
-    "dict": (lambda x: {"t": x, "n": 3, "s": "static"}, lambda v: v["t"], lambda g: {"t": g, "n": None, "s": None}),
-    "list": (lambda x: [x, None], lambda v: v[0], lambda g: [g, None]),
-    "nested": (lambda x: ({"t": [x]}, len), lambda v: v[0]["t"][0], lambda g: ({"t": [g]}, None)),
-}
 
-# How the outputs come back, and how the cotangents are read from what backward gets.
-CONTAINERS = {
-    "tuple": (tuple, list),
-    "list": (list, list),
-    "dict": (lambda ys: {f"y{k}": y for k, y in enumerate(ys)}, lambda given: list(given[0].values())),
-    "with statics": (lambda ys: (ys[0], "text", *ys[1:], 7), None),
-}
+# -- pytrees with places for tensors ----------------------------------------------------------------
+
+
+class Place:
+    """Stands for a tensor in a pytree that was drawn."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+TENSOR, INTEGER = Place("TENSOR"), Place("INTEGER")  # a place for a float tensor, and an array of integers
+STATICS = (None, 3, "text", len, float("nan"))
+
+
+def fill(tree: Any, at: Callable[[Place], Any], static: Callable[[Any], Any] = lambda v: v) -> Any:
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([fill(v, at, static) for v in tree])
+    if isinstance(tree, dict):
+        return {k: fill(v, at, static) for k, v in tree.items()}
+    return at(tree) if isinstance(tree, Place) else static(tree)
+
+
+def places(tree: Any, value: Any) -> Iterator[Any]:
+    """What `value` has at the places for float tensors of `tree`; None where it has None for all of a branch."""
+    if isinstance(tree, (list, tuple)):
+        for i, v in enumerate(tree):
+            yield from places(v, None if value is None else value[i])
+    elif isinstance(tree, dict):
+        for k, v in tree.items():
+            yield from places(v, None if value is None else value[k])
+    elif tree is TENSOR:
+        yield value
+
+
+def count(tree: Any) -> int:
+    return len(list(places(tree, None)))
+
+
+def has_array(tree: Any) -> bool:
+    found: list[Place] = []
+    fill(tree, found.append)
+    return bool(found)
+
+
+# -- what is drawn ----------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """One layer and how it is called and differentiated."""
+    """One layer, and how it is called and differentiated. "Per tensor" counts float tensors in parameter order."""
 
-    kinds: tuple[str, ...]  # per tensor: positional, default, rest, keyword, more
-    wraps: tuple[str, ...]
-    container: str
-    outputs: int
-    zero: tuple[bool, ...]  # per tensor: backward returns None
-    saved: tuple[str, ...]  # per tensor: save, attribute, intermediate
+    kinds: tuple[str, ...]  # per argument, in the order of KINDS
+    trees: tuple[Any, ...]  # per argument
+    by_name: bool  # positional arguments are passed by keyword, last first
+    returned: Any  # a pytree with a place per output
+    shapes: tuple[tuple[int, ...], ...]  # per tensor
+    zero: tuple[bool, ...]  # per tensor: its gradient is None
+    saved: tuple[str, ...]  # per tensor
+    marked: tuple[bool, ...]  # per output: not differentiable
+    used: tuple[bool, ...]  # per output: enters the loss
     every_argument: bool  # one gradient per argument, or one per argument that holds a tensor
+    wide: bool  # gradients are left in the shape of the outputs
+    left_out: bool  # trailing gradients that nobody asks for, where there is one per argument that holds a tensor
+    surplus: int  # Nones behind the gradients of a Function
     dialect: bool  # Function
     forward_mode: bool
     materialize: bool
-    differentiated: tuple[bool, ...]
+    differentiated: tuple[bool, ...]  # per tensor
     transforms: tuple[str, ...]
     order: int
     seed: int
 
 
+def trees(*leaves: Any) -> Any:
+    return st.recursive(
+        st.sampled_from(leaves),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.lists(inner, max_size=2).map(tuple),
+            st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        ),
+        max_leaves=4,
+    )
+
+
 @st.composite
-def drawn(draw):
-    order_of_kinds = ["positional", "default", "rest", "keyword", "more"]
-    kinds = sorted(draw(st.lists(st.sampled_from(order_of_kinds), min_size=1, max_size=4)), key=order_of_kinds.index)
-    n = len(kinds)
+def drawn(draw: Any) -> Drawn:
+    kinds = sorted(draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4)), key=KINDS.index)
+    arguments = [draw(trees(TENSOR, TENSOR, TENSOR, INTEGER, *STATICS)) for _ in kinds]
+    if not any(map(count, arguments)):
+        arguments[0] = TENSOR
+    n = sum(map(count, arguments))
+    returned = draw(trees(TENSOR, TENSOR, TENSOR, *STATICS).filter(lambda tree: 0 < count(tree) <= 4))
+    m = count(returned)
 
-    def each(strategy):
-        return tuple(draw(st.lists(strategy, min_size=n, max_size=n)))
+    def each(strategy: Any, number: int = n) -> Any:
+        return tuple(draw(st.lists(strategy, min_size=number, max_size=number)))
 
-    differentiated = each(st.booleans())
+    def some(flags: tuple[bool, ...]) -> tuple[bool, ...]:
+        return flags if any(flags) else (True,) * len(flags)
+
     return Drawn(
         kinds=tuple(kinds),
-        wraps=each(st.sampled_from(sorted(WRAPS))),
-        container=draw(st.sampled_from(sorted(CONTAINERS))),
-        outputs=draw(st.integers(1, 3)),
+        trees=tuple(arguments),
+        by_name=draw(st.booleans()),
+        returned=returned,
+        shapes=each(st.sampled_from([(SIZE,), (SIZE,), (), (1,)])),
         zero=each(st.sampled_from([False, False, True])),
         saved=each(st.sampled_from(["save", "attribute", "intermediate"])),
+        marked=each(st.sampled_from([False, False, True]), m),
+        used=some(each(st.booleans(), m)),
         every_argument=draw(st.booleans()),
+        wide=draw(st.booleans()),
+        left_out=draw(st.booleans()),
+        surplus=draw(st.integers(0, 2)),
         dialect=draw(st.booleans()),
         forward_mode=draw(st.booleans()),
         materialize=draw(st.booleans()),
-        differentiated=differentiated if any(differentiated) else (True,) * n,
+        differentiated=some(each(st.booleans())),
         transforms=tuple(draw(st.lists(st.sampled_from(sorted(TRANSFORMS)), max_size=3))),
         order=draw(st.integers(1, 2)),
         seed=draw(st.integers(0, 99)),
     )
 
 
+# -- the layer, and what it stands for ----------------------------------------------------------------
+
+
 def coefficients(case: Drawn) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(case.seed)
-    shape = case.outputs, len(case.kinds)
+    shape = count(case.returned), len(case.shapes)
     return rng.uniform(-1, 1, shape).astype(np.float32), rng.uniform(0.5, 1.5, shape).astype(np.float32)
 
 
-def layer_of(case: Drawn) -> Any:
-    """The layer as a function of its tensors alone."""
+def outputs_of(case: Drawn, xs: Any) -> list[Any]:
     c, w = coefficients(case)
-    n = len(case.kinds)
+    zero = jnp.zeros(SIZE)
+    return [
+        sum((ck * jnp.sin(wk * x) for ck, wk, x in zip(*row, xs, strict=True)), zero) for row in zip(c, w, strict=True)
+    ]
 
-    def compute(xs):
-        return [sum(c[k, i] * jnp.sin(w[k, i] * xs[i]) for i in range(n)) for k in range(case.outputs)]
 
-    def forward(ctx, values):
-        xs = [WRAPS[wrap][1](v) for wrap, v in zip(case.wraps, values, strict=True)]
-        ctx.set_materialize_grads(case.materialize)
-        ctx.save_for_backward(*(x for x, how in zip(xs, case.saved, strict=True) if how == "save"))
-        ctx.kept = [x for x, how in zip(xs, case.saved, strict=True) if how == "attribute"]
-        ctx.halves = {
-            i: 0.5 * x for i, (x, how) in enumerate(zip(xs, case.saved, strict=True)) if how == "intermediate"
-        }
-        return CONTAINERS[case.container][0](compute(xs))
+def plain_of(case: Drawn) -> Callable[..., list[Any]]:
+    def plain(*xs: Any) -> list[Any]:
+        outputs = outputs_of(case, [jax.lax.stop_gradient(x) if z else x for x, z in zip(xs, case.zero, strict=True)])
+        return [jax.lax.stop_gradient(y) if marked else y for y, marked in zip(outputs, case.marked, strict=True)]
 
-    def backward(ctx, given):
-        if case.container == "with statics":
-            # A PyLayer has no cotangent for a static, a Function None.
-            given = [given[0], *given[2:-1]] if case.dialect else list(given)
-        else:
-            given = CONTAINERS[case.container][1](given)
-        saved, kept = iter(ctx.saved_tensors), iter(ctx.kept)
-        xs = [
-            next(saved) if how == "save" else next(kept) if how == "attribute" else 2 * ctx.halves[i]
-            for i, how in enumerate(case.saved)
-        ]
-        gradients = []
-        for i, x in enumerate(xs):
-            terms = [dy * c[k, i] * w[k, i] * jnp.cos(w[k, i] * x) for k, dy in enumerate(given) if dy is not None]
-            gradient = sum(terms) if terms else None
-            gradients.append(None if case.zero[i] or gradient is None else WRAPS[case.wraps[i]][2](gradient))
-        positional = sum(k in ("positional", "default", "rest") for k in case.kinds)
-        if case.every_argument or case.dialect:
-            gradients.insert(positional, None)  # the static keyword follows the positional arguments
-        return tuple(gradients)
+    return plain
 
-    # The signature: positional and default by name, the rest in *args, one static keyword, the rest in **kwargs.
-    names = [f"p{i}" for i in range(n)]
-    parts, call = ["ctx"], []
-    for kind, name in zip(case.kinds, names, strict=True):
-        if kind in ("positional", "default"):
-            parts.append(name if kind == "positional" else f"{name}=None")
-            call.append(name)
-    parts.append("*rest")
-    parts.append("static=0")
-    for kind, name in zip(case.kinds, names, strict=True):
-        if kind == "keyword":
-            parts.append(name)
-    parts.append("**more")
-    listed = "[" + ", ".join([*call, "*rest", *(m for k, m in zip(case.kinds, names, strict=True) if k == "keyword")])
-    scope = {"run": forward}
-    exec(f"def forward({', '.join(parts)}):\n    return run(ctx, {listed}, *more.values()])", scope)
-    body = {
-        "forward": staticmethod(scope["forward"]),
-        "backward": staticmethod(lambda ctx, *given: backward(ctx, list(given))),
-        "forward_mode": case.forward_mode,
-    }
-    layer = type("Generated", (Function if case.dialect else PyLayer,), body)
 
-    def apply(*xs):
-        wrapped = [WRAPS[wrap][0](x) for wrap, x in zip(case.wraps, xs, strict=True)]
-        args = [v for k, v in zip(case.kinds, wrapped, strict=True) if k in ("positional", "default", "rest")]
-        named = {name: v for k, name, v in zip(case.kinds, names, wrapped, strict=True) if k in ("keyword", "more")}
-        result = layer.apply(*args, static="anything", **named)
-        return [y for y in jax.tree_util.tree_leaves(result) if isinstance(y, jax.Array)]
+def layer_of(case: Drawn) -> Callable[..., list[Any]]:
+    """The layer as a function of its float tensors alone, to the list of its outputs."""
+    names = [f"p{i}" for i in range(len(case.kinds))]
+    layer = type(
+        "Generated",
+        (Function if case.dialect else PyLayer,),
+        {
+            "forward": staticmethod(_with_signature(case, names, lambda *given: _forward(case, *given))),
+            "backward": staticmethod(lambda ctx, *given: _backward(case, ctx, given)),
+            "forward_mode": case.forward_mode,
+        },
+    )
+
+    def apply(*xs: Any) -> list[Any]:
+        tensors = iter(xs)
+        filled = [fill(tree, lambda place: next(tensors) if place is TENSOR else jnp.arange(2)) for tree in case.trees]
+        by_kind = list(zip(case.kinds, names, filled, strict=True))
+        named = {name: v for kind, name, v in by_kind if kind in ("keyword", "more")}
+        args = [v for kind, _, v in by_kind if kind in POSITIONAL]
+        if _is_by_name(case):
+            args, named = [], dict(reversed([(name, v) for _, name, v in by_kind if name not in named])) | named
+        return list(places(case.returned, layer.apply(*args, static="anything", **named)))
 
     return apply
 
 
-def plain_of(case: Drawn) -> Any:
+def _is_by_name(case: Drawn) -> bool:
+    return case.by_name and "rest" not in case.kinds
+
+
+def _with_signature(case: Drawn, names: list[str], run: Callable[..., Any]) -> Any:
+    """`run(ctx, values of the arguments)` with the parameters that were drawn and a static keyword-only one."""
+    of = {kind: [name for k, name in zip(case.kinds, names, strict=True) if k == kind] for kind in KINDS}
+    listed = ", ".join([*of["positional"], *of["default"], "*rest", *of["keyword"], "*more.values()"])
+    parameters = ", ".join(
+        ["ctx", *of["positional"], *(f"{p}=None" for p in of["default"]), "*rest", "static=0", *of["keyword"], "**more"]
+    )
+    scope = {"run": run}
+    exec(f"def forward({parameters}):\n    return run(ctx, [{listed}])", scope)
+    return scope["forward"]
+
+
+def _forward(case: Drawn, ctx: Any, values: list[Any]) -> Any:
+    xs = list(places(case.trees, values))
+    ctx.set_materialize_grads(case.materialize)
+    how = {kind: [x for x, saved in zip(xs, case.saved, strict=True) if saved == kind] for kind in set(case.saved)}
+    ctx.save_for_backward(*how.get("save", []))
+    ctx.kept = {"unchanged": how.get("attribute", [])}
+    ctx.halves = [0.5 * x for x in how.get("intermediate", [])]
+    outputs = outputs_of(case, xs)
+    ctx.mark_non_differentiable(*(y for y, marked in zip(outputs, case.marked, strict=True) if marked))
+    ys = iter(outputs)
+    return fill(case.returned, lambda _: next(ys))
+
+
+def _backward(case: Drawn, ctx: Any, given: tuple[Any, ...]) -> Any:
     c, w = coefficients(case)
+    sources = {"save": iter(ctx.saved_tensors), "attribute": iter(ctx.kept["unchanged"])}
+    sources["intermediate"] = (2 * half for half in ctx.halves)
+    xs = [next(sources[how]) for how in case.saved]
+    cotangents = _cotangents(case, given)
 
-    def plain(*xs):
-        xs = [jax.lax.stop_gradient(x) if zero else x for x, zero in zip(xs, case.zero, strict=True)]
-        return [sum(c[k, i] * jnp.sin(w[k, i] * x) for i, x in enumerate(xs)) for k in range(case.outputs)]
+    def gradient(i: int) -> Any:
+        terms = [dy * c[k, i] * w[k, i] * jnp.cos(w[k, i] * xs[i]) for k, dy in enumerate(cotangents) if dy is not None]
+        if case.zero[i] or not terms:
+            return None
+        # All outputs have one shape, which the smaller inputs were broadcast to.
+        wide = sum(terms)
+        return wide if case.wide or xs[i].shape == (SIZE,) else wide.sum().reshape(xs[i].shape)
 
-    return plain
+    gradients = iter([gradient(i) for i in range(len(xs))])
+    per_tensor = iter(case.differentiated)
+    entries, asked = [], []
+    for tree in case.trees:
+        entry = fill(tree, lambda place: next(gradients) if place is TENSOR else None, lambda _: None)
+        entries.append(entry if has_array(tree) else None)
+        asked.append(any(list(itertools.islice(per_tensor, count(tree)))))
+    if case.every_argument or case.dialect:
+        entries.insert(sum(kind in POSITIONAL for kind in case.kinds), None)  # of the static parameter
+        return (*entries, *[None] * case.surplus) if case.dialect else tuple(entries)
+    slots = [i for i, tree in enumerate(case.trees) if has_array(tree)]
+    while case.left_out and slots and not asked[slots[-1]]:
+        slots.pop()
+    return tuple(entries[i] for i in slots)
+
+
+def _cotangents(case: Drawn, given: tuple[Any, ...]) -> list[Any]:
+    """Per output what backward was given for it."""
+    if isinstance(case.returned, (list, tuple)):
+        entries = [v for v in case.returned if case.dialect or has_array(v)]
+        assert len(given) == len(entries)
+        return list(places(entries, given))
+    (only,) = given
+    return list(places(case.returned, only))
+
+
+# -- transforms ---------------------------------------------------------------------------------------
 
 
 def _vmapped(f):
@@ -219,18 +324,24 @@ TRANSFORMS = {
 }
 
 
+def values_of(case: Drawn) -> list[jax.Array]:
+    full = [jnp.linspace(-1 + 0.1 * i, 1.2, SIZE, dtype=jnp.float32) for i in range(len(case.shapes))]
+    return [x if shape == (SIZE,) else x[0].reshape(shape) for x, shape in zip(full, case.shapes, strict=True)]
+
+
 def derivative(case: Drawn, function: Any) -> Any:
     for name in case.transforms:
         function = TRANSFORMS[name](function)
+    values = values_of(case)
     chosen = [i for i, d in enumerate(case.differentiated) if d]
-    values = [jnp.linspace(-1 + 0.1 * i, 1.2, SIZE, dtype=jnp.float32) for i in range(len(case.kinds))]
 
-    # Only the last output counts at first order, so that cotangents are missing.
+    # Not all outputs count at first order, so that cotangents are missing.
     def loss(*some):
         full = list(values)
         for i, x in zip(chosen, some, strict=True):
             full[i] = x
-        return jnp.sum(jnp.sin(function(*full)[-1]) * jnp.arange(1.0, SIZE + 1))
+        outputs = [y for y, used in zip(function(*full), case.used, strict=True) if used]
+        return sum(jnp.sum(jnp.sin(y) * jnp.arange(1.0, SIZE + 1)) for y in outputs)
 
     first = jax.grad(loss, range(len(chosen)))
     some = [values[i] for i in chosen]
@@ -239,17 +350,28 @@ def derivative(case: Drawn, function: Any) -> Any:
     return jax.grad(lambda *xs: sum(jnp.sum(jnp.cos(g)) for g in first(*xs)), range(len(chosen)))(*some)
 
 
-@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=EXAMPLES < 200)
+# -- tests --------------------------------------------------------------------------------------------
+
+
+def generated(examples: int) -> Any:
+    # Reproducible, unless this is a long run.
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize="PYLAYER_JAX_EXAMPLES" not in os.environ,
+        print_blob=True,
+    )
+
+
+@generated(EXAMPLES)
 @given(drawn())
 def test_generated_layers(case):
     assert_same(derivative(case, layer_of(case)), derivative(case, plain_of(case)))
 
 
-@settings(
-    max_examples=EXAMPLES // 4, deadline=None, suppress_health_check=list(HealthCheck), derandomize=EXAMPLES < 200
-)
+@generated(EXAMPLES // 4)
 @given(drawn())
 def test_generated_layers_return_what_they_compute(case):
-    values = [jnp.linspace(-1, 1.2, SIZE, dtype=jnp.float32) for _ in case.kinds]
     for around in (lambda f: f, jax.jit):
-        assert_same(around(layer_of(case))(*values), plain_of(case)(*values))
+        assert_same(around(layer_of(case))(*values_of(case)), plain_of(case)(*values_of(case)))
