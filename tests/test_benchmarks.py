@@ -2,7 +2,11 @@
 
 import re
 
+import pytest
+
 from .benchmarks import __main__ as benchmarks
+
+pytestmark = pytest.mark.slow
 
 
 def test_quick_run_fills_every_row(capsys):
