@@ -73,6 +73,12 @@ def check(arguments: list[str]) -> LayerReport:
     parser.add_argument(
         "--skip", metavar="NAME", action="append", default=[], help="a property to leave out; may be repeated"
     )
+    parser.add_argument(
+        "--no-float64",
+        dest="float64",
+        action="store_false",
+        help="take numerical gradients in the dtypes given, for a layer that rounds to narrower ones within",
+    )
     options = parser.parse_args(arguments)
     try:
         wide = any(spec.startswith(("f64[", "c128[", "i64[", "u64[")) for spec in options.specs)
@@ -82,7 +88,9 @@ def check(arguments: list[str]) -> LayerReport:
             rng = np.random.default_rng(options.seed)
             args = [_argument(spec, rng, options.seed) for spec in options.specs]
             try:
-                report = check_layer(layer, *args, reference=reference, skip=options.skip, raises=False)
+                report = check_layer(
+                    layer, *args, reference=reference, skip=options.skip, float64=options.float64, raises=False
+                )
             except ValueError as error:  # nothing to differentiate, or nothing of that name to skip
                 raise _UnusableError(str(error)) from error
     except _UnusableError as error:

@@ -55,7 +55,7 @@ class Comparison:
             raise MismatchError(f"{what} is {type_of(got)}, but {type_of(expected)} by {self.right}.")
         if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
             got, expected = jax.random.key_data(got), jax.random.key_data(expected)
-        a, b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in map(np.asarray, (got, expected)))
+        a, b = exact(got), exact(expected)
         size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
         epsilon = float(jnp.finfo(got.dtype).eps) if differentiable(got) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
@@ -79,3 +79,9 @@ class Comparison:
 
 def type_of(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def exact(x: Any) -> np.ndarray:
+    """In double precision, whatever the dtype."""
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._comparison import exact
 from ._ways import Flat, Gradients, MismatchError, in_every_way
 
 
@@ -34,19 +35,19 @@ def probes(
 ) -> Iterator[Probe]:
     """The outputs beside the values: at each entry, or at `limit` chosen ones and along a random direction."""
     values = [np.asarray(x) for x in flat.values]
-    scales = {k: _exact(w) for k, w in weights.items()}
+    scales = {k: exact(w) for k, w in weights.items()}
     for j, value in enumerate(values):
         for where, direction in _directions(value, limit, rng):
-            size = step * max(1.0, float(np.max(np.abs(_exact(value)[direction != 0]))))
-            ends = [(_exact(value) + s * size * direction).astype(value.dtype) for s in (-1, 1)]
+            size = step * max(1.0, float(np.max(np.abs(exact(value)[direction != 0]))))
+            ends = [(exact(value) + s * size * direction).astype(value.dtype) for s in (-1, 1)]
             low, high = (flat.outputs([*flat.values[:j], jnp.asarray(end), *flat.values[j + 1 :]]) for end in ends)
             changes: dict[int, tuple[float, float]] = {}
             for k, weight in scales.items():
-                lower, upper = _exact(low[k]), _exact(high[k])
+                lower, upper = exact(low[k]), exact(high[k])
                 moved = lower != upper
                 rounding = 4 * epsilon * np.sum(np.abs(weight * upper), where=moved)
                 changes[k] = float(np.sum(weight * (upper - lower)).real), float(rounding)
-            yield Probe(j, where, _exact(ends[1]) - _exact(ends[0]), changes)
+            yield Probe(j, where, exact(ends[1]) - exact(ends[0]), changes)
 
 
 def _directions(value: np.ndarray, limit: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
@@ -72,7 +73,7 @@ def mismatch(found: Gradients, table: Sequence[Probe], names: Sequence[str], rto
     for probe in table:
         if probe.argument not in found.by_argument:
             continue
-        gradient, length = _exact(found.by_argument[probe.argument]), float(np.linalg.norm(probe.step))
+        gradient, length = exact(found.by_argument[probe.argument]), float(np.linalg.norm(probe.step))
         analytical = float(np.sum(gradient * probe.step).real) / length
         numerical = sum(probe.changes[k][0] for k in found.outputs) / length
         tolerance = atol + rtol * abs(numerical) + sum(probe.changes[k][1] for k in found.outputs) / length
@@ -140,7 +141,7 @@ def _measured(flat: Flat, order: int, settings: Settings, epsilon: float, every_
         flat = flat.derivative(weights)
         weights = flat.weights(flat.outputs(flat.values), rng)
     ways = in_every_way(flat, weights) if every_way else [next(in_every_way(flat, weights))]
-    gradients = [dataclasses.replace(w, by_argument={j: _exact(g) for j, g in w.by_argument.items()}) for w in ways]
+    gradients = [dataclasses.replace(w, by_argument={j: exact(g) for j, g in w.by_argument.items()}) for w in ways]
     step = epsilon ** (1 / 3) if settings.step is None else settings.step
     table = list(probes(flat, weights, step, settings.limit, rng, epsilon))
     return _Measured(flat.names, table, gradients, epsilon)
@@ -153,9 +154,3 @@ def _judged(found: _Measured, settings: Settings) -> str:
         if message := gradients.leak or mismatch(gradients, found.table, found.names, rtol, atol):
             raise MismatchError(message)
     return f"as numerically, at {len(found.table)} places, relative tolerance {rtol:.0e}"
-
-
-def _exact(x: Any) -> np.ndarray:
-    # Sums of differences are taken in double precision whatever the dtype.
-    x = np.asarray(x)
-    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)

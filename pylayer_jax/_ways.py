@@ -23,8 +23,8 @@ class Flat:
         self.function = function
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
         self.chosen = [i for i, x in enumerate(self.tensors) if differentiable(x)]
-        paths = names or [f"args{path}" for path in self.skeleton.tensor_paths()]
-        self.names = [paths[i] for i in self.chosen]
+        self.paths = names or [f"args{path}" for path in self.skeleton.tensor_paths()]
+        self.names = [self.paths[i] for i in self.chosen]
         owners = [owner for owner, _ in self.skeleton.tensor_entries()]
         self.owners = [owners[i] for i in self.chosen]  # the argument that each of them belongs to
 
@@ -34,10 +34,10 @@ class Flat:
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
         """All tensors that the function returns, for `values` in the place of those that are differentiated."""
-        filled = list(self.tensors)
-        for i, value in zip(self.chosen, values, strict=True):
-            filled[i] = value
-        return [jnp.asarray(y) for y in split(self.function(*self.skeleton.fill(filled)))[0]]
+        return self.at(values).run()
+
+    def run(self) -> list[Any]:
+        return [jnp.asarray(y) for y in split(self.function(*self.skeleton.fill(self.tensors)))[0]]
 
     def carrying(self) -> list[int]:
         """The positions of the outputs through which JAX differentiates: neither integers nor marked ones."""
@@ -53,7 +53,7 @@ class Flat:
 
     def weights(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
         """Per floating-point output a cotangent whose entries are about 1 in size, of either sign."""
-        return {i: _random(y, rng) for i, y in enumerate(outputs) if differentiable(y)}
+        return {i: random_like(y, rng) for i, y in enumerate(outputs) if differentiable(y)}
 
     def vjp(self, weights: dict[int, Any], wanted: Sequence[int] | None = None) -> Callable[[], list[Any]]:
         """The gradients of `wanted` (all, if None) when called; outputs without a weight have no cotangent."""
@@ -88,16 +88,36 @@ class Flat:
 
     def at(self, values: Sequence[Any], tensors: Sequence[Any] | None = None) -> Flat:
         """The same function at other values."""
-        other = object.__new__(Flat)
-        vars(other).update(vars(self))
-        other.tensors = list(self.tensors if tensors is None else tensors)
+        other = self.of(self.tensors if tensors is None else tensors)
         for i, value in zip(self.chosen, values, strict=True):
             other.tensors[i] = value
+        return other
+
+    def of(self, tensors: Sequence[Any]) -> Flat:
+        """The same function of other tensors, those included that are not differentiated."""
+        other = object.__new__(Flat)
+        vars(other).update(vars(self))
+        other.tensors = list(tensors)
         return other
 
     def elsewhere(self) -> list[Any]:
         """Values of the same signs, on which a layer can run in between."""
         return [x * jnp.asarray(0.75, x.dtype) for x in self.values]
+
+    def on_others(self) -> Iterator[None]:
+        """Runs on other numbers, flags and shapes, one of these after the other, as far as the function takes them."""
+        whole = self.skeleton.fill(self.tensors)
+        changes: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = [
+            (lambda x: type(x) is float, lambda x: 0.75 * x),
+            (lambda x: type(x) is int, lambda x: x + 1),
+            (lambda x: type(x) is bool, lambda x: not x),
+            (lambda x: isinstance(x, jax.Array) and x.ndim > 0, lambda x: jnp.concatenate([x, x])),
+        ]
+        for applies, change in changes:
+            if any(map(applies, [*self.tensors, *self.skeleton.statics()])):
+                with contextlib.suppress(Exception):
+                    self.function(*jax.tree_util.tree_map(_where(applies, change), whole))
+                yield
 
     def epsilon(self, outputs: Sequence[Any]) -> float:
         """The largest machine epsilon among the values and the outputs."""
@@ -107,6 +127,10 @@ class Flat:
         """The same in float64 and complex128; needs `jax.enable_x64`."""
         wide = [x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64) for x in self.values]
         return self.at(wide)
+
+
+def _where(applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: change(x) if applies(x) else x
 
 
 def flat_of(name: str, function: Any, args: Any) -> tuple[str, Flat]:
@@ -231,7 +255,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-def _random(like: Any, rng: np.random.Generator) -> Any:
+def random_like(like: Any, rng: np.random.Generator) -> Any:
     size = rng.uniform(0.5, 1.5, like.shape) * rng.choice([-1.0, 1.0], like.shape)
     if jnp.iscomplexobj(like):
         size = size * np.exp(1j * rng.uniform(0, 2 * np.pi, like.shape))

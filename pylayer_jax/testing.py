@@ -9,7 +9,8 @@ import numpy as np
 
 from ._comparison import Comparison
 from ._numerical import Settings, compare_numerically
-from ._properties import PROPERTIES, LayerReport, Subject, row_of
+from ._properties import PROPERTIES, LayerReport, row_of
+from ._subject import Subject
 from ._ways import Flat, MismatchError, flat_of, name_of
 
 __all__ = ["assert_equivalent", "check_layer", "gradcheck", "gradgradcheck"]
@@ -125,6 +126,7 @@ def check_layer(
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
+    float64: bool = True,
     raises: bool = True,
 ) -> LayerReport:
     """Check a layer in every way in which JAX may run it.
@@ -132,11 +134,17 @@ def check_layer(
     The properties are, by their names in the report:
 
     - eager: outputs and gradients can be computed;
-    - jit, vmap, scan, remat: these give the same outputs and gradients;
+    - jit, vmap, scan, cond, remat, shard_map: these give the same outputs and gradients. vmap and scan of several
+      examples, of integer, boolean and key arguments too where the layer takes these mapped; shard_map on all devices
+      there are, with replicated arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: as numerically, or as those of `reference`;
+    - forward mode: `jax.jvp` agrees with reverse mode (and with the `reference`), under jit and of vmap too. A layer
+      that has none passes;
+    - forward over reverse: `jax.jvp` of the gradients agrees with their reverse mode, and with forward over forward
+      where there is one. A layer that refuses it passes, with the reason;
     - arguments: each argument alone has the same gradient as beside the others;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) counts as zero;
-    - repeatable: gradients do not depend on what ran before or in between;
+    - repeatable: gradients do not depend on what ran before or in between, on other values, statics or shapes;
     - leaks: no traced value outlives its trace;
     - saved: how many arrays are kept for backward, and how many bytes.
 
@@ -150,7 +158,8 @@ def check_layer(
         skip: names of properties that the layer is not meant to have.
         rtol: relative tolerance; by default the square root of the machine epsilon, and numerically as in `gradcheck`.
         atol: absolute tolerance; the same.
-        seed: of the cotangents.
+        seed: of the cotangents and tangents.
+        float64: compare numerically in float64 and complex128 where the layer can, as in `gradcheck`.
         raises: whether a property that fails, or that could not be tested, is an error.
 
     Raises:
@@ -161,7 +170,7 @@ def check_layer(
     plain = None if reference is None else flat_of("check_layer", reference, args)[1]
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
-    subject = Subject(flat, plain, rtol, atol, seed)
+    subject = Subject(flat, plain, rtol, atol, seed, float64)
     rows = [row_of("eager", subject.run)]
     if rows[0].passed:
         rows += [row_of(name, lambda of=of: of(subject)) for name, of in PROPERTIES.items() if name not in skip]

@@ -8,6 +8,9 @@ import sys
 import pytest
 
 from pylayer_jax import __main__
+from pylayer_jax._properties import PROPERTIES
+
+from . import wrong_layers
 
 LAYERS = """
 import jax, jax.numpy as jnp
@@ -53,6 +56,9 @@ class Select(PyLayer):
         (index,) = ctx.saved_tensor()
         return jnp.zeros(ctx.size, dy.dtype).at[index].add(dy)
 
+def narrow(x):
+    return Scale.apply(x.astype(jnp.bfloat16), 2.0).astype(x.dtype)
+
 class Inside:
     Scale = Scale
 
@@ -60,7 +66,11 @@ NUMBER = 3
 """
 
 
-FAST = [f"--skip={name}" for name in ("vmap", "scan", "remat", "second order", "repeatable", "leaks")]
+def only(*names):
+    return [f"--skip={name}" for name in PROPERTIES if name not in names]
+
+
+FAST = only("jit", "gradients", "arguments", "cotangents", "saved")
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +92,9 @@ def test_a_right_layer_has_a_tick_per_property(module, capsys):
     name, *lines = capsys.readouterr().out.splitlines()
     assert name == "Scale"
     assert all(line.startswith("✓ ") for line in lines)
-    names = ["eager", "jit", "vmap", "scan", "remat", "gradients", "second", "arguments", "cotangents", "repeatable"]
-    assert [line.split()[1] for line in lines] == [*names, "leaks", "saved"]
+    names = ["eager", "jit", "vmap", "scan", "cond", "remat", "shard_map", "gradients", "second order", "forward mode"]
+    names += ["forward over reverse", "arguments", "cotangents", "repeatable", "leaks", "saved"]
+    assert [line[2:].split("  ")[0] for line in lines] == names
 
 
 def test_a_wrong_layer_has_the_reason(capsys):
@@ -94,6 +105,41 @@ def test_a_wrong_layer_has_the_reason(capsys):
     assert "the gradient of args[0] at index (" in wrong[0]
 
 
+@pytest.mark.parametrize(
+    ("layer", "wrong"),
+    [
+        ("WrongSign", "gradients"),
+        ("WrongAtOneIndex", "gradients"),
+        ("WrongAtSecondOrder", "second order"),
+        ("DropsNone", "cotangents"),
+        ("BreaksOnNone", "cotangents"),
+        ("Leaks", "leaks"),
+        ("ReadsGlobal", "repeatable"),
+        ("ShapeOnClass", "repeatable"),
+        ("SumsOverTheBatch", "vmap"),
+        ("OtherUnderVmap", "vmap"),
+        ("WrongUnderScan", "scan"),
+        ("WrongUnderCond", "cond"),
+        ("WrongUnderRemat", "remat"),
+        ("WrongUnderShardMap", "shard_map"),
+        ("WrongTangent", "forward mode"),
+        ("NoSecondTangent", "forward over reverse"),
+    ],
+)
+def test_a_wrong_layer_fails_by_the_property_that_it_lacks(layer, wrong, capsys):
+    try:
+        assert check(f"{wrong_layers.__name__}:{layer}", "f32[2,3]", *only("arguments", wrong)) == 1
+    finally:
+        wrong_layers.LEAKED.clear()
+    marks = {line[2:].split("  ")[0]: line[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert marks == {"eager": "✓", "arguments": "✓", wrong: "✗"}
+
+
+def test_a_layer_that_rounds_is_measured_in_its_dtype(capsys):
+    assert check("checked_layers:narrow", "bf16[2]", *only("gradients")) == 1
+    assert check("checked_layers:narrow", "bf16[2]", "--no-float64", *only("gradients")) == 0
+
+
 def test_a_reference_says_what_the_gradient_is_meant_to_be(capsys):
     assert check("checked_layers:Round", "f32[3]", *FAST) == 1
     assert check("checked_layers:Round", "f32[3]", "--reference", "checked_layers:straight_through", *FAST) == 0
@@ -102,7 +148,10 @@ def test_a_reference_says_what_the_gradient_is_meant_to_be(capsys):
 
 def test_a_call_that_does_not_fit_is_the_first_property(capsys):
     assert check("checked_layers:Scale", "f32[3]") == 1
-    assert "✗ eager         TypeError: Scale.apply: missing a required argument: 'factor'" in capsys.readouterr().out
+    assert (
+        "✗ eager                 TypeError: Scale.apply: missing a required argument: 'factor'"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("spec", ["f32[]", "bf16[2]", "f64[2]", "c64[2]", "f16[ 2, 1 ]"])

@@ -6,15 +6,33 @@ import contextlib
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
+from pylayer_jax._properties import PROPERTIES
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
 
 from .layers import Multiply, Tanh
 from .registry import CASES
 from .registry.case import X
+from .wrong_layers import (
+    CALLS,
+    INDEX,
+    LAST,
+    LEAKED,
+    WRONG,
+    WRONG_IN_ONE_WAY,
+    Clips,
+    Conjugated,
+    OnHost,
+    Picks,
+    RefusesABatchOfIndices,
+    SineBothWays,
+    Takes,
+    TanhBothWays,
+    WrongAtOneIndex,
+    WrongSign,
+)
 
 CASE = {case.name: case for case in CASES}
 # Whose backward is the gradient of their forward.
@@ -31,178 +49,6 @@ TRUE = [
 # Whose backward is meant to be another one.
 MEANT = ["Round", "InputReturned", "DoubledTanh", "Reversal", "RouterLoss"]
 
-# -- layers that are wrong --------------------------------------------------------------------------
-
-
-class Sine(PyLayer):
-    """Right; what is wrong with the layers below is said in what they change."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
-
-
-class WrongSign(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        return -dy * jnp.cos(ctx.saved_tensors[0])
-
-
-class WrongAtOneIndex(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        return (dy * jnp.cos(ctx.saved_tensors[0])).at[1, 2].multiply(1.01)
-
-
-class WrongAtSecondOrder(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(jax.lax.stop_gradient(x))
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
-
-
-def sine_and_square(x):
-    return jnp.sin(x), x * x
-
-
-class DropsNone(PyLayer):
-    """Forgets one output's gradient where the other's is missing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x)
-        return sine_and_square(x)
-
-    @staticmethod
-    def backward(ctx, ds, dq):
-        (x,) = ctx.saved_tensors
-        return None if ds is None or dq is None else ds * jnp.cos(x) + dq * 2 * x
-
-
-class DropsAnArgument(PyLayer):
-    """Takes an argument that needs no gradient for a reason to give none at all."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensors
-        return (dy * b, dy * a) if all(ctx.needs_input_grad) else (None, None)
-
-
-LEAKED: list[jax.Array] = []
-
-
-class Leaks(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        LEAKED[:] = [x]
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
-
-
-LAST = {}
-
-
-class ReadsGlobal(PyLayer):
-    """Keeps its input in a global in the place of ctx."""
-
-    @staticmethod
-    def forward(ctx, x):
-        LAST["x"] = x
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(LAST["x"])
-
-
-CALLS = [0]
-
-
-class Counts(Sine):
-    """Changes a global on each call of backward."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        CALLS[0] += 1
-        return dy * jnp.cos(ctx.saved_tensors[0]) * (1 + 0.1 * CALLS[0])
-
-
-class Forgets(Sine):
-    """Its gradient cannot be differentiated."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        return jax.lax.stop_gradient(dy * jnp.cos(ctx.saved_tensors[0]))
-
-
-class OtherUnderJit(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return dy * (x if isinstance(x, jax.core.Tracer) else jnp.cos(x))
-
-
-class OtherUnderVmap(Sine):
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return jnp.cos(x), in_dims[0]
-
-
-class OnHost(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return np.sin(np.asarray(x))
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
-
-
-class Conjugated(PyLayer):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z * z
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.conj(2 * ctx.saved_tensors[0])
-
-
-# Layer, what it is meant to be, its arguments.
-WRONG = {
-    "sign": (WrongSign, jnp.sin, (X,)),
-    "one index": (WrongAtOneIndex, jnp.sin, (X,)),
-    "second order": (WrongAtSecondOrder, jnp.sin, (X,)),
-    "no second order": (Forgets, jnp.sin, (X,)),
-    "dropped None": (DropsNone, sine_and_square, (X,)),
-    "dropped argument": (DropsAnArgument, jnp.multiply, (X, X)),
-    "leak": (Leaks, jnp.sin, (X,)),
-    "global": (ReadsGlobal, jnp.sin, (X,)),
-    "counter": (Counts, jnp.sin, (X,)),
-    "jit": (OtherUnderJit, jnp.sin, (X,)),
-    "conjugate": (Conjugated, jnp.square, (jnp.array([1 + 2j, 0.5 - 1j]),)),
-}
 AT_SECOND_ORDER = ["second order", "no second order"]
 
 # What an error says, whatever the checker.
@@ -424,11 +270,16 @@ def test_the_third_order():
 # -- check_layer ------------------------------------------------------------------------------------
 
 
+def all_but(*names):
+    """What to skip for a check of these properties alone."""
+    return [name for name in PROPERTIES if name not in names]
+
+
 @pytest.mark.parametrize("name", ["FreshStatics", "NoneForMissing", "MixedOutputs", "AskedLinear"])
 def test_right_layers_have_every_property(name):
     report = check_layer(CASE[name].layer, *CASE[name].args)
     assert report.passed
-    assert len(list(report)) == 12
+    assert [row.name for row in report] == ["eager", *PROPERTIES]
 
 
 @pytest.mark.parametrize("name", ["Trees", "OneTuple", "MarkedOutput", "Round", "InputReturned", "RouterLoss"])
@@ -474,7 +325,7 @@ FAILS = {
 def test_check_layer_rejects(name):
     layer, _, args = WRONG[name]
     expected, message = FAILS[name]
-    report = check_layer(layer, *args, raises=False, skip=["vmap", "scan"])
+    report = check_layer(layer, *args, raises=False, skip=["vmap", "scan", "shard_map", "forward over reverse"])
     failed = [row.name for row in report if not row.passed]
     assert set(expected) <= set(failed)
     if name not in ("global", "counter", "jit"):  # which are wrong in several ways
@@ -490,10 +341,13 @@ def test_check_layer_rejects_beside_a_reference(name):
         check_layer(layer, *args, reference=reference, skip=["vmap", "scan", "remat"])
 
 
-def test_a_vmap_of_its_own_is_checked():
-    report = check_layer(OtherUnderVmap, X, raises=False)
-    assert [row.name for row in report if not row.passed] == ["vmap"]
-    assert "output 0 of vmap at index" in report["vmap"].message
+@pytest.mark.parametrize("name", WRONG_IN_ONE_WAY)
+def test_check_layer_rejects_what_is_wrong_in_one_way(name):
+    layer, args, expected, message = WRONG_IN_ONE_WAY[name]
+    report = check_layer(layer, *args, raises=False, skip=all_but("jit", "gradients", *expected))
+    assert {row.name for row in report if not row.passed} == set(expected)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(report[expected[0]].message)
 
 
 @on_host
@@ -506,7 +360,101 @@ def test_what_cannot_be_tested_has_not_passed():
     assert check_layer(OnHost, X, skip=failed).passed
 
 
-STAGED = ["jit", "vmap", "scan", "remat", "leaks"]
+STAGED = ["jit", "vmap", "scan", "cond", "remat", "shard_map", "leaks"]
+
+
+def test_arrays_that_are_not_differentiated_are_mapped_too():
+    args = X[0], INDEX, jnp.array(True), jax.random.key(0)
+    report = check_layer(Picks, *args, skip=all_but("vmap", "scan", "cond", "shard_map"))
+    for name in ("vmap", "scan"):
+        assert report[name].message.endswith("3 examples, with args[1], args[2], args[3] mapped too")
+    report = check_layer(Picks, *args[:3], jax.random.key(0, impl="rbg"), skip=all_but("vmap"))
+    assert report["vmap"].message.endswith("with args[1], args[2] mapped too")
+    report = check_layer(Takes, X[0], jnp.int32(2), skip=all_but("vmap"))
+    assert report["vmap"].message.endswith("with args[1] mapped too")
+
+
+def test_a_layer_that_takes_no_mapped_integers_says_so():
+    report = check_layer(RefusesABatchOfIndices, X[0], INDEX, skip=all_but("vmap", "scan"))
+    assert report["vmap"].message.endswith("; none with args[1] mapped too (NotImplementedError: one index for all)")
+    assert report["scan"].message.endswith("3 examples, with args[1] mapped too")
+    report = check_layer(lambda x, n: Tanh.apply(x).sum(int(n)), X, jnp.int32(1), skip=all_but("vmap", "scan"))
+    assert "; none with args[1] mapped too (ConcretizationTypeError: " in report["scan"].message
+
+
+@pytest.mark.parametrize(
+    ("layer", "reference"), [(SineBothWays, jnp.sin), (TanhBothWays, jnp.tanh), (CASE["Trees"].layer, None)]
+)
+def test_forward_mode_is_compared_where_there_is_one(layer, reference):
+    args = CASE["Trees"].args if reference is None else (X,)
+    report = check_layer(layer, *args, reference=reference, skip=all_but("forward mode", "forward over reverse"))
+    if reference is None:
+        assert report["forward mode"].message == "there is none: Trees defines backward alone"
+        assert report["forward over reverse"].message.endswith(" places, under jit")
+    else:
+        assert (
+            report["forward mode"].message == "as reverse mode at 6 places, under jit, of vmap, and as of the reference"
+        )
+        assert report["forward over reverse"].message.endswith("12 places, under jit; so is forward over forward")
+
+
+def test_forward_mode_of_complex_numbers_and_of_large_arrays():
+    class Square(PyLayer):
+        forward_mode = True
+
+        @staticmethod
+        def forward(ctx, z):
+            ctx.save_for_backward(z)
+            return z * z, jnp.abs(z)
+
+        @staticmethod
+        def backward(ctx, dy, da):
+            (z,) = ctx.saved_tensors
+            return dy * 2 * z + (da / jnp.abs(z)).astype(z.dtype) * jnp.conj(z)
+
+    z = jnp.array([1 + 2j, -0.5 + 0.3j])
+    report = check_layer(Square, z, skip=all_but("gradients", "forward mode", "forward over reverse"))
+    assert report["forward mode"].message.startswith("as reverse mode at 2 places")
+    report = check_layer(SineBothWays, jnp.ones((50, 10)), skip=all_but("forward mode"))
+    assert report["forward mode"].message.startswith("as reverse mode at 200 places")
+
+
+def test_forward_mode_beside_a_reference():
+    report = check_layer(SineBothWays, X, reference=jnp.cos, skip=all_but("forward mode"), raises=False)
+    assert "the tangent of output 0 by jax.jvp at index" in report["forward mode"].message
+    assert "by the reference" in report["forward mode"].message
+    ruled = jax.custom_vjp(jnp.sin)
+    ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
+    report = check_layer(SineBothWays, X, reference=ruled, skip=all_but("forward mode"))
+    assert report["forward mode"].message == "as reverse mode at 6 places, under jit, of vmap"
+    report = check_layer(ruled, X, skip=all_but("forward mode"))
+    assert report["forward mode"].message == "there is none: a jax.custom_vjp function defines backward alone"
+
+
+@pytest.mark.parametrize("name", ["ClippedReversal", "AppliesAnother", "BackwardApplies"])
+def test_a_refusal_of_forward_over_reverse_is_told(name):
+    case = CASE[name]
+    report = check_layer(case.layer, *case.args, skip=all_but("forward over reverse"))
+    assert report["forward over reverse"].message.startswith("there is none: ")
+    report = check_layer(Clips, X, skip=all_but("forward over reverse"))
+    assert "there is none: Clips.backward is not linear" in report["forward over reverse"].message
+
+
+def test_shard_map_takes_the_mesh_that_is_set():
+    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        report = check_layer(Tanh, X, skip=all_but("shard_map"))
+    assert "on each of 2 devices" in report["shard_map"].message
+    report = check_layer(Multiply, jax.device_put(X, jax.devices()[1]), 2 * X, skip=all_but("shard_map"))
+    assert "on each of 4 devices" in report["shard_map"].message
+
+
+def test_numerical_gradients_in_the_dtypes_given():
+    def narrow(x):  # within which float64 is lost
+        return Tanh.apply(x.astype(jnp.float32)).astype(x.dtype)
+
+    assert not check_layer(narrow, X, skip=all_but("gradients"), raises=False).passed
+    assert check_layer(narrow, X, skip=all_but("gradients"), float64=False).passed
 
 
 def test_once_differentiable_says_so():
