@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from ._arguments import Arguments, as_arrays
-from ._closures import traced_names
+from ._closures import traced_attributes, traced_names
 from ._compat import (
     NEEDS_VALUES,
     Tracer,
@@ -61,15 +61,23 @@ class Application:
         self.source = "" if observer.value is None else observer.value.caller()
 
     def names_closed_over(self, counts: Callable[[object], bool] = is_tracer) -> list[str]:
-        """Under which names `forward`, or a function among the arguments, reaches traced values that count."""
+        """Under which names `forward`, or a static among the arguments, reaches traced values that count."""
         names = traced_names(self.layer.forward, counts)
         for argument in self.arguments.arguments:
             for leaf in argument.skeleton.statics():
-                if callable(leaf):
-                    names += [f"{name} (in argument {argument.name})" for name in traced_names(leaf, counts)]
+                found = traced_names(leaf, counts) if callable(leaf) else traced_attributes(leaf, counts)
+                names += [f"{name} (in argument {argument.name})" for name in found]
         return names
 
     def closed_over(self) -> Exception:
+        for argument in self.arguments.arguments:
+            for path, leaf in argument.skeleton.static_paths():
+                if not callable(leaf) and (held := traced_attributes(leaf)):
+                    return jax.errors.UnexpectedTracerError(
+                        f"{self.name}.apply: argument {argument.name}{path} holds a traced value in {held[0]}, but "
+                        f"its type {type(leaf).__qualname__} is no pytree, so that its gradient would be lost. "
+                        "Register the type (jax.tree_util.register_dataclass), or pass the array itself."
+                    )
         names = self.names_closed_over()
         found = f" ({', '.join(names)})" if names else ""
         return jax.errors.UnexpectedTracerError(

@@ -92,9 +92,12 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     try:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
+        first = next(iter(signature.parameters), None)
+        context = "" if first == "ctx" else f" The first parameter of forward, {first!r}, takes the context."
+        static = " Is @staticmethod missing?" if first == "self" else ""
         raise TypeError(
             f"{layer}.apply: {error}. It takes the arguments of forward without the context: "
-            f"{layer}.apply{_without_context(declared)}."
+            f"{layer}.apply{_without_context(declared)}.{context}{static}"
         ) from None
     positional: list[tuple[str, Any]] = []
     keywords: list[tuple[str, Any]] = []

@@ -38,7 +38,9 @@ _DTYPES: Final = {
     "u64": jnp.uint64,
     "bool": jnp.bool_,
 }
+_LONG: Final = {np.dtype(dtype).name: name for name, dtype in _DTYPES.items()}  # as reports spell them
 _ARRAY: Final = re.compile(r"(\w+)\[\s*(\d+(?:\s*,\s*\d+)*|)\s*\]")
+_WIDE: Final = re.compile(r"(f|float|i|int|u|uint)64\[|(c|complex)128\[")
 _LAYER: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh"
 
 
@@ -81,7 +83,7 @@ def check(arguments: list[str]) -> LayerReport:
     )
     options = parser.parse_args(arguments)
     try:
-        wide = any(spec.startswith(("f64[", "c128[", "i64[", "u64[")) for spec in options.specs)
+        wide = any(_WIDE.match(spec) for spec in options.specs)
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
             layer = _load(options.layer)
             reference = None if options.reference is None else _load(options.reference)
@@ -102,6 +104,10 @@ def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
     if spec == "key[]":
         return jax.random.key(seed)
     match = _ARRAY.fullmatch(spec)
+    if match is None and spec.partition("=")[0].isidentifier() and "=" in spec:
+        raise _UnusableError(
+            f"{spec}: arguments are positional here. For keywords, name a function that applies the layer with them."
+        )
     if match is None:
         try:
             return ast.literal_eval(spec)
@@ -112,6 +118,7 @@ def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
                 f"None or '\"text\"'.{hint}"
             ) from None
     name, sizes = match.groups()
+    name = _LONG.get(name, name)
     if name not in _DTYPES:
         raise _UnusableError(f"{spec}: unknown dtype {name!r}; expected one of {', '.join(_DTYPES)}.")
     return _random([int(size) for size in sizes.split(",") if size], _DTYPES[name], rng)

@@ -1,8 +1,9 @@
-"""Traced values hidden inside functions, where neither JAX nor a context can follow them."""
+"""Traced values hidden inside functions and objects, where neither JAX nor a context can follow them."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,13 @@ def traced_names(function: object, counts: Callable[[object], bool] = is_tracer,
     held |= {name: spread[name] for name in code.co_names if isinstance(spread.get(name), Tracer)}
     held |= {f"default {i}": value for i, value in enumerate(getattr(function, "__defaults__", None) or ())}
     return _traced(held, counts, depth)
+
+
+def traced_attributes(value: object, counts: Callable[[object], bool] = is_tracer) -> list[str]:
+    """The attributes of an object that are traced arrays that count, as in `.w`."""
+    if isinstance(value, types.ModuleType):
+        return []
+    return [f".{name}" for name, held in getattr(value, "__dict__", {}).items() if counts(held)]
 
 
 def content(cell: Any) -> Any:

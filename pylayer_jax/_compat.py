@@ -108,7 +108,8 @@ with eval_context():
 
 def is_symbolic_zero(cotangent: Any) -> bool:
     # What the bwd rule of a custom_vjp gets for an output that has no gradient; float0 is that of an integer.
-    return isinstance(cotangent, SymbolicZero) or cotangent.dtype == jax.dtypes.float0
+    # A Python number, which a vjp function takes too, has no dtype.
+    return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
 def nothing_is_traced() -> bool:
@@ -388,6 +389,33 @@ def without_equations_of(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
     return rest, is_input
 
 
+def without_stopped_selections(jaxpr: Any) -> Any:
+    """The jaxpr without selections between a value and the same value behind `stop_gradient`.
+
+    A batched `jax.lax.cond` has them, to stop the gradients of branches that are not taken. They are the value, but
+    JAX cannot transpose them.
+    """
+    stopped: dict[Any, Any] = {}
+    same: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "stop_gradient" and not is_literal(equation.invars[0]):
+            stopped[equation.outvars[0]] = equation.invars[0]
+        elif equation.primitive.name == "select_n" and not any(map(is_literal, equation.invars[1:])):
+            values = {stopped.get(v, v) for v in equation.invars[1:]}
+            if len(values) == 1:
+                (value,) = values
+                same[equation.outvars[0]] = same.get(value, value)
+    if not same:
+        return jaxpr
+
+    def put(atoms: Sequence[Any]) -> list[Any]:
+        return [a if is_literal(a) else same.get(a, a) for a in atoms]
+
+    kept = [e.replace(invars=put(e.invars)) for e in jaxpr.eqns if not any(v in same for v in e.outvars)]
+    changed = jaxpr.replace(eqns=kept, outvars=put(jaxpr.outvars))
+    return pe.dce_jaxpr(changed, [True] * len(changed.outvars), instantiate=True)[0]
+
+
 def vmap_like(function: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
     """`jax.vmap` over the mapped axis that a batching rule was given."""
     return jax.vmap(
@@ -398,6 +426,17 @@ def vmap_like(function: Callable[..., Any], axis: Any, in_axes: Any, out_axes: A
         axis_size=axis.size,
         spmd_axis_name=axis.spmd_name,
     )
+
+
+def is_named(axis: Any) -> bool:
+    """Whether the mapped axis that a batching rule was given has a name, so that collectives may reach it."""
+    return type(axis.name) is not object
+
+
+def names_axis(equation: Any, axis: Any) -> bool:
+    """Whether an equation asks for the index along the mapped axis, or communicates over it."""
+    # The effect has no public name.
+    return any(type(e).__name__ == "NamedAxisEffect" and e.name == axis.name for e in equation.effects)
 
 
 def register(

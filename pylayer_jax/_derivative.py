@@ -22,7 +22,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._compat import Primitive, Zero, instantiate, is_undefined, mapped_type, register, tangent_type, vmap_like
+from ._compat import (
+    Primitive,
+    Zero,
+    instantiate,
+    is_named,
+    is_undefined,
+    mapped_type,
+    register,
+    tangent_type,
+    vmap_like,
+)
 from ._linearity import transpose
 
 # (needed inputs, residuals, cotangents of all outputs) -> gradients of all inputs; None is zero.
@@ -61,6 +71,7 @@ class Derivative:
 
     def gradients(self, needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of all inputs from cotangents of all outputs; None is zero."""
+        cotangents = [as_array(c, a) for c, a in zip(cotangents, self.output_types, strict=True)]
         return self.pullback(needed, self.opened(residuals, cotangents), cotangents)
 
     @property
@@ -152,7 +163,8 @@ def _apply_rule_transpose(
 def _apply_rule_batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, derivative: Derivative, needed: tuple[bool, ...]
 ) -> tuple[list[Any], list[Any]]:
-    if all(d is None for d in dims):  # JAX asks in this case too
+    # JAX asks in this case too; a rule may ask for the index along the axis.
+    if all(d is None for d in dims) and not is_named(axis):
         out = apply_rule_p.bind(*args, derivative=derivative, needed=needed)
         return out, [None] * len(out)
     count = derivative.residuals
@@ -232,6 +244,11 @@ def _dims(dims: ResidualDims) -> Any:
 def _undo(gradient: Any, dim: int | None) -> Any:
     # An input that all examples share gets the sum of their gradients.
     return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
+
+
+def as_array(value: Any, aval: Any) -> Any:
+    """A Python number, which JAX hands on as it is, as an array of the type that it stands for."""
+    return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

@@ -86,6 +86,7 @@ _NO_RULE = " has no rule for forward-mode differentiation"
 _REFUSALS = (
     _NO_RULE,
     "is not linear in its cotangents",
+    "cannot be transposed by JAX",
     "needs forward mode of",
     "is marked @once_differentiable",
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ._context import PyLayerContext, describe, own_copy
-from ._layer import PyLayer
+from ._layer import PyLayer, one_object
 from ._partition import is_tensor
 
 
@@ -107,6 +107,7 @@ class Function(PyLayer):
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 
+    @one_object
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._arguments import Argument, Arguments
-from ._compat import differentiable, typeof, varying_axes
+from ._compat import differentiable, is_key, typeof, varying_axes
 from ._context import describe
 from ._partition import BARE, Skeleton, is_tensor
 
@@ -29,6 +29,11 @@ def match_gradients(
     Raises:
         ValueError: for a wrong count, structure, type or shape; it names the layer and the argument.
     """
+    if isinstance(result, Iterator):
+        raise ValueError(
+            f"{arguments.layer}.backward returned {describe(result)}; expected its gradients in a tuple. Does it yield "
+            "them? Return them: return g0, g1."
+        )
     gradients: list[Any] = [None] * len(needed)
     pairs = (
         _pair_all(result, arguments)
@@ -165,7 +170,7 @@ def _shape_of(model: Any) -> str:
 def _fit(gradient: Any, aval: Any, where: str, name: str) -> Any:
     if gradient is None or not differentiable(aval):
         return None
-    if not is_tensor(gradient):
+    if not is_tensor(gradient) or is_key(gradient):
         raise ValueError(
             f"{where}{name!r}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for "
             f"zero; got {describe(gradient)}."

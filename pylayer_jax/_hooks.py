@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -12,6 +13,8 @@ from typing import Any
 from ._compat import current_trace, nothing_is_traced, set_current_trace
 from ._hook_stack import Hook, Pair, Refusal, active, active_pair, beneath, mark_nested
 from ._intercept import HooksTrace
+
+_RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
@@ -75,6 +78,11 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         """`function` with all of it inside a block."""
         if not callable(function):
             raise TypeError(f"{type(self).__name__} decorates a function, got {function!r}. Or use it in `with`.")
+        if any(test(function) for test in _RUNS_LATER):
+            raise TypeError(
+                f"{type(self).__name__} decorates a function that runs when it is called, and {function!r} runs later. "
+                "Put `with` around what is differentiated inside of it."
+            )
 
         @functools.wraps(function)
         def hooked(*args: Any, **kwargs: Any) -> Any:

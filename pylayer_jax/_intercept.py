@@ -48,7 +48,7 @@ from ._partition import Carried, Skeleton, split
 _WITHOUT_RESIDUALS = frozenset(
     (
         "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "device_put",
-        "expand_dims", "name", "neg", "pad", "pcast", "psum", "real", "imag", "reduce_sum", "reshape", "rev",
+        "expand_dims", "name", "neg", "new_ref", "pad", "pcast", "psum", "real", "imag", "reduce_sum", "reshape", "rev",
         "sharding_constraint", "slice", "squeeze", "stop_gradient", "sub", "transpose",
     )
 )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 import numpy as np
@@ -27,6 +27,29 @@ from ._recording import Outputs
 from ._rules import compile_layer
 
 _NOT_A_LAYER_VALUE = (np.ndarray, np.generic, jax.Ref)
+
+
+class _OneObject(classmethod):
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._name = f"_bound_{id(self)}"  # a subclass may have an `apply` of its own, which calls this one
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        owner = type(instance) if owner is None else owner
+        bound = vars(owner).get(self._name)
+        if bound is None:
+            bound = super().__get__(instance, owner)
+            setattr(owner, self._name, bound)
+        return bound
+
+
+_Method = TypeVar("_Method")
+
+
+def one_object(method: _Method) -> _Method:
+    """A class method that is the same object at each access: `jax.jit(Tanh.apply)` compiles once per object."""
+    found: Any = method
+    return cast(_Method, _OneObject(found.__func__))
 
 
 class PyLayer:
@@ -138,6 +161,7 @@ class PyLayer:
             "@staticmethod def backward(ctx, dy): ..."
         )
 
+    @one_object
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on the arguments of `forward`, without the context.

@@ -8,7 +8,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._compat import NEEDS_VALUES, eval_jaxpr, has_transpose, inner_jaxprs, is_literal, layer_of, stage
+from ._compat import (
+    NEEDS_VALUES,
+    eval_jaxpr,
+    has_transpose,
+    inner_jaxprs,
+    is_literal,
+    layer_of,
+    stage,
+    without_stopped_selections,
+)
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "mul", "neg", "reshape", "squeeze"})
@@ -50,6 +59,7 @@ def transpose(
             f"jax.numpy, or give {layer} a static jvp(ctx, *tangents), which sees them."
         )
         raise
+    jaxpr = without_stopped_selections(jaxpr)
     inputs = [False] * len(consts) + [True] * len(types)
     if reason := _affine_term(jaxpr, inputs):
         raise refuse(reason)
@@ -64,8 +74,10 @@ def transpose(
             raise _needs_forward_mode(layer, applied) from error
         operation = _nonlinear_operation(jaxpr, inputs)
         said = next(iter(str(error).splitlines()), "")
-        raise refuse(
-            f"it has {operation}" if operation else f"far as JAX can transpose it ({type(error).__name__}: {said})"
+        if operation:
+            raise refuse(f"it has {operation}") from error
+        raise _not_transposed(
+            f"{layer}.backward cannot be transposed by JAX ({type(error).__name__}: {said}). ", layer, forward_mode
         ) from error
 
 
@@ -156,13 +168,16 @@ def _needs_forward_mode(layer: str, applied: str) -> TypeError:
 
 
 def _not_linear(layer: str, reason: str, forward_mode: bool) -> TypeError:
-    message = f"{layer}.backward is not linear in its cotangents, as {reason}. "
+    return _not_transposed(f"{layer}.backward is not linear in its cotangents, as {reason}. ", layer, forward_mode)
+
+
+def _not_transposed(message: str, layer: str, forward_mode: bool) -> TypeError:
     if forward_mode:
         return TypeError(
-            f"{message}forward_mode = True derives the tangent map by transposing backward, and needs it to be. Give "
+            f"{message}forward_mode = True derives the tangent map by transposing a linear backward. Give "
             f"{layer} a static jvp(ctx, *tangents) instead, or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
         )
     return TypeError(
-        f"{message}Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes backward and needs it to "
-        "be. Use reverse over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
+        f"{message}Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes a linear "
+        "backward. Use reverse over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
     )

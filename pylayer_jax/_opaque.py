@@ -25,7 +25,19 @@ from ._application import (
     stage_forward,
 )
 from ._arguments import as_arrays
-from ._compat import Primitive, Tracer, Zero, is_staging, mapped_type, register, stage, tangent_type, typeof, vmap_like
+from ._compat import (
+    Primitive,
+    Tracer,
+    Zero,
+    is_named,
+    is_staging,
+    mapped_type,
+    register,
+    stage,
+    tangent_type,
+    typeof,
+    vmap_like,
+)
 from ._derivative import Derivative
 from ._orders import Rule, batch_rule, moves, record_p
 from ._recording import Recording
@@ -185,7 +197,8 @@ def _differentiate(call: Call, tensors: list[Any], needed: list[bool]) -> tuple[
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
-    if all(d is None for d in dims):  # JAX asks in this case too
+    # JAX asks in this case too; the layer may ask for the index along the axis, or for a sum over it.
+    if all(d is None for d in dims) and not is_named(axis):
         values = bind(call, args)
         return values, [None] * len(values)
     values = bind(Batch(call, axis, dims, call.first), args)

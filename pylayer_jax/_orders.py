@@ -30,8 +30,10 @@ from ._compat import (
     instantiate,
     is_literal,
     is_missing_forward_mode,
+    is_named,
     is_undefined,
     lower_jaxpr,
+    names_axis,
     prune,
     register,
     stage,
@@ -186,7 +188,9 @@ def _record_transpose(cotangents: Sequence[Any], *args: Any, rule: Rule) -> list
 
 
 def _record_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, rule: Rule) -> tuple[list[Any], list[Any]]:
-    if all(d is None for d in dims):  # JAX asks in this case too
+    # JAX asks in this case too. What a backward does that is differentiated first nobody knows yet.
+    named = is_named(axis) and (rule.first or any(names_axis(e, axis) for e in rule.jaxpr.eqns))
+    if all(d is None for d in dims) and not named:
         values = record_p.bind(*args, rule=rule)
         return values, [None] * len(values)
     batched, consts, out_dims = batch_rule(rule, axis, [typeof(x) for x in args], list(dims))
@@ -214,7 +218,7 @@ def batch_rule(rule: Rule, axis: Any, types: Sequence[Any], dims: list[Any]) -> 
     """
     # Every output gets the mapped axis, see NOTE [shared outputs]. An intermediate has no cotangent and
     # stays as it is.
-    reached = _reached(rule.jaxpr, [d is not None for d in dims])
+    reached = _reached(rule.jaxpr, [d is not None for d in dims], axis)
     out_dims = [0 if i < rule.outputs or r else None for i, r in enumerate(reached)]
     if rule.mapped is None:
         mapped = vmap_like(lambda *xs: eval_jaxpr(rule.jaxpr, (), *xs), axis, tuple(dims), out_dims)
@@ -282,10 +286,11 @@ def check_mapped(layer: str, axis: Any, outputs: Sequence[Any], expected: Sequen
             )
 
 
-def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Which outputs of a jaxpr depend on the inputs that are set."""
+def _reached(jaxpr: Any, inputs: Sequence[bool], axis: Any = None) -> list[bool]:
+    """Which outputs of a jaxpr depend on the inputs that are set, or on the index along a mapped axis."""
     live = {v for v, is_set in zip(jaxpr.invars, inputs, strict=True) if is_set}
     for equation in jaxpr.eqns:
-        if any(not is_literal(v) and v in live for v in equation.invars):
+        is_live = any(not is_literal(v) and v in live for v in equation.invars)
+        if is_live or (axis is not None and names_axis(equation, axis)):
             live.update(equation.outvars)
     return [not is_literal(v) and v in live for v in jaxpr.outvars]

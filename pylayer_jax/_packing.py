@@ -39,7 +39,7 @@ from ._compat import (
     with_type,
 )
 from ._context import describe
-from ._derivative import Derivative
+from ._derivative import Derivative, as_array
 from ._hook_stack import Hooks, Memory, Pair, beneath_blocks, covered
 from ._host import Place
 from ._joined import in_front
@@ -216,6 +216,7 @@ def _seal_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[Sealed, list[An
         value = jax.lax.stop_gradient(tensor)
     else:
         value = first_order_p.bind(tensor, where=where)[0] if moves and not pair.differentiable else tensor
+    value = as_array(value, sealed.aval)
     if pair.host:
         if hooks.rematerialized:
             raise NotImplementedError(

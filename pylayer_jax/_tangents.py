@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from ._arguments import Arguments
 from ._compat import differentiable, instantiate, tangent_type
 from ._context import describe
+from ._derivative import as_array
 from ._gradients import places, spread_entry
 from ._partition import BARE, is_tensor
 from ._recording import Outputs
@@ -25,7 +26,10 @@ def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize
     def zeros(aval: Any) -> Any:
         return instantiate(tangent_type(aval) if differentiable(aval) else aval)
 
-    full = [zeros(a) if t is None and materialize else t for t, a in zip(tangents, arguments.avals, strict=True)]
+    full = [
+        zeros(a) if t is None and materialize else as_array(t, a)
+        for t, a in zip(tangents, arguments.avals, strict=True)
+    ]
     return arguments.spread(full)
 
 

@@ -257,3 +257,40 @@ def test_replicated_input_in_shard_map_says_to_sum():
     f = jax.shard_map(Product.apply, mesh=mesh, in_specs=(spec("i"), spec()), out_specs=spec("i"))
     with pytest.raises(ValueError, match=r"gradient of 'w': .* Sum it in backward: jax\.lax\.psum\(gradient, 'i'\)"):
         jax.jit(jax.grad(lambda w: f(jnp.ones(4), w).sum()))(jnp.ones(1))
+
+
+@pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
+@runs
+def test_cotangents_that_are_python_numbers(run, forward_mode):
+    class Two(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2, jnp.sin(x)
+
+        @staticmethod
+        def backward(ctx, dy, dz):
+            assert (dy.shape, dy.dtype, dz.shape, dz.dtype) == ((), jnp.float32, (), jnp.float32)
+            return dy * 2 + dz * 3
+
+    layer = type("Two", (Two,), {"forward_mode": forward_mode})
+    pull = lambda x, dy, dz: jax.vjp(layer.apply, x)[1]((dy, dz))[0]  # noqa: E731
+    assert run(lambda x: pull(x, 1.0, 2.0))(jnp.float32(0.5)) == 8
+    mapped = jax.vmap(lambda x: pull(x, x, 2.0))
+    assert run(mapped)(X).tolist() == (X * 2 + 6).tolist()
+
+
+@runs
+def test_gradients_that_are_yielded(run):
+    def give(dy):
+        yield dy
+
+    with pytest.raises(ValueError, match=r"Gives\.backward returned generator; .* Return them: return g0, g1"):
+        run(jax.grad(lambda x: layer(give).apply(x).sum()))(X)
+
+
+@runs
+def test_a_key_as_a_gradient(run):
+    with pytest.raises(
+        ValueError, match=r"Gives\.backward, gradient of 'args\[0\]': expected an array of dtype float32"
+    ):
+        run(jax.grad(lambda x: layer(lambda dy: jax.random.key(0)).apply(x).sum()))(X)

@@ -599,3 +599,72 @@ def test_forward_mode_of_a_function_that_saves_for_forward():
     assert_same(jax.jacrev(Cube.apply)(X), jnp.diag(3 * X**2))
     assert_same(jax.jit(jax.hessian(lambda x: Cube.apply(x).sum()))(X), jnp.diag(6 * X))
     assert_same(jax.jacfwd(jax.jacfwd(lambda x: Cube.apply(x).sum()))(X), jnp.diag(6 * X))
+
+
+def test_a_batched_cond_in_backward():
+    # JAX turns it into selections, and stops the gradients of the branch that is not taken.
+    class Branches(PyLayer):
+        forward_mode = True
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x**2
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensor()
+            inner = lambda g: jax.lax.cond(x > 2, lambda g: g, lambda g: g * 2 * x, g)  # noqa: E731
+            return jax.lax.cond(x > 0, inner, lambda g: 2 * g * x, dy)
+
+    batch = jnp.array([1.0, -2.0])
+    plain = lambda x: x**2  # noqa: E731
+    for over in (jax.jacfwd, jax.hessian, lambda f: lambda x: jax.jvp(f, (x,), (x,))[1]):
+        assert_same(jax.vmap(over(Branches.apply))(batch), jax.vmap(over(plain))(batch))
+    assert_same(jax.jvp(jax.vmap(Branches.apply), (batch,), (batch,)), (batch**2, 2 * batch**2))
+
+    class Stopped(Branches):
+        @staticmethod
+        def backward(ctx, dy):
+            return jax.lax.stop_gradient(dy)
+
+    with pytest.raises(TypeError, match="the operation 'stop_gradient'"):
+        jax.jacfwd(Stopped.apply)(1.0)
+
+
+def test_what_jax_cannot_transpose_is_not_called_nonlinear():
+    class Largest(PyLayer):
+        @staticmethod
+        def forward(ctx, x, unique):
+            y, ctx.places = jax.lax.top_k(x, 2)
+            ctx.size, ctx.unique = x.shape[0], unique
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return jnp.zeros(ctx.size).at[ctx.places].set(dy, unique_indices=ctx.unique)
+
+    f = lambda unique: lambda x: (Largest.apply(x, unique) ** 2).sum()  # noqa: E731
+    x = jnp.array([0.1, 2.0, 1.0])
+    assert_same(jax.hessian(f(True))(x), jnp.diag(jnp.array([0.0, 2, 2])))
+    with pytest.raises(TypeError, match=r"Largest\.backward cannot be transposed by JAX \(.*unique_indices=True"):
+        jax.hessian(f(False))(x)
+
+
+def test_tangents_that_are_python_numbers():
+    class Add(PyLayer):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, dy
+
+        @staticmethod
+        def jvp(ctx, dx, dy):
+            assert (dx.shape, dx.dtype) == ((), jnp.float32)
+            return dx + dy
+
+    assert jax.jvp(Add.apply, (2.0, 3.0), (1.0, 1.0)) == (5, 2)
+    assert jax.jit(lambda x: jax.jvp(Add.apply, (x, 3.0), (1.0, 1.0)))(2.0) == (5, 2)

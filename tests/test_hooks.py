@@ -730,3 +730,49 @@ def test_one_jitted_function_differentiated_for_different_arguments_in_turn():
     _, by_w = jax.vjp(lambda w: f(X, w), w)
     np.testing.assert_allclose(by_x(jnp.ones_like(value))[0], jax.grad(plain)(X, w), rtol=1e-5)
     np.testing.assert_allclose(by_w(jnp.ones_like(value))[0], jax.grad(plain, 1)(X, w), rtol=1e-5)
+
+
+class Square(PyLayer):
+    forward_mode = True
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensor()
+        return 2 * dy * x
+
+
+@pytest.mark.parametrize("f", [Square.apply, lambda x: jnp.sin(x) * x], ids=["layer", "operation"])
+@pytest.mark.parametrize("order", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.hessian], ids=["1", "2", "hessian"])
+def test_python_numbers_as_arguments_and_cotangents(f, order):
+    seen = []
+    hooks = saved_tensors_hooks(lambda x: seen.append(x.dtype) or (x, x.size), lambda kept: kept[0])
+    np.testing.assert_allclose(order(hooks(f))(2.0), order(f)(2.0), rtol=1e-6)
+    assert set(seen) == {jnp.dtype("float32")}
+    np.testing.assert_allclose(jax.vjp(hooks(f), 2.0)[1](1.0), jax.vjp(f, 2.0)[1](1.0), rtol=1e-6)
+
+
+def test_refs_inside_a_block():
+    def f(x):
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[...] = x * x
+        return jnp.sum(ref[...])
+
+    for run in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        np.testing.assert_allclose(run(bits()(f))(X), 2 * X, rtol=1e-6)
+
+
+def test_functions_that_run_later_are_not_decorated():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match=r"saved_tensors_hooks decorates a function that runs when it is called"):
+            bits()(function)

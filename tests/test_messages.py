@@ -238,3 +238,37 @@ def test_import_inside_a_trace_is_harmless():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "0.0"]
+
+
+def test_forward_without_a_context():
+    class Bare(PyLayer):
+        @staticmethod
+        def forward(x):
+            return x * 2
+
+    class Unbound(PyLayer):
+        def forward(self, ctx, x):
+            return x * 2
+
+    with pytest.raises(TypeError, match=r"Bare\.apply: .* The first parameter of forward, 'x', takes the context\.$"):
+        Bare.apply(X)
+    with pytest.raises(TypeError, match=r"Unbound\.apply: .* 'self', takes the context\. Is @staticmethod missing\?"):
+        Unbound.apply(X)
+
+
+def test_a_traced_value_in_an_object_that_is_no_pytree():
+    class Box:
+        def __init__(self, w):
+            self.w = w
+
+    class Boxed(PyLayer):
+        @staticmethod
+        def forward(ctx, boxes, x):
+            return boxes[0].w * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy
+
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"argument boxes\[0\] holds a traced value in \.w, but"):
+        jax.grad(lambda w: Boxed.apply([Box(w)], X).sum())(X)
