@@ -15,9 +15,11 @@ import pytest
 import pylayer_jax
 
 from .oracle import (
+    HALVES,
     MODES,
     Case,
     Cases,
+    Mine,
     Ours,
     Paddle,
     X,
@@ -29,6 +31,7 @@ from .oracle import (
     compare_hooks,
     compare_undifferentiated,
     compare_with_table,
+    fail,
 )
 from .shared_layers import DIFFERENCES, DOCUMENTED, HOOKS, SHARED, packs_without_differentiation, product
 
@@ -426,14 +429,6 @@ def unknown_attribute(of):
     return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: ctx.nothing_set).apply
 
 
-class Mine(Exception):
-    """Of the user's own."""
-
-
-def fail(*args):
-    raise Mine("on purpose")
-
-
 @TABLE.differ(theirs=Mine, ours=Mine, match="on purpose")
 def exception_in_forward(of):
     return of.layer(fail, lambda ctx, dy: dy).apply
@@ -594,9 +589,6 @@ for name, (their, our, unpacked) in UNPACKED.items():
     @TABLE.differ(X, Y, label=name, theirs=their, ours=our, match="unpack_hook")
     def unpacked_for_an_operation(of, unpacked=unpacked):
         return of.hooked(of.multiply, unpack=lambda kept: unpacked(of, kept["hidden"]))
-
-
-HALVES = [v.astype(np.float16).astype(np.float32) for v in (Y, X)]
 
 
 @TABLE.differ(X, Y, theirs=HALVES, ours=ValueError, match="unpack_hook")

@@ -15,9 +15,11 @@ import pylayer_jax
 from pylayer_jax import packers
 
 from .oracle import (
+    HALVES,
     MODES,
     Case,
     Cases,
+    Mine,
     Ours,
     Torch,
     X,
@@ -29,6 +31,7 @@ from .oracle import (
     compare_hooks,
     compare_undifferentiated,
     compare_with_table,
+    fail,
 )
 from .shared_layers import (
     DIFFERENCES,
@@ -306,14 +309,6 @@ def saved_tensors_assigned(of):
     return of.layer(forward, lambda ctx, dy: dy * 3).apply
 
 
-class Mine(Exception):
-    """Of the user's own."""
-
-
-def fail(*args):
-    raise Mine("on purpose")
-
-
 @TABLE.differ(theirs=Mine, ours=Mine, match="on purpose")
 def exception_in_forward(of):
     return of.layer(fail, lambda ctx, dy: dy).apply
@@ -353,8 +348,6 @@ def hooks_that_are_not_callable(of):
 
     return inside
 
-
-HALVES = [v.astype(np.float16).astype(np.float32) for v in (Y, X)]
 
 # What unpack returns in place of a tensor.
 UNPACKED = {
