@@ -17,6 +17,20 @@ from ._intercept import HooksTrace
 _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
+class _Block(contextlib.ExitStack):
+    is_left = False
+
+
+class _Opened(threading.local):
+    """The blocks of this thread that were not closed yet, of all pairs, the innermost last."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+
+
+_opened = _Opened()
+
+
 class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
     """Pack what is saved for backward inside a block or a function, and unpack it when backward asks for it.
 
@@ -105,22 +119,26 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         if self._pair.is_outdated():  # a variable that a hook closes over was bound anew
             self._pair = self._present_pair()
         mark_nested(self._pair)
-        block = contextlib.ExitStack()
+        block = _Block()
         block.enter_context(active(self._pair))
         if not nothing_is_traced():
             # The innermost pair alone applies.
             block.enter_context(set_current_trace(HooksTrace(beneath(current_trace()), self._pair)))
         self._blocks().append(block)
+        _opened.blocks.append(block)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._blocks().pop().close()
+        self._blocks().pop().is_left = True
+        # A block around one that is still open, as generators may have it, ends with that one.
+        while _opened.blocks and _opened.blocks[-1].is_left:
+            _opened.blocks.pop().close()
 
     def close(self) -> None:
         """Drop everything that compiled programs hold for this pair; a backward that asks for it fails."""
         self._pair.store.release()
 
-    def _blocks(self) -> list[contextlib.ExitStack]:
+    def _blocks(self) -> list[_Block]:
         if not hasattr(self._entered, "blocks"):
             self._entered.blocks = []
         return self._entered.blocks

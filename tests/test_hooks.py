@@ -776,3 +776,23 @@ def test_functions_that_run_later_are_not_decorated():
     for function in (generator, coroutine):
         with pytest.raises(TypeError, match=r"saved_tensors_hooks decorates a function that runs when it is called"):
             bits()(function)
+
+
+def test_blocks_that_end_in_another_order():
+    packed = []
+
+    def block(name):
+        with saved_tensors_hooks(lambda x: packed.append(name) or x, lambda x: x):
+            yield
+            yield
+
+    first, second = block("first"), block("second")
+    next(first), next(second)
+    first.close()
+    jax.grad(Square.apply)(1.0)
+    assert packed == ["second"]
+    second.close()
+    jax.grad(Square.apply)(1.0)
+    assert packed == ["second"]
+    with disable_saved_tensors_hooks("none is active"):
+        pass
