@@ -19,7 +19,9 @@ from ._compat import inner_jaxprs, is_key, is_literal, is_tracer, typeof
 from ._partition import is_tensor, split
 from ._recording import Kept, Recording
 
-_MACHINERY = {f"{__package__}.{module}" for module in ("_application", "_function", "_layer")}
+_MACHINERY = {
+    f"{__package__}.{module}" for module in ("_application", "_function", "_hooks", "_intercept", "_layer", "_report")
+}
 _COLUMNS = ("layer", "saved", "type", "times", "bytes", "packed", "where", "")
 
 
@@ -118,10 +120,11 @@ def _cells(row: SavedTensor) -> tuple[str, ...]:
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
     """What every layer applied in `fun(*args, **kwargs)` saves for backward, if all float arguments are differentiated.
 
-    `fun` is traced and not run, so that arguments may be `jax.ShapeDtypeStruct`s. Hooks that are active count, as
-    do the blocks inside `fun`. One row is one tensor that `save_for_backward` or an attribute of ctx keeps: its type,
-    its bytes (before and after packing), how many iterations of a scan keep one, and where the layer was applied. A
-    tensor that several applications keep counts once, and what `jax.checkpoint` computes again counts nothing.
+    `fun`, a function or a layer, is traced and not run, so that arguments may be `jax.ShapeDtypeStruct`s. Hooks
+    that are active count, as do the blocks inside `fun`. One row is one tensor that `save_for_backward` or an
+    attribute of ctx keeps: its type, its bytes (before and after packing), how many iterations of a scan keep one,
+    and where the layer was applied. A tensor that several applications keep counts once, and what `jax.checkpoint`
+    computes again counts nothing.
 
     Raises:
         TypeError: where no argument holds a float array.
@@ -130,6 +133,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     def is_argument(leaf: object) -> bool:
         return is_tensor(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
 
+    fun = getattr(fun, "apply", fun) if isinstance(fun, type) else fun
     tensors, skeleton = split((args, kwargs), is_argument)
     chosen = [i for i, t in enumerate(tensors) if jnp.issubdtype(t.dtype, jnp.inexact)]
     if not chosen:
