@@ -150,6 +150,11 @@ def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
     return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in tensors]
 
 
+def as_array(value: Any, aval: Any) -> Any:
+    """A Python number, which JAX hands on as it is, as an array of the type that it stands for."""
+    return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
+
+
 def as_jax(tree: Any) -> Any:
     """The tree with its NumPy arrays and scalars as JAX arrays, as they are under jit."""
     tensors, skeleton = split(tree)

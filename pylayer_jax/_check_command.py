@@ -40,7 +40,6 @@ _DTYPES: Final = {
 }
 _LONG: Final = {np.dtype(dtype).name: name for name, dtype in _DTYPES.items()}  # as reports spell them
 _ARRAY: Final = re.compile(r"(\w+)\[\s*(\d+(?:\s*,\s*\d+)*|)\s*\]")
-_WIDE: Final = re.compile(r"(f|float|i|int|u|uint)64\[|(c|complex)128\[")
 _LAYER: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh"
 
 
@@ -83,12 +82,13 @@ def check(arguments: list[str]) -> LayerReport:
     )
     options = parser.parse_args(arguments)
     try:
-        wide = any(_WIDE.match(spec) for spec in options.specs)
+        specs = [_shortened(spec) for spec in options.specs]
+        wide = any(spec.startswith(("f64[", "c128[", "i64[", "u64[")) for spec in specs)
         with jax.enable_x64(True) if wide else contextlib.nullcontext():
             layer = _load(options.layer)
             reference = None if options.reference is None else _load(options.reference)
             rng = np.random.default_rng(options.seed)
-            args = [_argument(spec, rng, options.seed) for spec in options.specs]
+            args = [_argument(spec, rng, options.seed) for spec in specs]
             try:
                 report = check_layer(
                     layer, *args, reference=reference, skip=options.skip, float64=options.float64, raises=False
@@ -100,15 +100,21 @@ def check(arguments: list[str]) -> LayerReport:
     return report
 
 
+def _shortened(spec: str) -> str:
+    name, bracket, sizes = spec.partition("[")
+    return f"{_LONG.get(name, name)}[{sizes}" if bracket else spec
+
+
 def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
     if spec == "key[]":
         return jax.random.key(seed)
     match = _ARRAY.fullmatch(spec)
-    if match is None and spec.partition("=")[0].isidentifier() and "=" in spec:
-        raise _UnusableError(
-            f"{spec}: arguments are positional here. For keywords, name a function that applies the layer with them."
-        )
     if match is None:
+        if "=" in spec and spec.partition("=")[0].isidentifier():
+            raise _UnusableError(
+                f"{spec}: arguments are positional here. For keywords, name a function that applies the layer with "
+                "them."
+            )
         try:
             return ast.literal_eval(spec)
         except (ValueError, SyntaxError):
@@ -118,7 +124,6 @@ def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
                 f"None or '\"text\"'.{hint}"
             ) from None
     name, sizes = match.groups()
-    name = _LONG.get(name, name)
     if name not in _DTYPES:
         raise _UnusableError(f"{spec}: unknown dtype {name!r}; expected one of {', '.join(_DTYPES)}.")
     return _random([int(size) for size in sizes.split(",") if size], _DTYPES[name], rng)

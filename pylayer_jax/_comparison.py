@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compat import differentiable
+from ._compat import differentiable, is_key
 from ._ways import Flat, MismatchError, in_every_way
 
 
@@ -53,7 +53,7 @@ class Comparison:
     def of_arrays(self, got: Any, expected: Any, what: str) -> None:
         if got.shape != expected.shape or got.dtype != expected.dtype:
             raise MismatchError(f"{what} is {type_of(got)}, but {type_of(expected)} by {self.right}.")
-        if jnp.issubdtype(got.dtype, jax.dtypes.prng_key):
+        if is_key(got):
             got, expected = jax.random.key_data(got), jax.random.key_data(expected)
         a, b = exact(got), exact(expected)
         size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))

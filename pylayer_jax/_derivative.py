@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ._arguments import as_array
 from ._compat import (
     Primitive,
     Zero,
@@ -244,11 +245,6 @@ def _dims(dims: ResidualDims) -> Any:
 def _undo(gradient: Any, dim: int | None) -> Any:
     # An input that all examples share gets the sum of their gradients.
     return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
-
-
-def as_array(value: Any, aval: Any) -> Any:
-    """A Python number, which JAX hands on as it is, as an array of the type that it stands for."""
-    return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._arguments import as_array
 from ._closures import traced_names
 from ._compat import (
     NEEDS_VALUES,
@@ -39,7 +40,7 @@ from ._compat import (
     with_type,
 )
 from ._context import describe
-from ._derivative import Derivative, as_array
+from ._derivative import Derivative
 from ._hook_stack import Hooks, Memory, Pair, beneath_blocks, covered
 from ._host import Place
 from ._joined import in_front

@@ -8,10 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._arguments import Arguments
+from ._arguments import Arguments, as_array
 from ._compat import differentiable, instantiate, tangent_type
 from ._context import describe
-from ._derivative import as_array
 from ._gradients import places, spread_entry
 from ._partition import BARE, is_tensor
 from ._recording import Outputs

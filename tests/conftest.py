@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Thousands of tiny programs are compiled and run once, so that LLVM's optimizations would be most of the time.
@@ -38,3 +39,10 @@ def framework(request):
             pytest.skip(f"{name} is not installed")
 
     return load
+
+
+@pytest.fixture
+def paddle(framework):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return framework("paddle")

@@ -1,4 +1,4 @@
-"""Two plain layers and a pair of hooks, for tests and benchmarks that are about something else."""
+"""Three layers and a pair of hooks, for tests and benchmarks that are about something else."""
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,22 @@ class Multiply(PyLayer):
     def backward(ctx, dy):
         a, b = ctx.saved_tensor()
         return dy * b, dy * a
+
+
+class Square(PyLayer):
+    """Saves its input, and has forward mode."""
+
+    forward_mode = True
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensor()
+        return 2 * dy * x
 
 
 def bits():

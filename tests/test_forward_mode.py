@@ -11,7 +11,7 @@ import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
 
-from .layers import Multiply, Tanh, bits
+from .layers import Multiply, Square, Tanh, bits
 from .registry import CASES
 from .transforms import (
     FIRST_ORDER,
@@ -164,19 +164,6 @@ def test_forward_is_staged_once_under_jit():
     jax.jit(jax.grad(lambda x: Counted.apply(x).sum()))(X)
     jax.jit(lambda x: jax.jvp(Counted.apply, (x,), (x,)))(X)
     assert runs == [(True,), (True,)]
-
-
-class Square(PyLayer):
-    forward_mode = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * dy * ctx.saved_tensors[0]
 
 
 class Shift(PyLayer):

@@ -14,7 +14,7 @@ import pytest
 
 from pylayer_jax import PyLayer, disable_saved_tensors_hooks, once_differentiable, saved_tensors_hooks
 
-from .layers import Multiply, Tanh, bits
+from .layers import Multiply, Square, Tanh, bits
 
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
 B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -730,20 +730,6 @@ def test_one_jitted_function_differentiated_for_different_arguments_in_turn():
     _, by_w = jax.vjp(lambda w: f(X, w), w)
     np.testing.assert_allclose(by_x(jnp.ones_like(value))[0], jax.grad(plain)(X, w), rtol=1e-5)
     np.testing.assert_allclose(by_w(jnp.ones_like(value))[0], jax.grad(plain, 1)(X, w), rtol=1e-5)
-
-
-class Square(PyLayer):
-    forward_mode = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensor()
-        return 2 * dy * x
 
 
 @pytest.mark.parametrize("f", [Square.apply, lambda x: jnp.sin(x) * x], ids=["layer", "operation"])

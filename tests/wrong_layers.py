@@ -8,6 +8,7 @@ import numpy as np
 
 from pylayer_jax import PyLayer
 
+from .layers import Multiply, Tanh
 from .registry.case import X
 
 INDEX = jnp.array([2, 0, 1, 1])
@@ -38,15 +39,11 @@ class WrongAtOneIndex(Sine):
         return (dy * jnp.cos(ctx.saved_tensors[0])).at[1, 2].multiply(1.01)
 
 
-class WrongAtSecondOrder(PyLayer):
+class WrongAtSecondOrder(Sine):
     @staticmethod
     def forward(ctx, x):
         ctx.save_for_backward(jax.lax.stop_gradient(x))
         return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
 
 
 def sine_and_square(x):
@@ -68,13 +65,8 @@ class DropsNone(PyLayer):
         return None if ds is None or dq is None else ds * jnp.cos(x) + dq * 2 * x
 
 
-class DropsAnArgument(PyLayer):
+class DropsAnArgument(Multiply):
     """Takes an argument that needs no gradient for a reason to give none at all."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
 
     @staticmethod
     def backward(ctx, dy):
@@ -193,14 +185,8 @@ class Conjugated(PyLayer):
         return dy * jnp.conj(2 * ctx.saved_tensors[0])
 
 
-class BreaksOnNone(PyLayer):
+class BreaksOnNone(DropsNone):
     """Its backward computes with a cotangent that may be missing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x)
-        return sine_and_square(x)
 
     @staticmethod
     def backward(ctx, ds, dq):
@@ -278,19 +264,7 @@ class TakesTheBatchInFront(Sine):
         return jnp.sin(x), 0
 
 
-class Product(PyLayer):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensors
-        return dy * b, dy * a
-
-
-class SharesTheFirst(Product):
+class SharesTheFirst(Multiply):
     """Wrong where its second argument alone is mapped."""
 
     @staticmethod
@@ -381,19 +355,8 @@ class SineBothWays(Sine):
         return t * jnp.cos(ctx.saved_tensors[0])
 
 
-class TanhBothWays(PyLayer):
+class TanhBothWays(Tanh):
     """Right; what it saves is its output, so that its second derivative needs its first."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensors
-        return dy * (1 - y**2)
 
     @staticmethod
     def jvp(ctx, t):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .oracle import Cases, Ours, Theirs, X, Y, Z, assert_same
+from .oracle import Cases, Mine, Ours, Theirs, X, Y, Z, assert_same, fail
 
 # -- layers that Paddle, torch and this library agree on --------------------------------------------
 
@@ -602,3 +602,47 @@ def saved_tensors_read_twice(of):
 def hooks_as_a_decorator(of):
     hooks = of.hooks(lambda x: x, lambda x: x)
     return lambda x, y: hooks(of.multiply)(x, y)
+
+
+# -- what is refused --------------------------------------------------------------------------------
+
+
+@DIFFERENCES.differ(theirs=Mine, ours=Mine, match="on purpose")
+def exception_in_forward(of):
+    return of.layer(fail, lambda ctx, dy: dy).apply
+
+
+@DIFFERENCES.differ(theirs=NotImplementedError, ours=NotImplementedError)
+def no_forward(of):
+    return type("Layer", (of.base,), {}).apply
+
+
+# The sides raise what is written down where these are entered.
+
+
+def exception_in_backward(of):
+    return of.layer(lambda ctx, x: x * 2, fail).apply
+
+
+def unknown_attribute(of):
+    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: ctx.nothing_set).apply
+
+
+def hooks_that_are_not_callable(of):
+    def inside(x, y):
+        with of.hooks(1, 2):
+            return x * y
+
+    return inside
+
+
+FAILING_HOOKS = []
+for name in ("pack", "unpack"):
+
+    def exception_in_a_hook_of_an_operation(of, name=name):
+        return of.hooked(of.multiply, **{name: fail})
+
+    def exception_in_a_hook_of_a_layer(of, name=name):
+        return of.hooked(product(of).apply, **{name: fail})
+
+    FAILING_HOOKS += [(name, exception_in_a_hook_of_an_operation), (name, exception_in_a_hook_of_a_layer)]

@@ -6,8 +6,6 @@ list of one gets no cotangent, and where the backward of a layer runs twice in o
 
 from __future__ import annotations
 
-import warnings
-
 import jax
 import numpy as np
 import pytest
@@ -33,16 +31,24 @@ from .oracle import (
     compare_with_table,
     fail,
 )
-from .shared_layers import DIFFERENCES, DOCUMENTED, HOOKS, SHARED, packs_without_differentiation, product
+from .shared_layers import (
+    DIFFERENCES,
+    DOCUMENTED,
+    FAILING_HOOKS,
+    HOOKS,
+    SHARED,
+    exception_in_backward,
+    hooks_that_are_not_callable,
+    packs_without_differentiation,
+    product,
+    unknown_attribute,
+)
 
 CASES, TABLE, COUNTS = Cases(SHARED), Cases(DOCUMENTED + DIFFERENCES), Cases(HOOKS)
 
 
 @pytest.fixture
-def theirs(framework):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        paddle = framework("paddle")
+def theirs(paddle):
     yield Paddle(paddle)
     paddle.set_grad_enabled(True)  # which an exception in a hook of an operation leaves off
 
@@ -424,24 +430,8 @@ for name, read in {"saved_tensors": lambda ctx: ctx.saved_tensors, "needs": lamb
         return of.layer(lambda ctx, x: x * 2, backward).apply
 
 
-@TABLE.differ(theirs=OSError, ours=AttributeError, match="nothing_set")
-def unknown_attribute(of):
-    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: ctx.nothing_set).apply
-
-
-@TABLE.differ(theirs=Mine, ours=Mine, match="on purpose")
-def exception_in_forward(of):
-    return of.layer(fail, lambda ctx, dy: dy).apply
-
-
-@TABLE.differ(theirs=OSError, ours=Mine, match="on purpose")
-def exception_in_backward(of):
-    return of.layer(lambda ctx, x: x * 2, fail).apply
-
-
-@TABLE.differ(theirs=NotImplementedError, ours=NotImplementedError)
-def no_forward(of):
-    return type("Layer", (of.base,), {}).apply
+TABLE.differ(theirs=OSError, ours=AttributeError, match="nothing_set")(unknown_attribute)
+TABLE.differ(theirs=OSError, ours=Mine, match="on purpose")(exception_in_backward)
 
 
 @TABLE.differ(theirs=OSError, ours=NotImplementedError)
@@ -551,24 +541,9 @@ def second_derivative_of_once_differentiable(of):
 
 
 # Hooks: every exception in them is an OSError there.
-for name, side in {"pack": {"pack": fail}, "unpack": {"unpack": fail}}.items():
-
-    @TABLE.differ(X, Y, label=name, theirs=OSError, ours=Mine, match="on purpose")
-    def exception_in_a_hook_of_an_operation(of, side=side):
-        return of.hooked(of.multiply, **side)
-
-    @TABLE.differ(X, Y, label=name, theirs=OSError, ours=Mine, match="on purpose")
-    def exception_in_a_hook_of_a_layer(of, side=side):
-        return of.hooked(product(of).apply, **side)
-
-
-@TABLE.differ(X, Y, theirs=OSError, ours=TypeError, match="pack_hook")
-def hooks_that_are_not_callable(of):
-    def inside(x, y):
-        with of.hooks(1, 2):
-            return x * y
-
-    return inside
+for name, build in FAILING_HOOKS:
+    TABLE.differ(X, Y, label=name, theirs=OSError, ours=Mine, match="on purpose")(build)
+TABLE.differ(X, Y, theirs=OSError, ours=TypeError, match="pack_hook")(hooks_that_are_not_callable)
 
 
 @TABLE.differ(X, Y, theirs=ValueError, ours=[Y, X])

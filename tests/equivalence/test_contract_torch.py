@@ -36,15 +36,19 @@ from .oracle import (
 from .shared_layers import (
     DIFFERENCES,
     DOCUMENTED,
+    FAILING_HOOKS,
     HOOKS,
     SHARED,
     complex_numbers,
     doubled_sine,
     doubled_tanh,
+    exception_in_backward,
+    hooks_that_are_not_callable,
     itself_inside_backward,
     packs_without_differentiation,
     product,
     two_inputs,
+    unknown_attribute,
 )
 
 CASES, TABLE, COUNTS = Cases(SHARED), Cases(DOCUMENTED + DIFFERENCES), Cases(HOOKS)
@@ -309,44 +313,11 @@ def saved_tensors_assigned(of):
     return of.layer(forward, lambda ctx, dy: dy * 3).apply
 
 
-@TABLE.differ(theirs=Mine, ours=Mine, match="on purpose")
-def exception_in_forward(of):
-    return of.layer(fail, lambda ctx, dy: dy).apply
-
-
-@TABLE.differ(theirs=Mine, ours=Mine, match="on purpose")
-def exception_in_backward(of):
-    return of.layer(lambda ctx, x: x * 2, fail).apply
-
-
-@TABLE.differ(theirs=AttributeError, ours=AttributeError, match="nothing_set")
-def unknown_attribute(of):
-    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: ctx.nothing_set).apply
-
-
-@TABLE.differ(theirs=NotImplementedError, ours=NotImplementedError)
-def no_forward(of):
-    return type("Layer", (of.base,), {}).apply
-
-
-for name, side in {"pack": {"pack": fail}, "unpack": {"unpack": fail}}.items():
-
-    @TABLE.differ(X, Y, label=name, theirs=Mine, ours=Mine, match="on purpose")
-    def exception_in_a_hook_of_an_operation(of, side=side):
-        return of.hooked(of.multiply, **side)
-
-    @TABLE.differ(X, Y, label=name, theirs=Mine, ours=Mine, match="on purpose")
-    def exception_in_a_hook_of_a_layer(of, side=side):
-        return of.hooked(product(of).apply, **side)
-
-
-@TABLE.differ(X, Y, theirs=TypeError, ours=TypeError, match="pack_hook")
-def hooks_that_are_not_callable(of):
-    def inside(x, y):
-        with of.hooks(1, 2):
-            return x * y
-
-    return inside
+TABLE.differ(theirs=Mine, ours=Mine, match="on purpose")(exception_in_backward)
+TABLE.differ(theirs=AttributeError, ours=AttributeError, match="nothing_set")(unknown_attribute)
+for name, build in FAILING_HOOKS:
+    TABLE.differ(X, Y, label=name, theirs=Mine, ours=Mine, match="on purpose")(build)
+TABLE.differ(X, Y, theirs=TypeError, ours=TypeError, match="pack_hook")(hooks_that_are_not_callable)
 
 
 # What unpack returns in place of a tensor.

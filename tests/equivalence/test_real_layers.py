@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -388,13 +387,6 @@ def test_gradients(one, way):
 
 
 # -- the Paddle ones against real Paddle --------------------------------------------------------------
-
-
-@pytest.fixture
-def paddle(framework):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return framework("paddle")
 
 
 @pytest.fixture
