@@ -7,7 +7,8 @@ import sys
 import textwrap
 import time
 
-from . import __version__, _check_command, _demo
+from . import __version__
+from ._commands import check, demo
 
 ACCURACY = 0.95
 GRADIENT_ERROR = 1e-4
@@ -17,7 +18,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; 0 if the network learned and its gradients are right, or the layer to check is."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
-        report = _check_command.check(arguments[1:])
+        report = check.check(arguments[1:])
         encoding = sys.stdout.encoding or "utf-8"
         print(str(report).encode(encoding, "replace").decode(encoding))  # a terminal may lack the ticks
         return 0 if report.passed else 1
@@ -37,19 +38,19 @@ def main(arguments: list[str] | None = None) -> int:
 
     start = time.perf_counter()
     try:
-        result = _demo.train(options.epochs, options.seed, progress=not options.quiet)
+        result = demo.train(options.epochs, options.seed, progress=not options.quiet)
     except ImportError as error:
         print(f'{error.name} is missing. The main job needs an extra: pip install "pylayer_jax[demo]"', file=sys.stderr)
         return 1
     learned, right = result.accuracy >= ACCURACY, result.gradient_error <= GRADIENT_ERROR
     print(
-        f"Test accuracy: {result.accuracy:.1%} with {_demo.BITS}-bit weights (at least {ACCURACY:.0%}: {_yes(learned)})"
+        f"Test accuracy: {result.accuracy:.1%} with {demo.BITS}-bit weights (at least {ACCURACY:.0%}: {_yes(learned)})"
     )
     print(
         f"Gradients against the same model in plain JAX: largest relative difference {result.gradient_error:.1e} "
         f"(at most {GRADIENT_ERROR:.0e}: {_yes(right)})"
     )
-    print(f"Saved for backward, for {_demo.BATCH} images:")
+    print(f"Saved for backward, for {demo.BATCH} images:")
     print(textwrap.indent(str(result.saved), "  "))
     print(f"{time.perf_counter() - start:.1f} s")
     return 0 if learned and right else 1

@@ -7,9 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from ._context import PyLayerContext, describe, own_copy
 from ._layer import PyLayer, one_object
-from ._partition import is_tensor
+from ._methods.context import PyLayerContext, describe, own_copy
+from ._trees.partition import is_tensor
 
 
 class FunctionCtx(PyLayerContext):

@@ -9,22 +9,22 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 import jax
 import numpy as np
 
-from ._application import Application
-from ._arguments import Arguments, as_jax, bind, refuse_refs
-from ._compat import (
+from ._autodiff.call import Application
+from ._autodiff.custom_vjp import compile_layer
+from ._autodiff.eager_call import One
+from ._autodiff.eager_call import bind as bind_opaque
+from ._hooks.active import Hooks, beneath_blocks
+from ._jax.names import (
     call_with_symbolic_zeros,
     is_differentiated,
     is_forward_mode_tracer,
     is_missing_forward_mode,
     nothing_is_traced,
 )
-from ._context import Phase, PyLayerContext, Record, add_note
-from ._hook_stack import Hooks, beneath_blocks
-from ._opaque import One
-from ._opaque import bind as bind_opaque
-from ._partition import Carried, flatten
-from ._recording import Outputs
-from ._rules import compile_layer
+from ._methods.arguments import Arguments, as_jax, bind, refuse_refs
+from ._methods.context import Phase, PyLayerContext, Record, add_note
+from ._methods.outputs import Outputs
+from ._trees.partition import Carried, flatten
 
 _NOT_A_LAYER_VALUE = (np.ndarray, np.generic, jax.Ref)
 

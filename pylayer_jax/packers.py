@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compat import is_sharded_explicitly, is_tracer
-from ._hooks import saved_tensors_hooks
+from ._hooks.block import saved_tensors_hooks
+from ._jax.names import is_sharded_explicitly, is_tracer
 
 __all__ = ["cast_saved", "quantize_saved", "save_on_cpu", "save_on_disk"]
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from pylayer_jax import __main__
-from pylayer_jax._properties import PROPERTIES
+from pylayer_jax.testing._check_layer import PROPERTIES
 
 from . import wrong_layers
 

@@ -27,12 +27,12 @@ def test_main_job_reports_accuracy_gradients_and_what_is_saved(capsys):
     assert ["Quantize", "saved[0]", "float32[64,128]", "1", "32,768", "32,768"] in [row[:6] for row in saved]
     assert ["Quantize", "saved[1]", "float32[]", "1", "4", "4"] in [row[:6] for row in saved]
     assert ["Swish", "saved[0]", "float32[64,64]", "1", "16,384", "16,384"] in [row[:6] for row in saved]
-    assert all(row[6].startswith("_demo.py:") for row in saved if row and row[0] in ("Swish", "Quantize"))
+    assert all(row[6].startswith("demo.py:") for row in saved if row and row[0] in ("Swish", "Quantize"))
     assert not [row for row in saved if row and row[0] == "ScaleGradient"]
 
 
 def test_wrong_gradients_fail_the_job(capsys, monkeypatch):
-    swish = __main__._demo.Swish
+    swish = __main__.demo.Swish
     monkeypatch.setattr(swish, "backward", staticmethod(lambda ctx, dy: dy))
     assert __main__.main(["--epochs", "1", "--quiet"]) == 1
     assert "(at most 1e-04: NO)" in capsys.readouterr().out

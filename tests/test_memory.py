@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer, PyLayerContext
-from pylayer_jax._rules import Application
+from pylayer_jax._autodiff.call import Application
 
 VJP3 = jax.config.jax_custom_vjp3
 

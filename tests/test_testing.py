@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
-from pylayer_jax._properties import PROPERTIES
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
+from pylayer_jax.testing._check_layer import PROPERTIES
 
 from .layers import Multiply, Tanh
 from .registry import CASES

@@ -1,0 +1,172 @@
+"""One call of `forward`: its arguments by name and in parameter order, arrays apart from statics."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pylayer_jax._jax.names import differentiable, typeof
+from pylayer_jax._trees.partition import Skeleton, flatten, split
+
+
+class Argument:
+    """One argument that was passed; a *slot* if it holds a tensor."""
+
+    __slots__ = ("first", "name", "skeleton")
+
+    def __init__(self, name: str, skeleton: Skeleton, first: int) -> None:
+        self.name = name
+        self.skeleton = skeleton
+        self.first = first  # index of its first tensor among those of the call
+
+    @property
+    def span(self) -> slice:
+        return slice(self.first, self.first + self.skeleton.size)
+
+
+class Arguments:
+    """The arguments of one call, bound to the signature of `forward`.
+
+    `tensors` are not kept here: an instance lives in a treedef, where an array would be a leak.
+    """
+
+    __slots__ = ("arguments", "avals", "keywords", "layer", "positional")
+
+    def __init__(self, layer: str, positional: list[tuple[str, Any]], keywords: list[tuple[str, Any]]) -> None:
+        self.layer = layer
+        self.positional = len(positional)
+        self.keywords = [name for name, _ in keywords]
+        self.arguments: list[Argument] = []
+        self.avals: list[Any] = []
+        for name, value in positional + keywords:
+            tensors, skeleton = split(value)
+            self.arguments.append(Argument(name, skeleton, len(self.avals)))
+            self.avals.extend(tensors)
+
+    def take_tensors(self) -> list[Any]:
+        """The tensors as JAX arrays; from then on only their types are kept."""
+        tensors = as_arrays(self.avals)
+        self.avals = [typeof(x) for x in tensors]
+        return tensors
+
+    @property
+    def slots(self) -> list[Argument]:
+        return [a for a in self.arguments if a.skeleton.size]
+
+    def call(self, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
+        values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
+        return function(
+            ctx, *values[: self.positional], **dict(zip(self.keywords, values[self.positional :], strict=True))
+        )
+
+    def spread(self, values: Sequence[Any]) -> list[Any]:
+        """One entry per argument, in its structure, from one value per tensor; None in the place of statics."""
+        return [a.skeleton.statics_as(None, values[a.span]) if a.skeleton.size else None for a in self.arguments]
+
+    def needs(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
+        """One bool per argument, from one per tensor."""
+        return tuple(any(perturbed[a.span]) for a in self.arguments)
+
+    def perturbable(self, perturbed: Sequence[bool]) -> list[bool]:
+        """`perturbed` without the tensors that can have no gradient (integers, bools, PRNG keys)."""
+        return [p and differentiable(aval) for p, aval in zip(perturbed, self.avals, strict=True)]
+
+
+def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Bind a call to the signature of `forward(ctx, ...)`.
+
+    Raises:
+        TypeError: for an unknown keyword, a missing or surplus argument, or a `jax.Ref`.
+    """
+    refuse_refs(layer, (args, kwargs))
+    declared = _declared(forward)
+    if not kwargs and declared.required <= len(args) <= len(declared.names):
+        return Arguments(layer, list(zip(declared.names, args, strict=False)), [])
+    signature = declared.signature
+    try:
+        bound = signature.bind(None, *args, **kwargs)
+    except TypeError as error:
+        first = next(iter(signature.parameters), None)
+        context = "" if first == "ctx" else f" The first parameter of forward, {first!r}, takes the context."
+        static = " Is @staticmethod missing?" if first == "self" else ""
+        raise TypeError(
+            f"{layer}.apply: {error}. It takes the arguments of forward without the context: "
+            f"{layer}.apply{_without_context(declared)}.{context}{static}"
+        ) from None
+    positional: list[tuple[str, Any]] = []
+    keywords: list[tuple[str, Any]] = []
+    for name, value in bound.arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            # Without a parameter of its own, as in forward(*args), the context is the first of them.
+            values = value if declared.context_by_name else value[1:]
+            positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            keywords += value.items()
+        elif name in bound.kwargs:
+            keywords.append((name, value))
+        else:
+            positional.append((name, value))
+    if declared.context_by_name:
+        del positional[0]
+    return Arguments(layer, positional, keywords)
+
+
+def _without_context(declared: _Declared) -> inspect.Signature:
+    if not declared.context_by_name:
+        return declared.signature
+    return declared.signature.replace(parameters=list(declared.signature.parameters.values())[1:])
+
+
+class _Declared(NamedTuple):
+    """What binding needs to know of a signature."""
+
+    signature: inspect.Signature
+    context_by_name: bool
+    names: tuple[str, ...]  # of the parameters that a plain positional call fills, without the context
+    required: int  # how many of them such a call has to fill
+
+
+@functools.lru_cache(maxsize=1024)
+def _declared(forward: Callable[..., Any]) -> _Declared:
+    signature = inspect.signature(forward)
+    parameters = list(signature.parameters.values())
+    kinds = inspect.Parameter
+    context_by_name = bool(parameters) and parameters[0].kind is not kinds.VAR_POSITIONAL
+    plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
+    asked = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
+    required = sum(p.default is kinds.empty for p in plain)
+    return _Declared(signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if asked else required)
+
+
+def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
+    """Tensors as JAX arrays; those that are already stay the objects they are."""
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in tensors]
+
+
+def as_array(value: Any, aval: Any) -> Any:
+    """A Python number, which JAX hands on as it is, as an array of the type that it stands for."""
+    return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
+
+
+def as_jax(tree: Any) -> Any:
+    """The tree with its NumPy arrays and scalars as JAX arrays, as they are under jit."""
+    tensors, skeleton = split(tree)
+    return skeleton.fill(as_arrays(tensors)) if tensors else tree
+
+
+def refuse_refs(layer: str, tree: Any) -> None:
+    if not any(isinstance(leaf, jax.Ref) for leaf in flatten(tree)[0]):
+        return
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        if isinstance(leaf, jax.Ref):
+            raise TypeError(
+                f"{layer}.apply: the argument at {jax.tree_util.keystr(path)} is a jax.Ref, whose gradient would "
+                "be lost. Pass its value: ref[...]."
+            )

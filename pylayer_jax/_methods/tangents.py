@@ -1,0 +1,88 @@
+"""Tangents for a layer's `jvp`, and those that it returned, matched to the outputs of `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pylayer_jax._jax.names import differentiable, instantiate, tangent_type
+from pylayer_jax._trees.partition import BARE, is_tensor
+
+from .arguments import Arguments, as_array
+from .context import describe
+from .gradients import places, spread_entry
+from .outputs import Outputs
+
+
+def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
+    """What `jvp` gets: one entry per argument passed, None where it holds no tensor.
+
+    A missing tangent is zeros, or None where `ctx.set_materialize_grads(False)` was called.
+    """
+
+    def zeros(aval: Any) -> Any:
+        return instantiate(tangent_type(aval) if differentiable(aval) else aval)
+
+    full = [
+        zeros(a) if t is None and materialize else as_array(t, a)
+        for t, a in zip(tangents, arguments.avals, strict=True)
+    ]
+    return arguments.spread(full)
+
+
+def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
+    """One tangent (or None for zero) per output that has one, of the output's shape and in its dtype.
+
+    Raises:
+        ValueError: for a wrong count, structure, type or shape; it names the layer and the output.
+    """
+    found: list[Any] = []
+    for group, entry in zip(outputs.groups, _entries(result, outputs, layer), strict=True):
+        part: list[Any] = [None] * group.size
+        if group is BARE:
+            part = [entry]
+        elif group.size:
+            spread_entry(entry, places(group), "", part, f"{layer}.jvp, tangent of output {len(found)}")
+        found += part
+    return [
+        _fit(tangent, tangent_type(aval), f"{layer}.jvp, tangent of output{path}")
+        for tangent, aval, path, has in zip(
+            found, outputs.types, outputs.skeleton.tensor_paths(), outputs.has_tangent, strict=True
+        )
+        if has
+    ]
+
+
+def _entries(result: Any, outputs: Outputs, layer: str) -> list[Any]:
+    groups = outputs.groups
+    if outputs.is_sequence or isinstance(result, tuple):
+        entries = list(result) if isinstance(result, (tuple, list)) else [result]
+    else:
+        entries = [result]
+    if len(entries) == len(groups):
+        return entries
+    with_tensors = sum(bool(g.size) for g in groups)
+    if len(entries) == with_tensors:
+        rest = iter(entries)
+        return [next(rest) if g.size else None for g in groups]
+    raise ValueError(
+        f"{layer}.jvp returned {len(entries)} tangents; expected {len(groups)}, one per output of forward. Return None "
+        "for an output that has none."
+    )
+
+
+def _fit(tangent: Any, aval: Any, where: str) -> Any:
+    if tangent is None:
+        return None
+    if not is_tensor(tangent) or tangent.shape != aval.shape:
+        raise ValueError(
+            f"{where}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for zero; got "
+            f"{describe(tangent)}."
+        )
+    if jnp.iscomplexobj(tangent) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        raise ValueError(f"{where}: expected a real array of dtype {aval.dtype}, got dtype {tangent.dtype}.")
+    tangent = tangent if isinstance(tangent, jax.Array) else jnp.asarray(tangent)
+    return tangent if tangent.dtype == aval.dtype else tangent.astype(aval.dtype)

@@ -1,0 +1,150 @@
+"""What a layer has to be: each property, and how it is tested."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+
+from . import _forward_mode, _transforms
+from ._comparison import Comparison, type_of
+from ._flat_function import MismatchError, first_line, jitted_without_leaks
+from ._layer_under_test import Subject
+from ._numerical import Settings, compare_numerically
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One property of a layer: its name, whether the layer has it, and what was compared or why not."""
+
+    name: str
+    passed: bool
+    message: str
+
+    def __str__(self) -> str:
+        return f"{'✓' if self.passed else '✗'} {self.name:<{_WIDTH}}  {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """What `check_layer` found; prints as one line per property."""
+
+    layer: str
+    rows: tuple[Row, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def __str__(self) -> str:
+        return "\n".join([self.layer, *map(str, self.rows)])
+
+
+def row_of(name: str, of: Callable[[], str]) -> Row:
+    try:
+        return Row(name, True, of())
+    except MismatchError as error:
+        return Row(name, False, first_line(error))
+    except Exception as error:
+        # Not JAX's own note, on its traceback.
+        notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
+        where = "".join(f" ({note})" for note in notes[:1])
+        return Row(name, False, f"{type(error).__name__}: {first_line(error)}{where}")
+
+
+def _arguments(subject: Subject) -> str:
+    flat = subject.flat
+    groups = [[j for j, o in enumerate(flat.owners) if o == owner] for owner in dict.fromkeys(flat.owners)]
+    for group in [*groups, *([j] for j in range(len(flat.names)))]:
+        names = [subject.gradient_names[j] for j in group]
+        alone = flat.gradient(subject.weights, group)
+        subject.same.of_all(alone, [subject.gradients[j] for j in group], names, "when it alone is differentiated")
+    return "each has the same gradient alone" if len(flat.names) > 1 else "there is one"
+
+
+def _cotangents(subject: Subject) -> str:
+    everything = subject.weights
+    zeros = {k: jnp.zeros_like(w) for k, w in everything.items()}
+    given = [({k: w}, f"with a cotangent for output {k} alone") for k, w in everything.items()]
+    if len(everything) > 2:
+        given += [({i: w for i, w in everything.items() if i != k}, f"without one for output {k}") for k in everything]
+    comparison = dataclasses.replace(subject.same, right="backward of zeros for the others")
+    for weights, way in given:
+        missing = subject.flat.gradient(weights)
+        comparison.of_all(missing, subject.flat.gradient(zeros | weights), subject.gradient_names, way)
+    return "missing ones count as zeros" if len(everything) > 1 else "there is one, which cannot be missing"
+
+
+def _gradients(subject: Subject) -> str:
+    return _derivatives(subject, 1)
+
+
+def _second_order(subject: Subject) -> str:
+    return _derivatives(subject, 2)
+
+
+def _derivatives(subject: Subject, order: int) -> str:
+    if subject.plain is None:
+        settings = Settings(subject.rtol, subject.atol, None, 200, subject.seed, subject.float64)
+        return compare_numerically(subject.flat, order, settings, every_way=False)
+    comparison = Comparison(subject.rtol, subject.atol, "the reference")
+    comparison.of_order(order, subject.flat, subject.plain, subject.random)
+    return "as those of the reference"
+
+
+def _repeatable(subject: Subject) -> str:
+    flat, weights, names = subject.flat, subject.weights, subject.gradient_names
+    comparison = dataclasses.replace(subject.same, right="the first run")
+    pull = flat.vjp(weights)
+    first = pull()
+    comparison.of_all(first, subject.gradients, names, "by another run")
+    comparison.of_all(pull(), first, names, "when the vjp function is called a second time")
+    pull = flat.vjp(weights)
+    flat.at(flat.elsewhere()).gradient(weights)
+    comparison.of_all(pull(), first, names, "when the layer ran on other values before backward")
+    for _ in flat.on_others():
+        comparison.of_all(pull(), first, names, "when the layer ran on other statics or shapes before backward")
+    return "twice, by one vjp function, with other runs in between"
+
+
+def _leaks(subject: Subject) -> str:
+    # Traced anew, after other runs of the layer, it has to compute the same.
+    gradients = jitted_without_leaks(subject.flat, subject.weights)
+    subject.same.of_all(gradients, subject.gradients, subject.gradient_names, "under jit, traced again")
+    return "none under jit"
+
+
+def _saved(subject: Subject) -> str:
+    pull = subject.flat.pullback(subject.weights)
+    kept = list({id(x): x for x in jax.tree_util.tree_leaves(pull) if isinstance(x, jax.Array) and x.size}.values())
+    size = sum(x.nbytes for x in kept)
+    arrays = "1 array" if len(kept) == 1 else f"{len(kept)} arrays"
+    return f"{arrays}, {size:,} bytes" + (f": {', '.join(map(type_of, kept))}" if kept else "")
+
+
+PROPERTIES: dict[str, Callable[[Subject], str]] = {
+    "jit": _transforms.jit,
+    "vmap": _transforms.vmap,
+    "scan": _transforms.scan,
+    "cond": _transforms.cond,
+    "remat": _transforms.remat,
+    "shard_map": _transforms.shard_map,
+    "gradients": _gradients,
+    "second order": _second_order,
+    "forward mode": _forward_mode.forward_mode,
+    "forward over reverse": _forward_mode.forward_over_reverse,
+    "arguments": _arguments,
+    "cotangents": _cotangents,
+    "repeatable": _repeatable,
+    "leaks": _leaks,
+    "saved": _saved,
+}
+_WIDTH = max(map(len, PROPERTIES))
