@@ -1,4 +1,4 @@
-"""The dialect of `torch.autograd.Function`: what differs from `PyLayer`, and nothing else."""
+"""The dialect of `torch.autograd.Function`: only the differences from `PyLayer`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from ._layer import PyLayer, one_object
-from ._methods.context import PyLayerContext, describe, own_copy
-from ._trees.partition import is_tensor
+from ._methods.context import PyLayerContext, own_copy
+from ._trees import describe, is_tensor
 
 
 class FunctionCtx(PyLayerContext):
-    """The context of a `Function`: that of a `PyLayer`, with the calls that torch has beside."""
+    """The context of a `Function`: the context of a `PyLayer`, and the calls that only torch has."""
 
     __slots__ = ()
 
@@ -24,39 +24,43 @@ class FunctionCtx(PyLayerContext):
             RuntimeError: when called outside `forward` and `setup_context`.
             TypeError: for anything but a tensor or None.
         """
-        record = self._recording("save_for_backward")
+        state = self._state_in_forward("save_for_backward")
         self._check_tensors("save_for_backward", tensors)
-        record.saved = None
+        state.saved = None
         super().save_for_backward(*tensors)
 
     def save_for_forward(self, *tensors: Any) -> None:
         """Keep tensors and Nones for `jvp`, where `ctx.saved_tensors` returns them. The last call counts.
 
-        Without it, `jvp` finds what `save_for_backward` saved. A class without `jvp` needs none of this, and
-        keeps nothing.
+        Without this call, `jvp` gets the tensors of `save_for_backward`. In a class without `jvp` the call keeps
+        nothing.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
             TypeError: for anything but a tensor or None.
         """
-        record = self._recording("save_for_forward")
+        state = self._state_in_forward("save_for_forward")
         self._check_tensors("save_for_forward", tensors)
-        record.saved_for_jvp = tuple(own_copy(x, record.layer, "ctx.save_for_forward(...)") for x in tensors)
+        state.saved_for_jvp = tuple(own_copy(x, state.layer, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Accepted for what `forward` returns: JAX arrays never change in place, so that it is a new array.
+        """Accepted for outputs of `forward`. JAX arrays never change in place; a changed tensor is a new array.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
             ValueError: (when `forward` returns) for a value that is not among its outputs.
         """
-        self._recording("mark_dirty").dirty.extend(tensors)
+        advice = (
+            "JAX arrays never change in place; what would change is a new array, which forward has to return: "
+            "x = x.at[...].set(...); ctx.mark_dirty(x); return x."
+        )
+        self._state_in_forward("mark_dirty").must_return.extend((x, "mark_dirty", advice) for x in tensors)
 
     def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
         for i, value in enumerate(values):
             if value is not None and not is_tensor(value):
                 raise TypeError(
-                    f"ctx.{call} in {self._record.layer}: expected tensors or None, but argument {i} is "
+                    f"ctx.{call} in {self._state.layer}: expected tensors or None, but argument {i} is "
                     f"{describe(value)}. Keep it as an attribute: ctx.name = value."
                 )
 
@@ -67,21 +71,21 @@ class Function(PyLayer):
     Both styles work: `forward(ctx, ...)`, and `forward(...)` with `setup_context(ctx, inputs, output)`. It differs
     from `PyLayer` as torch does from Paddle:
 
-    - `backward` receives one cotangent per output, None for one that is no tensor, and returns one gradient per
-      argument passed; surplus Nones may follow. With `setup_context`, defaults count as passed.
+    - `backward` receives one cotangent per output (None for an output that is no tensor), and returns one gradient per
+      argument of the call; more Nones may follow. With `setup_context`, defaults count as arguments of the call.
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
     - `vjp` is another name for `backward`.
 
-    And from torch, as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes outputs alone; a
+    It differs from torch as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes only outputs; a
     tensor in a list or dict argument gets a gradient too; a saved intermediate is differentiated through `forward`;
     `jax.vmap` works without `generate_vmap_rule`.
     """
 
     complex_convention = "paddle"
     _context = FunctionCtx
-    _one_per_value = True
-    _joined: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
+    _torch_convention = True
+    _forward_and_setup: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
     _parameters: ClassVar[inspect.Signature]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -90,20 +94,20 @@ class Function(PyLayer):
                 raise RuntimeError(f"{cls.__qualname__} defines both backward and vjp, which are the same. Keep one.")
             cls.backward = vars(cls)["vjp"]
         super().__init_subclass__(**kwargs)
-        if cls._splits():
+        if cls._has_setup_context():
             cls._parameters = inspect.signature(cls.forward)
             if "ctx" in cls._parameters.parameters:
                 raise TypeError(
                     f"{cls.__qualname__} defines setup_context, so that its forward takes no ctx: remove that "
                     "parameter and keep things on ctx in setup_context; or remove setup_context."
                 )
-            cls._joined = staticmethod(_join(cls))
+            cls._forward_and_setup = staticmethod(_with_setup_context(cls))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
-        """Keep on `ctx` what `backward` needs, where `forward` takes no context.
+        """Keep on `ctx` the values that `backward` needs, if `forward` takes no context.
 
-        `inputs` are the arguments of `forward`, defaults included, and `output` is what it returned.
+        `inputs` are the arguments of `forward`, defaults included, and `output` is its result.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 
@@ -111,7 +115,7 @@ class Function(PyLayer):
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""
-        if cls._splits() and (kwargs or len(args) < len(cls._parameters.parameters)):
+        if cls._has_setup_context() and (kwargs or len(args) < len(cls._parameters.parameters)):
             args, kwargs = cls._with_defaults(args, kwargs)
         return super().apply(*args, **kwargs)
 
@@ -125,23 +129,23 @@ class Function(PyLayer):
         return bound.args, bound.kwargs
 
     @classmethod
-    def _splits(cls) -> bool:
+    def _has_setup_context(cls) -> bool:
         return cls.setup_context is not Function.setup_context and cls.forward is not PyLayer.forward
 
     @classmethod
-    def _body(cls) -> Callable[..., Any]:
-        return cls._joined if cls._splits() else cls.forward
+    def _forward_with_ctx(cls) -> Callable[..., Any]:
+        return cls._forward_and_setup if cls._has_setup_context() else cls.forward
 
     @classmethod
-    def _setup(cls, output: Any, ctx: FunctionCtx, *args: Any, **kwargs: Any) -> None:
+    def _run_setup_context(cls, output: Any, ctx: FunctionCtx, *args: Any, **kwargs: Any) -> None:
         cls.setup_context(ctx, (*args, *kwargs.values()), output)
 
 
-def _join(layer: type[Function]) -> Callable[..., Any]:
+def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
     @functools.wraps(layer.forward)
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
         output = layer.forward(*args, **kwargs)
-        layer._setup(output, ctx, *args, **kwargs)
+        layer._run_setup_context(output, ctx, *args, **kwargs)
         return output
 
     signature = layer._parameters

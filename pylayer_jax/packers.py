@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._hooks.block import saved_tensors_hooks
-from ._jax.names import is_sharded_explicitly, is_tracer
+from ._jax import is_sharded_explicitly, is_tracer
 
 __all__ = ["cast_saved", "quantize_saved", "save_on_cpu", "save_on_disk"]
 

@@ -193,9 +193,9 @@ def test_a_backward_after_close_fails_and_says_why():
 
 
 def test_a_forward_whose_backward_never_runs_is_bounded(monkeypatch):
-    from pylayer_jax._hooks.host import Place
+    from pylayer_jax._hooks.host import PackSite
 
-    monkeypatch.setattr(Place, "limit", 7)
+    monkeypatch.setattr(PackSite, "max_pending", 7)
     host = Host()
     f = jax.jit(host.hooks(lambda x: Tanh.apply(x).sum()))
     for _ in range(30):

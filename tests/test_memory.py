@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer, PyLayerContext
-from pylayer_jax._autodiff.call import Application
+from pylayer_jax._autodiff.call import LayerCall
 
 VJP3 = jax.config.jax_custom_vjp3
 
@@ -238,7 +238,7 @@ def test_a_training_loop_does_not_grow(step: Callable[..., Any]) -> None:
             x = x - 0.01 * step(x, lambda y, i=i: y * i)
         del x
         forget(step)
-        objects = sum(type(x) in (PyLayerContext, Application) for x in gc.get_objects())
+        objects = sum(type(x) in (PyLayerContext, LayerCall) for x in gc.get_objects())
         return objects, len(jax.live_arrays())
 
     objects, arrays = left(3)

@@ -1,0 +1,14 @@
+"""One call of a layer, and its derivatives of every order.
+
+- `refusals`: errors of derivatives that do not exist.
+- `transpose`: the transpose of a `backward`, and whether it has one.
+- `derivative`: the derivative as one linear operation, *tangent_map*; and for a batch.
+- `call`: one call of `apply`, as it travels through JAX.
+- `saved_state`: everything that a run of `forward` left for `backward`.
+- `forward`, `backward`: running the methods of the class.
+- `residuals`: the arrays that JAX keeps, packed and named.
+- `staged_call`, `staged_call_batching`, `staged_call_rules`: a call with its `forward` as a jaxpr, and the primitive of
+  that name, which makes the rule hold at every order (NOTE [orders]).
+- `differentiate`: the part that both bindings share (NOTE [two bindings]).
+- `custom_vjp`, `eager_call`: the two bindings.
+"""

@@ -1,91 +1,102 @@
-"""A class's forward and backward as one `jax.custom_vjp` function."""
+"""A class as one `jax.custom_vjp` function: the binding of most layers. See NOTE [two bindings]."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from pylayer_jax._jax.identities import joined
-from pylayer_jax._jax.names import is_for_any_gradient, is_mapped, is_symbolic_zero
-from pylayer_jax._methods.arguments import as_arrays
-from pylayer_jax._methods.outputs import Recording
-from pylayer_jax._trees.partition import Carried
+from pylayer_jax._jax import (
+    as_arrays,
+    batch_together,
+    is_mapped,
+    is_rematerialization_tracer,
+    is_symbolic_zero,
+    scatter,
+    select,
+)
+from pylayer_jax._trees import Static
 
-from .call import Application, differentiate, keep, run_undifferentiated
+from .call import LayerCall
 from .derivative import Derivative
+from .differentiate import differentiate
+from .forward import run_undifferentiated
 
 
 def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
-    """The one `jax.custom_vjp` function of a class: (carried application, *tensors) -> tensors."""
+    """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
 
-    def primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
-        return _primal(carried, *tensors)
+    def primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
+        return _primal(static, *tensors)
 
-    primal.__name__ = primal.__qualname__ = name  # what jaxprs, profiles and errors show
-    _with_signature(primal, _PRIMAL)
+    primal.__name__ = primal.__qualname__ = name  # jaxprs, profiles and errors show it
+    _set_signature(primal, _PRIMAL)
     rule = jax.custom_vjp(primal)
     rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
     return rule
 
 
-def _primal(carried: Carried, *tensors: Any) -> tuple[Any, ...]:
-    return tuple(joined(tensors, run_undifferentiated(carried.value, tensors)))
+class _Run(NamedTuple):
+    """What one run of the forward rule leaves for the backward rule, without its arrays."""
+
+    derivative: Derivative
+    needs_grad: list[bool]
 
 
-def _forward_rule(carried: Carried, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    application: Application = carried.value
+def _primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
+    call: LayerCall = static.value
+    call.outputs, values = run_undifferentiated(call, tensors)
+    return tuple(batch_together(tensors, values))
+
+
+def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    call: LayerCall = static.value
     tensors = as_arrays([p.value for p in primals])  # jax.grad(f)(2.0) hands on the Python number
-    told = application.arguments.perturbable([p.perturbed for p in primals])
-    application.perturbed = [a or b for a, b in zip(application.perturbed, told, strict=True)]
-    recording, derivative, outputs, residuals = differentiate(application, tensors, told)
-    recording.surely = not any(map(is_for_any_gradient, tensors))
-    application.outputs = recording.outputs
-    derivative, residuals, outputs = keep(application, recording, derivative, residuals, outputs)
-    if recording.asked:
-        residuals.append(jnp.zeros((0, len(application.recordings))))
-        application.recordings.append((recording, derivative))
-    return tuple(outputs), (Carried((application, recording, derivative)), *residuals)
+    needs_grad = call.arguments.perturbable([p.perturbed for p in primals])
+    call.log.add_perturbed(needs_grad)
+    perturbed_is_exact = not any(map(is_rematerialization_tracer, tensors))
+    saved, derivative, outputs, residuals = differentiate(call, tensors, needs_grad, perturbed_is_exact).packed(call)
+    call.outputs = saved.outputs
+    if not saved.read_needs_input_grad:
+        return tuple(outputs), (Static((call, derivative)), *residuals)
+    # The residuals of another run may differ: NOTE [several runs].
+    number = call.log.add(_Run(derivative, saved.needs_grad))
+    return tuple(outputs), (Static((call, None)), number, *residuals)
 
 
 def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    application, recording, derivative = residuals[0].value
-    arrays, needed = list(residuals[1:]), application.perturbed
-    if recording.asked:
-        recording, derivative = _recording_of(application, arrays)
-        needed = recording.told
+    call, derivative = residuals[0].value
+    arrays, needs_grad = residuals[1:], call.log.perturbed
+    if derivative is None:
+        derivative, needs_grad = call.log.find(arrays[0])
+        arrays = arrays[1:]
+        _check_count(call, derivative, len(arrays))
     given = [None if is_symbolic_zero(c) else c for c in cotangents]
-    gradients = derivative.gradients(needed, arrays, given)
+    gradients = derivative.gradients(needs_grad, arrays, given)
     if any(map(is_mapped, given)):
         # A gradient that no cotangent reaches counts once per example too: NOTE [shared outputs].
-        rest = iter(joined([c for c in given if c is not None], [g for g in gradients if g is not None]))
-        gradients = [None if g is None else next(rest) for g in gradients]
+        nonzero = [g is not None for g in gradients]
+        together = batch_together([c for c in given if c is not None], select(gradients, nonzero))
+        gradients = scatter(together, nonzero)
     return None, *gradients
 
 
-def _recording_of(application: Application, residuals: list[Any]) -> tuple[Recording, Derivative]:
-    # NOTE [several recordings]
-    # A jitted function that is differentiated for different arguments runs the fwd rule once for each
-    # choice, and JAX keeps the structure of the residuals of the last run alone. Where `forward` looked at
-    # needs_input_grad, what it saved may differ, so that an empty array tells by its shape which run it was.
-    recording, derivative = application.recordings[residuals.pop().shape[-1]]
-    if len(residuals) != derivative.residuals:
+def _check_count(call: LayerCall, derivative: Derivative, residuals: int) -> None:
+    if residuals != derivative.residuals:
         raise RuntimeError(
-            f"{application.name}.forward saved {derivative.residuals} tensors for one choice of needs_input_grad "
-            f"and {len(residuals)} for another, within one jitted function that was differentiated both ways. Save "
+            f"{call.name}.forward saved {derivative.residuals} tensors for one choice of needs_input_grad "
+            f"and {residuals} for another, within one jitted function that was differentiated both ways. Save "
             "the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
         )
-    return recording, derivative
 
 
-def _with_signature(function: Callable[..., Any], signature: inspect.Signature) -> None:
+def _set_signature(function: Callable[..., Any], signature: inspect.Signature) -> None:
     # JAX asks for the signatures of the three functions at each call; found ready, they cost next to nothing.
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
 
 
 _PRIMAL = inspect.signature(_primal)
-_with_signature(_forward_rule, inspect.signature(_forward_rule))
-_with_signature(_backward_rule, inspect.signature(_backward_rule))
+_set_signature(_forward_rule, inspect.signature(_forward_rule))
+_set_signature(_backward_rule, inspect.signature(_backward_rule))

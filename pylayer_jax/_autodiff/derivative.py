@@ -7,248 +7,246 @@ outputs is the transpose of B,
 
 unless the layer gives that map itself, as its `jvp`. Either is the primitive
 
-    apply_rule:  residuals, input tangents  ->  output tangents.
+    tangent_map:  residuals, input tangents  ->  output tangents.
 
-Reverse mode transposes apply_rule, which gives B back: `backward` is simply called, so it may be anything.
-Only forward mode evaluates apply_rule, and then B itself is transposed and has to be linear.
+Reverse mode transposes tangent_map, which gives B back: `backward` is simply called, so it may be anything.
+Only forward mode evaluates tangent_map, and then B itself is transposed and has to be linear.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.names import (
+from pylayer_jax._jax import (
     Primitive,
-    Zero,
-    instantiate,
+    as_array,
     is_named,
-    is_undefined,
     mapped_type,
+    merge,
     register,
+    scatter,
+    select,
     tangent_type,
-    vmap_like,
+    typeof,
+    vmap_over,
+    zeros_of,
 )
-from pylayer_jax._methods.arguments import as_array
+from pylayer_jax._trees import Static
 
 from .transpose import transpose
 
-# (needed inputs, residuals, cotangents of all outputs) -> gradients of all inputs; None is zero.
-Pullback = Callable[[Sequence[bool], Sequence[Any], Sequence[Any]], list[Any]]
 
-# (needed inputs, residuals, tangents of all inputs) -> tangents of the outputs that have one; None is zero.
-Pushforward = Callable[[Sequence[bool], Sequence[Any], Sequence[Any]], list[Any]]
-
-
-# (kept arrays, what backward waits for) -> residuals, where hooks packed some of them.
-Unpack = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-
-
-@dataclasses.dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
+@dataclasses.dataclass(eq=False, repr=False)
 class Derivative:
     """Both directions of the derivative of one application. Holds no array.
 
-    Compared by identity, since it is a parameter of equations.
+    `needs_grad` is a mask of the inputs. None is a zero gradient, cotangent or tangent. Compared by identity, since a
+    derivative is a parameter of equations.
     """
 
     name: str
     output_types: list[Any]
     has_tangent: tuple[bool, ...]  # per output: neither marked non-differentiable nor of an integer type
-    residuals: int
-    pullback: Pullback  # of unpacked residuals, as the next
-    pushforward: Pushforward | None = None  # the layer's own; else the pullback is transposed
-    forward_mode: bool = False  # whether the layer claims to have one
-    refusal: Callable[[], Exception] | None = None  # of the derivative of the transposed pullback
-    unpack: Unpack | None = None
+    residuals: int  # the number of arrays that are kept
+    forward_mode: bool = False  # whether the class declares forward mode
+    has_pushforward: bool = False  # whether the layer has a `jvp`; otherwise its pullback is transposed
+    is_packed: bool = False  # whether `unpack` does anything
 
     def __repr__(self) -> str:
         return self.name  # as jaxprs show it
 
-    def opened(self, residuals: Sequence[Any], waiting: Sequence[Any] = ()) -> Sequence[Any]:
-        return residuals if self.unpack is None else self.unpack(residuals, waiting)
+    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """The residuals, from the arrays that are kept; in staged code not before the cotangents are there."""
+        del cotangents
+        return arrays
 
-    def gradients(self, needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """Gradients of all inputs from cotangents of all outputs; None is zero."""
+    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from cotangents of all outputs."""
+        raise NotImplementedError
+
+    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Tangents of the outputs that can have one, from tangents of all inputs; if the layer has a `jvp`."""
+        raise NotImplementedError
+
+    def second_derivative_error(self) -> Exception | None:
+        """The error for a derivative of the transposed pullback, if the class forbids it."""
+        raise NotImplementedError
+
+    def gradients(self, needs_grad: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from the arrays that are kept and cotangents of all outputs."""
         cotangents = [as_array(c, a) for c, a in zip(cotangents, self.output_types, strict=True)]
-        return self.pullback(needed, self.opened(residuals, cotangents), cotangents)
+        return self.pull(needs_grad, self.unpack(arrays, cotangents), cotangents)
+
+    def tangents(self, needs_grad: Sequence[bool], arrays: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Tangents of all outputs from the arrays that are kept and the tangents of the inputs that are set."""
+        pushed = tangent_map_p.bind(*arrays, *tangents, derivative=self, needs_grad=tuple(needs_grad))
+        return scatter(pushed, self.has_tangent)
 
     @property
     def tangent_types(self) -> list[Any]:
-        return [tangent_type(a) for a, has in zip(self.output_types, self.has_tangent, strict=True) if has]
-
-    def tangents(self, needed: Sequence[bool], residuals: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
-        """Tangents of all outputs (a symbolic zero where there is none), from those of the needed inputs."""
-        pushed = iter(apply_rule_p.bind(*residuals, *moved, derivative=self, needed=tuple(needed)))
-        return [
-            next(pushed) if has else Zero(tangent_type(a))
-            for a, has in zip(self.output_types, self.has_tangent, strict=True)
-        ]
-
-    def batched(
-        self, axis: Any, output_types: list[Any], residual_dims: Sequence[Any], input_dims: Sequence[Any]
-    ) -> Derivative:
-        """The same for a batch of examples; every output has the mapped axis in front."""
-        unpack = self.unpack and _batched_unpack(self.unpack, axis, residual_dims)
-        dims = None if unpack is not None else residual_dims
-        return dataclasses.replace(
-            self,
-            output_types=output_types,
-            pullback=_batched_pullback(self, axis, dims, input_dims),
-            pushforward=self.pushforward and _batched_pushforward(self.pushforward, axis, dims, input_dims),
-            unpack=unpack,
-        )
+        return [tangent_type(a) for a in select(self.output_types, self.has_tangent)]
 
 
-apply_rule_p = Primitive("pylayer_rule")
+# -- tangent_map: residuals, input tangents -> output tangents -------------------------------------
+
+tangent_map_p = Primitive("tangent_map")
 
 
-def _apply_rule(*args: Any, derivative: Derivative, needed: tuple[bool, ...]) -> list[Any]:
-    residuals, tangents = derivative.opened(args[: derivative.residuals]), args[derivative.residuals :]
-    if derivative.pushforward is not None:
-        pushed = derivative.pushforward(needed, residuals, spread(tangents, needed))
-        return [instantiate(a) if t is None else t for a, t in zip(derivative.tangent_types, pushed, strict=True)]
+def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) -> list[Any]:
+    residuals, tangents = derivative.unpack(args[: derivative.residuals], ()), args[derivative.residuals :]
+    if derivative.has_pushforward:
+        pushed = derivative.push(needs_grad, residuals, scatter(tangents, needs_grad))
+        return [zeros_of(a) if t is None else t for a, t in zip(derivative.tangent_types, pushed, strict=True)]
 
     def pull(*cotangents: Any) -> list[Any]:
-        gradients = derivative.pullback(needed, residuals, spread(cotangents, derivative.has_tangent))
-        return [g for g, n in zip(gradients, needed, strict=True) if n]
+        gradients = derivative.pull(needs_grad, residuals, scatter(cotangents, derivative.has_tangent))
+        return select(gradients, needs_grad)
 
     return transpose(derivative.name, pull, derivative.tangent_types, tangents, derivative.forward_mode)
 
 
-def _apply_rule_types(*_: Any, derivative: Derivative, needed: tuple[bool, ...]) -> tuple[list[Any], Any]:
-    del needed
+def _types(*_: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) -> tuple[list[Any], Any]:
+    del needs_grad
     return derivative.tangent_types, frozenset()
 
 
-def _apply_rule_jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, derivative: Derivative, needed: tuple[bool, ...]
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, derivative: Derivative, needs_grad: tuple[bool, ...]
 ) -> tuple[list[Any], list[Any]]:
+    def bind(*args: Any) -> list[Any]:
+        return tangent_map_p.bind(*args, derivative=derivative, needs_grad=needs_grad)
+
     count = derivative.residuals
-    if all(type(t) is Zero for t in tangents[:count]):
-        # Linear in the rest; left as it is, so that reverse mode can still transpose it.
-        moved = [instantiate(t.aval) if type(t) is Zero else t for t in tangents[count:]]
-        return (
-            apply_rule_p.bind(*primals, derivative=derivative, needed=needed),
-            apply_rule_p.bind(*primals[:count], *moved, derivative=derivative, needed=needed),
-        )
-    if derivative.refusal is not None and derivative.pushforward is None:
-        raise derivative.refusal()  # transposed, the pullback does not run as it stands, and cannot say so itself
-    moving = [type(t) is not Zero for t in tangents]
+    if all(t is None for t in tangents[:count]):
+        # Linear in the other arguments; still an equation, so that reverse mode can transpose it.
+        full = [
+            zeros_of(tangent_type(typeof(p))) if t is None else t
+            for p, t in zip(primals[count:], tangents[count:], strict=True)
+        ]
+        return bind(*primals), bind(*primals[:count], *full)
+    if not derivative.has_pushforward and (error := derivative.second_derivative_error()) is not None:
+        raise error  # a transposed pullback does not run as it was written, and cannot raise this itself
+    nonzero = [t is not None for t in tangents]
 
-    def expanded(*perturbed: Any) -> list[Any]:
-        rest = iter(perturbed)
-        full = [next(rest) if m else p for p, m in zip(primals, moving, strict=True)]
-        return _apply_rule(*full, derivative=derivative, needed=needed)
+    def evaluate(*perturbed: Any) -> list[Any]:
+        return _evaluate(*merge(nonzero, perturbed, primals), derivative=derivative, needs_grad=needs_grad)
 
-    chosen = [(p, t) for p, t, m in zip(primals, tangents, moving, strict=True) if m]
-    out, moved = jax.jvp(expanded, [p for p, _ in chosen], [t for _, t in chosen])
-    return out, moved
+    return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
 
 
-def _apply_rule_transpose(
-    cotangents: Sequence[Any], *args: Any, derivative: Derivative, needed: tuple[bool, ...]
+def _transpose(
+    cotangents: Sequence[Any], *args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]
 ) -> list[Any]:
-    count = derivative.residuals
-    given = [None if type(c) is Zero else c for c in cotangents]
-    gradients = derivative.gradients(needed, args[:count], spread(given, derivative.has_tangent))
-    picked = [g for g, n in zip(gradients, needed, strict=True) if n]
-    return [None] * count + [
-        (Zero(x.aval) if g is None else g) if is_undefined(x) else None
-        for g, x in zip(picked, args[count:], strict=True)
-    ]
+    arrays = args[: derivative.residuals]
+    gradients = derivative.gradients(needs_grad, arrays, scatter(cotangents, derivative.has_tangent))
+    return [*(None for _ in arrays), *select(gradients, needs_grad)]
 
 
-def _apply_rule_batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, derivative: Derivative, needed: tuple[bool, ...]
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, derivative: Derivative, needs_grad: tuple[bool, ...]
 ) -> tuple[list[Any], list[Any]]:
-    # JAX asks in this case too; a rule may ask for the index along the axis.
-    if all(d is None for d in dims) and not is_named(axis):
-        out = apply_rule_p.bind(*args, derivative=derivative, needed=needed)
-        return out, [None] * len(out)
     count = derivative.residuals
-    types = [mapped_type(axis, t) for t in derivative.output_types]
-    batched = derivative.batched(axis, types, dims[:count], spread(dims[count:], needed))
-    out = apply_rule_p.bind(*args, derivative=batched, needed=needed)
-    return out, [0] * len(out)
+    batched = BatchedDerivative.of(
+        derivative,
+        output_types=[mapped_type(axis, t) for t in derivative.output_types],
+        axis=axis,
+        array_dims=dims[:count],
+        input_dims=scatter(dims[count:], needs_grad),
+    )
+    values = tangent_map_p.bind(*args, derivative=batched, needs_grad=needs_grad)
+    return values, [0] * len(values)
 
 
 register(
-    apply_rule_p,
-    evaluate=_apply_rule,
-    abstract=_apply_rule_types,
-    jvp=_apply_rule_jvp,
-    batch=_apply_rule_batch,
-    transpose=_apply_rule_transpose,
+    tangent_map_p,
+    evaluate=_evaluate,
+    abstract=_types,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+    uses_axis=is_named,  # the layer may ask for the index along the axis
 )
 
 
-# -- batching -------------------------------------------------------------------------------------
-
-# Where each residual has the mapped axis; None: in front, all of them.
-ResidualDims = Sequence[Any] | None
+# -- derivatives made of another ------------------------------------------------------------------
 
 
-def _batched_pullback(
-    derivative: Derivative, axis: Any, residual_dims: ResidualDims, input_dims: Sequence[Any]
-) -> Pullback:
-    def pullback(needed: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        present = [c is not None for c in cotangents]
-        given: list[bool] = []
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class WrappedDerivative(Derivative):
+    """A derivative made of another one, whose facts it shares unless they are given."""
 
-        def one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-            gradients = derivative.pullback(needed, residuals, spread(cotangents, present))
-            given[:] = [g is not None for g in gradients]
-            return [g for g in gradients if g is not None]
+    inner: Derivative
 
-        if not any(present):
-            return [None] * len(input_dims)
-        mapped = vmap_like(one, axis, (_dims(residual_dims), 0), 0)
-        out = iter(mapped(list(residuals), [c for c in cotangents if c is not None]))
-        return [_undo(next(out), dim) if g else None for g, dim in zip(given, input_dims, strict=True)]
+    @classmethod
+    def of(cls, inner: Derivative, **changed: Any) -> Self:
+        facts = {field.name: getattr(inner, field.name) for field in dataclasses.fields(Derivative)}
+        return cls(inner=inner, **(facts | changed))
 
-    return pullback
+    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        return self.inner.pull(needs_grad, residuals, cotangents)
 
+    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        return self.inner.push(needs_grad, residuals, tangents)
 
-def _batched_pushforward(
-    pushforward: Pushforward, axis: Any, residual_dims: ResidualDims, input_dims: Sequence[Any]
-) -> Pushforward:
-    def batched(needed: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        present = [t is not None for t in tangents]
-        given: list[bool] = []
-
-        def one(residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-            pushed = pushforward(needed, residuals, spread(tangents, present))
-            given[:] = [t is not None for t in pushed]
-            return [t for t in pushed if t is not None]
-
-        dims = [d for d, p in zip(input_dims, present, strict=True) if p]
-        args = list(residuals), [t for t in tangents if t is not None]
-        return spread(vmap_like(one, axis, (_dims(residual_dims), dims), 0)(*args), given)
-
-    return batched
+    def second_derivative_error(self) -> Exception | None:
+        return self.inner.second_derivative_error()
 
 
-def _batched_unpack(unpack: Unpack, axis: Any, dims: Sequence[Any]) -> Unpack:
-    def batched(arrays: Sequence[Any], _: Sequence[Any]) -> Sequence[Any]:
-        return vmap_like(lambda arrays: list(unpack(arrays, ())), axis, (list(dims),), 0)(list(arrays))
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class BatchedDerivative(WrappedDerivative):
+    """The derivative for a batch of examples; every output has the mapped axis in front."""
 
-    return batched
+    axis: Any
+    array_dims: Sequence[Any]  # where each array that is kept has the mapped axis, or None
+    input_dims: Sequence[Any]  # likewise for the inputs
+
+    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        del cotangents  # a batch does not wait for them
+        if not self.is_packed:
+            return arrays
+
+        def unpack_one(arrays: Sequence[Any]) -> list[Any]:
+            return list(self.inner.unpack(arrays, ()))
+
+        return vmap_over(self.axis, unpack_one, (list(self.array_dims),), 0)(list(arrays))
+
+    @property
+    def _residual_dims(self) -> Any:
+        return 0 if self.is_packed else list(self.array_dims)  # unpacked residuals have the axis in front
+
+    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        given = [c is not None for c in cotangents]
+        if not any(given):
+            return [None] * len(self.input_dims)
+
+        def pull_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            gradients = self.inner.pull(needs_grad, residuals, scatter(cotangents, given))
+            nonzero = [g is not None for g in gradients]
+            return select(gradients, nonzero), Static(nonzero)
+
+        pull = vmap_over(self.axis, pull_one, (self._residual_dims, 0), 0)
+        gradients, nonzero = pull(list(residuals), select(cotangents, given))
+        full = zip(scatter(gradients, nonzero.value), self.input_dims, strict=True)
+        return [None if g is None else _with_axis_at(g, dim) for g, dim in full]
+
+    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        given = [t is not None for t in tangents]
+
+        def push_one(residuals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            pushed = self.inner.push(needs_grad, residuals, scatter(tangents, given))
+            nonzero = [t is not None for t in pushed]
+            return select(pushed, nonzero), Static(nonzero)
+
+        push = vmap_over(self.axis, push_one, (self._residual_dims, select(self.input_dims, given)), 0)
+        pushed, nonzero = push(list(residuals), select(tangents, given))
+        return scatter(pushed, nonzero.value)
 
 
-def _dims(dims: ResidualDims) -> Any:
-    return 0 if dims is None else list(dims)
-
-
-def _undo(gradient: Any, dim: int | None) -> Any:
+def _with_axis_at(gradient: Any, dim: int | None) -> Any:
     # An input that all examples share gets the sum of their gradients.
     return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
-
-
-def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """The values at the places that are set, None elsewhere."""
-    rest = iter(values)
-    return [next(rest) if m else None for m in mask]

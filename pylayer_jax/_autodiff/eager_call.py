@@ -1,215 +1,235 @@
-"""A layer as one operation of our own, for classes with forward mode or their own batching.
+"""A layer as one operation of our own, for classes with forward mode or their own batching. See NOTE [two bindings].
 
-`jax.custom_vjp` has no forward mode, and batches what is inside. A class that has either binds
+Such a class binds
 
-    layer:  inputs  ->  outputs
+    eager_call:  inputs  ->  outputs
 
-in eager mode, whose rules look inside no earlier than they have to: `forward` sees concrete values, and a batch
-goes to the layer's `vmap` as a whole. Staged code gets *record* instead (NOTE [orders]), with `forward` as a jaxpr.
-Both have the same derivative.
+in eager mode, whose rules look inside as late as possible: `forward` sees concrete values, and a batch goes to the
+layer's `vmap` as a whole. Staged code gets *staged_call* instead (NOTE [orders]), with `forward` as a jaxpr. Both have
+the same derivative.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pylayer_jax._jax.names import (
+from pylayer_jax._jax import (
     Primitive,
-    Tracer,
-    Zero,
+    as_arrays,
     is_named,
     is_staging,
+    is_tracer,
     mapped_type,
     register,
+    select,
     stage,
-    tangent_type,
     typeof,
-    vmap_like,
+    vmap_over,
 )
-from pylayer_jax._methods.arguments import as_arrays
 from pylayer_jax._methods.batches import map_outputs
-from pylayer_jax._methods.outputs import Recording
+from pylayer_jax._methods.outputs import Outputs
+from pylayer_jax._trees import Static
 
-from .call import (
-    Application,
-    derivative_of,
-    differentiate,
-    keep,
-    run_setup,
-    run_undifferentiated,
-    stage_forward,
-)
-from .derivative import Derivative
-from .staged_call import Rule, batch_rule, moves, record_p
+from .backward import LayerDerivative
+from .call import LayerCall
+from .derivative import BatchedDerivative, Derivative
+from .differentiate import Differentiated, differentiate
+from .forward import run_setup_context, run_undifferentiated
+from .saved_state import SavedState
+from .staged_call import StagedCall, stage_call
+from .staged_call_batching import batch_staged_call
+from .staged_call_rules import nonzero_tangents, staged_call_p
 
-# What `forward` left, the derivative, and the residuals that it takes.
-SetUp = tuple[Recording, Derivative, list[Any]]
+# The saved state, the derivative, and the residuals that the derivative takes.
+SetUp = tuple[SavedState, Derivative, list[Any]]
 
 
-class Call(Protocol):
-    """What *layer* binds: one application, or a batch of them."""
+class EagerCall(Protocol):
+    """The parameter of *eager_call*: one call of a layer, or a batch of them."""
 
-    application: Application
-    first: bool  # whether it is what is differentiated first, so that hooks pack what it keeps
+    call: LayerCall
+    packs: bool  # whether its first differentiation packs the residuals; later ones never do
     types: list[Any]  # of its inputs
 
-    def run(self, *tensors: Any) -> list[Any]:
-        """The outputs."""
+    def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
+        """The output tensors, and their structure."""
         ...
 
-    def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        """The outputs of a batch, with the mapped axis in front."""
+    def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+        """The output tensors of a batch, with the mapped axis in front, and their structure."""
         ...
 
-    def stage(self, told: list[bool], tensors: Sequence[Any] = ()) -> tuple[Rule, list[Any]]:
-        """The same as an equation, and the values that it closes over."""
+    def stage(self, needs_grad: list[bool], tensors: Sequence[Any] = ()) -> tuple[StagedCall, list[Any]]:
+        """The same call for *staged_call*, and the values that it closes over."""
         ...
 
-    def setup(self, tensors: Sequence[Any], outputs: Sequence[Any], told: list[bool]) -> SetUp:
-        """What is kept for the derivative, by `setup_context`."""
+    def setup(self, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]) -> SetUp:
+        """Run `setup_context` on outputs that `forward` returned."""
         ...
 
-    def again(self) -> Call:
-        """The same for the next differentiation."""
-        ...
+    def without_packing(self) -> EagerCall: ...
 
 
-class One:
-    """One application."""
+class SingleCall:
+    """One call of a layer."""
 
-    def __init__(self, application: Application, first: bool = True) -> None:
-        self.application = application
-        self.first = first
-        self.types = application.arguments.avals
+    def __init__(self, call: LayerCall, packs: bool = True) -> None:
+        self.call = call
+        self.packs = packs
+        self.types = call.arguments.avals
 
-    def run(self, *tensors: Any) -> list[Any]:
-        return run_undifferentiated(self.application, tensors)
+    def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
+        outputs, values = run_undifferentiated(self.call, tensors)
+        return values, outputs
 
-    def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        if self.application.layer._batches_itself():
-            return map_outputs(self.application, axis, dims, as_arrays(tensors))
-        return vmap_like(self.run, axis, tuple(dims), 0)(*tensors)
+    def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+        if not self.call.layer._has_vmap_method():
+            return _vmap_run(self, axis, dims, tensors)
+        outputs, values = map_outputs(self.call.layer.vmap, self.call.arguments, axis, dims, as_arrays(tensors))
+        return values, outputs
 
-    def stage(self, told: list[bool], tensors: Sequence[Any] = ()) -> tuple[Rule, list[Any]]:
-        recording, rule, consts = stage_forward(self.application, self.types, told, tensors)
-        self.application.outputs = recording.outputs
-        rule.first = self.first
-        return rule, consts
+    def stage(self, needs_grad: list[bool], tensors: Sequence[Any] = ()) -> tuple[StagedCall, list[Any]]:
+        staged, consts = stage_call(self.call, self.types, needs_grad, tensors)
+        staged.packs = self.packs
+        return staged, consts
 
-    def setup(self, tensors: Sequence[Any], outputs: Sequence[Any], told: list[bool]) -> SetUp:
-        recording, residuals = run_setup(self.application, tensors, outputs, told)
-        return recording, derivative_of(self.application, recording, len(residuals)), residuals
+    def setup(self, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]) -> SetUp:
+        saved, residuals = run_setup_context(self.call, outputs, values, tensors, needs_grad)
+        return saved, LayerDerivative.of(self.call, saved, len(residuals)), residuals
 
-    def again(self) -> One:
-        return One(self.application, first=False)
+    def without_packing(self) -> SingleCall:
+        return SingleCall(self.call, packs=False)
 
 
-class Batch:
+class BatchedCall:
     """A batch of calls, which differ in the inputs that have a mapped axis."""
 
-    def __init__(self, inner: Call, axis: Any, dims: Sequence[Any], first: bool) -> None:
-        self.application = inner.application
+    def __init__(self, inner: EagerCall, axis: Any, dims: Sequence[Any], packs: bool) -> None:
+        self.call = inner.call
         self.inner = inner
         self.axis = axis
         self.dims = list(dims)
-        self.first = first
+        self.packs = packs
         self.types = [t if d is None else mapped_type(axis, t, d) for t, d in zip(inner.types, dims, strict=True)]
 
-    def run(self, *tensors: Any) -> list[Any]:
+    def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
         return self.inner.run_batch(self.axis, self.dims, tensors)
 
-    def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        return vmap_like(self.run, axis, tuple(dims), 0)(*tensors)
+    def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+        return _vmap_run(self, axis, dims, tensors)
 
-    def stage(self, told: list[bool], tensors: Sequence[Any] = ()) -> tuple[Rule, list[Any]]:
-        del tensors  # those of a batch are no help to one application
-        rule, consts = self.inner.stage(told)
+    def stage(self, needs_grad: list[bool], tensors: Sequence[Any] = ()) -> tuple[StagedCall, list[Any]]:
+        del tensors  # the values of a batch do not help to stage one call
+        staged, consts = self.inner.stage(needs_grad)
         types = [*map(typeof, consts), *self.types]
-        batched, new, _ = batch_rule(rule, self.axis, types, [None] * len(consts) + self.dims)
-        batched.first = self.first
-        return batched, [*new, *consts]
+        batched, more_consts, _ = batch_staged_call(staged, self.axis, types, [None] * len(consts) + self.dims)
+        batched.packs = self.packs
+        return batched, [*more_consts, *consts]
 
-    def setup(self, tensors: Sequence[Any], outputs: Sequence[Any], told: list[bool]) -> SetUp:
-        found: list[SetUp] = []
+    def setup(self, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]) -> SetUp:
+        def setup_one(tensors: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], Static]:
+            saved, derivative, residuals = self.inner.setup(outputs, values, tensors, needs_grad)
+            # The number of the input that all examples share, or None for a residual of each example.
+            shared = {id(x): i for i, (x, d) in enumerate(zip(tensors, self.dims, strict=True)) if d is None}
+            inputs = [shared.get(id(x)) for x in residuals]
+            return [x for x, i in zip(residuals, inputs, strict=True) if i is None], Static((saved, derivative, inputs))
 
-        def one(tensors: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-            recording, derivative, residuals = self.inner.setup(tensors, outputs, told)
-            shared = {id(x): x for x, d in zip(tensors, self.dims, strict=True) if d is None}
-            found[:] = [(recording, derivative, [shared.get(id(x)) for x in residuals])]
-            return [x for x in residuals if id(x) not in shared]
+        setup = vmap_over(self.axis, setup_one, (self.dims, 0), 0)
+        own, static = setup(list(tensors), list(values))
+        saved, derivative, inputs = static.value
+        batched = BatchedDerivative.of(
+            derivative,
+            output_types=[typeof(x) for x in values],
+            axis=self.axis,
+            array_dims=[0 if i is None else None for i in inputs],
+            input_dims=self.dims,
+        )
+        rest = iter(own)
+        return saved, batched, [next(rest) if i is None else tensors[i] for i in inputs]
 
-        mapped = iter(vmap_like(one, self.axis, (self.dims, 0), 0)(list(tensors), list(outputs)))
-        ((recording, derivative, shared),) = found
-        dims = [0 if x is None else None for x in shared]
-        derivative = derivative.batched(self.axis, [typeof(x) for x in outputs], dims, self.dims)
-        return recording, derivative, [next(mapped) if x is None else x for x in shared]
-
-    def again(self) -> Batch:
-        return Batch(self.inner, self.axis, self.dims, first=False)
+    def without_packing(self) -> BatchedCall:
+        return BatchedCall(self.inner, self.axis, self.dims, packs=False)
 
 
-def bind(call: Call, tensors: Sequence[Any]) -> list[Any]:
+def _vmap_run(eager: EagerCall, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+    def run(*tensors: Any) -> tuple[list[Any], Static]:
+        values, outputs = eager.run(*tensors)
+        return values, Static(outputs)
+
+    values, outputs = vmap_over(axis, run, tuple(dims), 0)(*tensors)
+    return values, outputs.value
+
+
+# -- eager_call: inputs -> outputs -----------------------------------------------------------------
+
+eager_call_p = Primitive("eager_call")
+
+
+def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:
     """The outputs of a call under all transformations that are active."""
-    # What `forward` closes over would be lost to a rule of ours; staged, it becomes an input.
-    if is_staging() or call.application.names_closed_over():
-        rule, consts = call.stage(call.application.arguments.perturbable([True] * len(tensors)), tensors)
-        return record_p.bind(*consts, *tensors, rule=rule)[: rule.outputs]
-    return layer_p.bind(*tensors, call=call)
+    # A rule of ours would lose values that `forward` closes over; staged, they become inputs.
+    if not is_staging() and not eager.call.names_closed_over():
+        return eager_call_p.bind(*tensors, eager=eager)
+    needs_grad = eager.call.arguments.perturbable([True] * len(tensors))
+    staged, consts = eager.stage(needs_grad, tensors)
+    eager.call.outputs = staged.saved.outputs
+    return staged_call_p.bind(*consts, *tensors, staged=staged)[: staged.outputs]
 
 
-layer_p = Primitive("pylayer_call")
+def _evaluate(*tensors: Any, eager: EagerCall) -> list[Any]:
+    values, eager.call.outputs = eager.run(*tensors)
+    return values
 
 
-def _types(*_: Any, call: Call) -> tuple[list[Any], Any]:
-    jaxpr, _consts = stage(call.run, call.types, call.application.name)
+def _types(*_: Any, eager: EagerCall) -> tuple[list[Any], Any]:
+    jaxpr, _consts, eager.call.outputs = stage(eager.run, eager.types, eager.call.name)
     return [v.aval for v in jaxpr.outvars], jaxpr.effects
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
-    needed = moves(primals, tangents)
-    if not any(needed):
-        values = bind(call, primals)
-        return values, [Zero(tangent_type(typeof(v))) for v in values]
-    derivative, residuals, outputs = _differentiate(call, as_arrays(primals), needed)
-    return outputs, derivative.tangents(needed, residuals, [t for t, n in zip(tangents, needed, strict=True) if n])
-
-
-def _differentiate(call: Call, tensors: list[Any], needed: list[bool]) -> tuple[Derivative, list[Any], list[Any]]:
-    """The derivative, the residuals that it takes, and the outputs."""
-    application = call.application
-    traced = any(isinstance(x, Tracer) for x in tensors)
-    if isinstance(call, One) and not traced:
-        recording, derivative, outputs, residuals = differentiate(application, tensors, needed)
-        application.outputs = recording.outputs
-        kept = functools.partial(keep, application, recording)
-    elif application.layer._splits() and not is_staging():
-        # `forward` may be host code, which cannot be staged; what is kept, `setup_context` tells.
-        outputs = bind(call.again(), tensors) if traced else call.run(*tensors)
-        recording, derivative, residuals = call.setup(tensors, outputs, needed)
-        kept = functools.partial(keep, application, recording)
-    else:
-        rule, consts = call.again().stage(needed, tensors)  # it is differentiated here
-        values = record_p.bind(*consts, *tensors, rule=rule)
-        derivative, residuals, outputs = rule.derivative, rule.residuals(tensors, values), values[: rule.outputs]
-        kept = rule.keep
-    return kept(derivative, residuals, outputs) if call.first else (derivative, residuals, outputs)
-
-
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
-    # JAX asks in this case too; the layer may ask for the index along the axis, or for a sum over it.
-    if all(d is None for d in dims) and not is_named(axis):
-        values = bind(call, args)
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, eager: EagerCall) -> tuple[list[Any], list[Any]]:
+    perturbed = nonzero_tangents(primals, tangents)
+    if not any(perturbed):
+        values = bind(eager, primals)
         return values, [None] * len(values)
-    values = bind(Batch(call, axis, dims, call.first), args)
+    found = _differentiate(eager, as_arrays(primals), perturbed)
+    return found.outputs, found.derivative.tangents(perturbed, found.residuals, select(tangents, perturbed))
+
+
+def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Differentiated:
+    call, traced = eager.call, any(map(is_tracer, tensors))
+    if isinstance(eager, SingleCall) and not traced:
+        found = differentiate(call, tensors, needs_grad)
+        call.outputs = found.saved.outputs
+    elif call.layer._has_setup_context() and not is_staging():
+        # `forward` may be host code, which cannot be staged; `setup_context` says what is kept.
+        if traced:
+            values = bind(eager.without_packing(), tensors)
+        else:
+            values, call.outputs = eager.run(*tensors)
+        assert call.outputs is not None
+        saved, derivative, residuals = eager.setup(call.outputs, values, tensors, needs_grad)
+        found = Differentiated(saved, derivative, values, residuals)
+    else:
+        staged, consts = eager.without_packing().stage(needs_grad, tensors)
+        call.outputs = staged.saved.outputs
+        values = staged_call_p.bind(*consts, *tensors, staged=staged)
+        residuals = staged.residuals(tensors, values)
+        found = Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
+    return found.packed(call) if eager.packs else found
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, eager: EagerCall) -> tuple[list[Any], list[Any]]:
+    values = bind(BatchedCall(eager, axis, dims, eager.packs), args)
     return values, [0] * len(values)
 
 
 register(
-    layer_p,
-    evaluate=lambda *tensors, call: call.run(*tensors),
+    eager_call_p,
+    evaluate=_evaluate,
     abstract=_types,
     jvp=_jvp,
     batch=_batch,
+    bind=lambda *args, eager: bind(eager, args),
+    uses_axis=is_named,  # the layer may ask for the index along the axis, or for a sum over it
 )

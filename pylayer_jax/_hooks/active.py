@@ -1,4 +1,4 @@
-"""Which pair of saved-tensor hooks is active."""
+"""Which pair of saved-tensor hooks is active, and what a layer or an operation takes from it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from typing import Any, Final
 
 import jax
 
-from pylayer_jax._jax.names import (
-    Primitive,
+from pylayer_jax._jax import (
     Trace,
     current_trace,
-    has_equation,
     is_differentiated,
     is_rematerialized,
-    register,
+    mark_hooks_block,
     set_current_trace,
 )
-from pylayer_jax._trees.closures import content
-from pylayer_jax._trees.partition import ById
+from pylayer_jax._trees import IdentityKey, content
 
-from .host import Store, store_of
+from .host import HostStore, host_store_of
 
 Hook = Callable[[Any], Any]
 
@@ -33,12 +30,11 @@ class Pair:
 
     __slots__ = (
         "__weakref__",
-        "_derived",
         "_hash",
+        "cache",
         "differentiable",
         "host",
         "key",
-        "memory",
         "pack",
         "store",
         "unpack",
@@ -48,17 +44,18 @@ class Pair:
         self.pack = pack
         self.unpack = unpack
         self.host = host
-        self.differentiable = differentiable  # one after the other, with the derivative of the identity
-        self.key = self._derive()
+        self.differentiable = differentiable  # whether pack, then unpack, has the derivative of the identity
+        self.key = self._present_key()
         self._hash = hash(self.key)
-        self.store: Store = store_of(self.key)
-        self.memory = Memory()
+        self.store: HostStore = host_store_of(self.key)
+        self.cache = PackCache()
 
-    def _derive(self) -> Any:
+    def _present_key(self) -> Any:
         return function_key(self.pack), function_key(self.unpack), self.host, self.differentiable
 
     def is_outdated(self) -> bool:
-        return self.key != self._derive()
+        """Whether a variable that a hook closes over was bound anew."""
+        return self.key != self._present_key()
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pair) and self.key == other.key
@@ -68,21 +65,21 @@ class Pair:
 
 
 def function_key(function: Any) -> Any:
-    """Equal for functions that do the same: a lambda is a new object wherever its line runs."""
+    """Equal for functions that do the same. A lambda is a new object each time its line runs."""
     if not isinstance(function, types.FunctionType):
         try:
             hash(function)
         except TypeError:
-            return ById(function)
+            return IdentityKey(function)
         return function
     cells = map(content, function.__closure__ or ())
     held = [function.__globals__, *cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     plain = (bool, int, float, str, type(None))
-    return function.__code__, *((repr(x) if type(x) in plain else ById(x)) for x in held)
+    return function.__code__, *((repr(x) if type(x) in plain else IdentityKey(x)) for x in held)
 
 
-class Refusal:
-    """In place of a pair: entering one is an error."""
+class Disabled:
+    """Stands for a pair while hooks are disabled: it is an error to enter a pair."""
 
     __slots__ = ("message",)
 
@@ -90,17 +87,17 @@ class Refusal:
         self.message = message
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Refusal) and self.message == other.message
+        return isinstance(other, Disabled) and self.message == other.message
 
     def __hash__(self) -> int:
         return hash(self.message)
 
 
-# In place of a pair, where everything that is saved is packed by somebody further out.
-COVERED: Final = "covered"
+# Stands for a pair while hooks are suspended: the code further out packs everything that is saved.
+SUSPENDED: Final = "suspended"
 
-# Part of the key of every cache of JAX, so that a function compiled without hooks, or with others, is
-# traced again. Local to the thread.
+# Part of the key of every cache of JAX, so that a function is traced again if it was compiled without hooks, or with
+# other hooks. Local to the thread.
 active: Final = jax.make_user_context(None)
 
 
@@ -108,8 +105,15 @@ def active_pair() -> Pair | None:
     return active.value if isinstance(active.value, Pair) else None
 
 
-class Interceptor(Trace):
-    """The base of a trace that stands before another one, and makes no tracers of its own."""
+@contextlib.contextmanager
+def hooks_suspended() -> Generator[None]:
+    """Pack nothing in here: the caller packs, or runs a hook."""
+    with active(SUSPENDED):
+        yield
+
+
+class TraceOfBlock(Trace):
+    """The base of a trace that stands before another trace and makes no tracers of its own."""
 
     __slots__ = ("parent_trace",)
 
@@ -117,48 +121,25 @@ class Interceptor(Trace):
 
 
 @contextlib.contextmanager
-def covered() -> Generator[None]:
-    """Nothing in here is packed: the caller sees to it, or runs a hook."""
-    with active(COVERED):
+def outside_hooks_trace() -> Generator[None]:
+    """Run on the trace below the innermost hooks block."""
+    with set_current_trace(trace_below(current_trace())):
         yield
 
 
-@contextlib.contextmanager
-def beneath_blocks() -> Generator[None]:
-    """Run on the trace beneath the innermost hooks block."""
-    with set_current_trace(beneath(current_trace())):
-        yield
-
-
-def beneath(trace: Any) -> Any:
-    return trace.parent_trace if isinstance(trace, Interceptor) else trace
-
-
-# Binds nothing, and tells that staged code holds a block of its own within a block around it. The innermost
-# pair alone applies, so that such code is not packed as a whole from outside.
-nested_p = Primitive("pylayer_hooks_block")
-register(
-    nested_p,
-    evaluate=list,
-    abstract=lambda: ([], frozenset()),
-    jvp=lambda *_: ([], []),
-    batch=lambda *_: ([], []),
-)
+def trace_below(trace: Any) -> Any:
+    return trace.parent_trace if isinstance(trace, TraceOfBlock) else trace
 
 
 def mark_nested(pair: Pair) -> None:
-    """Leave a mark in staged code where `pair` is entered within the block of another pair that surrounds it."""
+    """Mark the staged code if it enters `pair` within the block of another pair that surrounds the code."""
     outer = active_pair()
-    if outer is not None and outer != pair and not isinstance(current_trace(), Interceptor):
-        nested_p.bind()
-
-
-def holds_block(jaxpr: Any) -> bool:
-    return has_equation(jaxpr, nested_p.name)
+    if outer is not None and outer != pair and not isinstance(current_trace(), TraceOfBlock):
+        mark_hooks_block()
 
 
 class Hooks:
-    """The pair that was active where a layer, or an operation, was applied."""
+    """The pair that was active when a layer, or an operation, was applied."""
 
     __slots__ = ("deferred", "pair", "rematerialized")
 
@@ -173,29 +154,29 @@ class Hooks:
         return None if pair is None else Hooks(pair, tensors)
 
 
-class Memory:
-    """What tensors were packed to, while both are alive: what several operations keep is packed once."""
+class PackCache:
+    """The packed form of tensors, while both are alive: a tensor that several operations keep is packed once."""
 
     __slots__ = ("_entries",)
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], Any], ...]] = {}
 
-    def recall(self, tensor: Any) -> tuple[Any, list[Any]] | None:
+    def get(self, tensor: Any) -> tuple[Any, list[Any]] | None:
         entry = self._entries.get(id(tensor))
         if entry is None:
             return None
-        source, trace, sealed, *arrays = (ref() for ref in entry)
+        source, trace, packed, *arrays = (ref() for ref in entry)
         # A traced value belongs to the one jaxpr in which it was made.
-        if source is not tensor or trace is not current_trace() or sealed is None or any(x is None for x in arrays):
+        if source is not tensor or trace is not current_trace() or packed is None or any(x is None for x in arrays):
             return None
-        return sealed, arrays
+        return packed, arrays
 
-    def remember(self, tensor: Any, sealed: Any, arrays: Sequence[Any]) -> None:
+    def put(self, tensor: Any, packed: Any, arrays: Sequence[Any]) -> None:
         key, entries = id(tensor), self._entries
 
         def forget(_: Any) -> None:
             entries.pop(key, None)
 
-        refs = [weakref.ref(x) for x in (current_trace(), sealed, *arrays)]
+        refs = [weakref.ref(x) for x in (current_trace(), packed, *arrays)]
         entries[key] = (weakref.ref(tensor, forget), *refs)

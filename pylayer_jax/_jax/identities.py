@@ -1,58 +1,140 @@
-"""Outputs that are mapped under vmap as soon as one input is.
-
-NOTE [shared outputs]
-Under vmap, JAX lets an output that no mapped input reaches be shared by all examples. Its one cotangent would
-then be handed to `backward` once per example, and be counted as often (JAX 0.12 refuses such a custom_vjp,
-0.10 gives the wrong number). So all outputs of a layer are mapped as soon as one input is.
-"""
+"""Primitives that compute nothing: each returns some of its inputs, and changes how a transformation treats them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .names import Primitive, Zero, is_undefined, register, vmap_like
+import jax
 
-joined_p = Primitive("pylayer_outputs")  # inputs, outputs -> outputs; lowers to nothing
+from .jaxprs import has_equation
+from .names import Primitive
+from .primitives import batch_axis_to_front, register
 
+# -- batch_together: inputs, outputs -> outputs ----------------------------------------------------
+#
+# NOTE [shared outputs]
+# Under vmap, JAX lets an output that no mapped input reaches be shared by all examples. Its one cotangent would then be
+# handed to `backward` once per example, and be counted as often (JAX 0.12 refuses such a custom_vjp, 0.10 gives the
+# wrong number). Therefore all outputs of a layer are mapped as soon as one input is.
 
-def joined(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs, mapped under vmap wherever an input is."""
-    return joined_p.bind(*inputs, *outputs, count=len(outputs))
-
-
-def in_front(value: Any, dim: int | None, axis: Any) -> Any:
-    """`value` with the mapped axis in front, which it has at `dim` or not at all."""
-    return vmap_like(lambda x: x, axis, (dim,), 0)(value)
-
-
-def _joined(*args: Any, count: int) -> list[Any]:
-    return list(args[-count:])
+batch_together_p = Primitive("batch_together")
 
 
-def _joined_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, count: int) -> tuple[list[Any], list[Any]]:
-    return joined_p.bind(*primals, count=count), list(tangents[-count:])
+def batch_together(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    """The outputs; under vmap all of them are mapped as soon as one of the inputs or outputs is."""
+    return batch_together_p.bind(*inputs, *outputs, count=len(outputs))
 
 
-def _joined_transpose(cotangents: Sequence[Any], *args: Any, count: int) -> list[Any]:
-    inputs = [Zero(x.aval) if is_undefined(x) else None for x in args[:-count]]
-    return inputs + [c if is_undefined(x) else None for x, c in zip(args[-count:], cotangents, strict=True)]
-
-
-def _joined_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> tuple[list[Any], list[Any]]:
-    outputs, out_dims = args[-count:], dims[-count:]
-    if all(d is None for d in dims):  # JAX asks in this case too
-        return list(outputs), list(out_dims)
-    return [x if d is not None else in_front(x, d, axis) for x, d in zip(outputs, out_dims, strict=True)], [
-        d or 0 for d in out_dims
+def _batch_together_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
+    outputs = zip(args[-count:], dims[-count:], strict=True)
+    return [x if d is not None else batch_axis_to_front(axis, x, d) for x, d in outputs], [
+        d or 0 for d in dims[-count:]
     ]
 
 
 register(
-    joined_p,
-    evaluate=_joined,
+    batch_together_p,
+    evaluate=lambda *args, count: list(args[-count:]),
     abstract=lambda *types, count: (list(types[-count:]), frozenset()),
-    jvp=_joined_jvp,
-    batch=_joined_batch,
-    transpose=_joined_transpose,
+    jvp=lambda primals, tangents, *, count: (batch_together_p.bind(*primals, count=count), list(tangents[-count:])),
+    transpose=lambda cotangents, *args, count: [None] * (len(args) - count) + list(cotangents),
+    batch=_batch_together_batch,
+)
+
+
+# -- compute_together: values -> values ------------------------------------------------------------
+#
+# `jax.lax.optimization_barrier`, whose derivative leaves values without a tangent as they are (not so in jax 0.10).
+
+compute_together_p = Primitive("compute_together")
+
+
+def compute_together(values: Sequence[Any]) -> list[Any]:
+    """The values; XLA computes each of them only where it has all of them."""
+    return compute_together_p.bind(*values)
+
+
+register(
+    compute_together_p,
+    evaluate=lambda *values: list(jax.lax.optimization_barrier(values)),
+    abstract=lambda *types: (list(types), frozenset()),
+    jvp=lambda primals, tangents: (compute_together_p.bind(*primals), list(tangents)),
+    batch=lambda _, args, dims: (compute_together_p.bind(*args), list(dims)),
+)
+
+
+# -- with_tangent: tensor, value -> value ----------------------------------------------------------
+#
+# A `jax.custom_jvp` would do, but jax 0.10 forgets its rule within a scan.
+
+with_tangent_p = Primitive("with_tangent")
+
+
+def with_tangent(tensor: Any, value: Any) -> Any:
+    """`value`, with the tangent of `tensor`."""
+    return with_tangent_p.bind(tensor, value)[0]
+
+
+def _with_tangent_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    return with_tangent_p.bind(*(batch_axis_to_front(axis, x, d) for x, d in zip(args, dims, strict=True))), [0]
+
+
+register(
+    with_tangent_p,
+    evaluate=lambda *args: [args[-1]],
+    abstract=lambda *types: ([types[-1]], frozenset()),
+    jvp=lambda primals, tangents: (with_tangent_p.bind(*primals), [tangents[0]]),
+    batch=_with_tangent_batch,
+)
+
+
+# -- forbid_derivative: tensor -> tensor -----------------------------------------------------------
+
+forbid_derivative_p = Primitive("forbid_derivative")
+
+
+def forbid_derivative(tensor: Any, error: Callable[[], Exception]) -> Any:
+    """The tensor; a derivative that goes through it raises what `error` returns."""
+    return forbid_derivative_p.bind(tensor, error=error)[0]
+
+
+def _forbid_derivative_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, error: Callable[[], Exception]) -> Any:
+    if tangents[0] is not None:
+        raise error()
+    return forbid_derivative_p.bind(*primals, error=error), [None]
+
+
+register(
+    forbid_derivative_p,
+    evaluate=lambda tensor, **_: [tensor],
+    abstract=lambda tensor, **_: ([tensor], frozenset()),
+    jvp=_forbid_derivative_jvp,
+    batch=lambda _, args, dims, *, error: (forbid_derivative_p.bind(*args, error=error), dims),
+)
+
+
+# -- hooks_block: nothing -> nothing ---------------------------------------------------------------
+#
+# Tells that staged code holds a hooks block of its own within a hooks block around it. Only the innermost pair applies,
+# so that such code is not packed as a whole from outside.
+
+hooks_block_p = Primitive("hooks_block")
+
+
+def mark_hooks_block() -> None:
+    """Leave a mark in the code that is being staged."""
+    hooks_block_p.bind()
+
+
+def holds_hooks_block(jaxpr: Any) -> bool:
+    return has_equation(jaxpr, hooks_block_p.name)
+
+
+register(
+    hooks_block_p,
+    evaluate=list,
+    abstract=lambda: ([], frozenset()),
+    jvp=lambda *_: ([], []),
+    batch=lambda *_: ([], []),
 )

@@ -1,0 +1,12 @@
+"""The methods that a user writes on a class: one room for each, with the values that it takes and returns.
+
+- `arguments`: the arguments of `forward`, bound to its signature.
+- `context`: the `ctx` that carries values from `forward` to `backward`.
+- `outputs`: the outputs of `forward`, and the cotangents for `backward`.
+- `gradients`: the gradients that `backward` returned, matched to the arguments.
+- `tangents`: the tangents that `jvp` gets, and those that it returned.
+- `batches`: the batch that `vmap` gets, and the outputs that it returned.
+- `once_differentiable`: the decorator for a `backward` without a derivative.
+
+Nothing in here knows how JAX differentiates: each room checks values that a user gave, and says what is wrong.
+"""

@@ -1,4 +1,4 @@
-"""One call of `forward`: its arguments by name and in parameter order, arrays apart from statics."""
+"""The arguments of one call of `forward`: by name, in parameter order, with tensors and statics separated."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from pylayer_jax._jax.names import differentiable, typeof
-from pylayer_jax._trees.partition import Skeleton, flatten, split
+from pylayer_jax._jax import as_arrays, has_tangent, typeof
+from pylayer_jax._trees import Skeleton, flatten, split
 
 
 class Argument:
-    """One argument that was passed; a *slot* if it holds a tensor."""
+    """One argument of a call; a *slot* if it holds a tensor."""
 
     __slots__ = ("first", "name", "skeleton")
 
@@ -33,7 +32,7 @@ class Argument:
 class Arguments:
     """The arguments of one call, bound to the signature of `forward`.
 
-    `tensors` are not kept here: an instance lives in a treedef, where an array would be a leak.
+    The tensors are not kept here: an instance lives in a treedef, where an array would be a leak.
     """
 
     __slots__ = ("arguments", "avals", "keywords", "layer", "positional")
@@ -50,7 +49,7 @@ class Arguments:
             self.avals.extend(tensors)
 
     def take_tensors(self) -> list[Any]:
-        """The tensors as JAX arrays; from then on only their types are kept."""
+        """The tensors as JAX arrays. From then on the object keeps only their types."""
         tensors = as_arrays(self.avals)
         self.avals = [typeof(x) for x in tensors]
         return tensors
@@ -65,17 +64,17 @@ class Arguments:
             ctx, *values[: self.positional], **dict(zip(self.keywords, values[self.positional :], strict=True))
         )
 
-    def spread(self, values: Sequence[Any]) -> list[Any]:
-        """One entry per argument, in its structure, from one value per tensor; None in the place of statics."""
-        return [a.skeleton.statics_as(None, values[a.span]) if a.skeleton.size else None for a in self.arguments]
+    def per_argument(self, values: Sequence[Any]) -> list[Any]:
+        """One entry per argument, in its structure, from one value per tensor; None for every static."""
+        return [a.skeleton.fill_with_statics(None, values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
-        """One bool per argument, from one per tensor."""
+        """One bool per argument, from one bool per tensor."""
         return tuple(any(perturbed[a.span]) for a in self.arguments)
 
     def perturbable(self, perturbed: Sequence[bool]) -> list[bool]:
-        """`perturbed` without the tensors that can have no gradient (integers, bools, PRNG keys)."""
-        return [p and differentiable(aval) for p, aval in zip(perturbed, self.avals, strict=True)]
+        """`perturbed`, but False for tensors that cannot have a gradient (integers, bools, PRNG keys)."""
+        return [p and has_tangent(aval) for p, aval in zip(perturbed, self.avals, strict=True)]
 
 
 def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -104,7 +103,7 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            # Without a parameter of its own, as in forward(*args), the context is the first of them.
+            # If the context has no parameter, as in forward(*args), it is the first of the values.
             values = value if declared.context_by_name else value[1:]
             positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
@@ -125,12 +124,12 @@ def _without_context(declared: _Declared) -> inspect.Signature:
 
 
 class _Declared(NamedTuple):
-    """What binding needs to know of a signature."""
+    """A signature, and facts of it that binding a call needs."""
 
     signature: inspect.Signature
-    context_by_name: bool
-    names: tuple[str, ...]  # of the parameters that a plain positional call fills, without the context
-    required: int  # how many of them such a call has to fill
+    context_by_name: bool  # whether the context has a parameter
+    names: tuple[str, ...]  # the parameters that a plain positional call fills, without the context
+    required: int  # the number of them that such a call has to fill
 
 
 @functools.lru_cache(maxsize=1024)
@@ -140,25 +139,11 @@ def _declared(forward: Callable[..., Any]) -> _Declared:
     kinds = inspect.Parameter
     context_by_name = bool(parameters) and parameters[0].kind is not kinds.VAR_POSITIONAL
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
-    asked = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
+    needs_keyword = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
     required = sum(p.default is kinds.empty for p in plain)
-    return _Declared(signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if asked else required)
-
-
-def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
-    """Tensors as JAX arrays; those that are already stay the objects they are."""
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in tensors]
-
-
-def as_array(value: Any, aval: Any) -> Any:
-    """A Python number, which JAX hands on as it is, as an array of the type that it stands for."""
-    return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
-
-
-def as_jax(tree: Any) -> Any:
-    """The tree with its NumPy arrays and scalars as JAX arrays, as they are under jit."""
-    tensors, skeleton = split(tree)
-    return skeleton.fill(as_arrays(tensors)) if tensors else tree
+    return _Declared(
+        signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if needs_keyword else required
+    )
 
 
 def refuse_refs(layer: str, tree: Any) -> None:

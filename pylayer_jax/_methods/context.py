@@ -1,38 +1,38 @@
-"""What `forward` records for `backward`, and when it may record it."""
+"""The context: it carries values and flags from `forward` to `backward`."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from pylayer_jax._trees.partition import flatten, is_tensor
+from pylayer_jax._trees import contains, describe, flatten, is_tensor
 
 
 class Phase(enum.Enum):
-    """Where in its life a context is; only `FORWARD` takes recordings."""
+    """Where in its life a context is; it takes values and flags only in `FORWARD`."""
 
     FORWARD = "forward"
     RETURNED = "returned"
     BACKWARD = "backward"
 
 
-class Record:
+class ContextState:
     """The private half of a context: everything but the attributes that the user sets."""
 
     __slots__ = (
-        "asked_needs",
-        "dirty",
         "inputs",
         "layer",
         "load",
-        "marked",
         "materialize",
+        "must_return",
         "needs",
+        "non_differentiable",
         "phase",
+        "read_needs_input_grad",
         "saved",
         "saved_for_jvp",
     )
@@ -40,15 +40,15 @@ class Record:
     def __init__(self, layer: str, phase: Phase, needs: Callable[[], tuple[bool, ...]], inputs: Any = ()) -> None:
         self.layer = layer
         self.phase = phase
-        self.needs = needs
+        self.needs = needs  # gives needs_input_grad
         self.inputs = inputs
         self.saved: tuple[Any, ...] | None = None
-        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # gives `saved`, once it is asked for
+        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # gives `saved` when `backward` asks for it
         self.saved_for_jvp: tuple[Any, ...] | None = None
-        self.marked: list[Any] = []
-        self.dirty: list[Any] = []
+        self.non_differentiable: list[Any] = []
+        self.must_return: list[tuple[Any, str, str]] = []  # a value that has to be an output, the call, the advice
         self.materialize = True
-        self.asked_needs = False
+        self.read_needs_input_grad = False
 
     def read_saved(self) -> tuple[Any, ...] | None:
         if self.load is not None:
@@ -59,33 +59,33 @@ class Record:
 class PyLayerContext:
     """Carries values and flags from `forward` to `backward` of one application of a layer.
 
-    `forward` may call the methods below and set any further attribute. Arrays anywhere inside an
-    attribute (in lists, dicts or any other pytree) are kept like saved tensors; everything else is
-    carried as it is. A NumPy array is copied when it is saved or set, so that changing it in place
-    afterwards cannot reach `backward`, where it arrives as a `jax.Array`.
+    `forward` may call the methods below and set any further attribute. Arrays anywhere inside an attribute (in lists,
+    dicts or any other pytree) are kept like saved tensors; every other object arrives in `backward` unchanged. A NumPy
+    array is copied when it is saved or set: a later change in place cannot reach `backward`, where the array arrives
+    as a `jax.Array`.
     """
 
-    __slots__ = ("__dict__", "_record")
+    __slots__ = ("__dict__", "_state")
 
-    _record: Record
+    _state: ContextState
 
-    def __init__(self, record: Record) -> None:
-        object.__setattr__(self, "_record", record)
+    def __init__(self, state: ContextState) -> None:
+        object.__setattr__(self, "_state", state)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _RESERVED or hasattr(type(self), name):
             raise AttributeError(
-                f"ctx.{name} cannot be assigned in {self._record.layer}: the name belongs to the context. "
+                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. "
                 f"Choose another attribute name{_RESERVED.get(name, '')}."
             )
-        object.__setattr__(self, name, own_copy(value, self._record.layer, f"ctx.{name} = ..."))
+        object.__setattr__(self, name, own_copy(value, self._state.layer, f"ctx.{name} = ..."))
 
     def __getattr__(self, name: str) -> Any:
-        record = self._record
-        if record.phase is Phase.BACKWARD:
-            advice = f"forward of {record.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
+        state = self._state
+        if state.phase is Phase.BACKWARD:
+            advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
         else:
-            advice = f"{record.layer} has not set it yet"
+            advice = f"{state.layer} has not set it yet"
         raise AttributeError(f"ctx.{name} does not exist: {advice}.")
 
     # -- saving ---------------------------------------------------------------------------------
@@ -93,30 +93,30 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        Inputs and outputs of `forward` keep their place in higher derivatives (an output carries the
-        layer's own rule, an input its own derivative); an intermediate is differentiated through
-        `forward`. None, Python numbers and other statics pass through, and a pytree is one entry.
+        In a second derivative a saved output carries the layer's own rule, a saved input its own derivative, and an
+        intermediate value is differentiated through `forward`. None, Python numbers and other statics pass through
+        unchanged, and a pytree is one entry.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
             TypeError: for a `jax.Ref`, which can change before `backward` runs.
         """
-        record = self._recording("save_for_backward")
-        if record.saved is not None:
+        state = self._state_in_forward("save_for_backward")
+        if state.saved is not None:
             raise RuntimeError(
-                f"ctx.save_for_backward was called twice in {record.layer}.forward. Save everything in one call: "
+                f"ctx.save_for_backward was called twice in {state.layer}.forward. Save everything in one call: "
                 "ctx.save_for_backward(a, b, ...)."
             )
-        record.saved = tuple(own_copy(x, record.layer, "ctx.save_for_backward(...)") for x in tensors)
+        state.saved = tuple(own_copy(x, state.layer, "ctx.save_for_backward(...)") for x in tensors)
 
     def saved_tensor(self) -> tuple[Any, ...] | None:
         """The tuple that was saved, or None if nothing was saved (as in Paddle)."""
-        return self._record.read_saved()
+        return self._state.read_saved()
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
         """The tuple that was saved, or `()` if nothing was saved (as in torch)."""
-        return self._record.read_saved() or ()
+        return self._state.read_saved() or ()
 
     # -- flags ----------------------------------------------------------------------------------
 
@@ -125,14 +125,14 @@ class PyLayerContext:
 
         Raises:
             RuntimeError: when called outside `forward`.
-            ValueError: for a value that is not a tensor among the arguments of `forward`.
+            ValueError: for a value that is not a tensor argument of `forward`.
         """
-        record = self._recording("mark_not_inplace")
-        known = flatten(record.inputs)[0]
+        state = self._state_in_forward("mark_not_inplace")
+        known = flatten(state.inputs)[0]
         for i, value in enumerate(inputs):
             if not all(is_tensor(x) and contains(known, x) for x in jax.tree_util.tree_leaves(value) or [None]):
                 raise ValueError(
-                    f"ctx.mark_not_inplace in {record.layer}.forward: argument {i} ({describe(value)}) is not a "
+                    f"ctx.mark_not_inplace in {state.layer}.forward: argument {i} ({describe(value)}) is not a "
                     "tensor input of forward. Pass the arguments of forward themselves."
                 )
 
@@ -145,7 +145,10 @@ class PyLayerContext:
             RuntimeError: when called outside `forward`.
             ValueError: (when `forward` returns) for a value that is not among its outputs.
         """
-        self._recording("mark_non_differentiable").marked.extend(outputs)
+        state, advice = self._state_in_forward("mark_non_differentiable"), "Mark the very values that forward returns."
+        for leaf in [x for value in outputs for x in (jax.tree_util.tree_leaves(value) or [value])]:
+            state.non_differentiable.append(leaf)
+            state.must_return.append((leaf, "mark_non_differentiable", advice))
 
     def set_materialize_grads(self, flag: bool) -> None:
         """Whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
@@ -153,38 +156,38 @@ class PyLayerContext:
         Raises:
             RuntimeError: when called outside `forward`.
         """
-        self._recording("set_materialize_grads").materialize = bool(flag)
+        self._state_in_forward("set_materialize_grads").materialize = bool(flag)
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """One bool per argument that was passed: whether its gradient is asked for.
+        """One bool per argument of the call: whether its gradient is needed.
 
-        Under `jax.jit`, the run of `forward` that only stages it is told True for every argument that can have
-        a gradient, since what will be asked is not known yet.
+        If `jax.jit` only stages `forward`, it is not known yet which gradients will be needed. Then it is True for
+        every argument that can have a gradient.
         """
-        self._record.asked_needs = True
-        return self._record.needs()
+        self._state.read_needs_input_grad = True
+        return self._state.needs()
 
     # -- for the package ------------------------------------------------------------------------
 
     def _contents(self) -> tuple[Any, dict[str, Any]]:
-        """Everything that `backward` can read."""
-        return self._record.read_saved(), dict(vars(self))
+        """Everything that `backward` can read: the saved tensors and the attributes."""
+        return self._state.read_saved(), dict(vars(self))
 
     def _with_contents(self, contents: tuple[Any, dict[str, Any]]) -> PyLayerContext:
         """A context for `backward` with the flags of this one."""
         saved, attributes = contents
-        return backward_context(type(self), self._record.layer, self._record.needs, lambda: saved, attributes)
+        return backward_context(type(self), self._state.layer, self._state.needs, lambda: saved, attributes)
 
-    def _recording(self, call: str) -> Record:
-        record = self._record
-        if record.phase is not Phase.FORWARD:
-            place = "backward" if record.phase is Phase.BACKWARD else "code that ran after forward had returned"
+    def _state_in_forward(self, call: str) -> ContextState:
+        state = self._state
+        if state.phase is not Phase.FORWARD:
+            place = "backward" if state.phase is Phase.BACKWARD else "code that ran after forward had returned"
             raise RuntimeError(
-                f"ctx.{call} was called in {place} of {record.layer}; it works only inside forward. "
+                f"ctx.{call} was called in {place} of {state.layer}; it works only inside forward. "
                 "Move the call into forward."
             )
-        return record
+        return state
 
 
 def backward_context(
@@ -195,27 +198,15 @@ def backward_context(
     attributes: dict[str, Any],
 ) -> PyLayerContext:
     """The context that `backward` gets; `load` gives the saved tensors."""
-    record = Record(layer, Phase.BACKWARD, needs)
-    record.load = load
-    ctx = kind(record)
+    state = ContextState(layer, Phase.BACKWARD, needs)
+    state.load = load
+    ctx = kind(state)
     for name, value in attributes.items():
         object.__setattr__(ctx, name, value)
     return ctx
 
 
-_RESERVED = {"_record": "", "saved_tensors": ", or keep tensors with ctx.save_for_backward(...)"}
-
-
-def add_note(error: Exception, layer: str, method: str) -> None:
-    """Let an exception of the user's own keep its type, and say where it came from."""
-    note = f"This happened in {layer}.{method}."
-    if isinstance(error, jax.errors.UnexpectedTracerError):
-        note += (
-            " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
-            "as an argument of forward, or keep it with ctx.save_for_backward or as ctx.name = array."
-        )
-    if note not in getattr(error, "__notes__", ()):
-        error.add_note(note)
+_RESERVED = {"_state": "", "saved_tensors": ", or keep tensors with ctx.save_for_backward(...)"}
 
 
 def own_copy(value: Any, layer: str, call: str) -> Any:
@@ -230,17 +221,5 @@ def own_copy(value: Any, layer: str, call: str) -> Any:
                 "Save its present value: ref[...]."
             )
     if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
-        return value  # the very object, so that a container stays the one that the user holds
+        return value  # the same object, so that a container stays the object that the user holds
     return treedef.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
-
-
-def contains(values: Sequence[Any], wanted: object) -> bool:
-    """Whether `wanted` itself, not an equal value, is among `values`."""
-    return any(value is wanted for value in values)
-
-
-def describe(value: Any) -> str:
-    """A value as an error message shows it: type, and dtype and shape for a tensor."""
-    if is_tensor(value):
-        return f"{type(value).__name__} of dtype {value.dtype} and shape {tuple(value.shape)}"
-    return f"{value!r} of type {type(value).__name__}" if len(repr(value)) < 60 else type(value).__name__

@@ -1,4 +1,4 @@
-"""What `backward` returned, matched to the inputs of `forward`."""
+"""The gradients that `backward` returned, matched to the arguments of `forward`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.names import differentiable, is_key, typeof, varying_axes
-from pylayer_jax._trees.partition import BARE, Skeleton, is_tensor
+from pylayer_jax._jax import has_tangent, is_key, typeof, varying_axes
+from pylayer_jax._trees import LEAF, collect_like, describe, is_tensor, plural
 
 from .arguments import Argument, Arguments
-from .context import describe
-
-_ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
 
 
 def match_gradients(
-    result: Any, arguments: Arguments, needed: Sequence[bool], per_argument: bool, surely: bool
+    result: Any, arguments: Arguments, needs_grad: Sequence[bool], per_argument: bool, is_exact: bool
 ) -> list[Any]:
     """One gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
 
-    `needed` says which tensors need one; what is given for the others is dropped. With `per_argument`, as in
-    torch, there is one entry for every argument passed, and Nones may follow. Unless they `surely` need one,
-    gradients that are left out are zero.
+    `needs_grad` says which tensors need a gradient; gradients of the others are dropped. If `is_exact` is False, some
+    of them may not need one, and a gradient that `backward` leaves out is zero. With `per_argument`, as in torch,
+    `backward` returns one entry for every argument of the call, and Nones may follow.
 
     Raises:
         ValueError: for a wrong count, structure, type or shape; it names the layer and the argument.
@@ -35,29 +32,29 @@ def match_gradients(
             f"{arguments.layer}.backward returned {describe(result)}; expected its gradients in a tuple. Does it yield "
             "them? Return them: return g0, g1."
         )
-    gradients: list[Any] = [None] * len(needed)
+    gradients: list[Any] = [None] * len(needs_grad)
     pairs = (
         _pair_all(result, arguments)
         if per_argument
-        else _pair(result, arguments, needed if surely else [False] * len(needed))
+        else _pair(result, arguments, needs_grad if is_exact else [False] * len(needs_grad))
     )
     for argument, entry in pairs:
-        if any(needed[argument.span]):
-            gradients[argument.span] = _fit_argument(entry, argument, arguments, needed)
+        if any(needs_grad[argument.span]):
+            gradients[argument.span] = _fit_argument(entry, argument, arguments, needs_grad)
     return gradients
 
 
-def _pair(result: Any, arguments: Arguments, needed: Sequence[bool]) -> list[tuple[Argument, Any]]:
+def _pair(result: Any, arguments: Arguments, needs_grad: Sequence[bool]) -> list[tuple[Argument, Any]]:
     slots = arguments.slots
     entries = _entries(result, slots)
     if len(entries) == len(slots):
         return list(zip(slots, entries, strict=True))
     if len(entries) == len(arguments.arguments):
-        return _with_tensors(entries, arguments)
+        return _pair_tensors(entries, arguments)
     left_out = slots[len(entries) :]
-    if len(entries) < len(slots) and not any(any(needed[a.span]) for a in left_out):
+    if len(entries) < len(slots) and not any(any(needs_grad[a.span]) for a in left_out):
         return list(zip(slots, entries, strict=False))
-    raise ValueError(_count_message(entries, slots, arguments, [a for a in left_out if any(needed[a.span])]))
+    raise ValueError(_count_message(entries, slots, arguments, [a for a in left_out if any(needs_grad[a.span])]))
 
 
 def _pair_all(result: Any, arguments: Arguments) -> list[tuple[Argument, Any]]:
@@ -66,13 +63,13 @@ def _pair_all(result: Any, arguments: Arguments) -> list[tuple[Argument, Any]]:
         names = ", ".join(a.name for a in arguments.arguments)
         hint = "; a list is one gradient, return a tuple" if isinstance(result, list) else ""
         raise ValueError(
-            f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient', 'gradients')}; expected {count}, "
+            f"{arguments.layer}.backward returned {plural(len(entries), 'gradient', 'gradients')}; expected {count}, "
             f"one per argument passed ({names}), of which None is zero{hint}."
         )
-    return _with_tensors(entries[:count], arguments)
+    return _pair_tensors(entries[:count], arguments)
 
 
-def _with_tensors(entries: list[Any], arguments: Arguments) -> list[tuple[Argument, Any]]:
+def _pair_tensors(entries: list[Any], arguments: Arguments) -> list[tuple[Argument, Any]]:
     for argument, entry in zip(arguments.arguments, entries, strict=True):
         if entry is not None and not argument.skeleton.size:
             raise ValueError(
@@ -85,7 +82,7 @@ def _with_tensors(entries: list[Any], arguments: Arguments) -> list[tuple[Argume
 def _entries(result: Any, slots: list[Argument]) -> list[Any]:
     if isinstance(result, tuple):
         return list(result)
-    if isinstance(result, list) and len(slots) != 1:  # for a lone argument it is that argument's gradient
+    if isinstance(result, list) and len(slots) != 1:  # for a single argument the list is that argument's gradient
         return result
     return [result]
 
@@ -95,7 +92,7 @@ def _count_message(entries: list[Any], slots: list[Argument], arguments: Argumen
         return ", ".join(a.name for a in items) or "none"
 
     message = (
-        f"{arguments.layer}.backward returned {_plural(len(entries), 'gradient', 'gradients')}; expected "
+        f"{arguments.layer}.backward returned {plural(len(entries), 'gradient', 'gradients')}; expected "
         f"{len(slots)}, one per argument that holds a tensor ({listed(slots)})"
     )
     if len(slots) != len(arguments.arguments):
@@ -107,69 +104,21 @@ def _count_message(entries: list[Any], slots: list[Argument], arguments: Argumen
     return message + "."
 
 
-def _plural(count: int, one: str, many: str) -> str:
-    return f"{count} {one if count == 1 else many}"
-
-
-def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needed: Sequence[bool]) -> list[Any]:
+def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needs_grad: Sequence[bool]) -> list[Any]:
     avals, where = arguments.avals[argument.span], f"{arguments.layer}.backward, gradient of "
-    if argument.skeleton is BARE:
+    if argument.skeleton is LEAF:
         return [_fit(entry, avals[0], where, argument.name)]
-    found: list[Any] = [None] * argument.skeleton.size
-    model = places(argument.skeleton)
-    spread_entry(entry, model, "", found, f"{where}{argument.name!r}")
+    found = collect_like(entry, argument.skeleton, f"{where}{argument.name!r}")
     return [
         _fit(leaf, aval, where, argument.name + path) if need else None
         for leaf, aval, path, need in zip(
-            found, avals, argument.skeleton.tensor_paths(), needed[argument.span], strict=True
+            found, avals, argument.skeleton.tensor_paths(), needs_grad[argument.span], strict=True
         )
     ]
 
 
-def places(skeleton: Skeleton) -> Any:
-    """A pytree with a place instead of each tensor."""
-    return skeleton.fill([_Place(i) for i in range(skeleton.size)])
-
-
-class _Place:
-    """Stands for the i-th tensor of an argument."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-
-def spread_entry(entry: Any, model: Any, path: str, found: list[Any], where: str) -> None:
-    """Put the leaves of `entry` into `found`, by the places that `model` has; None is None for all of them."""
-    # Written out because jax.tree.broadcast would spread an array over a whole dict, and flatten_up_to
-    # refuses None in the place of one.
-    if isinstance(model, _Place):
-        found[model.index] = entry
-        return
-    level = _ONE_LEVEL(model)
-    if entry is None or level is None:  # None is zero for the whole subtree; a static has no gradient
-        return
-    children, aux = list(level[0]), level[1]
-    other = _ONE_LEVEL(entry)
-    kinds = {type(model), type(entry)}
-    place = f" at {path}" if path else ""
-    if other is None or other[1] != aux or (len(kinds) > 1 and not kinds <= {list, tuple}):
-        raise ValueError(
-            f"{where}: expected the structure of the argument, {_shape_of(model)}{place}, or None; got "
-            f"{describe(entry)}."
-        )
-    others = list(other[0])
-    if len(others) != len(children):
-        raise ValueError(f"{where}: expected {_plural(len(children), 'entry', 'entries')}{place}, got {len(others)}.")
-    for i, (child, part) in enumerate(zip(children, others, strict=True)):
-        spread_entry(part, child, f"{path}[{i}]", found, where)
-
-
-def _shape_of(model: Any) -> str:
-    return str(jax.tree_util.tree_map(lambda _: "*", model)).replace("'*'", "*")
-
-
 def _fit(gradient: Any, aval: Any, where: str, name: str) -> Any:
-    if gradient is None or not differentiable(aval):
+    if gradient is None or not has_tangent(aval):
         return None
     if not is_tensor(gradient) or is_key(gradient):
         raise ValueError(
@@ -209,7 +158,7 @@ def _is_complex(dtype: Any) -> bool:
 
 
 def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:
-    # np.broadcast_shapes does not take the symbolic dimensions of jax.export.
+    # np.broadcast_shapes refuses the symbolic dimensions of jax.export.
     if len(shape) > len(target):
         return False
     return all(a == b or a == 1 for a, b in zip(reversed(shape), reversed(target), strict=False))

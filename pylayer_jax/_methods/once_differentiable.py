@@ -1,4 +1,4 @@
-"""`once_differentiable`: a backward that must not be differentiated."""
+"""`once_differentiable`: a `backward` that must not be differentiated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._trees.partition import split
+from pylayer_jax._trees import Static, split
 
 from .context import PyLayerContext
 
@@ -19,12 +19,12 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     For a `backward` in host code, or one whose derivative would be wrong. Put it below `@staticmethod`.
 
     Raises:
-        RuntimeError: where a second derivative goes through the decorated `backward`.
+        RuntimeError: if a second derivative goes through the decorated `backward`.
     """
     if isinstance(backward, staticmethod):
         return staticmethod(once_differentiable(backward.__func__))
 
-    def refusal() -> RuntimeError:
+    def second_derivative_error() -> RuntimeError:
         return RuntimeError(
             f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
             "Remove the decorator if backward is made of differentiable operations."
@@ -32,30 +32,28 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def guarded(ctx: PyLayerContext, *cotangents: Any) -> Any:
-        # All that the result can depend on goes in as an argument, so that no derivative passes by.
+        # Every value that the result can depend on goes in as an argument, so that no derivative can bypass the rule.
         tensors, skeleton = split((ctx._contents(), cotangents))
-        result_skeleton: list[Any] = []
 
         @jax.custom_jvp
-        def run(tensors: list[Any]) -> list[Any]:
+        def run(tensors: list[Any]) -> tuple[list[Any], Static]:
             contents, given = skeleton.fill(tensors)
-            values, rest = split(backward(ctx._with_contents(contents), *given))
-            result_skeleton[:] = [rest]
-            return values
+            values, result_skeleton = split(backward(ctx._with_contents(contents), *given))
+            return values, Static(result_skeleton)
 
         @run.defjvp
         def refuse(primals: Any, tangents: Any) -> Any:
             del primals, tangents
-            raise refusal()
+            raise second_derivative_error()
 
         del refuse
-        values = run(tensors)
-        return result_skeleton[0].fill(values)
+        values, result_skeleton = run(tensors)
+        return result_skeleton.value.fill(values)
 
-    guarded.refusal = refusal  # pyright: ignore[reportAttributeAccessIssue]
+    guarded.second_derivative_error = second_derivative_error  # pyright: ignore[reportAttributeAccessIssue]
     return guarded
 
 
-def refusal_of(backward: Callable[..., Any]) -> Callable[[], RuntimeError] | None:
-    """What a second derivative through a decorated `backward` raises; None for any other."""
-    return getattr(backward, "refusal", None)
+def second_derivative_error_of(backward: Callable[..., Any]) -> Callable[[], RuntimeError] | None:
+    """Makes the error for a second derivative through a decorated `backward`; None for any other `backward`."""
+    return getattr(backward, "second_derivative_error", None)

@@ -1,4 +1,4 @@
-"""Tangents for a layer's `jvp`, and those that it returned, matched to the outputs of `forward`."""
+"""The tangents that a layer's `jvp` gets, and those that it returns, matched to the outputs of `forward`."""
 
 from __future__ import annotations
 
@@ -8,51 +8,47 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.names import differentiable, instantiate, tangent_type
-from pylayer_jax._trees.partition import BARE, is_tensor
+from pylayer_jax._jax import as_array, has_tangent, tangent_type, zeros_of
+from pylayer_jax._trees import LEAF, collect_like, describe, is_tensor
 
-from .arguments import Arguments, as_array
-from .context import describe
-from .gradients import places, spread_entry
+from .arguments import Arguments
 from .outputs import Outputs
 
 
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
-    """What `jvp` gets: one entry per argument passed, None where it holds no tensor.
+    """The tangents for `jvp`: one entry per argument of the call, None if the argument holds no tensor.
 
-    A missing tangent is zeros, or None where `ctx.set_materialize_grads(False)` was called.
+    A missing tangent is zeros, or None after `ctx.set_materialize_grads(False)`.
     """
 
     def zeros(aval: Any) -> Any:
-        return instantiate(tangent_type(aval) if differentiable(aval) else aval)
+        return zeros_of(tangent_type(aval) if has_tangent(aval) else aval)
 
     full = [
         zeros(a) if t is None and materialize else as_array(t, a)
         for t, a in zip(tangents, arguments.avals, strict=True)
     ]
-    return arguments.spread(full)
+    return arguments.per_argument(full)
 
 
 def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
-    """One tangent (or None for zero) per output that has one, of the output's shape and in its dtype.
+    """One tangent (or None for zero) per output that can have one, of the shape and in the dtype of that output.
 
     Raises:
         ValueError: for a wrong count, structure, type or shape; it names the layer and the output.
     """
     found: list[Any] = []
     for group, entry in zip(outputs.groups, _entries(result, outputs, layer), strict=True):
-        part: list[Any] = [None] * group.size
-        if group is BARE:
-            part = [entry]
+        if group is LEAF:
+            found.append(entry)
         elif group.size:
-            spread_entry(entry, places(group), "", part, f"{layer}.jvp, tangent of output {len(found)}")
-        found += part
+            found += collect_like(entry, group, f"{layer}.jvp, tangent of output {len(found)}")
     return [
         _fit(tangent, tangent_type(aval), f"{layer}.jvp, tangent of output{path}")
-        for tangent, aval, path, has in zip(
+        for tangent, aval, path, can_have_one in zip(
             found, outputs.types, outputs.skeleton.tensor_paths(), outputs.has_tangent, strict=True
         )
-        if has
+        if can_have_one
     ]
 
 

@@ -12,12 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from pylayer_jax._autodiff.call import observer
-from pylayer_jax._jax.names import inner_jaxprs, is_key, is_literal, is_tracer, typeof
-from pylayer_jax._methods.outputs import Kept, Recording
-from pylayer_jax._trees.partition import is_tensor, split
+from pylayer_jax._autodiff.call import residual_tracker
+from pylayer_jax._autodiff.saved_state import SavedState
+from pylayer_jax._jax import checkpoint_name, compute_together_p, inner_jaxprs, is_key, is_literal, is_tracer, typeof
+from pylayer_jax._trees import is_tensor, split
 
 # Code that stands between a user's line and the layer that it applies, as in jax.checkpoint(Layer.apply).
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
@@ -152,7 +151,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return jax.tree_util.tree_leaves(pullback)
 
     follower = Follower()
-    with observer(follower):
+    with residual_tracker(follower):
         jaxpr = jax.make_jaxpr(residuals)(*tensors).jaxpr
     found: dict[int, list[_Found]] = {}
     producers: dict[int, Any] = {}
@@ -189,24 +188,24 @@ class Follower:
         self.entries: list[_Entry] = []
         self.applications: list[Any] = []
 
-    def caller(self) -> str:
+    def call_site(self) -> str:
         """Where `apply` was called, as in `model.py:12`."""
         frame = sys._getframe(1)
         while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
             frame = frame.f_back
         return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
-    def follow(
+    def mark(
         self,
         application: Any,
-        recording: Recording,
+        saved: SavedState,
         tensors: Sequence[Any],
         arrays: Sequence[Any],
         owners: Sequence[int],
     ) -> list[Any]:
         """The arrays that are kept, marked. `owners` says which of the tensors each of the first was packed from."""
-        names = _names(recording, len(tensors))
-        places = [*owners, *range(recording.saved_residuals, len(tensors))]
+        names = saved.residual_names(len(tensors))
+        places = [*owners, *range(saved.packable, len(tensors))]
         marked: list[Any] = []
         # JAX may run a fwd rule more than once, as for each branch of a cond.
         if not any(a is application for a in self.applications):
@@ -225,7 +224,7 @@ class Follower:
                     names[i],
                     typeof(tensors[i]),
                     typeof(array),
-                    application.source,
+                    application.call_site,
                 )
             )
             marked.append(checkpoint_name(array, label) if is_tracer(array) else array)
@@ -233,16 +232,6 @@ class Follower:
 
 
 _MARK = "pylayer_jax saved_tensors_report "
-
-
-def _names(recording: Recording, count: int) -> list[str]:
-    names = [""] * count
-    places = [("saved", recording.saved), ("saved_for_forward", recording.saved_for_jvp)]
-    for start, kept in [*places, *((f"ctx.{name}", value) for name, value in recording.attributes.items())]:
-        if isinstance(kept, Kept):
-            for path, i in zip(kept.skeleton.tensor_paths(), kept.residuals, strict=True):
-                names[i] = names[i] or start + path
-    return names
 
 
 # -- finding what is kept in the jaxpr ---------------------------------------------------------------
@@ -257,7 +246,7 @@ class _Found:
 
 
 # Their outputs are their inputs, as far as memory goes.
-_PASS_ON = frozenset({"copy", "name", "optimization_barrier", "pylayer_barrier", "reduce_precision"})
+_PASS_ON = frozenset({"copy", "name", "optimization_barrier", compute_together_p.name, "reduce_precision"})
 
 
 def _resolve(jaxpr: Any, atom: Any, producers: dict[int, Any]) -> _Found:

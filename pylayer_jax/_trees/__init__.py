@@ -1,0 +1,36 @@
+"""Pytrees: what the library does with arguments, outputs and saved values of any structure.
+
+- `partition`: tensors and statics, separated.
+- `static`: Python objects that travel in a treedef.
+- `messages`: how error messages show values.
+- `matching`: a pytree that a user returned, laid along another.
+- `closures`: traced values hidden inside functions and objects.
+
+This file hands their names on, so that the wings above import from `pylayer_jax._trees`.
+"""
+
+from .closures import content, hiding_functions, traced_attributes, traced_names
+from .matching import collect_like
+from .messages import add_note, describe, plural
+from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_tensor, split
+from .static import IdentityKey, Static
+
+__all__ = [
+    "LEAF",
+    "IdentityKey",
+    "Skeleton",
+    "Static",
+    "add_note",
+    "as_jax",
+    "collect_like",
+    "contains",
+    "content",
+    "describe",
+    "flatten",
+    "hiding_functions",
+    "is_tensor",
+    "plural",
+    "split",
+    "traced_attributes",
+    "traced_names",
+]

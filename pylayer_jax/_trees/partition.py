@@ -1,7 +1,7 @@
-"""Arrays apart from statics.
+"""Tensors and statics, separated.
 
-Any pytree splits into its tensors, which JAX may trace, and a `Skeleton`, which holds everything else
-as it was: containers, Python numbers, functions, objects. Statics are never compared or hashed.
+Any pytree splits into its tensors, which JAX may trace, and a `Skeleton`, which holds everything else unchanged:
+containers, Python numbers, functions, objects. Statics are never compared or hashed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import jax
 import numpy as np
+
+from pylayer_jax._jax import as_arrays
 
 _TENSOR: Final = object()
 _NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
@@ -24,9 +26,9 @@ def is_tensor(leaf: object) -> bool:
 
 
 class Skeleton:
-    """A pytree whose tensors were taken out; `fill` puts others in their place.
+    """A pytree without its tensors; `fill` puts other tensors where they were.
 
-    The skeleton of a bare tensor is always `BARE`.
+    The skeleton of a bare tensor is always `LEAF`.
     """
 
     __slots__ = ("leaves", "size", "treedef")
@@ -37,15 +39,15 @@ class Skeleton:
         self.size = size
 
     def fill(self, tensors: Sequence[Any]) -> Any:
-        """The tree with `tensors` (in flattening order) where its own were."""
-        if self is BARE:
+        """The tree with `tensors`, in flattening order, where its own tensors were."""
+        if self is LEAF:
             return tensors[0]
         rest = iter(tensors)
         return self.treedef.unflatten([next(rest) if x is _TENSOR else x for x in self.leaves])
 
-    def statics_as(self, value: Any, tensors: Sequence[Any]) -> Any:
-        """The tree with `tensors` in place and every static replaced by `value`."""
-        if self is BARE:
+    def fill_with_statics(self, value: Any, tensors: Sequence[Any]) -> Any:
+        """The tree with `tensors` where its own tensors were, and `value` for every static."""
+        if self is LEAF:
             return tensors[0]
         rest = iter(tensors)
         return self.treedef.unflatten([next(rest) if x is _TENSOR else value for x in self.leaves])
@@ -55,15 +57,15 @@ class Skeleton:
         return [leaf for leaf in self.leaves if leaf is not _TENSOR]
 
     def static_paths(self) -> list[tuple[str, Any]]:
-        """Every static with its place, as in `['weights'][0]`."""
+        """Every static with its path, as in `['weights'][0]`."""
         return [(path, leaf) for path, leaf in self._paths() if leaf is not _TENSOR]
 
     def tensor_paths(self) -> list[str]:
-        """Where each tensor sits, as in `['weights'][0]`; empty for a bare tensor."""
+        """The path of each tensor, as in `['weights'][0]`; empty for a bare tensor."""
         return [path for path, leaf in self._paths() if leaf is _TENSOR]
 
     def tensor_entries(self) -> list[tuple[int, str]]:
-        """Of a tuple: the element that each tensor belongs to, and its place in there, as in `['weights'][0]`."""
+        """For a tuple: the index of each tensor's element, and its path in that element, as in `['weights'][0]`."""
         if len(self.leaves) == self.treedef.num_nodes - 1:  # one leaf per element
             return [(i, "") for i, leaf in enumerate(self.leaves) if leaf is _TENSOR]
         whole = self.treedef.unflatten(self.leaves)
@@ -80,7 +82,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     """Leaves and treedef of a pytree, in which a dict whose keys cannot be sorted is one static leaf.
 
     Raises:
-        ValueError: for such a dict with tensors inside, which JAX could not follow.
+        ValueError: if such a dict holds tensors, which JAX could not trace.
     """
     try:
         return jax.tree_util.tree_flatten(tree)
@@ -105,54 +107,29 @@ def _is_unsortable(node: Any) -> bool:
     return False
 
 
-# Nearly every argument, output and saved tensor is one bare tensor, which needs no flattening.
-BARE: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
+# Nearly every argument, output and saved tensor is a bare tensor, which needs no flattening.
+LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
 
 
-def split(tree: Any, counts: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
-    """The tensors of a pytree (the leaves that count) in flattening order, and the rest."""
-    if counts(tree):
-        return [tree], BARE
+def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
+    """The tensors of a pytree (the leaves for which `predicate` holds) in flattening order, and its skeleton."""
+    if predicate(tree):
+        return [tree], LEAF
     leaves, treedef = flatten(tree)
     tensors: list[Any] = []
     for i, leaf in enumerate(leaves):
-        if counts(leaf):
+        if predicate(leaf):
             tensors.append(leaf)
             leaves[i] = _TENSOR
     return tensors, Skeleton(treedef, leaves, len(tensors))
 
 
-@jax.tree_util.register_pytree_node_class
-class Carried:
-    """A pytree without leaves: its treedef carries one Python object through JAX.
-
-    Treedefs are compared and hashed by JAX. The object is compared by identity alone, so that it may
-    hold statics that cannot be compared or hashed.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def tree_flatten(self) -> tuple[tuple[()], ById]:
-        return (), ById(self.value)
-
-    @classmethod
-    def tree_unflatten(cls, aux: ById, _: Sequence[Any]) -> Carried:
-        return cls(aux.value)
+def as_jax(tree: Any) -> Any:
+    """The tree with its NumPy arrays and scalars as JAX arrays, as they are under jit."""
+    tensors, skeleton = split(tree)
+    return skeleton.fill(as_arrays(tensors)) if tensors else tree
 
 
-class ById:
-    """Compares as its object does under `is`."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ById) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+def contains(values: Sequence[Any], wanted: object) -> bool:
+    """Whether `wanted` itself, not an equal value, is among `values`."""
+    return any(value is wanted for value in values)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.names import differentiable, is_key
+from pylayer_jax._jax import has_tangent, is_key
 
 from ._flat_function import Flat, MismatchError, in_every_way
 
@@ -58,7 +58,7 @@ class Comparison:
             got, expected = jax.random.key_data(got), jax.random.key_data(expected)
         a, b = exact(got), exact(expected)
         size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
-        epsilon = float(jnp.finfo(got.dtype).eps) if differentiable(got) else 0.0
+        epsilon = float(jnp.finfo(got.dtype).eps) if has_tangent(got) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
         # Sums that cancel to zero leave rounding behind.
         atol = epsilon**0.5 * size + 16 * epsilon if self.atol is None else self.atol

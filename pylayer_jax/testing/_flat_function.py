@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.names import NEEDS_VALUES, differentiable, is_differentiated
-from pylayer_jax._trees.partition import split
+from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_differentiated
+from pylayer_jax._trees import split
 
 
 class Flat:
@@ -22,7 +22,7 @@ class Flat:
         tensors, self.skeleton = split(args)
         self.function = function
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
-        self.chosen = [i for i, x in enumerate(self.tensors) if differentiable(x)]
+        self.chosen = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
         self.paths = names or [f"args{path}" for path in self.skeleton.tensor_paths()]
         self.names = [self.paths[i] for i in self.chosen]
         owners = [owner for owner, _ in self.skeleton.tensor_entries()]
@@ -45,7 +45,7 @@ class Flat:
 
         def noted(*values: Any) -> list[Any]:
             outputs = self.outputs(values)
-            found[:] = [i for i, y in enumerate(outputs) if differentiable(y) and is_differentiated(y)]
+            found[:] = [i for i, y in enumerate(outputs) if has_tangent(y) and is_differentiated(y)]
             return outputs
 
         jax.vjp(noted, *self.values)
@@ -53,7 +53,7 @@ class Flat:
 
     def weights(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
         """Per floating-point output a cotangent whose entries are about 1 in size, of either sign."""
-        return {i: random_like(y, rng) for i, y in enumerate(outputs) if differentiable(y)}
+        return {i: random_like(y, rng) for i, y in enumerate(outputs) if has_tangent(y)}
 
     def vjp(self, weights: dict[int, Any], wanted: Sequence[int] | None = None) -> Callable[[], list[Any]]:
         """The gradients of `wanted` (all, if None) when called; outputs without a weight have no cotangent."""
@@ -121,7 +121,7 @@ class Flat:
 
     def epsilon(self, outputs: Sequence[Any]) -> float:
         """The largest machine epsilon among the values and the outputs."""
-        return max(float(jnp.finfo(x.dtype).eps) for x in [*self.values, *outputs] if differentiable(x))
+        return max(float(jnp.finfo(x.dtype).eps) for x in [*self.values, *outputs] if has_tangent(x))
 
     def widened(self) -> Flat:
         """The same in float64 and complex128; needs `jax.enable_x64`."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.names import NEEDS_VALUES, is_missing_forward_mode
+from pylayer_jax._jax import NEEDS_VALUES, is_missing_forward_mode
 
 from ._comparison import exact
 from ._flat_function import Flat, MismatchError, first_line, random_like

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pylayer_jax._jax.names import NEEDS_VALUES, differentiable, is_key
+from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_key
 
 from ._flat_function import MismatchError, first_line
 from ._layer_under_test import Subject, both_of, pulled
@@ -168,7 +168,7 @@ def _jitted_if_possible(
 
 
 def _example(x: Any, i: int) -> Any:
-    if differentiable(x):
+    if has_tangent(x):
         return x * jnp.asarray(1 - 0.1 * i, x.dtype)
     if not is_key(x):
         return jnp.roll(x, i)  # which keeps an index within its range, and a permutation one

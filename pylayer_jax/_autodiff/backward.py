@@ -1,0 +1,93 @@
+"""Running `backward` and `jvp`: the derivative of one run of `forward`, by the methods of its class."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from pylayer_jax._methods.context import PyLayerContext, backward_context
+from pylayer_jax._methods.gradients import match_gradients
+from pylayer_jax._methods.once_differentiable import second_derivative_error_of
+from pylayer_jax._methods.tangents import argument_tangents, match_tangents
+from pylayer_jax._trees import add_note
+
+from .call import LayerCall
+from .derivative import Derivative
+from .saved_state import SavedState, SavedTree
+
+
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class LayerDerivative(Derivative):
+    """The derivative of one run of `forward`, by the `backward` of its class, and by its `jvp` if it has one."""
+
+    call: LayerCall
+    saved: SavedState
+
+    @staticmethod
+    def of(call: LayerCall, saved: SavedState, residuals: int) -> LayerDerivative:
+        return LayerDerivative(
+            name=call.name,
+            output_types=saved.outputs.types,
+            has_tangent=saved.outputs.has_tangent,
+            residuals=residuals,
+            forward_mode=call.layer.forward_mode,
+            has_pushforward=call.layer._jvp_method() is not None,
+            call=call,
+            saved=saved,
+        )
+
+    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero)."""
+        call, saved, layer = self.call, self.saved, self.call.layer
+        cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
+        if all(c is None for c in cotangents):
+            return [None] * len(call.arguments.avals)
+        needs_grad = call.arguments.perturbable(needs_grad)
+        ctx = self._context(needs_grad, residuals, saved.saved)
+        conjugate = _conjugated if layer.complex_convention == "paddle" else list
+        given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
+        try:
+            result = layer.backward(ctx, *given)
+        except Exception as error:
+            add_note(error, call.name, "backward")
+            raise
+        gradients = match_gradients(
+            result, call.arguments, needs_grad, layer._torch_convention, saved.perturbed_is_exact
+        )
+        return conjugate(gradients)
+
+    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""
+        call, saved = self.call, self.saved
+        needs_grad = call.arguments.perturbable(needs_grad)
+        ctx = self._context(needs_grad, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
+        given = argument_tangents(call.arguments, tangents, saved.materialize)
+        try:
+            result = call.layer._jvp_method()(ctx, *given)
+        except Exception as error:
+            add_note(error, call.name, "jvp")
+            raise
+        return match_tangents(result, saved.outputs, call.name)
+
+    def second_derivative_error(self) -> Exception | None:
+        make_error = second_derivative_error_of(self.call.layer.backward)
+        return None if make_error is None else make_error()
+
+    def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:
+        def restore(value: Any) -> Any:
+            return value.restore(residuals) if isinstance(value, SavedTree) else value
+
+        return backward_context(
+            self.call.layer._context,
+            self.call.name,
+            lambda: self.call.arguments.needs(needs_grad),
+            lambda: restore(tensors),
+            {name: restore(value) for name, value in self.saved.attributes.items()},
+        )
+
+
+def _conjugated(values: Sequence[Any]) -> list[Any]:
+    return [jnp.conj(x) if x is not None and jnp.iscomplexobj(x) else x for x in values]

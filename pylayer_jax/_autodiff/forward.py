@@ -1,0 +1,111 @@
+"""Running `forward`: undifferentiated, or with everything that its context keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pylayer_jax._hooks.active import hooks_suspended
+from pylayer_jax._jax import as_arrays
+from pylayer_jax._methods.arguments import bind, refuse_refs
+from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
+from pylayer_jax._methods.outputs import Outputs
+from pylayer_jax._trees import add_note, as_jax, flatten
+
+from .call import LayerCall
+from .saved_state import SavedState, save_state
+
+_TO_CONVERT_OR_REFUSE = (np.ndarray, np.generic, jax.Ref)
+
+
+def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run `forward` when nothing is traced, so that nothing is differentiated: no rule, no binding of arguments."""
+    name, forward = layer.__qualname__, layer._forward_with_ctx()
+    if any(isinstance(leaf, _TO_CONVERT_OR_REFUSE) for leaf in flatten((args, kwargs))[0]):
+        refuse_refs(name, (args, kwargs))
+        args, kwargs = as_jax((args, kwargs))
+    count = len(args) + len(kwargs)
+    state = ContextState(name, Phase.FORWARD, lambda: (False,) * count, (args, kwargs))
+    try:
+        _, result = _run(layer, state, "forward", lambda ctx: forward(ctx, *args, **kwargs))
+    except TypeError:
+        bind(name, forward, args, kwargs)  # if the call does not fit the signature, this error is better
+        raise
+    if isinstance(result, jax.Array) and not state.must_return:
+        return result
+    outputs = Outputs(name, result, state)
+    return outputs.skeleton.fill(outputs.arrays(result))
+
+
+def run_undifferentiated(call: LayerCall, tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
+    """Run `forward` when nothing is differentiated, though it may be later. Returns the outputs and their tensors."""
+    # Since it may be differentiated later, every gradient counts as needed.
+    needs_grad = call.arguments.perturbable([True] * len(tensors))
+    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), as_arrays(tensors), needs_grad)
+    outputs = Outputs(call.name, result, ctx._state)
+    return outputs, outputs.arrays(result)
+
+
+def run_and_save(
+    call: LayerCall, tensors: Sequence[Any], needs_grad: list[bool], perturbed_is_exact: bool = True
+) -> tuple[SavedState, list[Any], list[Any]]:
+    """Run `forward`. Returns what it left for `backward`, the output tensors, and the residuals."""
+    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
+    return _saved(call, ctx, result, needs_grad, perturbed_is_exact)
+
+
+def run_setup_context(
+    call: LayerCall, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]
+) -> tuple[SavedState, list[Any]]:
+    """Run `setup_context` on outputs that `forward` returned before. Returns what it left, and the residuals."""
+    result = outputs.skeleton.fill(values)
+    setup_context = functools.partial(call.layer._run_setup_context, result)
+    ctx, _ = _run_call(call, "setup_context", setup_context, tensors, needs_grad)
+    saved, _, residuals = _saved(call, ctx, result, needs_grad)
+    return saved, residuals
+
+
+def _run_call(
+    call: LayerCall, method: str, function: Callable[..., Any], tensors: Sequence[Any], needs_grad: list[bool]
+) -> tuple[PyLayerContext, Any]:
+    arguments = call.arguments
+    state = ContextState(call.name, Phase.FORWARD, lambda: arguments.needs(needs_grad), tensors)
+    # Inside `forward` only `ctx` saves tensors, and an active pair would give every eager operation its own entry in
+    # the compile cache.
+    with contextlib.nullcontext() if call.hooks is None else hooks_suspended():
+        return _run(call.layer, state, method, lambda ctx: arguments.call(function, ctx, tensors))
+
+
+def _run(
+    layer: Any, state: ContextState, method: str, function: Callable[[PyLayerContext], Any]
+) -> tuple[PyLayerContext, Any]:
+    ctx = layer._context(state)
+    try:
+        result = function(ctx)
+    except Exception as error:
+        add_note(error, state.layer, method)
+        raise
+    state.phase = Phase.RETURNED
+    state.inputs = ()
+    return ctx, result
+
+
+def _saved(
+    call: LayerCall, ctx: PyLayerContext, result: Any, needs_grad: list[bool], perturbed_is_exact: bool = True
+) -> tuple[SavedState, list[Any], list[Any]]:
+    outputs = Outputs(call.name, result, ctx._state)
+    arrays = outputs.arrays(result)
+    saved, residuals = save_state(
+        ctx,
+        outputs,
+        needs_grad,
+        perturbed_is_exact=perturbed_is_exact,
+        has_jvp=call.layer._jvp_method() is not None,
+        packs=call.hooks is not None,
+    )
+    return saved, arrays, residuals

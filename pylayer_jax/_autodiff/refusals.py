@@ -1,0 +1,20 @@
+"""Errors of derivatives that do not exist, as types: the test kit tells them from other errors."""
+
+from __future__ import annotations
+
+
+class NoForwardModeError(TypeError):
+    """A layer has no rule for forward mode."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(
+            f"{layer} has no rule for forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize): it "
+            "defines backward alone. Add forward_mode = True to the class, which derives the rule from a backward that "
+            "is linear in its cotangents; or a static jvp(ctx, *tangents). Or use reverse mode: jax.vjp, jax.grad, "
+            "jax.jacrev."
+        )
+        self.layer = layer
+
+
+class NoTransposeError(TypeError):
+    """The `backward` of a layer has no transpose, which forward mode over reverse mode needs."""

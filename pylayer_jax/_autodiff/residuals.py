@@ -1,0 +1,63 @@
+"""The residuals that JAX keeps: packed if hooks are active, and named in staged code."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from pylayer_jax._hooks.active import SUSPENDED, active
+from pylayer_jax._hooks.packing import LazyResiduals, PackedResiduals, pack
+from pylayer_jax._jax import checkpoint_name, is_staging, is_tracer
+
+from .call import LayerCall, residual_tracker
+from .derivative import Derivative, WrappedDerivative
+from .saved_state import SavedState
+
+
+def pack_residuals(
+    call: LayerCall, saved: SavedState, derivative: Derivative, residuals: list[Any], outputs: list[Any]
+) -> tuple[Derivative, list[Any], list[Any]]:
+    """Pack the residuals if hooks are active, and name them if they are staged.
+
+    Returns:
+        A derivative that takes the arrays that are kept, these arrays, and the outputs bound to them.
+    """
+    tensors, tracker = residuals, residual_tracker.value
+    if not saved.packable and tracker is None:
+        return derivative, residuals, outputs
+    owners: Sequence[int] = range(saved.packable)  # the tensor that each of the first arrays was packed from
+    if call.hooks is not None and active.value is not SUSPENDED:
+        owner = f"{call.name}, saved tensor"
+        packed, arrays, outputs = pack(call.hooks, residuals[: saved.packable], outputs, owner)
+        kept = derivative.residuals - len(packed.tensors) + packed.size
+        derivative = PackedDerivative.of(derivative, residuals=kept, is_packed=True, packed=packed)
+        residuals, owners = [*arrays, *residuals[saved.packable :]], packed.owners
+    if not is_staging(further_out=True):
+        return derivative, residuals, outputs
+    names = _checkpoint_names(call, saved, len(tensors))
+    marked = residuals if tracker is None else tracker.mark(call, saved, tensors, residuals, owners)
+    named = [_named(x, names[i]) for x, i in zip(marked, owners, strict=False)] + list(marked[len(owners) :])
+    # An output that is kept goes on under its name, so that a policy which saves it does not compute it twice.
+    outputs = [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]
+    return derivative, named, outputs
+
+
+def _named(tensor: Any, name: str) -> Any:
+    return checkpoint_name(tensor, name) if is_tracer(tensor) else tensor
+
+
+def _checkpoint_names(call: LayerCall, saved: SavedState, count: int) -> list[str]:
+    """A name for each saved residual, for the policies of `jax.checkpoint`."""
+    given, layer = call.layer.saved_names, call.layer.__name__
+    return saved.residual_names(count, lambda i: given[i] if i < len(given) else f"{layer}.saved[{i}]")
+
+
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class PackedDerivative(WrappedDerivative):
+    """A derivative whose first residuals are packed."""
+
+    packed: PackedResiduals
+
+    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        return LazyResiduals(self.packed, arrays, cotangents)

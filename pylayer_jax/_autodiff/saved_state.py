@@ -1,0 +1,103 @@
+"""Everything that one run of `forward` left for `backward`, except the tensors themselves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pylayer_jax._jax import as_arrays
+from pylayer_jax._methods.context import PyLayerContext
+from pylayer_jax._methods.outputs import Outputs
+from pylayer_jax._trees import Skeleton, hiding_functions, split
+
+
+@dataclasses.dataclass(slots=True)
+class SavedTree:
+    """A pytree with tensors: its skeleton, and the index of each tensor among the residuals."""
+
+    skeleton: Skeleton
+    residuals: list[int]
+
+    def restore(self, residuals: Sequence[Any]) -> Any:
+        # JAX hands on some constants as NumPy arrays.
+        return self.skeleton.fill(as_arrays([residuals[i] for i in self.residuals]))
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class SavedState:
+    """Everything that one run of `forward` left for `backward`, except the tensors themselves.
+
+    A saved value is a `SavedTree` if it holds tensors, and the value itself if not.
+    """
+
+    outputs: Outputs
+    saved: Any  # of save_for_backward; None if nothing was saved
+    packable: int  # the number of residuals that save_for_backward saved, which are the first
+    saved_for_jvp: Any  # None if it is the same as `saved`
+    attributes: dict[str, Any]
+    materialize: bool
+    needs_grad: list[bool]  # the inputs for which `forward` saw True in needs_input_grad
+    read_needs_input_grad: bool  # whether `forward` read it, so that the saved values may depend on it
+    perturbed_is_exact: bool  # False under JAX_REMAT3, where JAX reports every input as perturbed
+
+    def residual_names(self, count: int, name_entry: Callable[[int], str] = lambda i: f"saved[{i}]") -> list[str]:
+        """A name for each of `count` residuals; `name_entry` names the i-th value of save_for_backward."""
+        names = [""] * count
+        if isinstance(self.saved, SavedTree):
+            for (entry, path), i in zip(self.saved.skeleton.tensor_entries(), self.saved.residuals, strict=True):
+                names[i] = names[i] or name_entry(entry) + path
+        others = {"saved_for_forward": self.saved_for_jvp} | {f"ctx.{k}": v for k, v in self.attributes.items()}
+        for start, value in others.items():
+            if isinstance(value, SavedTree):
+                for path, i in zip(value.skeleton.tensor_paths(), value.residuals, strict=True):
+                    names[i] = names[i] or start + path
+        return names
+
+
+def save_state(
+    ctx: PyLayerContext,
+    outputs: Outputs,
+    needs_grad: list[bool],
+    *,
+    perturbed_is_exact: bool,
+    has_jvp: bool,
+    packs: bool,
+) -> tuple[SavedState, list[Any]]:
+    """What a context holds after `forward`, and the residuals: each tensor that it keeps, once.
+
+    With `packs`, saved tensors share no residual with attributes, which are never packed.
+    """
+    state, layer = ctx._state, ctx._state.layer
+    residuals: list[Any] = []
+    indices: dict[int, int] = {}
+
+    def save(value: Any, name: str) -> Any:
+        tensors, skeleton = split(value)
+        for path, names in hiding_functions(skeleton):
+            raise ValueError(
+                f"{name + path} in {layer}.forward is a function that closes over traced values "
+                f"({names}), which cannot be kept for backward. Keep the values themselves, with "
+                "ctx.save_for_backward or as attributes, and build the function in backward."
+            )
+        for tensor in tensors:
+            if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
+                residuals.append(tensor)
+        return SavedTree(skeleton, [indices[id(x)] for x in tensors]) if tensors else value
+
+    saved = None if state.saved is None else save(state.saved, "ctx.save_for_backward")
+    packable = len(residuals)
+    if packs:
+        indices.clear()
+    for_jvp = state.saved_for_jvp if has_jvp else None
+    return SavedState(
+        outputs=outputs,
+        saved=saved,
+        packable=packable,
+        saved_for_jvp=None if for_jvp is None else save(for_jvp, "ctx.save_for_forward"),
+        attributes={name: save(value, f"ctx.{name}") for name, value in vars(ctx).items()},
+        materialize=state.materialize,
+        needs_grad=needs_grad,
+        read_needs_input_grad=state.read_needs_input_grad,
+        perturbed_is_exact=perturbed_is_exact,
+    ), as_arrays(residuals)

@@ -1,0 +1,94 @@
+"""A staged call for a batch of examples, by JAX's batching or by the layer's own `vmap`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pylayer_jax._jax import dependence, eval_jaxpr, from_first_outputs, names_axis, select, stage, typeof, vmap_over
+from pylayer_jax._methods.batches import check_mapped, map_outputs
+
+from .derivative import BatchedDerivative
+from .staged_call import StagedCall
+
+
+@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
+class BatchedStagedCall(StagedCall):
+    """A staged call for a batch of examples."""
+
+    inner: StagedCall
+    axis: Any
+    types: Sequence[Any]  # of the consts and inputs
+    dims: list[Any]  # where each of them has the mapped axis, or None
+
+    def restage_for(self, perturbed: Sequence[bool]) -> tuple[StagedCall, list[Any]] | None:
+        restaged = self.inner.restage_for(perturbed)
+        if restaged is None:
+            return None
+        inner, consts = restaged
+        types = [*map(typeof, consts), *self.types[self.inner.consts :]]
+        dims = [None] * len(consts) + self.dims[self.inner.consts :]
+        batched, more_consts, _ = batch_staged_call(inner, self.axis, types, dims)
+        return batched, [*more_consts, *consts]
+
+
+def batch_staged_call(
+    staged: StagedCall, axis: Any, types: Sequence[Any], dims: list[Any]
+) -> tuple[BatchedStagedCall, list[Any], list[Any]]:
+    """The call for a batch of examples, its additional consts, and where each of its results has the mapped axis.
+
+    `types` and `dims` are those of all consts and inputs.
+    """
+    # Every output gets the mapped axis: NOTE [shared outputs]. An intermediate has no cotangent and stays as it is.
+    is_mapped = [d is not None for d in dims]
+    depends = dependence(staged.jaxpr, is_mapped, lambda equation: names_axis(equation, axis))[1]
+    out_dims = [0 if i < staged.outputs or d else None for i, d in enumerate(depends)]
+    # Only one application can be handed to the layer's `vmap`; JAX batches the batch.
+    if staged.call.layer._has_vmap_method() and not isinstance(staged, BatchedStagedCall):
+        mapped = _by_vmap_method(staged, axis, dims, out_dims)
+    else:
+        mapped = vmap_over(axis, lambda *xs: eval_jaxpr(staged.jaxpr, (), *xs), tuple(dims), out_dims)
+    jaxpr, consts, _ = stage(lambda *args: (mapped(*args), None), types, staged.name)
+    by_source = {"input": dims[staged.consts :], "output": out_dims, "intermediate": out_dims[staged.outputs :]}
+    derivative = BatchedDerivative.of(
+        staged.derivative,
+        output_types=[v.aval for v in jaxpr.outvars[: staged.outputs]],
+        axis=axis,
+        array_dims=[by_source[kind][i] for kind, i in staged.sources],
+        input_dims=dims[staged.consts :],
+    )
+    batched = BatchedStagedCall(
+        staged.call,
+        staged.saved,
+        derivative,
+        jaxpr,
+        len(consts) + staged.consts,
+        staged.sources,
+        staged.is_traceable,
+        staged.packs,
+        inner=staged,
+        axis=axis,
+        types=types,
+        dims=dims,
+    )
+    return batched, consts, out_dims
+
+
+def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any], out_dims: list[Any]) -> Callable[..., list[Any]]:
+    """Outputs by the layer's own batching; intermediates by JAX's, from inputs and outputs."""
+    intermediates, is_input = from_first_outputs(staged.jaxpr, staged.outputs)
+
+    def mapped(*args: Any) -> list[Any]:
+        inputs = args[staged.consts :]
+        vmap, arguments = staged.call.layer.vmap, staged.call.arguments
+        _, outputs = map_outputs(vmap, arguments, axis, dims[staged.consts :], inputs)
+        check_mapped(staged.name, axis, outputs, [v.aval for v in staged.jaxpr.outvars[: staged.outputs]])
+        if len(out_dims) == staged.outputs:
+            return outputs
+        given = select(outputs, is_input)
+        in_dims = (*dims, *[0] * len(given))
+        rest = vmap_over(axis, lambda *xs: eval_jaxpr(intermediates, (), *xs), in_dims, out_dims[staged.outputs :])
+        return [*outputs, *rest(*args, *given)]
+
+    return mapped

@@ -1,0 +1,152 @@
+"""staged_call: consts, inputs -> outputs, saved intermediates. The rules of this primitive; see NOTE [orders]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from pylayer_jax._jax import (
+    Primitive,
+    dependence,
+    eval_jaxpr,
+    from_first_outputs,
+    has_tangent,
+    is_missing_forward_mode,
+    is_named,
+    is_undefined,
+    lower_jaxpr,
+    merge,
+    names_axis,
+    prune,
+    register,
+    scatter,
+    select,
+    typeof,
+    zeros_of,
+)
+
+from .staged_call import StagedCall
+from .staged_call_batching import batch_staged_call
+from .transpose import check_linear
+
+staged_call_p = Primitive("staged_call")
+
+
+def _evaluate(*args: Any, staged: StagedCall) -> list[Any]:
+    return eval_jaxpr(staged.jaxpr, (), *args)
+
+
+def _types(*_: Any, staged: StagedCall) -> tuple[list[Any], Any]:
+    return [v.aval for v in staged.jaxpr.outvars], staged.jaxpr.effects
+
+
+# -- jvp ------------------------------------------------------------------------------------------
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall) -> tuple[list[Any], list[Any]]:
+    nonzero = nonzero_tangents(primals, tangents)
+    if any(nonzero[: staged.consts]):
+        raise staged.call.closed_over_error()
+    values = staged_call_p.bind(*primals, staged=staged.without_packing())
+    inputs, perturbed = primals[staged.consts :], nonzero[staged.consts :]
+    if not any(perturbed):
+        return values, [None] * len(values)
+
+    run, residuals = staged, staged.residuals(inputs, values)
+    if (restaged := staged.restage_for(perturbed)) is not None:
+        run, consts = restaged
+        residuals = run.residuals(inputs, staged_call_p.bind(*consts, *inputs, staged=run))
+    derivative = run.derivative
+    if staged.packs:
+        derivative, residuals, outputs = run.pack_residuals(residuals, values[: staged.outputs])
+        values = [*outputs, *values[staged.outputs :]]
+    out_tangents = derivative.tangents(perturbed, residuals, select(tangents[staged.consts :], perturbed))
+    return values, out_tangents + _intermediate_tangents(staged, primals, tangents, values, out_tangents)
+
+
+def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
+    """A mask of the primals whose tangent is not zero."""
+    return [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
+
+
+def _intermediate_tangents(
+    staged: StagedCall,
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    values: Sequence[Any],
+    out_tangents: Sequence[Any],
+) -> list[Any]:
+    intermediates = values[staged.outputs :]
+    if not intermediates:
+        return []
+    # An intermediate that is computed from an output carries the rule of that output.
+    jaxpr, is_input = from_first_outputs(staged.jaxpr, staged.outputs)
+    primals = [*primals, *select(values[: staged.outputs], is_input)]
+    tangents = [*tangents, *select(out_tangents, is_input)]
+    nonzero = nonzero_tangents(primals, tangents)
+    # If `forward` ran on concrete values, the jaxpr holds its results as constants; assume that every intermediate
+    # depends on every input.
+    depends = dependence(jaxpr, nonzero)[1] if staged.is_traceable else [True] * len(intermediates)
+    wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
+    if not any(wanted):
+        return [None] * len(intermediates)
+    staged.check_traceable()
+    jaxpr, is_read = prune(jaxpr, wanted)
+
+    def compute(*perturbed: Any) -> list[Any]:
+        return eval_jaxpr(jaxpr, (), *select(merge(nonzero, perturbed, primals), is_read))
+
+    try:
+        _, derived = jax.jvp(compute, select(primals, nonzero), select(tangents, nonzero))
+    except TypeError as error:
+        if not is_missing_forward_mode(error):
+            raise
+        raise TypeError(
+            f"{staged.name}.forward saved a tensor that another layer computed within it, and that is neither an input "
+            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
+            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
+            "over reverse: jax.jacrev(jax.grad(f))."
+        ) from error
+    return scatter(derived, wanted)
+
+
+# -- transpose, batching --------------------------------------------------------------------------
+
+
+def _transpose(cotangents: Sequence[Any], *args: Any, staged: StagedCall) -> list[Any]:
+    # A layer within the backward of another layer, which forward mode transposes. If it is linear, its derivative is
+    # the same at every input, so that zeros can stand for the inputs that are not known.
+    unknown = [is_undefined(x) for x in args]
+    intermediates = len(cotangents) - staged.outputs
+    jaxpr, is_read = prune(staged.jaxpr, [*staged.derivative.has_tangent, *[False] * intermediates])
+    check_linear(staged.name, jaxpr, select(unknown, is_read))
+    known = [zeros_of(x.aval) if u else x for x, u in zip(args, unknown, strict=True)]
+    values = staged_call_p.bind(*known, staged=staged)
+    inputs, needs_grad = known[staged.consts :], unknown[staged.consts :]
+    residuals = staged.residuals(inputs, values)
+    gradients = staged.derivative.gradients(needs_grad, residuals, cotangents[: staged.outputs])
+    return [None] * staged.consts + gradients
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, staged: StagedCall) -> tuple[list[Any], list[Any]]:
+    batched, consts, out_dims = batch_staged_call(staged, axis, [typeof(x) for x in args], list(dims))
+    return staged_call_p.bind(*consts, *args, staged=batched), out_dims
+
+
+def _uses_axis(axis: Any, *, staged: StagedCall) -> bool:
+    # Before the first differentiation nobody knows which axes `backward` uses.
+    return is_named(axis) and (staged.packs or any(names_axis(e, axis) for e in staged.jaxpr.eqns))
+
+
+register(
+    staged_call_p,
+    evaluate=_evaluate,
+    abstract=_types,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+    uses_axis=_uses_axis,
+    lower=lambda context, *args, staged: lower_jaxpr(context, staged.jaxpr, *args),
+)

@@ -1,0 +1,163 @@
+"""One JAX operation inside a hooks block, as a `jax.custom_vjp` whose residuals are packed.
+
+The residuals are those of the operation's own `jax.vjp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from pylayer_jax._jax import (
+    RunLog,
+    as_arrays,
+    call_with_symbolic_zeros,
+    eval_jaxpr,
+    has_tangent,
+    holds_hooks_block,
+    is_refused_effect,
+    is_symbolic_zero,
+    scatter,
+    select,
+    stage,
+    tangent_type,
+    typeof,
+    zeros_of,
+)
+from pylayer_jax._trees import Static
+
+from .active import Hooks, hooks_suspended
+from .packing import PackedResiduals, pack
+
+Run = Callable[..., Any]  # from arrays to an array or a list of arrays
+
+
+class Operation:
+    """One operation of a block, as it travels through JAX inside a treedef. Holds no array."""
+
+    __slots__ = ("differentiated", "hooks", "log", "name", "run")
+
+    def __init__(self, name: str, run: Run, hooks: Hooks, differentiated: Sequence[bool] | None = None) -> None:
+        self.name = name
+        self.run = run
+        self.hooks = hooks
+        self.differentiated = differentiated  # a mask of the inputs; None: the inputs that JAX perturbs
+        self.log: RunLog[_OperationRun] = RunLog(0)
+
+    def apply(self, args: Sequence[Any]) -> Any:
+        return call_with_symbolic_zeros(_rule, Static(self), args)
+
+
+class StagedOperation:
+    """An operation that may run any number of times, made of functions that JAX calls only once.
+
+    The values that it closes over, which it does not hold, are its first arguments.
+    """
+
+    __slots__ = ("holds_hooks_block", "jaxpr", "name", "treedef")
+
+    def __init__(self, name: str, jaxpr: Any, treedef: Any) -> None:
+        self.name = name
+        self.jaxpr = jaxpr
+        self.treedef = treedef
+        self.holds_hooks_block = holds_hooks_block(jaxpr)
+
+    @classmethod
+    def of(cls, name: str, run: Run, args: Sequence[Any]) -> tuple[StagedOperation, list[Any], Any]:
+        """The operation, the values that it closes over, and the second value that `run` returned."""
+
+        def outputs(*args: Any) -> tuple[Sequence[Any], Any]:
+            result, second = run(*args)
+            values, treedef = jax.tree_util.tree_flatten(result)
+            return values, (treedef, second)
+
+        jaxpr, consts, (treedef, second) = stage(outputs, [typeof(x) for x in args], name)
+        return cls(name, jaxpr, treedef), consts, second
+
+    def run(self, *args: Any) -> Any:
+        return self.treedef.unflatten(eval_jaxpr(self.jaxpr, (), *args))
+
+    def apply(self, args: Sequence[Any], hooks: Hooks, is_differentiated: Callable[[object], bool]) -> Any:
+        """The outputs; with packed residuals if the operation can be differentiated."""
+        differentiated = [is_differentiated(x) and has_tangent(typeof(x)) for x in args]
+        has_derivative = any(differentiated) and any(has_tangent(v.aval) for v in self.jaxpr.outvars)
+        if self.holds_hooks_block or not has_derivative:
+            return self.run(*args)
+        try:
+            return Operation(self.name, self.run, hooks, differentiated).apply(args)
+        except NotImplementedError as error:
+            if not is_refused_effect(error):
+                raise
+            return self.run(*args)  # an operation with such an effect cannot have a gradient rule of its own
+
+
+# -- the custom_vjp -------------------------------------------------------------------------------
+
+
+class _OperationRun:
+    """What one run of the forward rule leaves for the backward rule, without its arrays."""
+
+    __slots__ = ("differentiated", "output_types", "packed", "pullback", "treedef")
+
+    def __init__(
+        self, differentiated: Sequence[bool], output_types: list[Any], treedef: Any, packed: PackedResiduals, vjp: Any
+    ) -> None:
+        self.differentiated = differentiated
+        self.output_types = output_types
+        self.treedef = treedef  # of the outputs
+        self.packed = packed
+        self.pullback = vjp  # the treedef of the function that `jax.vjp` returned
+
+
+def _primal(static: Static, *args: Any) -> Any:
+    return static.value.run(*args)
+
+
+def _forward_rule(static: Static, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
+    operation: Operation = static.value
+    args = [p.value for p in primals]
+    differentiated = operation.differentiated
+    if differentiated is None:
+        differentiated = [p.perturbed and has_tangent(typeof(p.value)) for p in primals]
+
+    def run(*perturbed: Any) -> Any:
+        rest = iter(perturbed)
+        return operation.run(*(next(rest) if d else x for d, x in zip(differentiated, args, strict=True)))
+
+    with hooks_suspended():
+        result, pullback = jax.vjp(run, *select(args, differentiated))
+    outputs, output_treedef = jax.tree_util.tree_flatten(result)
+    residuals, vjp = jax.tree_util.tree_flatten(pullback)
+    owner = f"the operation {operation.name}, residual"
+    # JAX keeps some constants as array types of its own.
+    packed, arrays, outputs = pack(operation.hooks, as_arrays(residuals), outputs, owner)
+    run_of_rule = _OperationRun(differentiated, [typeof(x) for x in outputs], output_treedef, packed, vjp)
+    result = output_treedef.unflatten(outputs)
+    if not operation.hooks.deferred:
+        return result, (Static((operation, run_of_rule)), *arrays)
+    # It may be differentiated for different inputs: NOTE [several runs].
+    return result, (Static((operation, None)), operation.log.add(run_of_rule), *arrays)
+
+
+def _backward_rule(residuals: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
+    operation, run = residuals[0].value
+    arrays = residuals[1:]
+    if run is None:
+        run, arrays = operation.log.find(arrays[0]), arrays[1:]
+    cotangents = [None if is_symbolic_zero(c) else c for c in run.treedef.flatten_up_to(result)]
+    if all(c is None for c in cotangents):
+        return None, *(None for _ in run.differentiated)
+    pullback = jax.tree_util.tree_unflatten(run.pullback, run.packed.unpack(arrays, cotangents))
+    full = [_zeros(t) if c is None else c for c, t in zip(cotangents, run.output_types, strict=True)]
+    return None, *scatter(pullback(run.treedef.unflatten(full)), run.differentiated)
+
+
+def _zeros(aval: Any) -> Any:
+    return zeros_of(tangent_type(aval)) if has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
+
+
+_rule = jax.custom_vjp(_primal)
+_rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

@@ -1,0 +1,94 @@
+"""Functions with custom rules: `jax.custom_vjp` and `jax.custom_jvp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .names import SymbolicZero
+
+_Run = TypeVar("_Run")
+
+
+class RunLog(Generic[_Run]):
+    """What each run of a forward rule left for the backward rule, of one call of a `custom_vjp` function.
+
+    NOTE [several runs]
+    A jitted function that is differentiated for different arguments runs the forward rule once for each choice of
+    arguments, and JAX keeps the residuals' structure of the last run only. If the runs may differ, each of them
+    therefore adds an empty array to its residuals, whose shape is the number of the run.
+    """
+
+    __slots__ = ("_runs", "perturbed")
+
+    def __init__(self, inputs: int) -> None:
+        self._runs: list[_Run] = []
+        self.perturbed = [False] * inputs  # the inputs that any of the differentiations so far perturbs
+
+    def add_perturbed(self, perturbed: Sequence[bool]) -> None:
+        self.perturbed = [a or b for a, b in zip(self.perturbed, perturbed, strict=True)]
+
+    def add(self, run: _Run) -> jax.Array:
+        """Enter a run. Returns the residual by which `find` finds it again."""
+        self._runs.append(run)
+        return jnp.zeros((0, len(self._runs) - 1))
+
+    def find(self, number: Any) -> _Run:
+        return self._runs[number.shape[-1]]
+
+
+def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Sequence[Any]) -> Any:
+    """Call a `custom_vjp` function that was defined with `symbolic_zeros=True`."""
+    try:
+        return rule(static, *tensors)
+    except NotImplementedError as error:
+        if "symbolic_zeros support with shard_map" not in str(error):
+            raise
+        # Only eager shard_map cannot run such a rule; staged, it can.
+        return jax.jit(lambda *tensors: rule(static, *tensors))(*tensors)
+
+
+def is_symbolic_zero(cotangent: Any) -> bool:
+    # The bwd rule of a custom_vjp gets these for an output that has no gradient; float0 is the dtype for an integer.
+    # A Python number, which a vjp function takes too, has no dtype.
+    return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
+
+
+def runs_custom_vjp_functions_once() -> bool:
+    # JAX's coming implementation traces the primal function beside the fwd rule.
+    return not getattr(jax.config, "jax_custom_vjp3", False)
+
+
+def keep_one_result(function: Any, rule: Any) -> None:
+    # JAX expects the output tree of a custom_jvp function in one of its two functions only. If an operation is staged
+    # and differentiated at once, both functions have run.
+    if any(store for store in function.stores if store is not None):
+        for store in rule.stores:
+            if store is not None:
+                store.reset()
+
+
+def custom_function_name(equation: Any) -> str | None:
+    """The name of the `custom_vjp` function that an equation applies, if it applies one."""
+    if equation.primitive.name == "custom_vjp_call":
+        return equation.params["call_jaxpr"].debug_info.func_name
+    if equation.primitive.name == "call_hi_primitive":  # the same under jax_custom_vjp3
+        traced = getattr(equation.params["_prim"], "traced", None)
+        return getattr(traced, "fun_name", None)
+    return None
+
+
+# JAX raises these two without a type of their own.
+
+
+def is_missing_forward_mode(error: TypeError) -> bool:
+    """Whether JAX says that a custom_vjp function has no forward mode."""
+    return "forward-mode" in str(error) and "custom_vjp" in str(error)
+
+
+def is_refused_effect(error: NotImplementedError) -> bool:
+    """Whether JAX says that a custom_vjp function has an effect that JAX cannot move."""
+    return "Effects not supported" in str(error)

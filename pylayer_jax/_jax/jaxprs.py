@@ -1,0 +1,139 @@
+"""Making jaxprs, and reading and changing them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .names import ClosedJaxpr, DebugInfo, Literal, jaxprs_in_params, partial_eval, wrap_init
+
+
+def stage(
+    function: Callable[..., tuple[Sequence[Any], Any]], avals: Sequence[Any], name: str
+) -> tuple[Any, list[Any], Any]:
+    """The jaxpr of a flat function that returns its outputs and a second value.
+
+    `jax.make_jaxpr` does the same at five times the cost, which every traced layer would pay.
+
+    Returns:
+        The jaxpr, the values that the function closes over (they are the first inputs of the jaxpr), and the second
+        value that the function returned.
+    """
+    second: Any = None
+
+    def outputs_of(*args: Any) -> Sequence[Any]:
+        nonlocal second
+        outputs, second = function(*args)
+        return outputs
+
+    debug = DebugInfo("pylayer_jax", name, None, None)
+    jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrap_init(outputs_of, debug_info=debug), list(avals))
+    if jaxpr.constvars:  # jax 0.10 keeps them apart from the inputs, 0.12 does not
+        jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
+    return jaxpr, list(consts), second
+
+
+def jaxpr_and_consts(parameter: Any) -> tuple[Any, Sequence[Any]]:
+    """The jaxpr in the parameters of an equation, and its constants."""
+    return getattr(parameter, "jaxpr", parameter), parameter.consts  # one object since jax 0.12
+
+
+def as_parameter(jaxpr: Any) -> Any:
+    """A jaxpr without constants as the parameter of an equation."""
+    return jaxpr if ClosedJaxpr is type(jaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
+    """The jaxprs in the parameters of an equation: of a jitted function, a loop, the branches of a cond."""
+    return list(jaxprs_in_params(params))
+
+
+def has_equation(jaxpr: Any, name: str) -> bool:
+    """Whether a jaxpr, or one in the parameters of its equations, applies a primitive."""
+    return any(
+        e.primitive.name == name or any(has_equation(j, name) for j in inner_jaxprs(e.params)) for e in jaxpr.eqns
+    )
+
+
+def is_literal(atom: Any) -> bool:
+    return isinstance(atom, Literal)
+
+
+def names_axis(equation: Any, axis: Any) -> bool:
+    """Whether an equation asks for the index along the mapped axis, or communicates over it."""
+    # The effect has no public name.
+    return any(type(e).__name__ == "NamedAxisEffect" and e.name == axis.name for e in equation.effects)
+
+
+def dependence(
+    jaxpr: Any, inputs: Sequence[bool], is_source: Callable[[Any], bool] | None = None
+) -> tuple[list[list[bool]], list[bool]]:
+    """What depends on the inputs that are set, or on the results of equations that are sources themselves.
+
+    Returns:
+        For each equation, a mask of its operands; and a mask of the outputs of the jaxpr.
+    """
+    dependent = {v for v, is_set in zip(jaxpr.invars, inputs, strict=True) if is_set}
+
+    def mask(atoms: Sequence[Any]) -> list[bool]:
+        return [not is_literal(a) and a in dependent for a in atoms]
+
+    operands: list[list[bool]] = []
+    for equation in jaxpr.eqns:
+        operands.append(mask(equation.invars))
+        if any(operands[-1]) or (is_source is not None and is_source(equation)):
+            dependent.update(equation.outvars)
+    return operands, mask(jaxpr.outvars)
+
+
+def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """The jaxpr without the equations that only unused outputs need, and a mask of the inputs that it still reads."""
+    return partial_eval.dce_jaxpr(jaxpr, list(used))
+
+
+def from_first_outputs(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
+    """The jaxpr of all outputs but the first `count`, which become inputs behind the present ones.
+
+    The mask says which of the first outputs become inputs: constants do not.
+    """
+    is_input = [not is_literal(v) for v in jaxpr.outvars[:count]]
+    outputs = [v for v in jaxpr.outvars[:count] if not is_literal(v)]
+    known = set(outputs)
+    needed = {v for v in jaxpr.outvars[count:] if not is_literal(v)} - known
+    kept: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        if any(v in needed for v in equation.outvars):
+            kept.append(equation)
+            needed |= {v for v in equation.invars if not is_literal(v)} - known
+    debug = DebugInfo("pylayer_jax", "intermediates", None, None)
+    rest = jaxpr.replace(
+        invars=[*jaxpr.invars, *outputs], eqns=kept[::-1], outvars=jaxpr.outvars[count:], debug_info=debug
+    )
+    return rest, is_input
+
+
+def without_stopped_selections(jaxpr: Any) -> Any:
+    """The jaxpr without selections between a value and the same value behind `stop_gradient`.
+
+    A batched `jax.lax.cond` has them, to stop the gradients of the branches that are not taken. They are equal to the
+    value, but JAX cannot transpose them.
+    """
+    stopped: dict[Any, Any] = {}
+    same: dict[Any, Any] = {}
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "stop_gradient" and not is_literal(equation.invars[0]):
+            stopped[equation.outvars[0]] = equation.invars[0]
+        elif equation.primitive.name == "select_n" and not any(map(is_literal, equation.invars[1:])):
+            values = {stopped.get(v, v) for v in equation.invars[1:]}
+            if len(values) == 1:
+                (value,) = values
+                same[equation.outvars[0]] = same.get(value, value)
+    if not same:
+        return jaxpr
+
+    def renamed(atoms: Sequence[Any]) -> list[Any]:
+        return [a if is_literal(a) else same.get(a, a) for a in atoms]
+
+    kept = [e.replace(invars=renamed(e.invars)) for e in jaxpr.eqns if not any(v in same for v in e.outvars)]
+    changed = jaxpr.replace(eqns=kept, outvars=renamed(jaxpr.outvars))
+    return partial_eval.dce_jaxpr(changed, [True] * len(changed.outvars), instantiate=True)[0]

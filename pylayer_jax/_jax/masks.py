@@ -1,0 +1,22 @@
+"""Lists of values and masks of the same length, as the rules of primitives need them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
+    """The values at the positions that are set."""
+    return [x for x, is_set in zip(values, mask, strict=True) if is_set]
+
+
+def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
+    """The values, in order, at the positions that are set; None elsewhere."""
+    return merge(mask, values, [None] * len(mask))
+
+
+def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
+    """`full` with the values of `if_set`, in order, at the positions that are set."""
+    rest = iter(if_set)
+    return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]

@@ -1,0 +1,135 @@
+"""Defining primitives: their rules in the tables of `jax.interpreters`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from .names import Primitive, ad, batching, eval_jaxpr, mlir
+from .types import tangent_type, typeof
+
+is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
+
+
+def register(
+    primitive: Primitive,
+    *,
+    evaluate: Callable[..., Any],
+    abstract: Callable[..., Any],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+    transpose: Callable[..., Any] | None = None,
+    lower: Callable[..., Any] | None = None,
+    bind: Callable[..., Any] | None = None,
+    uses_axis: Callable[..., bool] | None = None,
+) -> None:
+    """Enter a primitive with several results into the rule tables of `jax.interpreters`.
+
+    Rules write None for a zero: `jvp(primals, tangents, **params) -> values, tangents` and
+    `transpose(cotangents, *args, **params) -> cotangents`, whose arguments and results may be None.
+
+    `batch(axis, args, dims, **params)` is only called if an argument is mapped, or if `uses_axis(axis, **params)` says
+    that the operation uses the mapped axis itself. Otherwise `bind(*args, **params)` applies the operation again.
+    """
+    bind = bind or primitive.bind
+
+    def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+        values, moved = jvp(primals, [None if type(t) is ad.Zero else t for t in tangents], **params)
+        return values, [
+            ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, moved, strict=True)
+        ]
+
+    def batch_rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+        # JAX calls a batching rule even if nothing is mapped, when the axis is named.
+        if all(d is None for d in dims) and not (uses_axis is not None and uses_axis(axis, **params)):
+            values = bind(*args, **params)
+            return values, [None] * len(values)
+        return batch(axis, args, dims, **params)
+
+    primitive.multiple_results = True
+    primitive.def_impl(evaluate)
+    primitive.def_effectful_abstract_eval(abstract)
+    ad.primitive_jvps[primitive] = jvp_rule
+    if transpose is not None:
+        ad.primitive_transposes[primitive] = _with_zeros(transpose)
+    # The "fancy" table hands over the axis name, which collectives inside a layer need.
+    batching.fancy_primitive_batchers[primitive] = batch_rule
+    # Every application has parameters of its own, so that a cached lowering could never be hit.
+    lower = lower or mlir.lower_fun(evaluate, multiple_results=True)
+    mlir.register_lowering(primitive, lower, cacheable=False)
+
+
+def _with_zeros(transpose: Callable[..., Any]) -> Callable[..., list[Any]]:
+    def transpose_rule(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
+        found = transpose([None if type(c) is ad.Zero else c for c in cotangents], *args, **params)
+        return [
+            (ad.Zero(x.aval) if c is None else c) if is_undefined(x) else None for c, x in zip(found, args, strict=True)
+        ]
+
+    return transpose_rule
+
+
+def has_transpose(primitive: Any) -> bool:
+    # The transposes of products, loops and calls are in a table without a public name.
+    return primitive in ad.primitive_transposes or primitive.name in _KNOWN_TRANSPOSES
+
+
+_KNOWN_TRANSPOSES = frozenset(
+    (
+        "cond", "conv_general_dilated", "dot_general", "dynamic_slice", "gather", "mul", "optimization_barrier",
+        "remat2", "reshard", "scan", "shard_map", "slice",
+    )
+)  # fmt: skip
+
+
+# -- batching -------------------------------------------------------------------------------------
+
+
+def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """`jax.vmap` over the mapped axis that a batching rule was given."""
+    return jax.vmap(
+        function,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_name=axis.name,
+        axis_size=axis.size,
+        spmd_axis_name=axis.spmd_name,
+    )
+
+
+def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
+    """`value` with the mapped axis in front; it has that axis at `dim`, or not at all (None)."""
+    return vmap_over(axis, lambda x: x, (dim,), 0)(value)
+
+
+def is_named(axis: Any, **_: Any) -> bool:
+    """Whether the mapped axis that a batching rule was given has a name, so that collectives may reach it."""
+    return type(axis.name) is not object
+
+
+# -- lowering -------------------------------------------------------------------------------------
+
+
+def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
+    """Lower a jaxpr in place, at half the cost of `mlir.lower_fun`, which traces it again."""
+    if getattr(jaxpr, "is_high", False):  # under jax_custom_vjp3 it has to be rewritten first
+        traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
+        return traced(context, *args)
+    module = context.module_context
+    if context.platforms is not None:
+        module = module.replace(platforms=context.platforms)
+    out, tokens = mlir.jaxpr_subcomp(
+        module,
+        jaxpr,
+        context.name_stack,
+        context.tokens_in,
+        (),
+        *args,
+        dim_var_values=context.dim_var_values,
+        const_lowering=context.const_lowering,
+        outer_traceback=None,
+    )
+    context.set_tokens_out(tokens)
+    return out

@@ -1,0 +1,129 @@
+"""What a tracer stands for, and which traces are active.
+
+Most classes of tracers and traces have no public names, and are therefore recognised by the names of their types.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from .names import (
+    Tracer,
+    ad,
+    concrete_or_error,
+    eval_context,
+    get_opaque_trace_state,
+    partial_eval,
+    take_current_trace,
+)
+
+# Raised where traced code asks for a number.
+NEEDS_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+with eval_context():
+    # Within `eval_context` no trace is active, even if this module is imported inside a trace.
+    _NO_TRACE = get_opaque_trace_state(convention="nnx")
+
+
+def nothing_is_traced() -> bool:
+    # The only public way to ask whether any transformation is active; a third of a microsecond.
+    return get_opaque_trace_state(convention="nnx") == _NO_TRACE
+
+
+# -- one value ------------------------------------------------------------------------------------
+
+
+def is_tracer(value: object) -> bool:
+    return isinstance(value, Tracer)
+
+
+def is_mapped(value: object) -> bool:
+    return type(value).__name__ == "BatchTracer"
+
+
+def _example_of(value: object) -> object:
+    """The value that `jax.vmap` maps."""
+    while is_mapped(value):
+        value = getattr(value, "val", None)
+    return value
+
+
+def is_differentiated(value: object) -> bool:
+    """Whether `jax.grad`, `jax.vjp`, `jax.linearize` or `jax.jvp` differentiates the value, or what is mapped to it."""
+    value = _example_of(value)
+    return type(value).__name__ == "LinearizeTracer" or isinstance(value, ad.JVPTracer)
+
+
+def is_forward_mode_tracer(value: object) -> bool:
+    return isinstance(value, ad.JVPTracer)
+
+
+def is_reverse_mode_tracer(value: object) -> bool:
+    return type(_example_of(value)).__name__ == "LinearizeTracer"
+
+
+def is_rematerialization_tracer(value: object) -> bool:
+    """With JAX_REMAT3 a forward rule runs before the differentiation, and JAX reports every input as perturbed."""
+    return type(value).__name__ == "RematTracer"
+
+
+def is_staged(value: object) -> bool:
+    """Whether a value (or what `jax.vmap` maps) stands in a jaxpr that is being made."""
+    return isinstance(_example_of(value), partial_eval.DynamicJaxprTracer)
+
+
+def is_staged_below(value: object) -> bool:
+    """Whether the primal value below one reverse-mode differentiation (and `jax.vmap`) is staged."""
+    value = _example_of(value)
+    return is_staged(getattr(value, "primal", None) if is_reverse_mode_tracer(value) else value)
+
+
+def concrete_value(value: Any) -> Any:
+    """The number below any stack of differentiations; raises ConcretizationTypeError under jit and vmap."""
+    return concrete_or_error(None, value, "pylayer_jax needs the value")
+
+
+# -- the traces -----------------------------------------------------------------------------------
+
+
+def current_trace() -> Any:
+    with take_current_trace() as trace:
+        return trace
+
+
+_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace"})
+
+
+def is_staging(further_out: bool = False) -> bool:
+    """Whether the running code becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
+
+    With `further_out`, also if a trace further out stages, as in grad or vmap within jit.
+    """
+    trace = current_trace()
+    while trace is not None:
+        name = type(trace).__name__
+        # A JaxprTrace runs the jvp rules of a function that jax.linearize takes apart.
+        if name != "JaxprTrace":
+            if name not in _EAGER_TRACES:
+                return True
+            if not further_out:
+                return False
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
+def is_rematerialized() -> bool:
+    """Whether the running code is being staged for `jax.checkpoint`, on any level."""
+    trace = current_trace()
+    while trace is not None:
+        frame = getattr(trace, "frame", None)
+        if "remat" in str(getattr(getattr(frame, "debug_info", None), "traced_for", "")):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False

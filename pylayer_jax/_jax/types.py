@@ -1,0 +1,89 @@
+"""Types of arrays: shape, dtype, weak type, sharding, and whether a gradient can flow."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .names import ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
+from .tracers import is_staged
+
+typeof = jax.typeof
+
+
+def tangent_type(aval: Any) -> Any:
+    return aval.to_tangent_aval()
+
+
+def has_tangent(value: Any) -> bool:
+    """Whether a value (or a type) can have a tangent that is not zero: floating-point and complex numbers can."""
+    return _dtype_has_tangent(value.dtype)
+
+
+@functools.cache
+def _dtype_has_tangent(dtype: Any) -> bool:
+    # float0 is the tangent dtype of integers, bools and PRNG keys.
+    return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
+
+
+def is_key(value: Any) -> bool:
+    # PRNG keys, and any other element type that JAX may get.
+    return jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+
+def zeros_of(aval: Any) -> jax.Array:
+    """Zeros that keep the sharding and the varying axes of `aval`, which `jnp.zeros` would lose."""
+    return ad.instantiate_zeros(ad.Zero(aval))
+
+
+def as_array(value: Any, aval: Any) -> Any:
+    """A Python number, which JAX hands on unchanged, as an array of its type; anything else unchanged."""
+    return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
+
+
+def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
+    """Tensors as JAX arrays; JAX arrays stay the same objects."""
+    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in tensors]
+
+
+def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:
+    """The type of an array of `aval` with the mapped axis at `dim`."""
+    return unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
+
+
+# -- sharding -------------------------------------------------------------------------------------
+
+
+def with_type(value: jax.Array, aval: Any) -> jax.Array:
+    """`value` with the weak type, the varying axes and the explicit sharding of a type of its shape and dtype."""
+    found = typeof(value)
+    value = with_varying_axes(value, aval)
+    if is_staged(value) and found.sharding != aval.sharding and not aval.sharding.mesh.empty:
+        value = jax.sharding.reshard(value, aval.sharding)
+    if found.weak_type != aval.weak_type:  # no public function sets the weak type of an array
+        value = convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
+    return value
+
+
+def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
+    missing = varying_axes(aval) - varying_axes(typeof(value))
+    return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
+
+
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """The mesh axes of an enclosing shard_map over which a value differs from device to device."""
+    return aval.manual_axis_type.varying
+
+
+def manual_axes() -> tuple[Any, ...]:
+    """The mesh axes of the enclosing shard_maps: the devices along them run the same code on their own shards."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_sharded_explicitly(value: Any) -> bool:
+    """Whether the sharding is part of the type (AxisType.Explicit); a reshape may then need an explicit result."""
+    return any(axis is not None for axis in typeof(value).sharding.spec)

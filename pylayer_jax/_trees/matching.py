@@ -1,0 +1,61 @@
+"""A pytree that a user returned, laid along the pytree that it has to match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from .messages import describe, plural
+from .partition import Skeleton
+
+_ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
+
+
+class _NumberedLeaf:
+    """Stands for the i-th tensor of a pytree."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def collect_like(entry: Any, skeleton: Skeleton, where: str) -> list[Any]:
+    """The leaves of `entry`, one per tensor of `skeleton`; None in `entry` is None for a whole subtree.
+
+    Raises:
+        ValueError: if the structures differ; it begins with `where`.
+    """
+    model = skeleton.fill([_NumberedLeaf(i) for i in range(skeleton.size)])
+    leaves: list[Any] = [None] * skeleton.size
+    for index, leaf in _numbered_leaves(entry, model, "", where):
+        leaves[index] = leaf
+    return leaves
+
+
+def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[tuple[int, Any]]:
+    # Written out because jax.tree.broadcast would spread an array over a whole dict, and flatten_up_to
+    # refuses a None that stands for a subtree.
+    if isinstance(model, _NumberedLeaf):
+        yield model.index, entry
+        return
+    level = _ONE_LEVEL(model)
+    if entry is None or level is None:  # None is zero for the whole subtree; a static has no gradient
+        return
+    children, aux = list(level[0]), level[1]
+    other = _ONE_LEVEL(entry)
+    kinds = {type(model), type(entry)}
+    at = f" at {path}" if path else ""
+    if other is None or other[1] != aux or (len(kinds) > 1 and not kinds <= {list, tuple}):
+        raise ValueError(
+            f"{where}: expected the structure of the argument, {_structure(model)}{at}, or None; got {describe(entry)}."
+        )
+    others = list(other[0])
+    if len(others) != len(children):
+        raise ValueError(f"{where}: expected {plural(len(children), 'entry', 'entries')}{at}, got {len(others)}.")
+    for i, (child, part) in enumerate(zip(children, others, strict=True)):
+        yield from _numbered_leaves(part, child, f"{path}[{i}]", where)
+
+
+def _structure(model: Any) -> str:
+    return str(jax.tree_util.tree_map(lambda _: "*", model)).replace("'*'", "*")
