@@ -1,0 +1,100 @@
+"""How the package is built: which wing may import which, how long a room may be, where names of JAX may move."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import pylayer_jax
+
+PACKAGE = Path(pylayer_jax.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Each wing imports only the wings that stand above it.
+WINGS = (
+    "_jax",
+    "_trees",
+    "_methods",
+    "_hooks",
+    "_autodiff",
+    "_layer",
+    "_function",
+    "_report",
+    "__init__",
+    "packers",
+    "testing",
+    "_commands",
+    "__main__",
+)
+# These may move between versions of JAX: only one room imports them.
+MAY_MOVE = ("jax.core", "jax.extend", "jax.interpreters", "jax.experimental", "jax.ad_checkpoint")
+LONGEST_ROOM = 300  # lines; `packers` is public and stays whole
+
+
+def wing_of(module: str) -> str:
+    """The wing of a module, which is named without `pylayer_jax`."""
+    return module.split(".", maxsplit=1)[0] or "__init__"
+
+
+def module_of(file: Path) -> str:
+    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imports_of(file: Path) -> set[str]:
+    """Full names of the modules that a file imports, anywhere in it."""
+    found: set[str] = set()
+    package = ["pylayer_jax", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*start, *([node.module] if node.module else [])])
+            found |= {base} if node.module else {f"{base}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own_imports_of(file: Path) -> set[str]:
+    """The modules of the package that a file imports, without `pylayer_jax`."""
+    return {name.removeprefix("pylayer_jax").lstrip(".") for name in imports_of(file) if name.startswith("pylayer_jax")}
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_a_wing_imports_only_the_wings_above_it(file):
+    own = wing_of(module_of(file))
+    for module in own_imports_of(file):
+        # `from . import __version__` names the package itself.
+        other = wing_of(module) if wing_of(module) in WINGS else "__init__"
+        assert WINGS.index(other) <= WINGS.index(own), f"{own} imports {other}"
+
+
+def test_rooms_do_not_import_each_other_in_a_circle():
+    imports = {module_of(file): own_imports_of(file) for file in FILES}
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path, module])
+        if module in done:
+            return
+        for other in imports.get(module, ()):
+            visit(other, (*path, module))
+        done.add(module)
+
+    done: set[str] = set()
+    for module in imports:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_no_room_is_longer_than_a_reader_takes_in_at_once(file):
+    if file.name != "packers.py":
+        assert len(file.read_text().splitlines()) <= LONGEST_ROOM
+
+
+@pytest.mark.parametrize("file", FILES, ids=module_of)
+def test_only_one_room_imports_names_of_jax_that_may_move(file):
+    names = imports_of(file)
+    assert not any(name.startswith("jax._src") for name in names)
+    if module_of(file) != "_jax.names":
+        assert not [name for name in names if name.startswith(MAY_MOVE)]
