@@ -1,18 +1,21 @@
-"""What a layer has to be: each property, and how it is tested."""
+"""`check_layer`: the properties that a layer has to have, and how each is tested."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from . import _forward_mode, _transforms
-from ._comparison import Comparison, type_of
-from ._flat_function import MismatchError, first_line, jitted_without_leaks
+from ._comparison import MismatchError, first_line, type_of
+from ._equivalence import compare_with_reference
+from ._flat_function import flat_of, name_of
 from ._layer_under_test import Subject
 from ._numerical import Settings, compare_numerically
+from ._variants import jitted_without_leaks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,68 @@ def row_of(name: str, of: Callable[[], str]) -> Row:
         return Row(name, False, f"{type(error).__name__}: {first_line(error)}{where}")
 
 
+def check_layer(
+    layer: Callable[..., Any],
+    *args: Any,
+    reference: Callable[..., Any] | None = None,
+    skip: Sequence[str] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+    float64: bool = True,
+    raises: bool = True,
+) -> LayerReport:
+    """Check a layer in every way in which JAX may run it.
+
+    The properties are, by their names in the report:
+
+    - eager: outputs and gradients can be computed;
+    - jit, vmap, scan, cond, remat, shard_map: these give the same outputs and gradients. vmap and scan of several
+      examples, of integer, boolean and key arguments too where the layer takes these mapped; shard_map on all devices
+      there are, with replicated arguments, or in the mesh of `jax.set_mesh`;
+    - gradients, second order: as numerically, or as those of `reference`;
+    - forward mode: `jax.jvp` agrees with reverse mode (and with the `reference`), under jit and of vmap too. A layer
+      that has none passes;
+    - forward over reverse: `jax.jvp` of the gradients agrees with their reverse mode, and with forward over forward
+      where there is one. A layer that refuses it passes, with the reason;
+    - arguments: each argument alone has the same gradient as beside the others;
+    - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) counts as zero;
+    - repeatable: gradients do not depend on what ran before or in between, on other values, statics or shapes;
+    - leaks: no traced value outlives its trace;
+    - saved: how many arrays are kept for backward, and how many bytes.
+
+    A global that backward reads and that only code outside of the layer changes is a constant to these checks.
+
+    Args:
+        layer: a layer class, or a function of `args` that applies one.
+        *args: any pytrees. Floating-point and complex arrays are differentiated, statics passed through.
+        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, for a layer
+            whose backward is not the gradient of its forward. As in `assert_equivalent`.
+        skip: names of properties that the layer is not meant to have.
+        rtol: relative tolerance; by default the square root of the machine epsilon, and numerically as in `gradcheck`.
+        atol: absolute tolerance; the same.
+        seed: of the cotangents and tangents.
+        float64: compare numerically in float64 and complex128 where the layer can, as in `gradcheck`.
+        raises: whether a property that fails, or that could not be tested, is an error.
+
+    Raises:
+        AssertionError: with the whole report, unless `raises` is False.
+        TypeError, ValueError: where there is nothing to check, or `skip` has an unknown name.
+    """
+    _, flat = flat_of("check_layer", layer, args)
+    plain = None if reference is None else flat_of("check_layer", reference, args)[1]
+    if unknown := [name for name in skip if name not in PROPERTIES]:
+        raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
+    subject = Subject(flat, plain, rtol, atol, seed, float64)
+    rows = [row_of("eager", subject.run)]
+    if rows[0].passed:
+        rows += [row_of(name, lambda of=of: of(subject)) for name, of in PROPERTIES.items() if name not in skip]
+    report = LayerReport(name_of(layer), tuple(rows))
+    if raises and not report.passed:
+        raise AssertionError(f"check_layer of {report}")
+    return report
+
+
 def _arguments(subject: Subject) -> str:
     flat = subject.flat
     groups = [[j for j, o in enumerate(flat.owners) if o == owner] for owner in dict.fromkeys(flat.owners)]
@@ -95,8 +160,7 @@ def _derivatives(subject: Subject, order: int) -> str:
     if subject.plain is None:
         settings = Settings(subject.rtol, subject.atol, None, 200, subject.seed, subject.float64)
         return compare_numerically(subject.flat, order, settings, every_way=False)
-    comparison = Comparison(subject.rtol, subject.atol, "the reference")
-    comparison.of_order(order, subject.flat, subject.plain, subject.random)
+    compare_with_reference(subject.flat, subject.plain, order, subject.rtol, subject.atol, subject.random)
     return "as those of the reference"
 
 

@@ -1,9 +1,10 @@
-"""Outputs and gradients of every order against those of a function that is right."""
+"""Arrays against those that are right, and how messages speak of arrays and errors."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,21 @@ import numpy as np
 
 from pylayer_jax._jax.names import differentiable, is_key
 
-from ._flat_function import Flat, MismatchError, in_every_way
+
+class MismatchError(AssertionError):
+    """A checker found something wrong; any other AssertionError is the user's own."""
+
+
+@contextlib.contextmanager
+def mismatch_of(name: str, order: int) -> Generator[None, None, None]:
+    """Say of a mismatch which function was checked, and at which order of differentiation."""
+    try:
+        yield
+    except MismatchError as error:
+        raise AssertionError(f"{name}, {_ORDERS[order]}: {error}") from error
+
+
+_ORDERS = ("values", "first order", "second order", "third order")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,34 +37,6 @@ class Comparison:
     rtol: float | None = None
     atol: float | None = None
     right: str = "eager mode"
-
-    def of_order(self, order: int, flat: Flat, plain: Flat, rng: np.random.Generator) -> None:
-        """Values for order 0, or gradients of gradients, in every way in which they may be asked for."""
-        outputs = self._outputs(flat, plain, "")
-        for _ in range(1, order):
-            weights = flat.weights(outputs, rng)
-            flat, plain = flat.derivative(weights), plain.derivative(weights)
-            outputs = self._outputs(flat, plain, "gradient ")
-        if not order:
-            return
-        weights = flat.weights(outputs, rng)
-        expected: dict[tuple[int, ...], list[Any]] = {}
-        for found in in_every_way(flat, weights):
-            if found.leak:
-                raise MismatchError(found.leak)
-            if found.outputs not in expected:
-                expected[found.outputs] = plain.gradient({k: weights[k] for k in found.outputs})
-            for j, gradient in found.by_argument.items():
-                what = f"the gradient of {flat.names[j]}{found.way}"
-                self.of_arrays(gradient, expected[found.outputs][j], what)
-
-    def _outputs(self, flat: Flat, plain: Flat, kind: str) -> list[Any]:
-        outputs, expected = flat.outputs(flat.values), plain.outputs(plain.values)
-        if len(outputs) != len(expected):
-            raise MismatchError(f"{len(outputs)} tensors are returned, but {len(expected)} by {self.right}.")
-        for i, pair in enumerate(zip(outputs, expected, strict=True)):
-            self.of_arrays(*pair, f"{kind}output {i}")
-        return outputs
 
     def of_arrays(self, got: Any, expected: Any, what: str) -> None:
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -86,3 +73,7 @@ def exact(x: Any) -> np.ndarray:
     """In double precision, whatever the dtype."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -1,9 +1,8 @@
-"""A function at given arguments, and its gradients in every way in which JAX may be asked for them."""
+"""A function at given arguments, as one of the tensors among them."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.names import NEEDS_VALUES, differentiable, is_differentiated
+from pylayer_jax._jax.names import differentiable, is_differentiated
 from pylayer_jax._trees.partition import split
 
 
@@ -158,101 +157,6 @@ def name_of(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     named = owner if isinstance(owner, type) else function
     return getattr(named, "__qualname__", type(named).__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gradients:
-    """Gradients that JAX computed in one of the ways that it may."""
-
-    way: str  # ends a sentence; "" for the plain one
-    outputs: tuple[int, ...]  # those that had a cotangent
-    by_argument: dict[int, Any]
-    leak: str = ""  # why there are none
-
-
-class MismatchError(AssertionError):
-    """A checker found something wrong; any other AssertionError is the user's own."""
-
-
-class LeakError(MismatchError):
-    """A traced value outlived its trace."""
-
-
-def in_every_way(flat: Flat, weights: dict[int, Any]) -> Iterator[Gradients]:
-    """All gradients at once, of each output alone, for each argument alone, again, after another run, under jit.
-
-    Missing cotangents, `needs_input_grad` and values outside of `ctx` make a difference in one of them. Functions that
-    need concrete values are not jitted.
-    """
-    everything, everyone = tuple(weights), range(len(flat.values))
-
-    def found(way: str, gradients: list[Any], outputs: Sequence[int] = everything, wanted: Sequence[int] = everyone):
-        return Gradients(way, tuple(outputs), dict(zip(wanted, gradients, strict=True)))
-
-    pull = flat.vjp(weights)
-    yield found("", pull())
-    yield found(" when the vjp function is called a second time", pull())
-    pull = flat.vjp(weights)
-    flat.outputs(flat.elsewhere())
-    yield found(" when forward ran on other values before backward", pull())
-    if len(weights) > 1:
-        for k in weights:
-            way = f" with a cotangent for output {k} alone"
-            yield found(way, flat.gradient({k: weights[k]}), [k])
-    if len(flat.values) > 1:
-        for j in everyone:
-            way = f" when {flat.names[j]} alone is differentiated"
-            yield found(way, flat.gradient(weights, [j]), wanted=[j])
-    try:
-        yield found(" under jit", jitted_without_leaks(flat, weights))
-    except NEEDS_VALUES:
-        return
-    except LeakError as error:
-        yield Gradients(" under jit", everything, {}, str(error))
-
-
-def jitted_without_leaks(flat: Flat, weights: dict[int, Any]) -> list[Any]:
-    """The gradients under jit.
-
-    Raises:
-        LeakError: where a traced value outlives its trace, or is used after it.
-    """
-    constant = [i for i in range(len(flat.tensors)) if i not in flat.chosen]
-
-    def compiled(values: list[Any], others: list[Any], cotangents: list[Any]) -> list[Any]:
-        tensors = list(flat.tensors)
-        for i, x in zip(constant, others, strict=True):
-            tensors[i] = x
-        return flat.at(values, tensors).gradient(dict(zip(weights, cotangents, strict=True)))
-
-    def run() -> list[Any]:
-        return jax.jit(compiled)(flat.values, [flat.tensors[i] for i in constant], list(weights.values()))
-
-    try:
-        with jax.checking_leaks():
-            return run()
-    except IndexError as error:
-        with contextlib.suppress(jax.errors.UnexpectedTracerError):
-            run()
-        # No error of the layer's own: JAX, in a large process, may fail to tell what refers to a leaked tracer.
-        raise LeakError("a tracer is leaked: JAX cannot tell by what") from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise LeakError(f"a leaked tracer is used: {first_line(error)}") from error
-    except Exception as error:
-        if not str(error).startswith("Leaked trace"):
-            raise
-        raise LeakError(f"a tracer is leaked: {_leak(error)}") from error
-
-
-def _leak(error: Exception) -> str:
-    # JAX tells the type of the tracer, where it was made, and then what refers to it.
-    lines = [line.strip() for line in str(error).splitlines()[1:]]
-    kept = [line for line in lines if " is referred to by " in line]
-    return "; ".join(kept[:3]) or " ".join(lines)[:300]
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def random_like(like: Any, rng: np.random.Generator) -> Any:

@@ -20,8 +20,8 @@ import numpy as np
 
 from pylayer_jax._jax.names import NEEDS_VALUES, is_missing_forward_mode
 
-from ._comparison import exact
-from ._flat_function import Flat, MismatchError, first_line, random_like
+from ._comparison import MismatchError, exact, first_line
+from ._flat_function import Flat, random_like
 from ._layer_under_test import Subject
 
 _LIMIT = 200  # entries of the gradients that are compared one by one

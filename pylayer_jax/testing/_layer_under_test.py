@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._comparison import Comparison, type_of
-from ._flat_function import Flat, MismatchError
+from ._comparison import Comparison, MismatchError, type_of
+from ._flat_function import Flat
 
 
 @dataclasses.dataclass

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._comparison import exact
-from ._flat_function import Flat, Gradients, MismatchError, in_every_way
+from ._comparison import MismatchError, exact
+from ._flat_function import Flat
+from ._variants import Gradients, in_every_way
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax._jax.names import NEEDS_VALUES, differentiable, is_key
 
-from ._flat_function import MismatchError, first_line
+from ._comparison import MismatchError, first_line
 from ._layer_under_test import Subject, both_of, pulled
 
 _EXAMPLES = 3

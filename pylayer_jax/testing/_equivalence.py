@@ -1,0 +1,83 @@
+"""`assert_equivalent`: outputs and gradients of every order against those of a function that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ._comparison import Comparison, MismatchError, mismatch_of
+from ._flat_function import Flat, flat_of
+from ._variants import in_every_way
+
+
+def assert_equivalent(
+    layer: Callable[..., Any],
+    reference: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    orders: Sequence[int] = (0, 1, 2),
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Compare the outputs of a layer, and its derivatives by reverse mode, with those of a function in plain JAX.
+
+    The reference says what the gradients are meant to be, also where they are not those of the outputs: for a
+    straight-through `round` it is `lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x)`. Derivatives are taken in all
+    the ways of `gradcheck`, `jax.jit` included, unless the layer needs concrete values.
+
+    Args:
+        layer: a layer class, or a function of `args`.
+        reference: a function of the same `args` that returns the same tensors, in any containers.
+        args: any pytrees, as a tuple.
+        orders: which are compared: 0 for outputs, 1 for gradients, 2 for the gradients of these, and so on.
+        rtol: relative tolerance; the square root of the machine epsilon by default.
+        atol: absolute tolerance; by default the same times the largest entry of the array.
+        seed: of the cotangents.
+
+    Raises:
+        AssertionError: names the output or argument, the index, and both values.
+        TypeError, ValueError: where there is nothing to compare.
+    """
+    name, flat = flat_of("assert_equivalent", layer, args)
+    plain = flat_of("assert_equivalent", reference, args)[1]
+    if not orders or any(order not in range(4) for order in orders):
+        raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")
+    for order in sorted(set(orders)):
+        with mismatch_of(name, order):
+            compare_with_reference(flat, plain, order, rtol, atol, np.random.default_rng(seed))
+
+
+def compare_with_reference(
+    flat: Flat, plain: Flat, order: int, rtol: float | None, atol: float | None, rng: np.random.Generator
+) -> None:
+    """Values for order 0, or gradients of gradients, in every way in which they may be asked for."""
+    comparison = Comparison(rtol, atol, "the reference")
+    outputs = _compare_outputs(flat, plain, comparison, "")
+    for _ in range(1, order):
+        weights = flat.weights(outputs, rng)
+        flat, plain = flat.derivative(weights), plain.derivative(weights)
+        outputs = _compare_outputs(flat, plain, comparison, "gradient ")
+    if not order:
+        return
+    weights = flat.weights(outputs, rng)
+    expected: dict[tuple[int, ...], list[Any]] = {}
+    for found in in_every_way(flat, weights):
+        if found.leak:
+            raise MismatchError(found.leak)
+        if found.outputs not in expected:
+            expected[found.outputs] = plain.gradient({k: weights[k] for k in found.outputs})
+        for j, gradient in found.by_argument.items():
+            what = f"the gradient of {flat.names[j]}{found.way}"
+            comparison.of_arrays(gradient, expected[found.outputs][j], what)
+
+
+def _compare_outputs(flat: Flat, plain: Flat, comparison: Comparison, kind: str) -> list[Any]:
+    outputs, expected = flat.outputs(flat.values), plain.outputs(plain.values)
+    if len(outputs) != len(expected):
+        raise MismatchError(f"{len(outputs)} tensors are returned, but {len(expected)} by {comparison.right}.")
+    for i, pair in enumerate(zip(outputs, expected, strict=True)):
+        comparison.of_arrays(*pair, f"{kind}output {i}")
+    return outputs
