@@ -1,4 +1,4 @@
-"""`check_layer`: the properties that a layer has to have, and how each is tested."""
+"""`check_layer`: the properties that a layer has to have, and how each is layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from . import _forward_mode, _transforms
 from ._comparison import MismatchError, first_line, type_of
 from ._equivalence import compare_with_reference
-from ._flat_function import flat_of, name_of
-from ._layer_under_test import Subject
+from ._flat_function import flat_function, name_of
+from ._layer_under_test import LayerUnderTest
 from ._numerical import Settings, compare_numerically
 from ._variants import jitted_without_leaks
 
@@ -51,9 +51,9 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows)])
 
 
-def row_of(name: str, of: Callable[[], str]) -> Row:
+def row_of(name: str, test: Callable[[], str]) -> Row:
     try:
-        return Row(name, True, of())
+        return Row(name, True, test())
     except MismatchError as error:
         return Row(name, False, first_line(error))
     except Exception as error:
@@ -111,90 +111,92 @@ def check_layer(
         AssertionError: with the whole report, unless `raises` is False.
         TypeError, ValueError: where there is nothing to check, or `skip` has an unknown name.
     """
-    _, flat = flat_of("check_layer", layer, args)
-    plain = None if reference is None else flat_of("check_layer", reference, args)[1]
+    _, flat = flat_function("check_layer", layer, args)
+    flat_reference = None if reference is None else flat_function("check_layer", reference, args)[1]
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
-    subject = Subject(flat, plain, rtol, atol, seed, float64)
-    rows = [row_of("eager", subject.run)]
+    under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
+    rows = [row_of("eager", under_test.run)]
     if rows[0].passed:
-        rows += [row_of(name, lambda of=of: of(subject)) for name, of in PROPERTIES.items() if name not in skip]
+        rows += [
+            row_of(name, lambda test=test: test(under_test)) for name, test in PROPERTIES.items() if name not in skip
+        ]
     report = LayerReport(name_of(layer), tuple(rows))
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
     return report
 
 
-def _arguments(subject: Subject) -> str:
-    flat = subject.flat
+def _arguments(layer: LayerUnderTest) -> str:
+    flat = layer.flat
     groups = [[j for j, o in enumerate(flat.owners) if o == owner] for owner in dict.fromkeys(flat.owners)]
     for group in [*groups, *([j] for j in range(len(flat.names)))]:
-        names = [subject.gradient_names[j] for j in group]
-        alone = flat.gradient(subject.weights, group)
-        subject.same.of_all(alone, [subject.gradients[j] for j in group], names, "when it alone is differentiated")
+        names = [layer.gradient_names[j] for j in group]
+        alone = flat.gradient(layer.cotangents, group)
+        layer.comparison.of_all(alone, [layer.gradients[j] for j in group], names, "when it alone is differentiated")
     return "each has the same gradient alone" if len(flat.names) > 1 else "there is one"
 
 
-def _cotangents(subject: Subject) -> str:
-    everything = subject.weights
+def _cotangents(layer: LayerUnderTest) -> str:
+    everything = layer.cotangents
     zeros = {k: jnp.zeros_like(w) for k, w in everything.items()}
     given = [({k: w}, f"with a cotangent for output {k} alone") for k, w in everything.items()]
     if len(everything) > 2:
         given += [({i: w for i, w in everything.items() if i != k}, f"without one for output {k}") for k in everything]
-    comparison = dataclasses.replace(subject.same, right="backward of zeros for the others")
-    for weights, way in given:
-        missing = subject.flat.gradient(weights)
-        comparison.of_all(missing, subject.flat.gradient(zeros | weights), subject.gradient_names, way)
+    comparison = dataclasses.replace(layer.comparison, right="backward of zeros for the others")
+    for cotangents, label in given:
+        missing = layer.flat.gradient(cotangents)
+        comparison.of_all(missing, layer.flat.gradient(zeros | cotangents), layer.gradient_names, label)
     return "missing ones count as zeros" if len(everything) > 1 else "there is one, which cannot be missing"
 
 
-def _gradients(subject: Subject) -> str:
-    return _derivatives(subject, 1)
+def _gradients(layer: LayerUnderTest) -> str:
+    return _derivatives(layer, 1)
 
 
-def _second_order(subject: Subject) -> str:
-    return _derivatives(subject, 2)
+def _second_order(layer: LayerUnderTest) -> str:
+    return _derivatives(layer, 2)
 
 
-def _derivatives(subject: Subject, order: int) -> str:
-    if subject.plain is None:
-        settings = Settings(subject.rtol, subject.atol, None, 200, subject.seed, subject.float64)
-        return compare_numerically(subject.flat, order, settings, every_way=False)
-    compare_with_reference(subject.flat, subject.plain, order, subject.rtol, subject.atol, subject.random)
+def _derivatives(layer: LayerUnderTest, order: int) -> str:
+    if layer.reference is None:
+        settings = Settings(layer.rtol, layer.atol, None, 200, layer.seed, layer.float64)
+        return compare_numerically(layer.flat, order, settings, all_variants=False)
+    compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.random)
     return "as those of the reference"
 
 
-def _repeatable(subject: Subject) -> str:
-    flat, weights, names = subject.flat, subject.weights, subject.gradient_names
-    comparison = dataclasses.replace(subject.same, right="the first run")
-    pull = flat.vjp(weights)
+def _repeatable(layer: LayerUnderTest) -> str:
+    flat, cotangents, names = layer.flat, layer.cotangents, layer.gradient_names
+    comparison = dataclasses.replace(layer.comparison, right="the first run")
+    pull = flat.vjp(cotangents)
     first = pull()
-    comparison.of_all(first, subject.gradients, names, "by another run")
+    comparison.of_all(first, layer.gradients, names, "by another run")
     comparison.of_all(pull(), first, names, "when the vjp function is called a second time")
-    pull = flat.vjp(weights)
-    flat.at(flat.elsewhere()).gradient(weights)
+    pull = flat.vjp(cotangents)
+    flat.with_values(flat.scaled_values()).gradient(cotangents)
     comparison.of_all(pull(), first, names, "when the layer ran on other values before backward")
-    for _ in flat.on_others():
+    for _ in flat.run_with_other_inputs():
         comparison.of_all(pull(), first, names, "when the layer ran on other statics or shapes before backward")
     return "twice, by one vjp function, with other runs in between"
 
 
-def _leaks(subject: Subject) -> str:
+def _leaks(layer: LayerUnderTest) -> str:
     # Traced anew, after other runs of the layer, it has to compute the same.
-    gradients = jitted_without_leaks(subject.flat, subject.weights)
-    subject.same.of_all(gradients, subject.gradients, subject.gradient_names, "under jit, traced again")
+    gradients = jitted_without_leaks(layer.flat, layer.cotangents)
+    layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, "under jit, traced again")
     return "none under jit"
 
 
-def _saved(subject: Subject) -> str:
-    pull = subject.flat.pullback(subject.weights)
+def _saved(layer: LayerUnderTest) -> str:
+    pull = layer.flat.pullback(layer.cotangents)
     kept = list({id(x): x for x in jax.tree_util.tree_leaves(pull) if isinstance(x, jax.Array) and x.size}.values())
     size = sum(x.nbytes for x in kept)
     arrays = "1 array" if len(kept) == 1 else f"{len(kept)} arrays"
     return f"{arrays}, {size:,} bytes" + (f": {', '.join(map(type_of, kept))}" if kept else "")
 
 
-PROPERTIES: dict[str, Callable[[Subject], str]] = {
+PROPERTIES: dict[str, Callable[[LayerUnderTest], str]] = {
     "jit": _transforms.jit,
     "vmap": _transforms.vmap,
     "scan": _transforms.scan,

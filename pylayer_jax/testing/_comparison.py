@@ -60,9 +60,9 @@ class Comparison:
             f"{atol + rtol * abs(b[index]):.1g}); wrong at {np.sum(excess > 0)} of {excess.size} places."
         )
 
-    def of_all(self, got: Sequence[Any], expected: Sequence[Any], what: Sequence[str], way: str) -> None:
+    def of_all(self, got: Sequence[Any], expected: Sequence[Any], what: Sequence[str], label: str) -> None:
         for a, b, name in zip(got, expected, what, strict=True):
-            self.of_arrays(a, b, f"{name} {way}")
+            self.of_arrays(a, b, f"{name} {label}")
 
 
 def type_of(x: Any) -> str:

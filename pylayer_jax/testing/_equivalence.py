@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ._comparison import Comparison, MismatchError, mismatch_of
-from ._flat_function import Flat, flat_of
-from ._variants import in_every_way
+from ._flat_function import FlatFunction, flat_function
+from ._variants import gradient_variants
 
 
 def assert_equivalent(
@@ -41,41 +41,46 @@ def assert_equivalent(
         AssertionError: names the output or argument, the index, and both values.
         TypeError, ValueError: where there is nothing to compare.
     """
-    name, flat = flat_of("assert_equivalent", layer, args)
-    plain = flat_of("assert_equivalent", reference, args)[1]
+    name, flat = flat_function("assert_equivalent", layer, args)
+    flat_reference = flat_function("assert_equivalent", reference, args)[1]
     if not orders or any(order not in range(4) for order in orders):
         raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")
     for order in sorted(set(orders)):
         with mismatch_of(name, order):
-            compare_with_reference(flat, plain, order, rtol, atol, np.random.default_rng(seed))
+            compare_with_reference(flat, flat_reference, order, rtol, atol, np.random.default_rng(seed))
 
 
 def compare_with_reference(
-    flat: Flat, plain: Flat, order: int, rtol: float | None, atol: float | None, rng: np.random.Generator
+    flat: FlatFunction,
+    reference: FlatFunction,
+    order: int,
+    rtol: float | None,
+    atol: float | None,
+    rng: np.random.Generator,
 ) -> None:
     """Values for order 0, or gradients of gradients, in every way in which they may be asked for."""
     comparison = Comparison(rtol, atol, "the reference")
-    outputs = _compare_outputs(flat, plain, comparison, "")
+    outputs = _compare_outputs(flat, reference, comparison, "")
     for _ in range(1, order):
-        weights = flat.weights(outputs, rng)
-        flat, plain = flat.derivative(weights), plain.derivative(weights)
-        outputs = _compare_outputs(flat, plain, comparison, "gradient ")
+        cotangents = flat.random_cotangents(outputs, rng)
+        flat, reference = flat.derivative(cotangents), reference.derivative(cotangents)
+        outputs = _compare_outputs(flat, reference, comparison, "gradient ")
     if not order:
         return
-    weights = flat.weights(outputs, rng)
+    cotangents = flat.random_cotangents(outputs, rng)
     expected: dict[tuple[int, ...], list[Any]] = {}
-    for found in in_every_way(flat, weights):
+    for found in gradient_variants(flat, cotangents):
         if found.leak:
             raise MismatchError(found.leak)
         if found.outputs not in expected:
-            expected[found.outputs] = plain.gradient({k: weights[k] for k in found.outputs})
+            expected[found.outputs] = reference.gradient({k: cotangents[k] for k in found.outputs})
         for j, gradient in found.by_argument.items():
-            what = f"the gradient of {flat.names[j]}{found.way}"
+            what = f"the gradient of {flat.names[j]}{found.label}"
             comparison.of_arrays(gradient, expected[found.outputs][j], what)
 
 
-def _compare_outputs(flat: Flat, plain: Flat, comparison: Comparison, kind: str) -> list[Any]:
-    outputs, expected = flat.outputs(flat.values), plain.outputs(plain.values)
+def _compare_outputs(flat: FlatFunction, reference: FlatFunction, comparison: Comparison, kind: str) -> list[Any]:
+    outputs, expected = flat.outputs(flat.values), reference.outputs(reference.values)
     if len(outputs) != len(expected):
         raise MismatchError(f"{len(outputs)} tensors are returned, but {len(expected)} by {comparison.right}.")
     for i, pair in enumerate(zip(outputs, expected, strict=True)):

@@ -14,31 +14,31 @@ from pylayer_jax._jax.names import differentiable, is_differentiated
 from pylayer_jax._trees.partition import split
 
 
-class Flat:
+class FlatFunction:
     """A function at its arguments, as one of the tensors among them that JAX differentiates."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], names: Sequence[str] | None = None) -> None:
         tensors, self.skeleton = split(args)
         self.function = function
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
-        self.chosen = [i for i, x in enumerate(self.tensors) if differentiable(x)]
+        self.differentiated = [i for i, x in enumerate(self.tensors) if differentiable(x)]
         self.paths = names or [f"args{path}" for path in self.skeleton.tensor_paths()]
-        self.names = [self.paths[i] for i in self.chosen]
+        self.names = [self.paths[i] for i in self.differentiated]
         owners = [owner for owner, _ in self.skeleton.tensor_entries()]
-        self.owners = [owners[i] for i in self.chosen]  # the argument that each of them belongs to
+        self.owners = [owners[i] for i in self.differentiated]  # the argument that each of them belongs to
 
     @property
     def values(self) -> list[Any]:
-        return [self.tensors[i] for i in self.chosen]
+        return [self.tensors[i] for i in self.differentiated]
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
         """All tensors that the function returns, for `values` in the place of those that are differentiated."""
-        return self.at(values).run()
+        return self.with_values(values).run()
 
     def run(self) -> list[Any]:
         return [jnp.asarray(y) for y in split(self.function(*self.skeleton.fill(self.tensors)))[0]]
 
-    def carrying(self) -> list[int]:
+    def differentiable_outputs(self) -> list[int]:
         """The positions of the outputs through which JAX differentiates: neither integers nor marked ones."""
         found: list[int] = []
 
@@ -50,14 +50,14 @@ class Flat:
         jax.vjp(noted, *self.values)
         return found
 
-    def weights(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
+    def random_cotangents(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
         """Per floating-point output a cotangent whose entries are about 1 in size, of either sign."""
         return {i: random_like(y, rng) for i, y in enumerate(outputs) if differentiable(y)}
 
-    def vjp(self, weights: dict[int, Any], wanted: Sequence[int] | None = None) -> Callable[[], list[Any]]:
+    def vjp(self, cotangents: dict[int, Any], wanted: Sequence[int] | None = None) -> Callable[[], list[Any]]:
         """The gradients of `wanted` (all, if None) when called; outputs without a weight have no cotangent."""
-        pull = self.pullback(weights, wanted)
-        return lambda: list(pull(list(weights.values())))
+        pull = self.pullback(cotangents, wanted)
+        return lambda: list(pull(list(cotangents.values())))
 
     def pullback(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[..., Any]:
         """What `jax.vjp` returns for some of the outputs and of the differentiated values."""
@@ -73,37 +73,37 @@ class Flat:
 
         return jax.vjp(of_wanted, *(values[j] for j in wanted))[1]
 
-    def gradient(self, weights: dict[int, Any], wanted: Sequence[int] | None = None) -> list[Any]:
-        return self.vjp(weights, wanted)()
+    def gradient(self, cotangents: dict[int, Any], wanted: Sequence[int] | None = None) -> list[Any]:
+        return self.vjp(cotangents, wanted)()
 
-    def derivative(self, weights: dict[int, Any]) -> Flat:
-        """The function from the differentiated values and the cotangents, at `weights`, to the gradients."""
+    def derivative(self, cotangents: dict[int, Any]) -> FlatFunction:
+        """The function from the differentiated values and the cotangents, at `cotangents`, to the gradients."""
 
-        def gradients(values: list[Any], cotangents: list[Any]) -> list[Any]:
-            return self.at(values).gradient(dict(zip(weights, cotangents, strict=True)))
+        def gradients(values: list[Any], given: list[Any]) -> list[Any]:
+            return self.with_values(values).gradient(dict(zip(cotangents, given, strict=True)))
 
-        names = [*self.names, *(f"cotangent[{k}]" for k in weights)]
-        return Flat(gradients, (self.values, list(weights.values())), names)
+        names = [*self.names, *(f"cotangent[{k}]" for k in cotangents)]
+        return FlatFunction(gradients, (self.values, list(cotangents.values())), names)
 
-    def at(self, values: Sequence[Any], tensors: Sequence[Any] | None = None) -> Flat:
+    def with_values(self, values: Sequence[Any], tensors: Sequence[Any] | None = None) -> FlatFunction:
         """The same function at other values."""
-        other = self.of(self.tensors if tensors is None else tensors)
-        for i, value in zip(self.chosen, values, strict=True):
+        other = self.with_tensors(self.tensors if tensors is None else tensors)
+        for i, value in zip(self.differentiated, values, strict=True):
             other.tensors[i] = value
         return other
 
-    def of(self, tensors: Sequence[Any]) -> Flat:
+    def with_tensors(self, tensors: Sequence[Any]) -> FlatFunction:
         """The same function of other tensors, those included that are not differentiated."""
-        other = object.__new__(Flat)
+        other = object.__new__(FlatFunction)
         vars(other).update(vars(self))
         other.tensors = list(tensors)
         return other
 
-    def elsewhere(self) -> list[Any]:
+    def scaled_values(self) -> list[Any]:
         """Values of the same signs, on which a layer can run in between."""
         return [x * jnp.asarray(0.75, x.dtype) for x in self.values]
 
-    def on_others(self) -> Iterator[None]:
+    def run_with_other_inputs(self) -> Iterator[None]:
         """Runs on other numbers, flags and shapes, one of these after the other, as far as the function takes them."""
         whole = self.skeleton.fill(self.tensors)
         changes: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = [
@@ -122,17 +122,17 @@ class Flat:
         """The largest machine epsilon among the values and the outputs."""
         return max(float(jnp.finfo(x.dtype).eps) for x in [*self.values, *outputs] if differentiable(x))
 
-    def widened(self) -> Flat:
+    def in_double_precision(self) -> FlatFunction:
         """The same in float64 and complex128; needs `jax.enable_x64`."""
         wide = [x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64) for x in self.values]
-        return self.at(wide)
+        return self.with_values(wide)
 
 
 def _where(applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: change(x) if applies(x) else x
 
 
-def flat_of(name: str, function: Any, args: Any) -> tuple[str, Flat]:
+def flat_function(name: str, function: Any, args: Any) -> tuple[str, FlatFunction]:
     """What a checker was given, as a name for its messages and a function of tensors.
 
     Raises:
@@ -144,8 +144,8 @@ def flat_of(name: str, function: Any, args: Any) -> tuple[str, Flat]:
         raise TypeError(f"{name}: expected a layer or a function, got {function!r}.")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"{name}: expected the arguments as a tuple, got {type(args).__name__}. Pass (x,) for one x.")
-    flat = Flat(call, tuple(args))
-    if not flat.chosen:
+    flat = FlatFunction(call, tuple(args))
+    if not flat.differentiated:
         raise ValueError(
             f"{name}: none of the arguments holds an array of floating-point or complex numbers, so that there is no "
             "gradient to check. Python numbers are statics: pass jnp.float32(1.5) for 1.5."

@@ -21,38 +21,38 @@ import numpy as np
 from pylayer_jax._jax.names import NEEDS_VALUES, is_missing_forward_mode
 
 from ._comparison import MismatchError, exact, first_line
-from ._flat_function import Flat, random_like
-from ._layer_under_test import Subject
+from ._flat_function import FlatFunction, random_like
+from ._layer_under_test import LayerUnderTest
 
 _LIMIT = 200  # entries of the gradients that are compared one by one
 
 
-def forward_mode(subject: Subject) -> str:
-    pairing = _Pairing(subject, subject.flat, subject.weights, subject.gradients)
+def forward_mode(layer: LayerUnderTest) -> str:
+    pairing = _Pairing(layer, layer.flat, layer.cotangents, layer.gradients)
     try:
         moved = pairing.eager("jax.jvp")
     except TypeError as error:
         if (without := _without_forward_mode(error)) is None:
             raise
         return f"there is none: {without} defines backward alone"
-    beside = _beside_reference(subject, pairing, moved)
-    places = pairing.staged(moved, "jax.jvp", subject.gradient_names)
+    beside = _beside_reference(layer, pairing, moved)
+    places = pairing.staged(moved, "jax.jvp", layer.gradient_names)
     pairing.of_vmap()
     return f"as reverse mode at {places} places, under jit, of vmap{beside}"
 
 
-def forward_over_reverse(subject: Subject) -> str:
-    flat = subject.flat.derivative(subject.weights)
-    weights = flat.weights(subject.gradients, subject.random)
+def forward_over_reverse(layer: LayerUnderTest) -> str:
+    flat = layer.flat.derivative(layer.cotangents)
+    cotangents = flat.random_cotangents(layer.gradients, layer.random)
     try:
-        pairing = _Pairing(subject, flat, weights, flat.gradient(weights))
+        pairing = _Pairing(layer, flat, cotangents, flat.gradient(cotangents))
         moved = pairing.eager("jax.jvp of the gradients")
     except (TypeError, RuntimeError) as error:
         if any(refusal in str(error) for refusal in _REFUSALS):
             return f"there is none: {first_line(error).split('. ')[0]}"
         raise
     names = [f"reverse over reverse for {name}" for name in flat.names]
-    beside = _forward_over_forward(subject)
+    beside = _forward_over_forward(layer)
     try:
         places = pairing.staged(moved, "jax.jvp of the gradients", names)
     except NEEDS_VALUES:  # of a layer that jit cannot run either
@@ -60,11 +60,11 @@ def forward_over_reverse(subject: Subject) -> str:
     return f"as reverse over reverse at {places} places, under jit{beside}"
 
 
-def _forward_over_forward(subject: Subject) -> str:
+def _forward_over_forward(layer: LayerUnderTest) -> str:
     # Along u, w . (J t) changes as (J^T w) . t does.
-    flat, weights = subject.flat, subject.weights
-    inner, outer = _tangents(subject, flat), _tangents(subject, flat, 1)
-    pairing = _Pairing(subject, flat, weights, [])
+    flat, cotangents = layer.flat, layer.cotangents
+    inner, outer = _tangents(layer, flat), _tangents(layer, flat, 1)
+    pairing = _Pairing(layer, flat, cotangents, [])
 
     def moved(*values: Any) -> list[Any]:
         return jax.jvp(pairing.outputs, values, tuple(inner))[1]
@@ -75,9 +75,9 @@ def _forward_over_forward(subject: Subject) -> str:
         if _without_forward_mode(error) is None:
             raise
         return ""
-    reverse = jax.jvp(lambda *values: flat.at(values).gradient(weights), flat.values, outer)[1]
+    reverse = jax.jvp(lambda *values: flat.with_values(values).gradient(cotangents), flat.values, outer)[1]
     pairing.agree(
-        _paired(weights.values(), forward), _paired(reverse, inner), "jax.jvp of jax.jvp", "jax.jvp of the gradients"
+        _paired(cotangents.values(), forward), _paired(reverse, inner), "jax.jvp of jax.jvp", "jax.jvp of the gradients"
     )
     return "; so is forward over forward"
 
@@ -100,16 +100,16 @@ def _without_forward_mode(error: TypeError) -> str | None:
     return first_line(error).split(_NO_RULE)[0] if _NO_RULE in str(error) else None
 
 
-def _beside_reference(subject: Subject, pairing: _Pairing, moved: Sequence[Any]) -> str:
-    if subject.plain is None:
+def _beside_reference(layer: LayerUnderTest, pairing: _Pairing, moved: Sequence[Any]) -> str:
+    if layer.reference is None:
         return ""
     try:
-        expected = _Pairing(subject, subject.plain, subject.weights, []).pushed(pairing.tangents)[1]
+        expected = _Pairing(layer, layer.reference, layer.cotangents, []).pushed(pairing.tangents)[1]
     except TypeError as error:
         if _without_forward_mode(error) is None:
             raise
         return ""
-    comparison = dataclasses.replace(subject.same, right="the reference")
+    comparison = dataclasses.replace(layer.comparison, right="the reference")
     comparison.of_all(moved, expected, pairing.names, "by jax.jvp")
     return ", and as of the reference"
 
@@ -117,49 +117,57 @@ def _beside_reference(subject: Subject, pairing: _Pairing, moved: Sequence[Any])
 class _Pairing:
     """A function with its cotangents and gradients, and tangents to pair them with."""
 
-    def __init__(self, subject: Subject, flat: Flat, weights: dict[int, Any], gradients: Sequence[Any]) -> None:
-        self.same = subject.same
+    def __init__(
+        self, layer: LayerUnderTest, flat: FlatFunction, cotangents: dict[int, Any], gradients: Sequence[Any]
+    ) -> None:
+        self.comparison = layer.comparison
         self.flat = flat
-        self.weights = weights
+        self.cotangents = cotangents
         self.gradients = gradients
-        self.tangents = _tangents(subject, flat)
-        self.names = [f"the tangent of output {k}" for k in weights]
+        self.tangents = _tangents(layer, flat)
+        self.names = [f"the tangent of output {k}" for k in cotangents]
         sizes = [x.size for x in flat.values]
         entries = np.arange(sum(sizes))
         if len(entries) > _LIMIT:
-            entries = np.sort(subject.random.choice(entries, _LIMIT, replace=False))
+            entries = np.sort(layer.random.choice(entries, _LIMIT, replace=False))
         # Per chosen entry, and per array, where it is within the array; out of range where it is in another one.
         self.places = entries[:, None] - np.cumsum([0, *sizes[:-1]])
         self.compiled = jax.jit(self._along_entries)
 
     def outputs(self, *values: Any) -> list[Any]:
         returned = self.flat.outputs(values)
-        return [returned[k] for k in self.weights]
+        return [returned[k] for k in self.cotangents]
 
     def pushed(self, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         return jax.jvp(self.outputs, self.flat.values, list(tangents))
 
-    def eager(self, way: str) -> list[Any]:
+    def eager(self, label: str) -> list[Any]:
         """The tangents of the outputs, once they agree with the gradients in sum."""
         _, moved = self.pushed(self.tangents)
-        self.agree(_paired(self.weights.values(), moved), _paired(self.gradients, self.tangents), way, "reverse mode")
+        self.agree(
+            _paired(self.cotangents.values(), moved), _paired(self.gradients, self.tangents), label, "reverse mode"
+        )
         return moved
 
-    def agree(self, found: tuple[float, float], expected: tuple[float, float], way: str, right: str) -> None:
+    def agree(self, found: tuple[float, float], expected: tuple[float, float], label: str, right: str) -> None:
         """Compare two sums, each with the sum of the sizes of its terms."""
-        rtol = self.flat.epsilon(list(self.weights.values())) ** 0.5 if self.same.rtol is None else self.same.rtol
-        tolerance = (self.same.atol or 0.0) + rtol * (found[1] + expected[1])
+        rtol = (
+            self.flat.epsilon(list(self.cotangents.values())) ** 0.5
+            if self.comparison.rtol is None
+            else self.comparison.rtol
+        )
+        tolerance = (self.comparison.atol or 0.0) + rtol * (found[1] + expected[1])
         if not abs(found[0] - expected[0]) <= tolerance:
             raise MismatchError(
-                f"along a random direction the derivative is {found[0]:.6g} by {way}, but {expected[0]:.6g} by {right} "
-                f"(tolerance {tolerance:.1g})."
+                f"along a random direction the derivative is {found[0]:.6g} by {label}, but {expected[0]:.6g} by "
+                f"{right} (tolerance {tolerance:.1g})."
             )
 
-    def staged(self, moved: Sequence[Any], way: str, names: Sequence[str]) -> int:
+    def staged(self, moved: Sequence[Any], label: str, names: Sequence[str]) -> int:
         """Compare the tangents under jit with those of eager mode, and the gradients with tangents, entry by entry."""
         under_jit, found = self._run(self.flat.values, self.tangents)
-        self.same.of_all(under_jit, moved, self.names, f"by {way}, under jit")
-        comparison = dataclasses.replace(self.same, right=way)
+        self.comparison.of_all(under_jit, moved, self.names, f"by {label}, under jit")
+        comparison = dataclasses.replace(self.comparison, right=label)
         for gradient, name, place in zip(self.gradients, names, self.places.T, strict=True):
             expected = np.array(gradient)
             chosen = (place >= 0) & (place < expected.size)
@@ -177,20 +185,22 @@ class _Pairing:
         moved = jax.jit(lambda batch, moving: jax.jvp(jax.vmap(self.outputs), batch, moving)[1])(batch, moving)
         each = [self._run([x[i] for x in batch], [t[i] for t in moving])[0] for i in count]
         expected = [jnp.stack(ts) for ts in zip(*each, strict=True)]
-        dataclasses.replace(self.same, right="each example").of_all(moved, expected, self.names, "by jax.jvp of vmap")
+        dataclasses.replace(self.comparison, right="each example").of_all(
+            moved, expected, self.names, "by jax.jvp of vmap"
+        )
 
     def _run(self, values: list[Any], tangents: list[Any]) -> tuple[list[Any], tuple[Any, Any]]:
-        return self.compiled(values, tangents, self.weights, jnp.asarray(self.places, jnp.int32))
+        return self.compiled(values, tangents, self.cotangents, jnp.asarray(self.places, jnp.int32))
 
     def _along_entries(
-        self, values: list[Any], tangents: list[Any], weights: dict[int, Any], places: Any
+        self, values: list[Any], tangents: list[Any], cotangents: dict[int, Any], places: Any
     ) -> tuple[list[Any], tuple[Any, Any]]:
         def push(tangents: list[Any]) -> list[Any]:
             return jax.jvp(self.outputs, values, tangents)[1]
 
         def along(place: Any, unit: complex) -> Any:
             moved = push([_unit(x, place[j], unit) for j, x in enumerate(values)])
-            return sum(jnp.sum(_wide(w) * _wide(t)).real for w, t in zip(weights.values(), moved, strict=True))
+            return sum(jnp.sum(_wide(w) * _wide(t)).real for w, t in zip(cotangents.values(), moved, strict=True))
 
         def entry(place: Any) -> tuple[Any, Any]:
             real = along(place, 1)
@@ -199,9 +209,9 @@ class _Pairing:
         return push(tangents), jax.lax.map(entry, places)
 
 
-def _tangents(subject: Subject, flat: Flat, stream: int = 0) -> list[Any]:
+def _tangents(layer: LayerUnderTest, flat: FlatFunction, stream: int = 0) -> list[Any]:
     # Not the numbers of the cotangents, with which an antisymmetric error would vanish.
-    rng = subject.random.spawn(2)[stream]
+    rng = layer.random.spawn(2)[stream]
     return [random_like(x, rng) for x in flat.values]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ._comparison import mismatch_of
-from ._flat_function import Flat, flat_of
+from ._flat_function import FlatFunction, flat_function
 from ._numerical import Settings, compare_numerically
 
 
@@ -36,7 +36,7 @@ def gradcheck(
         step: how far arguments move, times their size where that is above 1; the cube root of the epsilon by default.
         limit: the most entries of each array that are moved one by one. Of a larger one that many are chosen, and all
             entries are moved along one random direction.
-        seed: of the weights that sum the outputs up, and of these choices.
+        seed: of the cotangents that sum the outputs up, and of these choices.
         float64: compute in float64 and complex128 whatever the dtypes of `args`, where `fun` can; where it cannot, in
             the dtypes given, with the wider tolerances that these need. Pass False for a `fun` that rounds to
             narrower dtypes within.
@@ -49,7 +49,7 @@ def gradcheck(
         TypeError, ValueError: where there is nothing to check.
     """
     settings = Settings(rtol, atol, step, limit, seed, float64)
-    return _gradcheck(*flat_of("gradcheck", fun, args), (1,), settings)
+    return _gradcheck(*flat_function("gradcheck", fun, args), (1,), settings)
 
 
 def gradgradcheck(
@@ -69,10 +69,10 @@ def gradgradcheck(
     `gradcheck`.
     """
     settings = Settings(rtol, atol, step, limit, seed, float64)
-    return _gradcheck(*flat_of("gradgradcheck", fun, args), (1, 2), settings)
+    return _gradcheck(*flat_function("gradgradcheck", fun, args), (1, 2), settings)
 
 
-def _gradcheck(name: str, flat: Flat, orders: Sequence[int], settings: Settings) -> bool:
+def _gradcheck(name: str, flat: FlatFunction, orders: Sequence[int], settings: Settings) -> bool:
     for order in orders:
         with mismatch_of(name, order):
             compare_numerically(flat, order, settings)

@@ -10,30 +10,30 @@ import jax
 import numpy as np
 
 from ._comparison import Comparison, MismatchError, type_of
-from ._flat_function import Flat
+from ._flat_function import FlatFunction
 
 
 @dataclasses.dataclass
-class Subject:
+class LayerUnderTest:
     """A layer at its arguments, with what eager mode makes of it."""
 
-    flat: Flat
-    plain: Flat | None
+    flat: FlatFunction
+    reference: FlatFunction | None
     rtol: float | None
     atol: float | None
     seed: int
     float64: bool
     outputs: list[Any] = dataclasses.field(default_factory=list[Any])
-    weights: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+    cotangents: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
     gradients: list[Any] = dataclasses.field(default_factory=list[Any])
 
     def run(self) -> str:
         flat = self.flat
         self.outputs = flat.outputs(flat.values)
-        self.weights = flat.weights(self.outputs, self.random)
-        if not self.weights:
+        self.cotangents = flat.random_cotangents(self.outputs, self.random)
+        if not self.cotangents:
             raise MismatchError("none of the outputs is of floating-point or complex numbers")
-        self.gradients = flat.gradient(self.weights)
+        self.gradients = flat.gradient(self.cotangents)
         returned = ", ".join(map(type_of, self.outputs))
         return f"returns {returned}; gradients of {', '.join(flat.names)}"
 
@@ -42,7 +42,7 @@ class Subject:
         return np.random.default_rng(self.seed)
 
     @property
-    def same(self) -> Comparison:
+    def comparison(self) -> Comparison:
         return Comparison(self.rtol, self.atol)
 
     @property
@@ -53,32 +53,32 @@ class Subject:
     def gradient_names(self) -> list[str]:
         return [f"the gradient of {name}" for name in self.flat.names]
 
-    def both(self, outputs: Callable[[list[Any]], list[Any]], way: str) -> None:
+    def compare_with_eager(self, outputs: Callable[[list[Any]], list[Any]], label: str) -> None:
         """`outputs`, and their gradients, against those of eager mode."""
-        self.same.of_all(outputs(self.flat.values), self.outputs, self.output_names, way)
-        gradients = pulled(outputs, self.flat.values, self.weights)
-        self.same.of_all(gradients, self.gradients, self.gradient_names, way)
+        self.comparison.of_all(outputs(self.flat.values), self.outputs, self.output_names, label)
+        gradients = pulled(outputs, self.flat.values, self.cotangents)
+        self.comparison.of_all(gradients, self.gradients, self.gradient_names, label)
 
 
-def pulled(outputs: Callable[[list[Any]], list[Any]], values: list[Any], weights: dict[int, Any]) -> list[Any]:
-    """The gradients of the values, for outputs with weights."""
+def pulled(outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]) -> list[Any]:
+    """The gradients of the values, for outputs with cotangents."""
 
     def weighted(values: list[Any]) -> list[Any]:
         returned = outputs(values)
-        return [returned[k] for k in weights]
+        return [returned[k] for k in cotangents]
 
     _, pull = jax.vjp(weighted, values)
-    return pull(list(weights.values()))[0]
+    return pull(list(cotangents.values()))[0]
 
 
-def both_of(
-    outputs: Callable[[list[Any]], list[Any]], values: list[Any], weights: dict[int, Any]
+def outputs_and_grads(
+    outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
 ) -> tuple[list[Any], list[Any]]:
     """The outputs and the gradients of one run."""
 
     def weighted(values: list[Any]) -> tuple[list[Any], list[Any]]:
         returned = outputs(values)
-        return [returned[k] for k in weights], returned
+        return [returned[k] for k in cotangents], returned
 
     _, pull, returned = jax.vjp(weighted, values, has_aux=True)
-    return returned, pull(list(weights.values()))[0]
+    return returned, pull(list(cotangents.values()))[0]

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._comparison import MismatchError, exact
-from ._flat_function import Flat
-from ._variants import Gradients, in_every_way
+from ._flat_function import FlatFunction
+from ._variants import Gradients, gradient_variants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Probe:
 
 
 def probes(
-    flat: Flat, weights: dict[int, Any], step: float, limit: int, rng: np.random.Generator, epsilon: float
+    flat: FlatFunction, weights: dict[int, Any], step: float, limit: int, rng: np.random.Generator, epsilon: float
 ) -> Iterator[Probe]:
     """The outputs beside the values: at each entry, or at `limit` chosen ones and along a random direction."""
     values = [np.asarray(x) for x in flat.values]
@@ -87,7 +87,7 @@ def mismatch(found: Gradients, table: Sequence[Probe], names: Sequence[str], rto
             worst = ratio
             message = (
                 f"the gradient of {names[probe.argument]} {probe.where} is {analytical:.6g} by backward, but "
-                f"{numerical:.6g} numerically (tolerance {tolerance:.1g}){found.way}"
+                f"{numerical:.6g} numerically (tolerance {tolerance:.1g}){found.label}"
             )
     return message and f"{message}; wrong at {wrong} of {count} places."
 
@@ -104,20 +104,20 @@ class Settings:
     float64: bool
 
 
-def compare_numerically(flat: Flat, order: int, settings: Settings, every_way: bool = True) -> str:
+def compare_numerically(flat: FlatFunction, order: int, settings: Settings, all_variants: bool = True) -> str:
     """Raise MismatchError where a gradient differs from the numerical one; otherwise say what was compared."""
     if settings.float64:
         with jax.enable_x64(True):
             try:
-                wide = flat.widened()
+                wide = flat.in_double_precision()
                 epsilon = wide.epsilon(wide.outputs(wide.values))
-                found = _measured(wide, order, settings, epsilon, every_way) if epsilon < 1e-15 else None
+                found = _measured(wide, order, settings, epsilon, all_variants) if epsilon < 1e-15 else None
             except Exception:  # a layer for other dtypes; whatever else is wrong with it shows again below
                 found = None
         if found is not None:
             return _judged(found, settings)
     epsilon = flat.epsilon(flat.outputs(flat.values))
-    return _judged(_measured(flat, order, settings, epsilon, every_way), settings)
+    return _judged(_measured(flat, order, settings, epsilon, all_variants), settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,21 +128,21 @@ class _Measured:
     epsilon: float
 
 
-def _measured(flat: Flat, order: int, settings: Settings, epsilon: float, every_way: bool) -> _Measured:
+def _measured(flat: FlatFunction, order: int, settings: Settings, epsilon: float, all_variants: bool) -> _Measured:
     rng = np.random.default_rng(settings.seed)
-    carrying = flat.carrying()
+    carrying = flat.differentiable_outputs()
     if not carrying:
         raise ValueError(
             "none of the outputs carries a gradient: each is an integer, is marked as not differentiable, or does not "
             "depend on a differentiated argument."
         )
-    weights = flat.weights(flat.outputs(flat.values), rng)
+    weights = flat.random_cotangents(flat.outputs(flat.values), rng)
     weights = {k: weights[k] for k in carrying}
     for _ in range(1, order):
         flat = flat.derivative(weights)
-        weights = flat.weights(flat.outputs(flat.values), rng)
-    ways = in_every_way(flat, weights) if every_way else [next(in_every_way(flat, weights))]
-    gradients = [dataclasses.replace(w, by_argument={j: exact(g) for j, g in w.by_argument.items()}) for w in ways]
+        weights = flat.random_cotangents(flat.outputs(flat.values), rng)
+    variants = gradient_variants(flat, weights) if all_variants else [next(gradient_variants(flat, weights))]
+    gradients = [dataclasses.replace(w, by_argument={j: exact(g) for j, g in w.by_argument.items()}) for w in variants]
     step = epsilon ** (1 / 3) if settings.step is None else settings.step
     table = list(probes(flat, weights, step, settings.limit, rng, epsilon))
     return _Measured(flat.names, table, gradients, epsilon)

@@ -12,65 +12,67 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pylayer_jax._jax.names import NEEDS_VALUES, differentiable, is_key
 
 from ._comparison import MismatchError, first_line
-from ._layer_under_test import Subject, both_of, pulled
+from ._layer_under_test import LayerUnderTest, outputs_and_grads, pulled
 
 _EXAMPLES = 3
 
 
-def jit(subject: Subject) -> str:
-    subject.both(jax.jit(subject.flat.outputs), "of jit")
-    gradients = jax.jit(lambda values, weights: subject.flat.at(values).gradient(weights))
-    inside = gradients(subject.flat.values, subject.weights)
-    subject.same.of_all(inside, subject.gradients, subject.gradient_names, "under jit")
+def jit(layer: LayerUnderTest) -> str:
+    layer.compare_with_eager(jax.jit(layer.flat.outputs), "of jit")
+    gradients = jax.jit(lambda values, cotangents: layer.flat.with_values(values).gradient(cotangents))
+    inside = gradients(layer.flat.values, layer.cotangents)
+    layer.comparison.of_all(inside, layer.gradients, layer.gradient_names, "under jit")
     return "as in eager mode: outputs, gradients, gradients of the jitted layer"
 
 
-def remat(subject: Subject) -> str:
-    subject.both(jax.checkpoint(subject.flat.outputs), "of jax.checkpoint")
+def remat(layer: LayerUnderTest) -> str:
+    layer.compare_with_eager(jax.checkpoint(layer.flat.outputs), "of jax.checkpoint")
     return "as in eager mode: outputs, gradients"
 
 
-def cond(subject: Subject) -> str:
-    flat = subject.flat
+def cond(layer: LayerUnderTest) -> str:
+    flat = layer.flat
 
     @jax.jit
-    def chosen(predicate: Any, values: list[Any], weights: dict[int, Any]) -> Any:
+    def chosen(predicate: Any, values: list[Any], cotangents: dict[int, Any]) -> Any:
         def outputs(values: list[Any]) -> list[Any]:
             # Constants have no gradient, which the layer's own must not be taken for.
-            return jax.lax.cond(predicate, flat.outputs, lambda _: list(subject.outputs), values)
+            return jax.lax.cond(predicate, flat.outputs, lambda _: list(layer.outputs), values)
 
-        return both_of(outputs, values, weights)
+        return outputs_and_grads(outputs, values, cotangents)
 
-    outputs, gradients = chosen(jnp.asarray(True), flat.values, subject.weights)
-    subject.same.of_all(outputs, subject.outputs, subject.output_names, "of cond")
-    subject.same.of_all(gradients, subject.gradients, subject.gradient_names, "of cond")
+    outputs, gradients = chosen(jnp.asarray(True), flat.values, layer.cotangents)
+    layer.comparison.of_all(outputs, layer.outputs, layer.output_names, "of cond")
+    layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, "of cond")
     return "as in eager mode: outputs, gradients, where a traced predicate chooses the layer"
 
 
-def shard_map(subject: Subject) -> str:
-    flat = subject.flat
-    tensors, weights, mesh, count = flat.tensors, subject.weights, None, jax.sharding.get_abstract_mesh().size
+def shard_map(layer: LayerUnderTest) -> str:
+    flat = layer.flat
+    tensors, cotangents, mesh, count = flat.tensors, layer.cotangents, None, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:
         (kind,) = {device.platform for device in flat.values[0].devices()}
         devices = jax.local_devices(backend=kind)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
         # Arguments may be committed to other devices.
-        tensors, weights = jax.device_put((tensors, weights), NamedSharding(mesh, PartitionSpec()))
+        tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, PartitionSpec()))
 
-    def run(tensors: list[Any], weights: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+    def run(tensors: list[Any], cotangents: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         def shards(tensors: list[Any]) -> list[Any]:
-            return flat.of(tensors).run()
+            return flat.with_tensors(tensors).run()
 
         replicated = jax.shard_map(shards, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        return both_of(
-            lambda values: replicated(flat.at(values, tensors).tensors), [tensors[i] for i in flat.chosen], weights
+        return outputs_and_grads(
+            lambda values: replicated(flat.with_values(values, tensors).tensors),
+            [tensors[i] for i in flat.differentiated],
+            cotangents,
         )
 
-    for way, runs in (("under jit", jax.jit(run)), ("eagerly", run)):
-        outputs, gradients = runs(tensors, weights)
-        subject.same.of_all(outputs, subject.outputs, subject.output_names, f"of shard_map {way}")
-        subject.same.of_all(gradients, subject.gradients, subject.gradient_names, f"of shard_map {way}")
+    for label, runs in (("under jit", jax.jit(run)), ("eagerly", run)):
+        outputs, gradients = runs(tensors, cotangents)
+        layer.comparison.of_all(outputs, layer.outputs, layer.output_names, f"of shard_map {label}")
+        layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, f"of shard_map {label}")
     devices = "1 device" if count == 1 else f"each of {count} devices"
     return f"as in eager mode: outputs and gradients on {devices}, under jit and eagerly"
 
@@ -81,38 +83,38 @@ def shard_map(subject: Subject) -> str:
 _Mapping = tuple[Sequence[int], int, str]
 
 
-def vmap(subject: Subject) -> str:
-    flat, chosen = subject.flat, subject.flat.chosen
+def vmap(layer: LayerUnderTest) -> str:
+    flat, chosen = layer.flat, layer.flat.differentiated
     mappings: list[_Mapping] = [(chosen, 0, "")]
     if len(chosen) > 1:
         mappings.append((chosen[:1], -1, f", {flat.names[0]} alone mapped, along its last axis"))
         mappings.append((chosen[1:], 0, f", all but {flat.names[0]} mapped"))
     elif flat.values[0].ndim:
         mappings.append((chosen, -1, ", mapped along its last axis"))
-    return _over_examples(subject, lambda f, batch, axis: jax.vmap(f, in_axes=axis)(batch), "of vmap", mappings)
+    return _over_examples(layer, lambda f, batch, axis: jax.vmap(f, in_axes=axis)(batch), "of vmap", mappings)
 
 
-def scan(subject: Subject) -> str:
+def scan(layer: LayerUnderTest) -> str:
     def over(f: Callable[[Any], Any], batch: Any, _: int) -> Any:
         return jax.lax.scan(lambda _, x: (None, f(x)), None, batch)[1]
 
-    flat, chosen = subject.flat, subject.flat.chosen
+    flat, chosen = layer.flat, layer.flat.differentiated
     mappings: list[_Mapping] = [(chosen, 0, "")]
     if len(chosen) > 1:
         mappings.append((chosen[:1], 0, f", {flat.names[0]} alone mapped"))
-    return _over_examples(subject, over, "of scan", mappings)
+    return _over_examples(layer, over, "of scan", mappings)
 
 
-def _over_examples(subject: Subject, over: Callable[..., Any], way: str, mappings: Sequence[_Mapping]) -> str:
+def _over_examples(layer: LayerUnderTest, over: Callable[..., Any], label: str, mappings: Sequence[_Mapping]) -> str:
     for i, (mapped, axis, said) in enumerate(mappings):
-        _compare_examples(subject, over, axis, mapped, f"{way}{said}", staged=i > 0)
-    flat, done = subject.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
+        _compare_examples(layer, over, axis, mapped, f"{label}{said}", staged=i > 0)
+    flat, done = layer.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
     everything = [p for p, x in enumerate(flat.tensors) if not _is_drawn_otherwise(x)]
-    names = ", ".join(flat.paths[p] for p in everything if p not in flat.chosen)
+    names = ", ".join(flat.paths[p] for p in everything if p not in flat.differentiated)
     if not names:
         return done
     try:
-        _compare_examples(subject, over, 0, everything, f"{way}, {names} mapped too", staged=True)
+        _compare_examples(layer, over, 0, everything, f"{label}, {names} mapped too", staged=True)
     except MismatchError:
         raise
     except Exception as error:  # integers may have to be known: the size of something, an axis
@@ -121,50 +123,50 @@ def _over_examples(subject: Subject, over: Callable[..., Any], way: str, mapping
 
 
 def _compare_examples(
-    subject: Subject, over: Callable[..., Any], axis: int, mapped: Sequence[int], way: str, staged: bool
+    layer: LayerUnderTest, over: Callable[..., Any], axis: int, mapped: Sequence[int], label: str, staged: bool
 ) -> None:
-    flat, count = subject.flat, _EXAMPLES
-    weights = {k: jnp.stack([w] * count) for k, w in subject.weights.items()}
+    flat, count = layer.flat, _EXAMPLES
+    cotangents = {k: jnp.stack([w] * count) for k, w in layer.cotangents.items()}
     examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(flat.tensors)] for i in range(count)]
     try:
-        each_outputs = [flat.of(example).run() for example in examples]
+        each_outputs = [flat.with_tensors(example).run() for example in examples]
     except Exception:  # the other integers are none for this layer
-        fixed = [[e[p] if p in flat.chosen else x for p, x in enumerate(flat.tensors)] for e in examples]
-        examples, each_outputs = fixed, [flat.of(example).run() for example in fixed]
-    each = [flat.of(example).gradient(subject.weights) for example in examples]
+        fixed = [[e[p] if p in flat.differentiated else x for p, x in enumerate(flat.tensors)] for e in examples]
+        examples, each_outputs = fixed, [flat.with_tensors(example).run() for example in fixed]
+    each = [flat.with_tensors(example).gradient(layer.cotangents) for example in examples]
     outputs = [jnp.stack(ys) for ys in zip(*each_outputs, strict=True)]
     # An argument that the examples share gets the sum of their gradients.
     gradients = [
         jnp.stack(gs, axis) if p in mapped else sum(gs[1:], gs[0])
-        for p, gs in zip(flat.chosen, zip(*each, strict=True), strict=True)
+        for p, gs in zip(flat.differentiated, zip(*each, strict=True), strict=True)
     ]
     tensors = [jnp.stack(xs, axis) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
 
     def run(values: list[Any]) -> list[Any]:
-        shared = flat.at(values, tensors).tensors
+        shared = flat.with_values(values, tensors).tensors
 
         def one(batch: list[Any]) -> list[Any]:
             example = list(shared)
             for p, x in zip(mapped, batch, strict=True):
                 example[p] = x
-            return flat.of(example).run()
+            return flat.with_tensors(example).run()
 
         return over(one, [shared[p] for p in mapped], axis)
 
-    values = [tensors[p] for p in flat.chosen]
-    found = _jitted_if_possible(run, values, weights) if staged else (run(values), pulled(run, values, weights))
-    subject.same.of_all(found[0], outputs, subject.output_names, way)
-    subject.same.of_all(found[1], gradients, subject.gradient_names, way)
+    values = [tensors[p] for p in flat.differentiated]
+    found = _jitted_if_possible(run, values, cotangents) if staged else (run(values), pulled(run, values, cotangents))
+    layer.comparison.of_all(found[0], outputs, layer.output_names, label)
+    layer.comparison.of_all(found[1], gradients, layer.gradient_names, label)
 
 
 def _jitted_if_possible(
-    outputs: Callable[[list[Any]], list[Any]], values: list[Any], weights: dict[int, Any]
+    outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
 ) -> tuple[list[Any], list[Any]]:
     # Compiled once, which is much faster than operation by operation.
     try:
-        return jax.jit(lambda values, weights: both_of(outputs, values, weights))(values, weights)
+        return jax.jit(lambda values, cotangents: outputs_and_grads(outputs, values, cotangents))(values, cotangents)
     except NEEDS_VALUES:
-        return both_of(outputs, values, weights)
+        return outputs_and_grads(outputs, values, cotangents)
 
 
 def _example(x: Any, i: int) -> Any:

@@ -12,14 +12,14 @@ import jax
 from pylayer_jax._jax.names import NEEDS_VALUES
 
 from ._comparison import MismatchError, first_line
-from ._flat_function import Flat
+from ._flat_function import FlatFunction
 
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """Gradients that JAX computed in one of the ways that it may."""
 
-    way: str  # ends a sentence; "" for the plain one
+    label: str  # ends a sentence; "" for the plain one
     outputs: tuple[int, ...]  # those that had a cotangent
     by_argument: dict[int, Any]
     leak: str = ""  # why there are none
@@ -29,55 +29,55 @@ class LeakError(MismatchError):
     """A traced value outlived its trace."""
 
 
-def in_every_way(flat: Flat, weights: dict[int, Any]) -> Iterator[Gradients]:
+def gradient_variants(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Gradients]:
     """All gradients at once, of each output alone, for each argument alone, again, after another run, under jit.
 
     Missing cotangents, `needs_input_grad` and values outside of `ctx` make a difference in one of them. Functions that
     need concrete values are not jitted.
     """
-    everything, everyone = tuple(weights), range(len(flat.values))
+    everything, everyone = tuple(cotangents), range(len(flat.values))
 
-    def found(way: str, gradients: list[Any], outputs: Sequence[int] = everything, wanted: Sequence[int] = everyone):
-        return Gradients(way, tuple(outputs), dict(zip(wanted, gradients, strict=True)))
+    def found(label: str, gradients: list[Any], outputs: Sequence[int] = everything, wanted: Sequence[int] = everyone):
+        return Gradients(label, tuple(outputs), dict(zip(wanted, gradients, strict=True)))
 
-    pull = flat.vjp(weights)
+    pull = flat.vjp(cotangents)
     yield found("", pull())
     yield found(" when the vjp function is called a second time", pull())
-    pull = flat.vjp(weights)
-    flat.outputs(flat.elsewhere())
+    pull = flat.vjp(cotangents)
+    flat.outputs(flat.scaled_values())
     yield found(" when forward ran on other values before backward", pull())
-    if len(weights) > 1:
-        for k in weights:
-            way = f" with a cotangent for output {k} alone"
-            yield found(way, flat.gradient({k: weights[k]}), [k])
+    if len(cotangents) > 1:
+        for k in cotangents:
+            label = f" with a cotangent for output {k} alone"
+            yield found(label, flat.gradient({k: cotangents[k]}), [k])
     if len(flat.values) > 1:
         for j in everyone:
-            way = f" when {flat.names[j]} alone is differentiated"
-            yield found(way, flat.gradient(weights, [j]), wanted=[j])
+            label = f" when {flat.names[j]} alone is differentiated"
+            yield found(label, flat.gradient(cotangents, [j]), wanted=[j])
     try:
-        yield found(" under jit", jitted_without_leaks(flat, weights))
+        yield found(" under jit", jitted_without_leaks(flat, cotangents))
     except NEEDS_VALUES:
         return
     except LeakError as error:
         yield Gradients(" under jit", everything, {}, str(error))
 
 
-def jitted_without_leaks(flat: Flat, weights: dict[int, Any]) -> list[Any]:
+def jitted_without_leaks(flat: FlatFunction, cotangents: dict[int, Any]) -> list[Any]:
     """The gradients under jit.
 
     Raises:
         LeakError: where a traced value outlives its trace, or is used after it.
     """
-    constant = [i for i in range(len(flat.tensors)) if i not in flat.chosen]
+    constant = [i for i in range(len(flat.tensors)) if i not in flat.differentiated]
 
-    def compiled(values: list[Any], others: list[Any], cotangents: list[Any]) -> list[Any]:
+    def compiled(values: list[Any], others: list[Any], cotangents: dict[int, Any]) -> list[Any]:
         tensors = list(flat.tensors)
         for i, x in zip(constant, others, strict=True):
             tensors[i] = x
-        return flat.at(values, tensors).gradient(dict(zip(weights, cotangents, strict=True)))
+        return flat.with_values(values, tensors).gradient(cotangents)
 
     def run() -> list[Any]:
-        return jax.jit(compiled)(flat.values, [flat.tensors[i] for i in constant], list(weights.values()))
+        return jax.jit(compiled)(flat.values, [flat.tensors[i] for i in constant], cotangents)
 
     try:
         with jax.checking_leaks():
