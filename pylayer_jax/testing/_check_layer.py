@@ -132,7 +132,7 @@ def _arguments(layer: LayerUnderTest) -> str:
     groups = [[j for j, o in enumerate(flat.owners) if o == owner] for owner in dict.fromkeys(flat.owners)]
     for group in [*groups, *([j] for j in range(len(flat.names)))]:
         names = [layer.gradient_names[j] for j in group]
-        alone = flat.gradient(layer.cotangents, group)
+        alone = flat.grads(layer.cotangents, group)
         layer.comparison.of_all(alone, [layer.gradients[j] for j in group], names, "when it alone is differentiated")
     return "each has the same gradient alone" if len(flat.names) > 1 else "there is one"
 
@@ -145,8 +145,8 @@ def _cotangents(layer: LayerUnderTest) -> str:
         given += [({i: w for i, w in everything.items() if i != k}, f"without one for output {k}") for k in everything]
     comparison = dataclasses.replace(layer.comparison, right="backward of zeros for the others")
     for cotangents, label in given:
-        missing = layer.flat.gradient(cotangents)
-        comparison.of_all(missing, layer.flat.gradient(zeros | cotangents), layer.gradient_names, label)
+        missing = layer.flat.grads(cotangents)
+        comparison.of_all(missing, layer.flat.grads(zeros | cotangents), layer.gradient_names, label)
     return "missing ones count as zeros" if len(everything) > 1 else "there is one, which cannot be missing"
 
 
@@ -170,14 +170,16 @@ def _repeatable(layer: LayerUnderTest) -> str:
     flat, cotangents, names = layer.flat, layer.cotangents, layer.gradient_names
     comparison = dataclasses.replace(layer.comparison, right="the first run")
     pull = flat.vjp(cotangents)
-    first = pull()
+    first = pull(cotangents)
     comparison.of_all(first, layer.gradients, names, "by another run")
-    comparison.of_all(pull(), first, names, "when the vjp function is called a second time")
+    comparison.of_all(pull(cotangents), first, names, "when the vjp function is called a second time")
     pull = flat.vjp(cotangents)
-    flat.with_values(flat.scaled_values()).gradient(cotangents)
-    comparison.of_all(pull(), first, names, "when the layer ran on other values before backward")
+    flat.with_values(flat.scaled_values()).grads(cotangents)
+    comparison.of_all(pull(cotangents), first, names, "when the layer ran on other values before backward")
     for _ in flat.run_with_other_inputs():
-        comparison.of_all(pull(), first, names, "when the layer ran on other statics or shapes before backward")
+        comparison.of_all(
+            pull(cotangents), first, names, "when the layer ran on other statics or shapes before backward"
+        )
     return "twice, by one vjp function, with other runs in between"
 
 
@@ -189,7 +191,7 @@ def _leaks(layer: LayerUnderTest) -> str:
 
 
 def _saved(layer: LayerUnderTest) -> str:
-    pull = layer.flat.pullback(layer.cotangents)
+    pull = layer.flat.vjp(layer.cotangents)
     kept = list({id(x): x for x in jax.tree_util.tree_leaves(pull) if isinstance(x, jax.Array) and x.size}.values())
     size = sum(x.nbytes for x in kept)
     arrays = "1 array" if len(kept) == 1 else f"{len(kept)} arrays"

@@ -63,7 +63,7 @@ def compare_with_reference(
     outputs = _compare_outputs(flat, reference, comparison, "")
     for _ in range(1, order):
         cotangents = flat.random_cotangents(outputs, rng)
-        flat, reference = flat.derivative(cotangents), reference.derivative(cotangents)
+        flat, reference = flat.grad_function(cotangents), reference.grad_function(cotangents)
         outputs = _compare_outputs(flat, reference, comparison, "gradient ")
     if not order:
         return
@@ -73,7 +73,7 @@ def compare_with_reference(
         if found.leak:
             raise MismatchError(found.leak)
         if found.outputs not in expected:
-            expected[found.outputs] = reference.gradient({k: cotangents[k] for k in found.outputs})
+            expected[found.outputs] = reference.grads({k: cotangents[k] for k in found.outputs})
         for j, gradient in found.by_argument.items():
             what = f"the gradient of {flat.names[j]}{found.label}"
             comparison.of_arrays(gradient, expected[found.outputs][j], what)

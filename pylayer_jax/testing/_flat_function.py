@@ -39,55 +39,51 @@ class FlatFunction:
         return [jnp.asarray(y) for y in split(self.function(*self.skeleton.fill(self.tensors)))[0]]
 
     def differentiable_outputs(self) -> list[int]:
-        """The positions of the outputs through which JAX differentiates: neither integers nor marked ones."""
-        found: list[int] = []
+        """The positions of the outputs that JAX differentiates: not integers, and not outputs marked by the layer."""
 
-        def noted(*values: Any) -> list[Any]:
+        def run(*values: Any) -> tuple[list[Any], list[int]]:
             outputs = self.outputs(values)
-            found[:] = [i for i, y in enumerate(outputs) if differentiable(y) and is_differentiated(y)]
-            return outputs
+            return outputs, [i for i, y in enumerate(outputs) if differentiable(y) and is_differentiated(y)]
 
-        jax.vjp(noted, *self.values)
-        return found
+        return jax.vjp(run, *self.values, has_aux=True)[2]
 
     def random_cotangents(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
         """Per floating-point output a cotangent whose entries are about 1 in size, of either sign."""
         return {i: random_like(y, rng) for i, y in enumerate(outputs) if differentiable(y)}
 
-    def vjp(self, cotangents: dict[int, Any], wanted: Sequence[int] | None = None) -> Callable[[], list[Any]]:
-        """The gradients of `wanted` (all, if None) when called; outputs without a weight have no cotangent."""
-        pull = self.pullback(cotangents, wanted)
-        return lambda: list(pull(list(cotangents.values())))
+    def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[..., Any]:
+        """The function that `jax.vjp` returns: from a cotangent per position in `outputs` to gradients.
 
-    def pullback(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[..., Any]:
-        """What `jax.vjp` returns for some of the outputs and of the differentiated values."""
+        The gradients are those of the differentiated values at the positions `wanted`, by default of all.
+        """
         values = self.values
         wanted = range(len(values)) if wanted is None else wanted
 
-        def of_wanted(*some: Any) -> list[Any]:
+        def run(*perturbed: Any) -> dict[int, Any]:
             filled = list(values)
-            for j, value in zip(wanted, some, strict=True):
+            for j, value in zip(wanted, perturbed, strict=True):
                 filled[j] = value
             returned = self.outputs(filled)
-            return [returned[k] for k in outputs]
+            return {k: returned[k] for k in outputs}
 
-        return jax.vjp(of_wanted, *(values[j] for j in wanted))[1]
+        return jax.vjp(run, *(values[j] for j in wanted))[1]
 
-    def gradient(self, cotangents: dict[int, Any], wanted: Sequence[int] | None = None) -> list[Any]:
-        return self.vjp(cotangents, wanted)()
+    def grads(self, cotangents: dict[int, Any], wanted: Sequence[int] | None = None) -> list[Any]:
+        """The gradients at the positions `wanted`, by default all; outputs not in `cotangents` have no cotangent."""
+        return list(self.vjp(cotangents, wanted)(cotangents))
 
-    def derivative(self, cotangents: dict[int, Any]) -> FlatFunction:
-        """The function from the differentiated values and the cotangents, at `cotangents`, to the gradients."""
+    def grad_function(self, cotangents: dict[int, Any]) -> FlatFunction:
+        """The function that maps the differentiated values and the cotangents to the gradients."""
 
-        def gradients(values: list[Any], given: list[Any]) -> list[Any]:
-            return self.with_values(values).gradient(dict(zip(cotangents, given, strict=True)))
+        def gradients(values: list[Any], cotangents: dict[int, Any]) -> list[Any]:
+            return self.with_values(values).grads(cotangents)
 
         names = [*self.names, *(f"cotangent[{k}]" for k in cotangents)]
-        return FlatFunction(gradients, (self.values, list(cotangents.values())), names)
+        return FlatFunction(gradients, (self.values, cotangents), names)
 
-    def with_values(self, values: Sequence[Any], tensors: Sequence[Any] | None = None) -> FlatFunction:
-        """The same function at other values."""
-        other = self.with_tensors(self.tensors if tensors is None else tensors)
+    def with_values(self, values: Sequence[Any]) -> FlatFunction:
+        """The same function, with other values of the differentiated tensors."""
+        other = self.with_tensors(self.tensors)
         for i, value in zip(self.differentiated, values, strict=True):
             other.tensors[i] = value
         return other

@@ -42,10 +42,10 @@ def forward_mode(layer: LayerUnderTest) -> str:
 
 
 def forward_over_reverse(layer: LayerUnderTest) -> str:
-    flat = layer.flat.derivative(layer.cotangents)
+    flat = layer.flat.grad_function(layer.cotangents)
     cotangents = flat.random_cotangents(layer.gradients, layer.random)
     try:
-        pairing = _Pairing(layer, flat, cotangents, flat.gradient(cotangents))
+        pairing = _Pairing(layer, flat, cotangents, flat.grads(cotangents))
         moved = pairing.eager("jax.jvp of the gradients")
     except (TypeError, RuntimeError) as error:
         if any(refusal in str(error) for refusal in _REFUSALS):
@@ -75,7 +75,7 @@ def _forward_over_forward(layer: LayerUnderTest) -> str:
         if _without_forward_mode(error) is None:
             raise
         return ""
-    reverse = jax.jvp(lambda *values: flat.with_values(values).gradient(cotangents), flat.values, outer)[1]
+    reverse = jax.jvp(lambda *values: flat.with_values(values).grads(cotangents), flat.values, outer)[1]
     pairing.agree(
         _paired(cotangents.values(), forward), _paired(reverse, inner), "jax.jvp of jax.jvp", "jax.jvp of the gradients"
     )

@@ -33,7 +33,7 @@ class LayerUnderTest:
         self.cotangents = flat.random_cotangents(self.outputs, self.random)
         if not self.cotangents:
             raise MismatchError("none of the outputs is of floating-point or complex numbers")
-        self.gradients = flat.gradient(self.cotangents)
+        self.gradients = flat.grads(self.cotangents)
         returned = ", ".join(map(type_of, self.outputs))
         return f"returns {returned}; gradients of {', '.join(flat.names)}"
 
@@ -56,29 +56,18 @@ class LayerUnderTest:
     def compare_with_eager(self, outputs: Callable[[list[Any]], list[Any]], label: str) -> None:
         """`outputs`, and their gradients, against those of eager mode."""
         self.comparison.of_all(outputs(self.flat.values), self.outputs, self.output_names, label)
-        gradients = pulled(outputs, self.flat.values, self.cotangents)
+        _, gradients = outputs_and_grads(outputs, self.flat.values, self.cotangents)
         self.comparison.of_all(gradients, self.gradients, self.gradient_names, label)
-
-
-def pulled(outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]) -> list[Any]:
-    """The gradients of the values, for outputs with cotangents."""
-
-    def weighted(values: list[Any]) -> list[Any]:
-        returned = outputs(values)
-        return [returned[k] for k in cotangents]
-
-    _, pull = jax.vjp(weighted, values)
-    return pull(list(cotangents.values()))[0]
 
 
 def outputs_and_grads(
     outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs and the gradients of one run."""
+    """The outputs of a function of the differentiated values, and their gradients, from one run."""
 
-    def weighted(values: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(values: list[Any]) -> tuple[dict[int, Any], list[Any]]:
         returned = outputs(values)
-        return [returned[k] for k in cotangents], returned
+        return {k: returned[k] for k in cotangents}, returned
 
-    _, pull, returned = jax.vjp(weighted, values, has_aux=True)
-    return returned, pull(list(cotangents.values()))[0]
+    _, pull, returned = jax.vjp(run, values, has_aux=True)
+    return returned, pull(cotangents)[0]

@@ -139,7 +139,7 @@ def _measured(flat: FlatFunction, order: int, settings: Settings, epsilon: float
     weights = flat.random_cotangents(flat.outputs(flat.values), rng)
     weights = {k: weights[k] for k in carrying}
     for _ in range(1, order):
-        flat = flat.derivative(weights)
+        flat = flat.grad_function(weights)
         weights = flat.random_cotangents(flat.outputs(flat.values), rng)
     variants = gradient_variants(flat, weights) if all_variants else [next(gradient_variants(flat, weights))]
     gradients = [dataclasses.replace(w, by_argument={j: exact(g) for j, g in w.by_argument.items()}) for w in variants]

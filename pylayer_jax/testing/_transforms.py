@@ -12,14 +12,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pylayer_jax._jax.names import NEEDS_VALUES, differentiable, is_key
 
 from ._comparison import MismatchError, first_line
-from ._layer_under_test import LayerUnderTest, outputs_and_grads, pulled
+from ._layer_under_test import LayerUnderTest, outputs_and_grads
 
 _EXAMPLES = 3
 
 
 def jit(layer: LayerUnderTest) -> str:
     layer.compare_with_eager(jax.jit(layer.flat.outputs), "of jit")
-    gradients = jax.jit(lambda values, cotangents: layer.flat.with_values(values).gradient(cotangents))
+    gradients = jax.jit(lambda values, cotangents: layer.flat.with_values(values).grads(cotangents))
     inside = gradients(layer.flat.values, layer.cotangents)
     layer.comparison.of_all(inside, layer.gradients, layer.gradient_names, "under jit")
     return "as in eager mode: outputs, gradients, gradients of the jitted layer"
@@ -64,7 +64,7 @@ def shard_map(layer: LayerUnderTest) -> str:
 
         replicated = jax.shard_map(shards, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
         return outputs_and_grads(
-            lambda values: replicated(flat.with_values(values, tensors).tensors),
+            lambda values: replicated(flat.with_tensors(tensors).with_values(values).tensors),
             [tensors[i] for i in flat.differentiated],
             cotangents,
         )
@@ -133,7 +133,7 @@ def _compare_examples(
     except Exception:  # the other integers are none for this layer
         fixed = [[e[p] if p in flat.differentiated else x for p, x in enumerate(flat.tensors)] for e in examples]
         examples, each_outputs = fixed, [flat.with_tensors(example).run() for example in fixed]
-    each = [flat.with_tensors(example).gradient(layer.cotangents) for example in examples]
+    each = [flat.with_tensors(example).grads(layer.cotangents) for example in examples]
     outputs = [jnp.stack(ys) for ys in zip(*each_outputs, strict=True)]
     # An argument that the examples share gets the sum of their gradients.
     gradients = [
@@ -143,7 +143,7 @@ def _compare_examples(
     tensors = [jnp.stack(xs, axis) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
 
     def run(values: list[Any]) -> list[Any]:
-        shared = flat.with_values(values, tensors).tensors
+        shared = flat.with_tensors(tensors).with_values(values).tensors
 
         def one(batch: list[Any]) -> list[Any]:
             example = list(shared)
@@ -154,7 +154,11 @@ def _compare_examples(
         return over(one, [shared[p] for p in mapped], axis)
 
     values = [tensors[p] for p in flat.differentiated]
-    found = _jitted_if_possible(run, values, cotangents) if staged else (run(values), pulled(run, values, cotangents))
+    found = (
+        _jitted_if_possible(run, values, cotangents)
+        if staged
+        else (run(values), outputs_and_grads(run, values, cotangents)[1])
+    )
     layer.comparison.of_all(found[0], outputs, layer.output_names, label)
     layer.comparison.of_all(found[1], gradients, layer.gradient_names, label)
 

@@ -37,23 +37,25 @@ def gradient_variants(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterato
     """
     everything, everyone = tuple(cotangents), range(len(flat.values))
 
-    def found(label: str, gradients: list[Any], outputs: Sequence[int] = everything, wanted: Sequence[int] = everyone):
+    def found(
+        label: str, gradients: Sequence[Any], outputs: Sequence[int] = everything, wanted: Sequence[int] = everyone
+    ):
         return Gradients(label, tuple(outputs), dict(zip(wanted, gradients, strict=True)))
 
     pull = flat.vjp(cotangents)
-    yield found("", pull())
-    yield found(" when the vjp function is called a second time", pull())
+    yield found("", pull(cotangents))
+    yield found(" when the vjp function is called a second time", pull(cotangents))
     pull = flat.vjp(cotangents)
     flat.outputs(flat.scaled_values())
-    yield found(" when forward ran on other values before backward", pull())
+    yield found(" when forward ran on other values before backward", pull(cotangents))
     if len(cotangents) > 1:
         for k in cotangents:
             label = f" with a cotangent for output {k} alone"
-            yield found(label, flat.gradient({k: cotangents[k]}), [k])
+            yield found(label, flat.grads({k: cotangents[k]}), [k])
     if len(flat.values) > 1:
         for j in everyone:
             label = f" when {flat.names[j]} alone is differentiated"
-            yield found(label, flat.gradient(cotangents, [j]), wanted=[j])
+            yield found(label, flat.grads(cotangents, [j]), wanted=[j])
     try:
         yield found(" under jit", jitted_without_leaks(flat, cotangents))
     except NEEDS_VALUES:
@@ -68,16 +70,10 @@ def jitted_without_leaks(flat: FlatFunction, cotangents: dict[int, Any]) -> list
     Raises:
         LeakError: where a traced value outlives its trace, or is used after it.
     """
-    constant = [i for i in range(len(flat.tensors)) if i not in flat.differentiated]
-
-    def compiled(values: list[Any], others: list[Any], cotangents: dict[int, Any]) -> list[Any]:
-        tensors = list(flat.tensors)
-        for i, x in zip(constant, others, strict=True):
-            tensors[i] = x
-        return flat.with_values(values, tensors).gradient(cotangents)
 
     def run() -> list[Any]:
-        return jax.jit(compiled)(flat.values, [flat.tensors[i] for i in constant], cotangents)
+        jitted = jax.jit(lambda tensors, cotangents: flat.with_tensors(tensors).grads(cotangents))
+        return jitted(flat.tensors, cotangents)
 
     try:
         with jax.checking_leaks():
