@@ -59,7 +59,7 @@ class Application:
         self.recordings: list[tuple[Recording, Derivative]] = []
         self.perturbed = [False] * len(arguments.avals)  # by any of the differentiations so far
         self.outputs: Outputs | None = None
-        self.source = "" if observer.value is None else observer.value.caller()
+        self.source = "" if observer.value is None else observer.value.call_site()
 
     def names_closed_over(self, counts: Callable[[object], bool] = is_tracer) -> list[str]:
         """Under which names `forward`, or a static among the arguments, reaches traced values that count."""
@@ -298,7 +298,7 @@ def keep(
     if not is_staging(beneath=True):
         return derivative, residuals, outputs
     names = _names(application, recording)
-    marked = residuals if follower is None else follower.follow(application, recording, tensors, residuals, owners)
+    marked = residuals if follower is None else follower.mark(application, recording, tensors, residuals, owners)
     named = [_named(x, names[i]) for x, i in zip(marked, owners, strict=False)] + list(marked[len(owners) :])
     # An output that is kept goes on under its name, so that a policy which saves it does not compute it twice.
     outputs = [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]

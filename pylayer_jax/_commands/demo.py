@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._layer import PyLayer
-from pylayer_jax._report.report import SavedTensorsReport, saved_tensors_report
+from pylayer_jax._report.report import saved_tensors_report
+from pylayer_jax._report.table import SavedTensorsReport
 
 WIDTHS = (64, 128, 64, 10)
 BITS = 4
