@@ -1,4 +1,16 @@
-"""Checks of layers for a test suite: against numerical gradients, a reference, and every way to run a layer."""
+"""Checks of layers for a test suite: against numerical gradients, against a reference, and under each transform.
+
+The rooms, each of which imports only rooms above it:
+
+- `_comparison`: arrays against expected ones, and the errors of the checkers;
+- `_flat_function`: a function at its arguments, as a function of a list of tensors;
+- `_variants`: its gradients in every way in which JAX may compute them, and the detection of leaked tracers;
+- `_numerical`: gradients against central differences, for the checkers of `_gradcheck`;
+- `_equivalence`: outputs and derivatives against those of a reference in plain JAX;
+- `_layer_under_test`: a layer with its results in eager mode. `_transforms` compares these with the results under jit,
+  vmap, scan and other transforms, `_forward_mode` with tangents;
+- `_check_layer`: the table of all properties, and the report.
+"""
 
 from ._check_layer import check_layer
 from ._equivalence import assert_equivalent

@@ -1,4 +1,4 @@
-"""`check_layer`: the properties that a layer has to have, and how each is layer."""
+"""`check_layer`: the properties of a correct layer, and the test of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._variants import jitted_without_leaks
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One property of a layer: its name, whether the layer has it, and what was compared or why not."""
+    """One property: its name, whether the layer has it, and what was compared or what is wrong."""
 
     name: str
     passed: bool
@@ -32,7 +32,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """What `check_layer` found; prints as one line per property."""
+    """The results of `check_layer`; prints as one line per property."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -57,7 +57,7 @@ def row_of(name: str, test: Callable[[], str]) -> Row:
     except MismatchError as error:
         return Row(name, False, first_line(error))
     except Exception as error:
-        # Not JAX's own note, on its traceback.
+        # JAX adds a note of its own, about its traceback, which begins with dashes.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
         return Row(name, False, f"{type(error).__name__}: {first_line(error)}{where}")
@@ -74,42 +74,44 @@ def check_layer(
     float64: bool = True,
     raises: bool = True,
 ) -> LayerReport:
-    """Check a layer in every way in which JAX may run it.
+    """Check a layer under each transform of JAX, and its derivatives in both modes.
 
-    The properties are, by their names in the report:
+    The report has one row per property:
 
-    - eager: outputs and gradients can be computed;
-    - jit, vmap, scan, cond, remat, shard_map: these give the same outputs and gradients. vmap and scan of several
-      examples, of integer, boolean and key arguments too where the layer takes these mapped; shard_map on all devices
-      there are, with replicated arguments, or in the mesh of `jax.set_mesh`;
-    - gradients, second order: as numerically, or as those of `reference`;
-    - forward mode: `jax.jvp` agrees with reverse mode (and with the `reference`), under jit and of vmap too. A layer
-      that has none passes;
-    - forward over reverse: `jax.jvp` of the gradients agrees with their reverse mode, and with forward over forward
-      where there is one. A layer that refuses it passes, with the reason;
-    - arguments: each argument alone has the same gradient as beside the others;
-    - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) counts as zero;
-    - repeatable: gradients do not depend on what ran before or in between, on other values, statics or shapes;
+    - eager: JAX can compute outputs and gradients;
+    - jit, vmap, scan, cond, remat, shard_map: the outputs and gradients are the same under this transform. vmap and
+      scan run several examples; they also map integer, boolean and key arguments if the layer accepts that. shard_map
+      runs on all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
+    - gradients, second order: they agree with numerical derivatives, or with those of `reference`;
+    - forward mode: `jax.jvp` agrees with reverse mode (and with `reference`), also under jit and vmap. A layer without
+      forward mode passes;
+    - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
+      if the layer has forward mode. A layer that refuses forward over reverse passes, and the row gives the reason;
+    - arguments: the gradient of an argument is the same if only this argument is differentiated;
+    - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
+    - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
     - leaks: no traced value outlives its trace;
-    - saved: how many arrays are kept for backward, and how many bytes.
+    - saved: the number and the bytes of the arrays kept for backward.
 
-    A global that backward reads and that only code outside of the layer changes is a constant to these checks.
+    The checks cannot find a backward that reads a global variable which only code outside the layer changes.
 
     Args:
         layer: a layer class, or a function of `args` that applies one.
-        *args: any pytrees. Floating-point and complex arrays are differentiated, statics passed through.
-        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, for a layer
-            whose backward is not the gradient of its forward. As in `assert_equivalent`.
-        skip: names of properties that the layer is not meant to have.
-        rtol: relative tolerance; by default the square root of the machine epsilon, and numerically as in `gradcheck`.
-        atol: absolute tolerance; the same.
-        seed: of the cotangents and tangents.
-        float64: compare numerically in float64 and complex128 where the layer can, as in `gradcheck`.
-        raises: whether a property that fails, or that could not be tested, is an error.
+        *args: any pytrees. Floating-point and complex arrays are differentiated; the layer gets statics unchanged.
+        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, as in
+            `assert_equivalent`. Needed if backward is not the gradient of forward.
+        skip: names of properties that are not tested.
+        rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
+            default of `gradcheck`.
+        atol: absolute tolerance; by default that of `assert_equivalent`, and for numerical derivatives that of
+            `gradcheck`.
+        seed: seed of the cotangents and tangents.
+        float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.
+        raises: if True, raise an error if a property fails or cannot be tested.
 
     Raises:
         AssertionError: with the whole report, unless `raises` is False.
-        TypeError, ValueError: where there is nothing to check, or `skip` has an unknown name.
+        TypeError, ValueError: if there is nothing to check, or `skip` has an unknown name.
     """
     _, flat = flat_function("check_layer", layer, args)
     flat_reference = None if reference is None else flat_function("check_layer", reference, args)[1]
@@ -184,7 +186,7 @@ def _repeatable(layer: LayerUnderTest) -> str:
 
 
 def _leaks(layer: LayerUnderTest) -> str:
-    # Traced anew, after other runs of the layer, it has to compute the same.
+    # Other runs of the layer came before: a new trace has to compute the same.
     gradients = jitted_without_leaks(layer.flat, layer.cotangents)
     layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, "under jit, traced again")
     return "none under jit"

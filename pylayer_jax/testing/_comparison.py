@@ -1,4 +1,4 @@
-"""Arrays against those that are right, and how messages speak of arrays and errors."""
+"""Arrays against expected ones, and the errors of the checkers."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pylayer_jax._jax.names import differentiable, is_key
 
 
 class MismatchError(AssertionError):
-    """A checker found something wrong; any other AssertionError is the user's own."""
+    """The layer is wrong; any other AssertionError comes from the code of the user."""
 
 
 @contextlib.contextmanager
 def mismatch_of(name: str, order: int) -> Generator[None, None, None]:
-    """Say of a mismatch which function was checked, and at which order of differentiation."""
+    """Add the name of the checked function and the order of differentiation to the message of a mismatch."""
     try:
         yield
     except MismatchError as error:
@@ -32,11 +32,11 @@ _ORDERS = ("values", "first order", "second order", "third order")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Arrays against those that are right, within tolerances that fit their dtype."""
+    """Arrays against expected ones. By default the tolerances fit the dtype."""
 
     rtol: float | None = None
     atol: float | None = None
-    right: str = "eager mode"
+    right: str = "eager mode"  # the source of the expected arrays, as messages name it
 
     def of_arrays(self, got: Any, expected: Any, what: str) -> None:
         if got.shape != expected.shape or got.dtype != expected.dtype:
@@ -47,7 +47,7 @@ class Comparison:
         size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
         epsilon = float(jnp.finfo(got.dtype).eps) if differentiable(got) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
-        # Sums that cancel to zero leave rounding behind.
+        # Sums that cancel to zero leave rounding errors.
         atol = epsilon**0.5 * size + 16 * epsilon if self.atol is None else self.atol
         with np.errstate(invalid="ignore"):
             excess = np.where(a == b, 0.0, np.abs(a - b) - (atol + rtol * np.abs(b)))
@@ -70,7 +70,7 @@ def type_of(x: Any) -> str:
 
 
 def exact(x: Any) -> np.ndarray:
-    """In double precision, whatever the dtype."""
+    """A NumPy array in double precision."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
 

@@ -1,4 +1,4 @@
-"""`assert_equivalent`: outputs and gradients of every order against those of a function that is right."""
+"""`assert_equivalent`: the outputs and derivatives of a layer against those of a reference in plain JAX."""
 
 from __future__ import annotations
 
@@ -24,22 +24,24 @@ def assert_equivalent(
 ) -> None:
     """Compare the outputs of a layer, and its derivatives by reverse mode, with those of a function in plain JAX.
 
-    The reference says what the gradients are meant to be, also where they are not those of the outputs: for a
-    straight-through `round` it is `lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x)`. Derivatives are taken in all
-    the ways of `gradcheck`, `jax.jit` included, unless the layer needs concrete values.
+    The reference defines the right gradients, even if they are not the derivatives of the outputs: for a
+    straight-through `round` it is `lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x)`. The derivatives are computed
+    several times, as in `gradcheck`; also under `jax.jit`, unless the layer needs concrete values.
 
     Args:
         layer: a layer class, or a function of `args`.
         reference: a function of the same `args` that returns the same tensors, in any containers.
         args: any pytrees, as a tuple.
-        orders: which are compared: 0 for outputs, 1 for gradients, 2 for the gradients of these, and so on.
+        orders: the orders of differentiation to compare, from 0 to 3: 0 compares outputs, 1 gradients, 2 gradients of
+            gradients.
         rtol: relative tolerance; the square root of the machine epsilon by default.
-        atol: absolute tolerance; by default the same times the largest entry of the array.
-        seed: of the cotangents.
+        atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
+            array.
+        seed: seed of the cotangents.
 
     Raises:
-        AssertionError: names the output or argument, the index, and both values.
-        TypeError, ValueError: where there is nothing to compare.
+        AssertionError: if the layer differs. The message names the output or argument, the index, and both values.
+        TypeError, ValueError: if there is nothing to compare.
     """
     name, flat = flat_function("assert_equivalent", layer, args)
     flat_reference = flat_function("assert_equivalent", reference, args)[1]
@@ -58,7 +60,11 @@ def compare_with_reference(
     atol: float | None,
     rng: np.random.Generator,
 ) -> None:
-    """Values for order 0, or gradients of gradients, in every way in which they may be asked for."""
+    """Compare the outputs and, from order 1 on, all variants of the derivatives of that order.
+
+    Raises:
+        MismatchError: if they differ.
+    """
     comparison = Comparison(rtol, atol, "the reference")
     outputs = _compare_outputs(flat, reference, comparison, "")
     for _ in range(1, order):

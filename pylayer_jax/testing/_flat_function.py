@@ -1,4 +1,4 @@
-"""A function at given arguments, as one of the tensors among them."""
+"""A function at its arguments, as a function of a list of tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from pylayer_jax._trees.partition import split
 
 
 class FlatFunction:
-    """A function at its arguments, as one of the tensors among them that JAX differentiates."""
+    """A function at its arguments, as a function of the tensors in them.
+
+    JAX differentiates some of the tensors; `values` are these. Cotangents are a dict from the position of an output to
+    its cotangent: outputs that are not in the dict have none.
+    """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], names: Sequence[str] | None = None) -> None:
         tensors, self.skeleton = split(args)
@@ -25,21 +29,22 @@ class FlatFunction:
         self.paths = names or [f"args{path}" for path in self.skeleton.tensor_paths()]
         self.names = [self.paths[i] for i in self.differentiated]
         owners = [owner for owner, _ in self.skeleton.tensor_entries()]
-        self.owners = [owners[i] for i in self.differentiated]  # the argument that each of them belongs to
+        self.owners = [owners[i] for i in self.differentiated]  # the argument that holds each of them
 
     @property
     def values(self) -> list[Any]:
         return [self.tensors[i] for i in self.differentiated]
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
-        """All tensors that the function returns, for `values` in the place of those that are differentiated."""
+        """The tensors that the function returns for other values of the differentiated tensors."""
         return self.with_values(values).run()
 
     def run(self) -> list[Any]:
+        """The tensors that the function returns."""
         return [jnp.asarray(y) for y in split(self.function(*self.skeleton.fill(self.tensors)))[0]]
 
     def differentiable_outputs(self) -> list[int]:
-        """The positions of the outputs that JAX differentiates: not integers, and not outputs marked by the layer."""
+        """The positions of the outputs with a gradient: not integers, and not outputs marked as not differentiable."""
 
         def run(*values: Any) -> tuple[list[Any], list[int]]:
             outputs = self.outputs(values)
@@ -48,7 +53,7 @@ class FlatFunction:
         return jax.vjp(run, *self.values, has_aux=True)[2]
 
     def random_cotangents(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
-        """Per floating-point output a cotangent whose entries are about 1 in size, of either sign."""
+        """A cotangent per floating-point or complex output, with entries of size 0.5 to 1.5 and either sign."""
         return {i: random_like(y, rng) for i, y in enumerate(outputs) if differentiable(y)}
 
     def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[..., Any]:
@@ -69,7 +74,7 @@ class FlatFunction:
         return jax.vjp(run, *(values[j] for j in wanted))[1]
 
     def grads(self, cotangents: dict[int, Any], wanted: Sequence[int] | None = None) -> list[Any]:
-        """The gradients at the positions `wanted`, by default all; outputs not in `cotangents` have no cotangent."""
+        """The gradients of the values at the positions `wanted`, by default of all."""
         return list(self.vjp(cotangents, wanted)(cotangents))
 
     def grad_function(self, cotangents: dict[int, Any]) -> FlatFunction:
@@ -89,18 +94,18 @@ class FlatFunction:
         return other
 
     def with_tensors(self, tensors: Sequence[Any]) -> FlatFunction:
-        """The same function of other tensors, those included that are not differentiated."""
+        """The same function, with other tensors."""
         other = object.__new__(FlatFunction)
         vars(other).update(vars(self))
         other.tensors = list(tensors)
         return other
 
     def scaled_values(self) -> list[Any]:
-        """Values of the same signs, on which a layer can run in between."""
+        """Other values of the same signs, on which the function can run between forward and backward."""
         return [x * jnp.asarray(0.75, x.dtype) for x in self.values]
 
     def run_with_other_inputs(self) -> Iterator[None]:
-        """Runs on other numbers, flags and shapes, one of these after the other, as far as the function takes them."""
+        """Run on other numbers, flags and shapes, and yield after each run. Errors are ignored."""
         whole = self.skeleton.fill(self.tensors)
         changes: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = [
             (lambda x: type(x) is float, lambda x: 0.75 * x),
@@ -119,7 +124,7 @@ class FlatFunction:
         return max(float(jnp.finfo(x.dtype).eps) for x in [*self.values, *outputs] if differentiable(x))
 
     def in_double_precision(self) -> FlatFunction:
-        """The same in float64 and complex128; needs `jax.enable_x64`."""
+        """The same function at values in float64 and complex128; needs `jax.enable_x64`."""
         wide = [x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64) for x in self.values]
         return self.with_values(wide)
 
@@ -129,11 +134,11 @@ def _where(applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> Call
 
 
 def flat_function(name: str, function: Any, args: Any) -> tuple[str, FlatFunction]:
-    """What a checker was given, as a name for its messages and a function of tensors.
+    """A name for the messages of a checker, and the flat function of the arguments of the checker.
 
     Raises:
-        TypeError: unless `function` is a layer or a function, and `args` a tuple or list.
-        ValueError: if nothing among the arguments can be differentiated.
+        TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.
+        ValueError: if no argument can be differentiated.
     """
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):

@@ -100,7 +100,7 @@ def _compare_with_reference(layer: LayerUnderTest, pairing: _Pairing, output_tan
 
 
 class _Pairing:
-    """A function with cotangents w, its gradients J^T w, and random tangents t."""
+    """A function with cotangents w, gradients J^T w, and random tangents t."""
 
     def __init__(
         self, layer: LayerUnderTest, flat: FlatFunction, cotangents: dict[int, Any], gradients: Sequence[Any]

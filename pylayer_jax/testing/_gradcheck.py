@@ -23,30 +23,33 @@ def gradcheck(
 ) -> bool:
     """Compare the gradients of a layer, or of a function of layers, with central differences.
 
-    Gradients are taken all at once, for each output and each argument alone, again, after `fun` ran on other values,
-    and under `jax.jit` unless `fun` needs concrete values. Skipped are integer, boolean and key arguments, and outputs
-    without a gradient: integers, and what is marked as not differentiable. Arguments should be away from kinks, where
-    the derivative is not the limit of differences.
+    The gradients are computed several times: for all outputs and arguments at once, for each output only, for each
+    argument only, a second time, after `fun` ran on other values, and under `jax.jit` unless `fun` needs concrete
+    values. Arguments that are integers, booleans or keys are not differentiated. Outputs without a gradient are
+    ignored: integers, and outputs marked as not differentiable. Choose arguments away from kinks, because the
+    derivative is not the limit of central differences there.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
-        args: any pytrees, as a tuple. Statics are passed through.
+        args: any pytrees, as a tuple. `fun` gets statics unchanged.
         rtol: relative tolerance; the cube root of the machine epsilon by default.
         atol: absolute tolerance; the square root of the machine epsilon by default.
-        step: how far arguments move, times their size where that is above 1; the cube root of the epsilon by default.
-        limit: the most entries of each array that are moved one by one. Of a larger one that many are chosen, and all
-            entries are moved along one random direction.
-        seed: of the cotangents that sum the outputs up, and of these choices.
-        float64: compute in float64 and complex128 whatever the dtypes of `args`, where `fun` can; where it cannot, in
-            the dtypes given, with the wider tolerances that these need. Pass False for a `fun` that rounds to
-            narrower dtypes within.
+        step: the distance by which an entry is perturbed, times the size of the entry if that is above 1; the cube root
+            of the machine epsilon by default.
+        limit: arrays with at most this many entries are perturbed entry by entry; larger arrays at this many random
+            entries and along one random direction.
+        seed: seed of the weights with which the outputs are summed, and of the random entries and directions.
+        float64: compute in float64 and complex128 if `fun` accepts these dtypes. Otherwise, and if `float64` is False,
+            compute in the dtypes of `args` with wider tolerances. Pass False if `fun` rounds to a narrower dtype
+            internally.
 
     Returns:
-        True, so that `assert gradcheck(...)` reads as in torch.
+        True; `assert gradcheck(...)` therefore reads as in torch.
 
     Raises:
-        AssertionError: names the argument and the index that are most wrong, both values and the tolerance.
-        TypeError, ValueError: where there is nothing to check.
+        AssertionError: if a gradient is wrong. The message names the argument and the index with the largest error,
+            both values and the tolerance.
+        TypeError, ValueError: if there is nothing to check.
     """
     settings = Settings(rtol, atol, step, limit, seed, float64)
     return _gradcheck(*flat_function("gradcheck", fun, args), (1,), settings)
@@ -63,10 +66,10 @@ def gradgradcheck(
     seed: int = 0,
     float64: bool = True,
 ) -> bool:
-    """`gradcheck`, and then the same for the gradients: second derivatives by reverse over reverse.
+    """Run `gradcheck`, and then compare the second derivatives, by reverse over reverse, with central differences.
 
-    Gradients are functions of the arguments and of the cotangents, so that both are moved. All else is as in
-    `gradcheck`.
+    Gradients are functions of the arguments and of the cotangents; both are therefore perturbed. For everything else
+    see `gradcheck`.
     """
     settings = Settings(rtol, atol, step, limit, seed, float64)
     return _gradcheck(*flat_function("gradgradcheck", fun, args), (1, 2), settings)

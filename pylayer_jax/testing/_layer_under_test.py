@@ -1,4 +1,4 @@
-"""What the properties of a layer are tested on."""
+"""A layer with its results in eager mode, which every other result has to equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._flat_function import FlatFunction
 
 @dataclasses.dataclass
 class LayerUnderTest:
-    """A layer at its arguments, with what eager mode makes of it."""
+    """A layer at its arguments. `run` fills in its outputs, random cotangents and its gradients in eager mode."""
 
     flat: FlatFunction
     reference: FlatFunction | None
@@ -54,7 +54,7 @@ class LayerUnderTest:
         return [f"the gradient of {name}" for name in self.flat.names]
 
     def compare_with_eager(self, outputs: Callable[[list[Any]], list[Any]], label: str) -> None:
-        """`outputs`, and their gradients, against those of eager mode."""
+        """Compare the results of a transformed function, and their gradients, with those of eager mode."""
         self.comparison.of_all(outputs(self.flat.values), self.outputs, self.output_names, label)
         _, gradients = outputs_and_grads(outputs, self.flat.values, self.cotangents)
         self.comparison.of_all(gradients, self.gradients, self.gradient_names, label)
@@ -63,7 +63,7 @@ class LayerUnderTest:
 def outputs_and_grads(
     outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs of a function of the differentiated values, and their gradients, from one run."""
+    """The outputs of a function of the differentiated values, and the gradients, from one run."""
 
     def run(values: list[Any]) -> tuple[dict[int, Any], list[Any]]:
         returned = outputs(values)

@@ -23,7 +23,7 @@ from ._variants import Gradients, gradient_variants
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How gradients are compared with numerical ones; None stands for the default of the dtype."""
+    """The settings of `gradcheck`; None stands for the default of the dtype."""
 
     rtol: float | None
     atol: float | None

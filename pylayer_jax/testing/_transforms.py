@@ -1,4 +1,4 @@
-"""Whether a layer does under each transform of JAX what it does in eager mode."""
+"""Whether a layer gives the same outputs and gradients under a transform of JAX as in eager mode."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def cond(layer: LayerUnderTest) -> str:
     flat = layer.flat
 
     @jax.jit
-    def chosen(predicate: Any, values: list[Any], cotangents: dict[int, Any]) -> Any:
+    def run(predicate: Any, values: list[Any], cotangents: dict[int, Any]) -> Any:
         def outputs(values: list[Any]) -> list[Any]:
-            # Constants have no gradient, which the layer's own must not be taken for.
+            # The other branch returns constants: if it were taken, the gradients would be zero.
             return jax.lax.cond(predicate, flat.outputs, lambda _: list(layer.outputs), values)
 
         return outputs_and_grads(outputs, values, cotangents)
 
-    outputs, gradients = chosen(jnp.asarray(True), flat.values, layer.cotangents)
+    outputs, gradients = run(jnp.asarray(True), flat.values, layer.cotangents)
     layer.comparison.of_all(outputs, layer.outputs, layer.output_names, "of cond")
     layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, "of cond")
     return "as in eager mode: outputs, gradients, where a traced predicate chooses the layer"
@@ -55,7 +55,7 @@ def shard_map(layer: LayerUnderTest) -> str:
         devices = jax.local_devices(backend=kind)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
-        # Arguments may be committed to other devices.
+        # Arguments that are committed to other devices would be refused.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, PartitionSpec()))
 
     def run(tensors: list[Any], cotangents: dict[int, Any]) -> tuple[list[Any], list[Any]]:
@@ -79,66 +79,68 @@ def shard_map(layer: LayerUnderTest) -> str:
 
 # -- several examples -----------------------------------------------------------------------------
 
-# What is mapped (positions among the tensors), along which axis, and how a message says so.
+# The positions of the mapped tensors, the mapped axis, and its description in a message.
 _Mapping = tuple[Sequence[int], int, str]
 
 
 def vmap(layer: LayerUnderTest) -> str:
-    flat, chosen = layer.flat, layer.flat.differentiated
-    mappings: list[_Mapping] = [(chosen, 0, "")]
-    if len(chosen) > 1:
-        mappings.append((chosen[:1], -1, f", {flat.names[0]} alone mapped, along its last axis"))
-        mappings.append((chosen[1:], 0, f", all but {flat.names[0]} mapped"))
+    flat, differentiated = layer.flat, layer.flat.differentiated
+    mappings: list[_Mapping] = [(differentiated, 0, "")]
+    if len(differentiated) > 1:
+        mappings.append((differentiated[:1], -1, f", {flat.names[0]} alone mapped, along its last axis"))
+        mappings.append((differentiated[1:], 0, f", all but {flat.names[0]} mapped"))
     elif flat.values[0].ndim:
-        mappings.append((chosen, -1, ", mapped along its last axis"))
+        mappings.append((differentiated, -1, ", mapped along its last axis"))
     return _over_examples(layer, lambda f, batch, axis: jax.vmap(f, in_axes=axis)(batch), "of vmap", mappings)
 
 
 def scan(layer: LayerUnderTest) -> str:
-    def over(f: Callable[[Any], Any], batch: Any, _: int) -> Any:
+    def map_over(f: Callable[[Any], Any], batch: Any, _: int) -> Any:
         return jax.lax.scan(lambda _, x: (None, f(x)), None, batch)[1]
 
-    flat, chosen = layer.flat, layer.flat.differentiated
-    mappings: list[_Mapping] = [(chosen, 0, "")]
-    if len(chosen) > 1:
-        mappings.append((chosen[:1], 0, f", {flat.names[0]} alone mapped"))
-    return _over_examples(layer, over, "of scan", mappings)
+    flat, differentiated = layer.flat, layer.flat.differentiated
+    mappings: list[_Mapping] = [(differentiated, 0, "")]
+    if len(differentiated) > 1:
+        mappings.append((differentiated[:1], 0, f", {flat.names[0]} alone mapped"))
+    return _over_examples(layer, map_over, "of scan", mappings)
 
 
-def _over_examples(layer: LayerUnderTest, over: Callable[..., Any], label: str, mappings: Sequence[_Mapping]) -> str:
-    for i, (mapped, axis, said) in enumerate(mappings):
-        _compare_examples(layer, over, axis, mapped, f"{label}{said}", staged=i > 0)
+def _over_examples(
+    layer: LayerUnderTest, map_over: Callable[..., Any], label: str, mappings: Sequence[_Mapping]
+) -> str:
+    for i, (mapped, axis, description) in enumerate(mappings):
+        _compare_examples(layer, map_over, axis, mapped, f"{label}{description}", staged=i > 0)
     flat, done = layer.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
-    everything = [p for p, x in enumerate(flat.tensors) if not _is_drawn_otherwise(x)]
+    everything = [p for p, x in enumerate(flat.tensors) if not _is_rbg_key(x)]
     names = ", ".join(flat.paths[p] for p in everything if p not in flat.differentiated)
     if not names:
         return done
     try:
-        _compare_examples(layer, over, 0, everything, f"{label}, {names} mapped too", staged=True)
+        _compare_examples(layer, map_over, 0, everything, f"{label}, {names} mapped too", staged=True)
     except MismatchError:
         raise
-    except Exception as error:  # integers may have to be known: the size of something, an axis
+    except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
         return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
     return f"{done}, with {names} mapped too"
 
 
 def _compare_examples(
-    layer: LayerUnderTest, over: Callable[..., Any], axis: int, mapped: Sequence[int], label: str, staged: bool
+    layer: LayerUnderTest, map_over: Callable[..., Any], axis: int, mapped: Sequence[int], label: str, staged: bool
 ) -> None:
     flat, count = layer.flat, _EXAMPLES
     cotangents = {k: jnp.stack([w] * count) for k, w in layer.cotangents.items()}
     examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(flat.tensors)] for i in range(count)]
     try:
-        each_outputs = [flat.with_tensors(example).run() for example in examples]
-    except Exception:  # the other integers are none for this layer
+        outputs_of_each = [flat.with_tensors(example).run() for example in examples]
+    except Exception:  # the layer refuses the other integers: the examples then share them
         fixed = [[e[p] if p in flat.differentiated else x for p, x in enumerate(flat.tensors)] for e in examples]
-        examples, each_outputs = fixed, [flat.with_tensors(example).run() for example in fixed]
-    each = [flat.with_tensors(example).grads(layer.cotangents) for example in examples]
-    outputs = [jnp.stack(ys) for ys in zip(*each_outputs, strict=True)]
-    # An argument that the examples share gets the sum of their gradients.
+        examples, outputs_of_each = fixed, [flat.with_tensors(example).run() for example in fixed]
+    gradients_of_each = [flat.with_tensors(example).grads(layer.cotangents) for example in examples]
+    outputs = [jnp.stack(ys) for ys in zip(*outputs_of_each, strict=True)]
+    # The gradient of an argument that is not mapped is the sum over the examples.
     gradients = [
         jnp.stack(gs, axis) if p in mapped else sum(gs[1:], gs[0])
-        for p, gs in zip(flat.differentiated, zip(*each, strict=True), strict=True)
+        for p, gs in zip(flat.differentiated, zip(*gradients_of_each, strict=True), strict=True)
     ]
     tensors = [jnp.stack(xs, axis) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
 
@@ -151,22 +153,21 @@ def _compare_examples(
                 example[p] = x
             return flat.with_tensors(example).run()
 
-        return over(one, [shared[p] for p in mapped], axis)
+        return map_over(one, [shared[p] for p in mapped], axis)
 
     values = [tensors[p] for p in flat.differentiated]
-    found = (
-        _jitted_if_possible(run, values, cotangents)
-        if staged
-        else (run(values), outputs_and_grads(run, values, cotangents)[1])
-    )
-    layer.comparison.of_all(found[0], outputs, layer.output_names, label)
-    layer.comparison.of_all(found[1], gradients, layer.gradient_names, label)
+    if staged:
+        got_outputs, got_gradients = _jitted_if_possible(run, values, cotangents)
+    else:
+        got_outputs, (_, got_gradients) = run(values), outputs_and_grads(run, values, cotangents)
+    layer.comparison.of_all(got_outputs, outputs, layer.output_names, label)
+    layer.comparison.of_all(got_gradients, gradients, layer.gradient_names, label)
 
 
 def _jitted_if_possible(
     outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
 ) -> tuple[list[Any], list[Any]]:
-    # Compiled once, which is much faster than operation by operation.
+    # Compiling the run once is much faster than running it operation by operation.
     try:
         return jax.jit(lambda values, cotangents: outputs_and_grads(outputs, values, cotangents))(values, cotangents)
     except NEEDS_VALUES:
@@ -177,10 +178,10 @@ def _example(x: Any, i: int) -> Any:
     if differentiable(x):
         return x * jnp.asarray(1 - 0.1 * i, x.dtype)
     if not is_key(x):
-        return jnp.roll(x, i)  # which keeps an index within its range, and a permutation one
+        return jnp.roll(x, i)  # indices stay in range, and a permutation stays a permutation
     return jax.random.wrap_key_data(jax.random.key_data(x) + jnp.uint32(i), impl=jax.random.key_impl(x))
 
 
-def _is_drawn_otherwise(x: Any) -> bool:
-    # From a batch of such keys JAX draws other numbers than from each.
+def _is_rbg_key(x: Any) -> bool:
+    # With a batch of such keys, JAX draws other numbers than with each key on its own.
     return is_key(x) and "rbg" in str(jax.random.key_impl(x))

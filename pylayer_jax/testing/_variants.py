@@ -1,4 +1,4 @@
-"""Gradients in every way in which JAX may be asked for them."""
+"""Gradients in every way in which JAX may compute them, and the detection of leaked tracers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ._flat_function import FlatFunction
 
 @dataclasses.dataclass(frozen=True)
 class Gradients:
-    """Gradients that JAX computed in one of the ways that it may."""
+    """Gradients that were computed in one of the ways."""
 
-    label: str  # ends a sentence; "" for the plain one
-    outputs: tuple[int, ...]  # those that had a cotangent
+    label: str  # the way, as the end of a sentence; "" for all gradients at once
+    outputs: tuple[int, ...]  # the outputs with a cotangent
     by_argument: dict[int, Any]
-    leak: str = ""  # why there are none
+    leak: str = ""  # if set, there are no gradients because a tracer is leaked
 
 
 class LeakError(MismatchError):
@@ -30,10 +30,10 @@ class LeakError(MismatchError):
 
 
 def gradient_variants(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Gradients]:
-    """All gradients at once, of each output alone, for each argument alone, again, after another run, under jit.
+    """The gradients at once, a second time, after another run, of each output, for each argument, and under jit.
 
-    Missing cotangents, `needs_input_grad` and values outside of `ctx` make a difference in one of them. Functions that
-    need concrete values are not jitted.
+    A layer that is wrong about missing cotangents, about `needs_input_grad`, or about values stored outside `ctx` gives
+    different gradients in one of these ways. A function that needs concrete values does not run under jit.
     """
     everything, everyone = tuple(cotangents), range(len(flat.values))
 
@@ -68,7 +68,7 @@ def jitted_without_leaks(flat: FlatFunction, cotangents: dict[int, Any]) -> list
     """The gradients under jit.
 
     Raises:
-        LeakError: where a traced value outlives its trace, or is used after it.
+        LeakError: if a traced value outlives its trace, or is used after it.
     """
 
     def run() -> list[Any]:
@@ -81,7 +81,7 @@ def jitted_without_leaks(flat: FlatFunction, cotangents: dict[int, Any]) -> list
     except IndexError as error:
         with contextlib.suppress(jax.errors.UnexpectedTracerError):
             run()
-        # No error of the layer's own: JAX, in a large process, may fail to tell what refers to a leaked tracer.
+        # This is no error of the layer: in a large process, JAX can fail while it looks for references to the tracer.
         raise LeakError("a tracer is leaked: JAX cannot tell by what") from error
     except jax.errors.UnexpectedTracerError as error:
         raise LeakError(f"a leaked tracer is used: {first_line(error)}") from error
@@ -92,7 +92,7 @@ def jitted_without_leaks(flat: FlatFunction, cotangents: dict[int, Any]) -> list
 
 
 def _leak(error: Exception) -> str:
-    # JAX tells the type of the tracer, where it was made, and then what refers to it.
+    # The message gives the type of the tracer, its origin, and then a line per reference to it.
     lines = [line.strip() for line in str(error).splitlines()[1:]]
     kept = [line for line in lines if " is referred to by " in line]
     return "; ".join(kept[:3]) or " ".join(lines)[:300]
