@@ -201,7 +201,8 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     A file is written under a temporary name and then renamed; therefore no half-written file is ever read. A file is
     removed when nothing can read it any more: in eager mode together with the function that `jax.vjp` returned, in a
-    compiled program when the same call of the layer saves again. All files are removed on `close()` and when the process ends.
+    compiled program when the same call of the layer saves again. All files are removed on `close()` and when the
+    process ends.
 
     Args:
         directory: the files are written to a folder of this process in this directory. It is made if it does not exist.

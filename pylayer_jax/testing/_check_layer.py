@@ -57,7 +57,7 @@ def row_of(name: str, test: Callable[[], str]) -> Row:
     except MismatchError as error:
         return Row(name, False, first_line(error))
     except Exception as error:
-        # JAX adds a note of its own, about its traceback, which begins with dashes.
+        # A note that begins with dashes is the one of JAX about its traceback.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
         return Row(name, False, f"{type(error).__name__}: {first_line(error)}{where}")
@@ -93,7 +93,7 @@ def check_layer(
     - leaks: no traced value outlives its trace;
     - saved: the number and the bytes of the arrays kept for backward.
 
-    The checks cannot find a backward that reads a global variable which only code outside the layer changes.
+    The checks miss one error: a backward that reads a global variable, if only code outside the layer changes it.
 
     Args:
         layer: a layer class, or a function of `args` that applies one.

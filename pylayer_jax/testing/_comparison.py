@@ -38,9 +38,9 @@ class Comparison:
     atol: float | None = None
     right: str = "eager mode"  # the source of the expected arrays, as messages name it
 
-    def of_arrays(self, got: Any, expected: Any, what: str) -> None:
+    def of_arrays(self, got: Any, expected: Any, name: str) -> None:
         if got.shape != expected.shape or got.dtype != expected.dtype:
-            raise MismatchError(f"{what} is {type_of(got)}, but {type_of(expected)} by {self.right}.")
+            raise MismatchError(f"{name} is {type_of(got)}, but {type_of(expected)} by {self.right}.")
         if is_key(got):
             got, expected = jax.random.key_data(got), jax.random.key_data(expected)
         a, b = exact(got), exact(expected)
@@ -56,12 +56,12 @@ class Comparison:
             return
         index = tuple(int(i) for i in np.unravel_index(np.argmax(excess), excess.shape))
         raise MismatchError(
-            f"{what} at index {index} is {a[index]:.6g}, but {b[index]:.6g} by {self.right} (tolerance "
+            f"{name} at index {index} is {a[index]:.6g}, but {b[index]:.6g} by {self.right} (tolerance "
             f"{atol + rtol * abs(b[index]):.1g}); wrong at {np.sum(excess > 0)} of {excess.size} places."
         )
 
-    def of_all(self, got: Sequence[Any], expected: Sequence[Any], what: Sequence[str], label: str) -> None:
-        for a, b, name in zip(got, expected, what, strict=True):
+    def of_all(self, got: Sequence[Any], expected: Sequence[Any], names: Sequence[str], label: str) -> None:
+        for a, b, name in zip(got, expected, names, strict=True):
             self.of_arrays(a, b, f"{name} {label}")
 
 

@@ -81,8 +81,8 @@ def compare_with_reference(
         if found.outputs not in expected:
             expected[found.outputs] = reference.grads({k: cotangents[k] for k in found.outputs})
         for j, gradient in found.by_argument.items():
-            what = f"the gradient of {flat.names[j]}{found.label}"
-            comparison.of_arrays(gradient, expected[found.outputs][j], what)
+            name = f"the gradient of {flat.names[j]}{found.label}"
+            comparison.of_arrays(gradient, expected[found.outputs][j], name)
 
 
 def _compare_outputs(flat: FlatFunction, reference: FlatFunction, comparison: Comparison, kind: str) -> list[Any]:

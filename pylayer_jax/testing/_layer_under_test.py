@@ -1,4 +1,4 @@
-"""A layer with its results in eager mode, which every other result has to equal."""
+"""A layer with its results in eager mode. The results under every transform have to equal these."""
 
 from __future__ import annotations
 
