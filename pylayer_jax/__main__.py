@@ -1,4 +1,4 @@
-"""`python -m pylayer_jax`: the main job on real data; `python -m pylayer_jax check`: a user's own layer."""
+"""`python -m pylayer_jax` runs the main job on real data; `python -m pylayer_jax check` checks a user's own layer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ GRADIENT_ERROR = 1e-4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; 0 if the network learned and its gradients are right, or the layer to check is."""
+    """Run the command line. Returns 0 if the network learned and its gradients are right, or if the layer is right."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
         report = check.check(arguments[1:])
         encoding = sys.stdout.encoding or "utf-8"
-        print(str(report).encode(encoding, "replace").decode(encoding))  # a terminal may lack the ticks
+        print(str(report).encode(encoding, "replace").decode(encoding))  # the encoding of a terminal may have no ticks
         return 0 if report.passed else 1
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
         epilog="To check a layer of your own: python -m pylayer_jax check --help",
     )
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training images (default: 30)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the split (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split (default: 0)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--version", action="version", version=__version__)
     options = parser.parse_args(arguments)

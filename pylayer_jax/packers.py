@@ -1,9 +1,10 @@
-"""Ready pairs of saved-tensor hooks: each is used as `saved_tensors_hooks` is, as a block or a decorator.
+"""Ready pairs of saved-tensor hooks. Use each like `saved_tensors_hooks`, as a block or as a decorator:
 
     with quantize_saved(bits=8):
         loss = model(params, x)
 
-Integers, bools, complex numbers and PRNG keys pass untouched. Dtype, sharding and weak type come back as they were.
+Integers, bools, complex numbers and PRNG keys pass unchanged. Every tensor comes back with its dtype, sharding and weak
+type.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def _is_float(x: Any) -> bool:
 class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
     """Keep saved tensors in host memory.
 
-    In eager mode a tensor becomes a NumPy array; in traced code it moves to the host memory space of its
-    device (`jax.memory.Space.Host`), where the device has one.
+    In eager mode a tensor becomes a NumPy array. In traced code it moves to the host memory space of its device
+    (`jax.memory.Space.Host`), if the device has one.
 
     Args:
-        pin_memory: in eager mode, keep it in page-locked memory, from which it returns faster.
+        pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
     """
 
     def __init__(self, pin_memory: bool = False) -> None:
@@ -53,7 +54,7 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
         def unpack(packed: Any) -> Any:
             if not isinstance(packed, _OnHost):
                 return packed
-            # A transfer binds an array to its device, from which only NumPy brings it back.
+            # A transfer commits an array to its device; only a NumPy array leaves the device open again.
             return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
 
         super().__init__(pack, unpack, differentiable=True)
@@ -61,10 +62,10 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
 
 class _OnHost(NamedTuple):
     array: Any
-    placed: bool  # whether the array was bound to its devices, or JAX may place it where it likes
+    placed: bool  # True for traced and committed arrays: a transfer brings them back, not NumPy
 
 
-# Jitted, since in eager shard_map the transfer itself is refused.
+# These functions are jitted because eager shard_map refuses the transfer itself.
 @jax.jit
 def _to_host(x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Host)
@@ -75,16 +76,16 @@ def _to_device(x: jax.Array) -> jax.Array:
     return jax.device_put(x, jax.memory.Space.Device)
 
 
-class cast_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
+class cast_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors in a narrower floating-point type.
 
-    Tensors that are as narrow already pass untouched. With bfloat16 a value changes by at most 1 part in 256.
+    Tensors of this width or a smaller one pass unchanged. With bfloat16 a value changes by at most 1 part in 256.
 
     Args:
-        dtype: the type to keep them in.
+        dtype: the floating-point type of the kept tensors.
 
     Raises:
-        TypeError: for a type that is not a floating-point type.
+        TypeError: if `dtype` is not a floating-point type.
     """
 
     def __init__(self, dtype: Any = jnp.bfloat16) -> None:
@@ -106,21 +107,21 @@ class _Cast(NamedTuple):
     dtype: Any
 
 
-class quantize_saved(saved_tensors_hooks):  # noqa: N801 - beside its kin
+class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors as small integers, with a scale and an offset for each block of values.
 
-    A block with values from a to b is kept as round((v - a) / s) with s = (b - a) / (2^bits - 2), so that a value
-    changes by at most s / 2: uniform quantization by group, as in Chen et al., "ActNN: Reducing Training Memory
-    Footprint via 2-Bit Activation Compressed Training" (2021), but rounded to nearest. Infinities and NaN come
-    back as NaN and do not touch the others of their block. A tensor that would not become smaller passes
-    untouched.
+    A value v of a block with values from a to b is kept as round((v - a) / s), where s = (b - a) / (2^bits - 2). It
+    therefore changes by at most s / 2. This is uniform quantization by group, as in Chen et al., "ActNN: Reducing
+    Training Memory Footprint via 2-Bit Activation Compressed Training" (2021), but rounded to nearest. Infinities and
+    NaN come back as NaN and do not change the other values of their block. A tensor passes unchanged if it would not
+    become smaller.
 
     Args:
-        bits: of one value, 8 or 4.
-        block_size: how many values share a scale. Arrays with explicit sharding have one scale per row instead.
+        bits: bits per value, 8 or 4.
+        block_size: number of values that share a scale. Arrays with explicit sharding have one scale per row instead.
 
     Raises:
-        ValueError: for another number of bits, or a block size that is not a positive even number.
+        ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
     """
 
     def __init__(self, bits: int = 8, block_size: int = 128) -> None:
@@ -170,7 +171,7 @@ def _quantize(x: jax.Array, bits: int, block: int | None) -> tuple[jax.Array, ja
     high = jnp.where(present, jnp.max(jnp.where(finite, x, -jnp.inf), axis=-1, keepdims=True), 0)
     scales = (high - low) / (2**bits - 2)
     steps = jnp.round((x - low) / jnp.where(scales > 0, scales, 1))
-    values = jnp.where(finite, steps, 2**bits - 1).astype(jnp.uint8)  # the one number that is left stands for NaN
+    values = jnp.where(finite, steps, 2**bits - 1).astype(jnp.uint8)  # the largest number stands for NaN
     if bits == 4 and values.shape[-1] % 2 == 0:
         values = values[..., ::2] | (values[..., 1::2] << 4)
     return values, scales, low
@@ -195,19 +196,20 @@ def _dequantize(
     return x.astype(dtype)
 
 
-class save_on_disk(saved_tensors_hooks):  # noqa: N801 - beside its kin
-    """Keep saved tensors in files, one for each, also in compiled programs.
+class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
+    """Keep saved tensors in files, one file per tensor, also in compiled programs.
 
-    A file is written under a temporary name and then renamed, so that no half-written one is ever read. It is
-    removed when nothing can ask for it any more (with the function that `jax.vjp` returned; in a compiled
-    program when the same place saves again), and all are removed on `close()` and when the process ends.
+    A file is written under a temporary name and then renamed; therefore no half-written file is ever read. A file is
+    removed when nothing can read it any more: in eager mode together with the function that `jax.vjp` returned, in a
+    compiled program when the same call of the layer saves again. All files are removed on `close()` and when the
+    process ends.
 
     Args:
-        directory: where the files go, in a folder of this process; made if it does not exist.
+        directory: the files are written to a folder of this process in this directory. It is made if it does not exist.
 
     Raises:
-        OSError: where the directory cannot be written to, here or, where it is full, in the forward pass. The file
-            that was begun is removed, and the tensors saved before it stay readable.
+        OSError: if the directory cannot be written to; if it is full, in the forward pass. The unfinished file is
+            removed, and tensors that were saved before stay readable.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -223,7 +225,7 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - beside its kin
 
 
 class _Folder:
-    """A folder of this process in the directory that the user gave; removed with its last user."""
+    """A folder of this process in the directory of the user; removed when no hooks and no files use it."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -249,7 +251,7 @@ class _Folder:
 
 
 class _File:
-    """One tensor in a file, which goes with this object."""
+    """One tensor in a file; the file is removed with this object."""
 
     __slots__ = ("__weakref__", "dtype", "folder", "path", "shape")
 
@@ -284,12 +286,12 @@ def _folder_of(directory: str) -> _Folder:
 
 
 def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):  # the folder may be gone before
+    with contextlib.suppress(OSError):  # the folder may have been removed before
         os.unlink(path)
 
 
 def _in_process(process: int, action: Any) -> Any:
-    # A forked child inherits the finalizers, but not the files.
+    # A forked process inherits the finalizers, but the files belong to its parent.
     return lambda *args, **kwargs: action(*args, **kwargs) if os.getpid() == process else None
 
 

@@ -16,5 +16,5 @@ class NoForwardModeError(TypeError):
         self.layer = layer
 
 
-class NoTransposeError(TypeError):
-    """The `backward` of a layer has no transpose, which forward mode over reverse mode needs."""
+class NotDerivableError(TypeError):
+    """Forward mode, or forward mode over reverse mode, cannot be derived from the methods of a layer."""

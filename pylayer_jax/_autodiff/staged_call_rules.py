@@ -27,6 +27,7 @@ from pylayer_jax._jax import (
     zeros_of,
 )
 
+from .refusals import NotDerivableError
 from .staged_call import StagedCall
 from .staged_call_batching import batch_staged_call
 from .transpose import check_linear
@@ -103,7 +104,7 @@ def _intermediate_tangents(
     except TypeError as error:
         if not is_missing_forward_mode(error):
             raise
-        raise TypeError(
+        raise NotDerivableError(
             f"{staged.name}.forward saved a tensor that another layer computed within it, and that is neither an input "
             "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
             "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "

@@ -22,7 +22,7 @@ from pylayer_jax._jax import (
     without_stopped_selections,
 )
 
-from .refusals import NoTransposeError
+from .refusals import NotDerivableError
 
 _SUMS = frozenset({"add", "add_any", "sub"})
 _KEEP_ZERO = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "mul", "neg", "reshape", "squeeze"})
@@ -43,7 +43,7 @@ def transpose(
     mode, which changes the advice in the errors.
 
     Raises:
-        NoTransposeError: if `pull` is not linear, or JAX cannot transpose it.
+        NotDerivableError: if `pull` is not linear, or JAX cannot transpose it.
     """
 
     def nonzero_gradients(*cotangents: Any) -> tuple[list[Any], list[bool]]:
@@ -51,7 +51,7 @@ def transpose(
         nonzero = [g is not None for g in gradients]
         return select(gradients, nonzero), nonzero
 
-    def not_linear(reason: str) -> NoTransposeError:
+    def not_linear(reason: str) -> NotDerivableError:
         return _not_transposed_error(
             f"{layer}.backward is not linear in its cotangents, as {reason}. ", layer, forward_mode
         )
@@ -157,21 +157,21 @@ def _affine_term(jaxpr: Any, inputs: Sequence[bool]) -> str | None:
     return None
 
 
-def _needs_forward_mode_error(layer: str, applied: str) -> NoTransposeError:
-    return NoTransposeError(
+def _needs_forward_mode_error(layer: str, applied: str) -> NotDerivableError:
+    return NotDerivableError(
         f"{layer}.backward applies a layer with a custom gradient ({applied}). Forward mode (jax.jvp, jax.jacfwd, "
         f"jax.hessian) transposes backward, which needs forward mode of {applied}: make it a layer with "
         "forward_mode = True, or give it a jvp(ctx, *tangents). Or use reverse over reverse: jax.jacrev(jax.grad(f))."
     )
 
 
-def _not_transposed_error(message: str, layer: str, forward_mode: bool) -> NoTransposeError:
+def _not_transposed_error(message: str, layer: str, forward_mode: bool) -> NotDerivableError:
     if forward_mode:
-        return NoTransposeError(
+        return NotDerivableError(
             f"{message}forward_mode = True derives the tangent map by transposing a linear backward. Give "
             f"{layer} a static jvp(ctx, *tangents) instead, or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
         )
-    return NoTransposeError(
+    return NotDerivableError(
         f"{message}Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes a linear "
         "backward. Use reverse over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
     )

@@ -38,21 +38,21 @@ _DTYPES: Final = {
     "u64": jnp.uint64,
     "bool": jnp.bool_,
 }
-_LONG: Final = {np.dtype(dtype).name: name for name, dtype in _DTYPES.items()}  # as reports spell them
+_LONG: Final = {np.dtype(dtype).name: name for name, dtype in _DTYPES.items()}  # the names that reports print
 _ARRAY: Final = re.compile(r"(\w+)\[\s*(\d+(?:\s*,\s*\d+)*|)\s*\]")
 _LAYER: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh"
 
 
 class _UnusableError(Exception):
-    """What was asked for cannot be understood or found; the message says what was expected."""
+    """The command cannot understand or find an argument; the message says what it expected."""
 
 
 def check(arguments: list[str]) -> LayerReport:
-    """The report of a layer. What cannot be understood or found exits with status 2."""
+    """The report of the layer that the arguments name. Exits with status 2 if an argument is not usable."""
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax check",
-        description="Check a layer in every way in which JAX may run it, and its gradients against numerical ones. One "
-        "line per property; exit status 0 if it has them all, 1 if not.",
+        description="Check a layer under each transform of JAX, and its gradients against numerical ones. Prints one "
+        "line per property; the exit status is 0 if the layer has them all, 1 if not.",
         epilog='For example: python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5',
     )
     parser.add_argument("layer", metavar="MODULE:LAYER", help="a layer class, or a function that applies one")
@@ -62,23 +62,23 @@ def check(arguments: list[str]) -> LayerReport:
         nargs="*",
         help='an array, as "f32[8,8]" or "f32[]" with numbers between -1.2 and 1.2 that are not near 0, "i32[4]" with '
         f"zeros and ones ({', '.join(_DTYPES)}); key[] for a PRNG key; or a Python literal for a static: 3, 0.5, True, "
-        "None, '\"text\"'. After -- where one begins with a minus",
+        "None, '\"text\"'. Write -- before the first one if one begins with a minus",
     )
     parser.add_argument(
         "--reference",
         metavar="MODULE:FUNCTION",
-        help="a function of the same arguments in plain JAX whose gradients are right, where those of the layer are "
-        "not meant to be the gradients of its outputs",
+        help="a function of the same arguments in plain JAX whose gradients are right; needed if backward is not the "
+        "gradient of forward",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the numbers in the arrays (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the numbers in the arrays (default: 0)")
     parser.add_argument(
-        "--skip", metavar="NAME", action="append", default=[], help="a property to leave out; may be repeated"
+        "--skip", metavar="NAME", action="append", default=[], help="a property that is not tested; may be repeated"
     )
     parser.add_argument(
         "--no-float64",
         dest="float64",
         action="store_false",
-        help="take numerical gradients in the dtypes given, for a layer that rounds to narrower ones within",
+        help="compute numerical gradients in the dtypes given; for a layer that rounds to a narrower dtype internally",
     )
     options = parser.parse_args(arguments)
     try:
@@ -93,7 +93,7 @@ def check(arguments: list[str]) -> LayerReport:
                 report = check_layer(
                     layer, *args, reference=reference, skip=options.skip, float64=options.float64, raises=False
                 )
-            except ValueError as error:  # nothing to differentiate, or nothing of that name to skip
+            except ValueError as error:  # no argument can be differentiated, or --skip has an unknown name
                 raise _UnusableError(str(error)) from error
     except _UnusableError as error:
         parser.error(str(error))
@@ -141,41 +141,41 @@ def _random(shape: list[int], dtype: Any, rng: np.random.Generator) -> jax.Array
 
 
 def _load(target: str) -> Any:
-    place, _, name = target.rpartition(":")
-    if not place or not name:
+    module_or_file, _, name = target.rpartition(":")
+    if not module_or_file or not name:
         raise _UnusableError(f"{target}: {_LAYER}.")
-    module = _module(place)
+    module = _module(module_or_file)
     try:
         found = attrgetter(name)(module)
     except AttributeError:
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         raise _UnusableError(
-            f"{target}: {place} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
+            f"{target}: {module_or_file} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
         ) from None
     if not callable(getattr(found, "apply", None) if isinstance(found, type) else found):
         raise _UnusableError(f"{target}: expected a layer class or a function, got {found!r}.")
     return found
 
 
-def _module(place: str) -> Any:
-    path = Path(place)
-    is_file = place.endswith(".py")
+def _module(module_or_file: str) -> Any:
+    path = Path(module_or_file)
+    is_file = module_or_file.endswith(".py")
     if is_file and not path.is_file():
-        raise _UnusableError(f"{place}: no such file. {_LAYER}.")
-    # As Python does for a script, or for -m.
+        raise _UnusableError(f"{module_or_file}: no such file. {_LAYER}.")
+    # Python puts the same folder on the path for a script, or for -m.
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())
     try:
         if not is_file:
-            return importlib.import_module(place)
+            return importlib.import_module(module_or_file)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)  # where dataclasses and pickle look for it
+        sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look for the module there
         spec.loader.exec_module(module)
         return module
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        raise _UnusableError(f"{place}: cannot be imported ({reason}). {_LAYER}.") from error
+        raise _UnusableError(f"{module_or_file}: cannot be imported ({reason}). {_LAYER}.") from error
     finally:
         sys.path.pop(0)

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._layer import PyLayer
-from pylayer_jax._report.report import SavedTensorsReport, saved_tensors_report
+from pylayer_jax._report.report import saved_tensors_report
+from pylayer_jax._report.table import SavedTensorsReport
 
 WIDTHS = (64, 128, 64, 10)
 BITS = 4
@@ -19,7 +20,7 @@ BACKBONE_GRADIENT = 0.5
 
 
 class Swish(PyLayer):
-    """x * sigmoid(x), which saves its input alone."""
+    """x * sigmoid(x). Only the input is saved."""
 
     @staticmethod
     def forward(ctx: Any, x: jax.Array) -> jax.Array:
@@ -36,8 +37,8 @@ class Swish(PyLayer):
 class Quantize(PyLayer):
     """Rounds to a grid whose step is learned (LSQ, Esser et al. 2020, equations 1 to 3).
 
-    Rounding passes the gradient straight through inside the grid; the step gets what rounding and
-    clipping changed, times a factor that keeps its updates small.
+    Inside the grid, rounding passes the gradient straight through. The gradient of the step is the change by rounding
+    and clipping, times a factor that keeps the updates of the step small.
     """
 
     @staticmethod
@@ -57,7 +58,7 @@ class Quantize(PyLayer):
 
 
 class ScaleGradient(PyLayer):
-    """The identity, whose gradient is multiplied by a number."""
+    """The identity, with its gradient multiplied by a number."""
 
     @staticmethod
     def forward(ctx: Any, x: jax.Array, factor: float) -> jax.Array:
@@ -84,7 +85,7 @@ def _plain_scale(x: jax.Array, factor: float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The three functions that the network is made of besides its matrices."""
+    """The three functions of the network besides its products with matrices."""
 
     swish: Callable[..., jax.Array]
     quantize: Callable[..., jax.Array]
@@ -102,7 +103,7 @@ def new_parameters(key: jax.Array) -> Parameters:
     parameters: Parameters = []
     for k, fan_in, fan_out in zip(keys, WIDTHS, WIDTHS[1:], strict=False):
         weight = jax.random.normal(k, (fan_in, fan_out)) * (2 / fan_in) ** 0.5
-        # The step that LSQ starts from: twice the mean size over the root of the largest level.
+        # LSQ starts from this step: twice the mean size, divided by the root of the largest level.
         step = 2 * jnp.mean(jnp.abs(weight)) / (2 ** (BITS - 1) - 1) ** 0.5
         parameters.append({"weight": weight, "bias": jnp.zeros(fan_out), "step": step})
     return parameters
@@ -128,18 +129,18 @@ def _logits(parameters: Parameters, images: jax.Array, layers: Layers) -> jax.Ar
 
 @dataclasses.dataclass
 class Result:
-    """What the main job found."""
+    """The results of the main job."""
 
-    accuracy: float  # on images that training did not see
-    gradient_error: float  # largest difference to plain JAX, relative to the largest gradient
+    accuracy: float  # on the test images
+    gradient_error: float  # the largest difference to plain JAX, relative to the largest gradient
     saved: SavedTensorsReport
 
 
 def train(epochs: int, seed: int, progress: bool) -> Result:
-    """Train on three quarters of the 1,797 digits, and compare and count on the way.
+    """Train on three quarters of the 1,797 digits, compare the gradients with plain JAX, and count the saved bytes.
 
     Raises:
-        ImportError: without optax, scikit-learn and tqdm, the extra named `demo`.
+        ImportError: if optax, scikit-learn or tqdm is not installed; the extra named `demo` installs them.
     """
     import optax
     from sklearn.datasets import load_digits
@@ -180,7 +181,8 @@ def train(epochs: int, seed: int, progress: bool) -> Result:
 
 def _gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array) -> float:
     ours, plain = (
-        jax.jit(jax.grad(lambda p, of=of: loss(p, images, labels, of)))(parameters) for of in (PYLAYERS, PLAIN)
+        jax.jit(jax.grad(lambda p, layers=layers: loss(p, images, labels, layers)))(parameters)
+        for layers in (PYLAYERS, PLAIN)
     )
     pairs = list(zip(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(plain), strict=True))
     return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)

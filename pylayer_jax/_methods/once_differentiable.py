@@ -13,6 +13,10 @@ from pylayer_jax._trees import Static, split
 from .context import PyLayerContext
 
 
+class OnceDifferentiableError(RuntimeError):
+    """A second derivative goes through a decorated `backward`."""
+
+
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate `backward` to say that its own derivative is not defined.
 
@@ -24,8 +28,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(backward, staticmethod):
         return staticmethod(once_differentiable(backward.__func__))
 
-    def second_derivative_error() -> RuntimeError:
-        return RuntimeError(
+    def second_derivative_error() -> OnceDifferentiableError:
+        return OnceDifferentiableError(
             f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
             "Remove the decorator if backward is made of differentiable operations."
         )
@@ -54,6 +58,6 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-def second_derivative_error_of(backward: Callable[..., Any]) -> Callable[[], RuntimeError] | None:
+def second_derivative_error_of(backward: Callable[..., Any]) -> Callable[[], OnceDifferentiableError] | None:
     """Makes the error for a second derivative through a decorated `backward`; None for any other `backward`."""
     return getattr(backward, "second_derivative_error", None)

@@ -1,133 +1,36 @@
-"""What the layers of a function save for backward, and how large it is."""
+"""`saved_tensors_report`: trace a function, and find the marks of its layers among its residuals."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
 import math
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pylayer_jax._autodiff.call import residual_tracker
-from pylayer_jax._autodiff.saved_state import SavedState
-from pylayer_jax._jax import checkpoint_name, compute_together_p, inner_jaxprs, is_key, is_literal, is_tracer, typeof
+from pylayer_jax._jax import compute_together_p, inner_jaxprs, is_key, is_literal
 from pylayer_jax._trees import is_tensor, split
 
-# Code that stands between a user's line and the layer that it applies, as in jax.checkpoint(Layer.apply).
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_MACHINERY = (_PACKAGE + os.sep, os.path.dirname(jax.__file__) + os.sep)
-_COMMANDS = os.path.join(_PACKAGE, "_commands") + os.sep  # whose layers are like a user's
-_COLUMNS = ("layer", "saved", "type", "times", "bytes", "packed", "where", "")
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedTensor:
-    """One tensor that one application of a layer keeps for `backward`."""
-
-    layer: str  # name of the class
-    application: int  # its number among the applications of layers, from 0
-    name: str  # saved[0], or ctx.scale for an attribute
-    shape: tuple[int, ...]
-    dtype: str
-    times: int  # iterations of the scans around, each of which keeps one, and examples of a vmap where it is packed
-    bytes: int  # of all iterations, before packing; 0 where it is not kept, or already counted
-    packed_bytes: int  # the same as it is kept, under the hooks that are active
-    source: str  # file and line of the call of apply
-    note: str  # why it does not count, or that it is an argument of the function
-
-
-class SavedTensorsReport:
-    """The rows of a report, as a table in a terminal and in a notebook."""
-
-    def __init__(self, rows: list[SavedTensor]) -> None:
-        self.rows = rows
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tensors before packing, each counted once."""
-        return sum(row.bytes for row in self.rows)
-
-    @property
-    def total_packed_bytes(self) -> int:
-        """Bytes of all tensors as they are kept, each counted once."""
-        return sum(row.packed_bytes for row in self.rows)
-
-    def __str__(self) -> str:
-        cells = [_COLUMNS, *map(_cells, self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
-        align = [str.rjust if name in ("times", "bytes", "packed") else str.ljust for name in _COLUMNS]
-        lines = ["  ".join(a(c, w) for a, c, w in zip(align, row, widths, strict=True)) for row in cells]
-        return "\n".join(line.rstrip() for line in [*lines, self._total()])
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        def line(tag: str, cells: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
-        body = "".join(line("td", _cells(row)) for row in self.rows)
-        caption = f"<caption>{html.escape(self._total())}</caption>"
-        return f"<table>{caption}<thead>{line('th', _COLUMNS)}</thead><tbody>{body}</tbody></table>"
-
-    def _total(self) -> str:
-        kept = f"{self.total_bytes:,} bytes are saved for backward"
-        if self.total_packed_bytes != self.total_bytes:
-            kept += f", {self.total_packed_bytes:,} as they are packed"
-        count = len({row.application for row in self.rows})
-        return f"{kept}, in {count} application{'' if count == 1 else 's'} of layers."
-
-    def plot(self, ax: Any = None) -> Any:
-        """A bar per application of a layer: bytes saved, and packed where that differs. Needs matplotlib.
-
-        Returns:
-            The axes drawn on: `ax`, or new ones.
-
-        Raises:
-            ImportError: without matplotlib.
-        """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("saved_tensors_report(...).plot() needs matplotlib: pip install matplotlib") from error
-        if ax is None:
-            _, ax = plt.subplots()
-        applications = sorted({row.application for row in self.rows})
-        labels = [next(f"{r.layer} {i}" for r in self.rows if r.application == i) for i in applications]
-        plain, packed = (
-            [sum(getattr(r, field) for r in self.rows if r.application == i) for i in applications]
-            for field in ("bytes", "packed_bytes")
-        )
-        ax.barh(labels, plain, label="saved", alpha=0.5 if packed != plain else 1.0)
-        if packed != plain:
-            ax.barh(labels, packed, label="packed")
-            ax.legend()
-        ax.invert_yaxis()
-        ax.set_xlabel("bytes")
-        return ax
-
-
-def _cells(row: SavedTensor) -> tuple[str, ...]:
-    kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-    sizes = f"{row.times}", f"{row.bytes:,}", f"{row.packed_bytes:,}"
-    return row.layer, row.name, kind, *sizes, row.source, row.note
+from .marks import MarkedArray, ResidualTracker, number_of
+from .table import SavedTensor, SavedTensorsReport
 
 
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
-    """What every layer applied in `fun(*args, **kwargs)` saves for backward, if all float arguments are differentiated.
+    """List the tensors that the layers in `fun(*args, **kwargs)` save for backward.
 
-    `fun`, a function or a layer, is traced and not run, so that arguments may be `jax.ShapeDtypeStruct`s. Hooks
-    that are active count, as do the blocks inside `fun`. One row is one tensor that `save_for_backward` or an
-    attribute of ctx keeps: its type, its bytes (before and after packing), how many iterations of a scan keep one,
-    and where the layer was applied. A tensor that several applications keep counts once, and what `jax.checkpoint`
-    computes again counts nothing.
+    `fun` is a function or a layer. The report traces it and does not run it; arguments may therefore be
+    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks count, and so do the
+    blocks of hooks inside `fun`.
+
+    One row is one tensor that `save_for_backward` or an attribute of ctx keeps: its type, its bytes before and after
+    packing, the number of scan iterations that each keep one, and the line that applies the layer. If several
+    applications keep the same tensor, it counts once. If `jax.checkpoint` computes a tensor again, it counts 0 bytes.
 
     Raises:
-        TypeError: where no argument holds a float array.
+        TypeError: if no argument holds a float array.
     """
 
     def is_argument(leaf: object) -> bool:
@@ -135,195 +38,132 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     fun = getattr(fun, "apply", fun) if isinstance(fun, type) else fun
     tensors, skeleton = split((args, kwargs), is_argument)
-    chosen = [i for i, t in enumerate(tensors) if jnp.issubdtype(t.dtype, jnp.inexact)]
-    if not chosen:
+    differentiated = [i for i, t in enumerate(tensors) if jnp.issubdtype(t.dtype, jnp.inexact)]
+    if not differentiated:
         raise TypeError("saved_tensors_report: none of the arguments holds a float array, so that nothing is saved.")
 
     def residuals(*tensors: Any) -> list[Any]:
-        def run(*differentiated: Any) -> list[Any]:
-            full = list(tensors)
-            for i, t in zip(chosen, differentiated, strict=True):
-                full[i] = t
-            called, keywords = skeleton.fill(full)
-            return split(fun(*called, **keywords))[0]
+        def run(*values: Any) -> list[Any]:
+            filled = list(tensors)
+            for i, value in zip(differentiated, values, strict=True):
+                filled[i] = value
+            args, kwargs = skeleton.fill(filled)
+            return split(fun(*args, **kwargs))[0]
 
-        _, pullback = jax.vjp(run, *(tensors[i] for i in chosen))
+        _, pullback = jax.vjp(run, *(tensors[i] for i in differentiated))
         return jax.tree_util.tree_leaves(pullback)
 
-    follower = Follower()
-    with residual_tracker(follower):
+    tracker = ResidualTracker()
+    with residual_tracker(tracker):
         jaxpr = jax.make_jaxpr(residuals)(*tensors).jaxpr
-    found: dict[int, list[_Found]] = {}
+    by_mark: dict[int, list[_Residual]] = {}
     producers: dict[int, Any] = {}
     for atom in jaxpr.outvars:
-        kept = _resolve(jaxpr, atom, producers)
-        if kept.marker is not None:
-            found.setdefault(kept.marker, []).append(kept)
-    return SavedTensorsReport(_rows(follower.entries, found, set(jaxpr.invars)))
+        residual = _resolve(jaxpr, atom, producers)
+        if residual.mark is not None:
+            by_mark.setdefault(residual.mark, []).append(residual)
+    return SavedTensorsReport(_rows(tracker.marked, by_mark, set(jaxpr.invars)))
 
 
-# -- following, while it is traced ------------------------------------------------------------------
-
-
-@dataclasses.dataclass
-class _Entry:
-    """One array that an application keeps, and the tensor that it is, or that was packed to it."""
-
-    application: int
-    layer: str
-    name: str
-    tensor: Any  # types
-    array: Any
-    source: str
-
-
-def _is_machinery(file: str) -> bool:
-    return file.startswith(_MACHINERY) and not file.startswith(_COMMANDS)
-
-
-class Follower:
-    """Marks each array that a layer keeps, so that it can be found among the residuals of the whole."""
-
-    def __init__(self) -> None:
-        self.entries: list[_Entry] = []
-        self.applications: list[Any] = []
-
-    def call_site(self) -> str:
-        """Where `apply` was called, as in `model.py:12`."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and _is_machinery(frame.f_code.co_filename):
-            frame = frame.f_back
-        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-    def mark(
-        self,
-        application: Any,
-        saved: SavedState,
-        tensors: Sequence[Any],
-        arrays: Sequence[Any],
-        owners: Sequence[int],
-    ) -> list[Any]:
-        """The arrays that are kept, marked. `owners` says which of the tensors each of the first was packed from."""
-        names = saved.residual_names(len(tensors))
-        places = [*owners, *range(saved.packable, len(tensors))]
-        marked: list[Any] = []
-        # JAX may run a fwd rule more than once, as for each branch of a cond.
-        if not any(a is application for a in self.applications):
-            self.applications.append(application)
-        number = next(n for n, a in enumerate(self.applications) if a is application)
-        for array, i in zip(arrays, places, strict=True):
-            if array is tensors[i] and places.count(i) > 1:
-                # Beside what it was packed to, for the sake of its tangent alone: NOTE [packed tensors].
-                marked.append(array)
-                continue
-            label = f"{_MARK}{len(self.entries)}"
-            self.entries.append(
-                _Entry(
-                    number,
-                    application.layer.__name__,
-                    names[i],
-                    typeof(tensors[i]),
-                    typeof(array),
-                    application.call_site,
-                )
-            )
-            marked.append(checkpoint_name(array, label) if is_tracer(array) else array)
-        return marked
-
-
-_MARK = "pylayer_jax saved_tensors_report "
-
-
-# -- finding what is kept in the jaxpr ---------------------------------------------------------------
+# -- marks in the jaxpr ---------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
-class _Found:
-    marker: int | None
+class _Residual:
+    """A residual of the function, followed back to its mark."""
+
+    mark: int | None
     aval: Any  # of the marked array
     times: int
-    root: Any  # what it is a name for, by which equal ones are told: a variable, within the calls on the way to it
+    root: Any  # the variable that was copied or named, with the calls around it; the same array has the same root
 
 
-# Their outputs are their inputs, as far as memory goes.
+# The output of these primitives is their input, and needs no memory of its own.
 _PASS_ON = frozenset({"copy", "name", "optimization_barrier", compute_together_p.name, "reduce_precision"})
 
 
-def _resolve(jaxpr: Any, atom: Any, producers: dict[int, Any]) -> _Found:
-    """Follow a value back to its mark, into loops and calls. `producers` are the equations of each jaxpr met so far."""
+def _resolve(jaxpr: Any, atom: Any, producers: dict[int, Any]) -> _Residual:
+    """Follow a value back to its mark, also into loops and calls. `producers` caches the equations of each jaxpr."""
     here = producers.get(id(jaxpr))
     if here is None:
         here = producers[id(jaxpr)] = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
-    marker, aval = None, atom.aval
+    mark, aval = None, atom.aval
     while not is_literal(atom) and atom in here:
         equation, i = here[atom]
-        label = _label(equation)
-        if marker is None and label.startswith(_MARK):
-            marker, aval = int(label.removeprefix(_MARK)), atom.aval
-        if label or equation.primitive.name in _PASS_ON:
+        name = _checkpoint_name(equation)
+        if mark is None and (mark := number_of(name)) is not None:
+            aval = atom.aval
+        if name or equation.primitive.name in _PASS_ON:
             atom = equation.invars[i]
             continue
         inner = inner_jaxprs(equation.params)
-        if marker is None and inner:
+        if mark is None and inner:
             for body in inner:
                 if i < len(body.outvars):
                     found = _resolve(body, body.outvars[i], producers)
-                    # A scan stacks what its iterations keep; what it carries has no axis more than in its body.
+                    # A scan stacks the residuals of its iterations; its carry has the same shape as in its body.
                     stacked = len(atom.aval.shape) > len(body.outvars[i].aval.shape)
-                    if found.marker is not None:
+                    if found.mark is not None:
                         times = found.times * (atom.aval.shape[0] if stacked else 1)
-                        # A jitted function that is called twice is one jaxpr.
+                        # A jitted function that is called twice has one jaxpr: the equation tells the calls apart.
                         return dataclasses.replace(found, times=times, root=(id(equation), found.root))
         break
-    return _Found(marker, aval, 1, None if is_literal(atom) else atom)
+    return _Residual(mark, aval, 1, None if is_literal(atom) else atom)
 
 
-def _label(equation: Any) -> str:
-    # A primitive of its own in JAX today, and one of the coming kind with JAX_REMAT3.
+def _checkpoint_name(equation: Any) -> str:
+    # With JAX_REMAT3, `checkpoint_name` is a primitive of another kind, which holds its name in `_prim`.
     name = equation.params.get("name", "") if equation.primitive.name == "name" else ""
-    coming = getattr(equation.params.get("_prim"), "params", {})
-    return name or (coming.get("name", "") if isinstance(coming, dict) else "")
+    params = getattr(equation.params.get("_prim"), "params", {})
+    return name or (params.get("name", "") if isinstance(params, dict) else "")
 
 
-def _rows(entries: list[_Entry], found: dict[int, list[_Found]], arguments: set[Any]) -> list[SavedTensor]:
+# -- rows -----------------------------------------------------------------------------------------
+
+
+def _rows(marked: list[MarkedArray], by_mark: dict[int, list[_Residual]], arguments: set[Any]) -> list[SavedTensor]:
     seen: dict[Any, str] = {}
     groups: dict[tuple[int, str], list[int]] = {}
-    for i, entry in enumerate(entries):
-        groups.setdefault((entry.application, entry.name), []).append(i)
-    return [_row([(entries[i], found.get(i, [])) for i in members], seen, arguments) for members in groups.values()]
+    for i, array in enumerate(marked):
+        groups.setdefault((array.application, array.name), []).append(i)
+    return [_row([(marked[i], by_mark.get(i, [])) for i in group], seen, arguments) for group in groups.values()]
 
 
-def _row(members: list[tuple[_Entry, list[_Found]]], seen: dict[Any, str], arguments: set[Any]) -> SavedTensor:
-    """One tensor, from the arrays that it was packed to."""
-    entry = members[0][0]
-    shape, times, examples, packed = entry.tensor.shape, 0, 1, 0
-    note = "" if any(kept for _, kept in members) else "computed again, or not needed"
-    for member, kept in members:
-        new = [one for one in kept if one.root not in seen]
-        if kept and not new:
-            note = f"the same as {seen[kept[0].root]}"
-        for one in new:
-            seen[one.root] = f"{entry.layer} {entry.application}, {entry.name}"
-            note = "an argument of the function" if one.root in arguments else ""
-            packed += one.times * _bytes(one.aval)
-            if member.array.shape == entry.tensor.shape and member.array.dtype == entry.tensor.dtype:
-                shape = one.aval.shape  # as it is, with the examples of a vmap
+def _row(arrays: list[tuple[MarkedArray, list[_Residual]]], seen: dict[Any, str], arguments: set[Any]) -> SavedTensor:
+    """The row of one tensor, from the arrays that it was packed to. `seen` has a name for each root counted so far."""
+    first = arrays[0][0]
+    shape, times, examples, packed = first.tensor_type.shape, 0, 1, 0
+    note = "" if any(residuals for _, residuals in arrays) else "computed again, or not needed"
+    for array, residuals in arrays:
+        new = [residual for residual in residuals if residual.root not in seen]
+        if residuals and not new:
+            note = f"the same as {seen[residuals[0].root]}"
+        for residual in new:
+            seen[residual.root] = f"{first.layer} {first.application}, {first.name}"
+            note = "an argument of the function" if residual.root in arguments else ""
+            packed += residual.times * _bytes(residual.aval)
+            if _same_type(array.array_type, first.tensor_type):
+                shape = residual.aval.shape  # not packed: the shape includes the examples of a vmap
             else:
-                examples = one.aval.size // max(member.array.size, 1)
-        times = max(times, sum(one.times for one in new))
-    size = times * examples * _bytes(jax.ShapeDtypeStruct(shape, entry.tensor.dtype))
+                examples = residual.aval.size // max(array.array_type.size, 1)
+        times = max(times, sum(residual.times for residual in new))
+    size = times * examples * _bytes(jax.ShapeDtypeStruct(shape, first.tensor_type.dtype))
     return SavedTensor(
-        entry.layer,
-        entry.application,
-        entry.name,
+        first.layer,
+        first.application,
+        first.name,
         tuple(shape),
-        str(entry.tensor.dtype),
+        str(first.tensor_type.dtype),
         max(times, 1) * examples,
         size,
         packed,
-        entry.source,
+        first.source,
         note,
     )
+
+
+def _same_type(array: Any, tensor: Any) -> bool:
+    return array.shape == tensor.shape and array.dtype == tensor.dtype
 
 
 def _bytes(aval: Any) -> int:

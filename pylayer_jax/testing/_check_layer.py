@@ -1,23 +1,26 @@
-"""What a layer has to be: each property, and how it is tested."""
+"""`check_layer`: the properties of a correct layer, and the test of each."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from . import _forward_mode, _transforms
-from ._comparison import Comparison, type_of
-from ._flat_function import MismatchError, first_line, jitted_without_leaks
-from ._layer_under_test import Subject
+from ._comparison import MismatchError, first_line, type_of
+from ._equivalence import compare_with_reference
+from ._flat_function import flat_function, name_of
+from ._layer_under_test import LayerUnderTest
 from ._numerical import Settings, compare_numerically
+from ._variants import jitted_without_leaks
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One property of a layer: its name, whether the layer has it, and what was compared or why not."""
+    """One property: its name, whether the layer has it, and what was compared or what is wrong."""
 
     name: str
     passed: bool
@@ -29,7 +32,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """What `check_layer` found; prints as one line per property."""
+    """The results of `check_layer`; prints as one line per property."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -48,89 +51,156 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows)])
 
 
-def row_of(name: str, of: Callable[[], str]) -> Row:
+def row_of(name: str, test: Callable[[], str]) -> Row:
     try:
-        return Row(name, True, of())
+        return Row(name, True, test())
     except MismatchError as error:
         return Row(name, False, first_line(error))
     except Exception as error:
-        # Not JAX's own note, on its traceback.
+        # A note that begins with dashes is the one of JAX about its traceback.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
         return Row(name, False, f"{type(error).__name__}: {first_line(error)}{where}")
 
 
-def _arguments(subject: Subject) -> str:
-    flat = subject.flat
+def check_layer(
+    layer: Callable[..., Any],
+    *args: Any,
+    reference: Callable[..., Any] | None = None,
+    skip: Sequence[str] = (),
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+    float64: bool = True,
+    raises: bool = True,
+) -> LayerReport:
+    """Check a layer under each transform of JAX, and its derivatives in both modes.
+
+    The report has one row per property:
+
+    - eager: JAX can compute outputs and gradients;
+    - jit, vmap, scan, cond, remat, shard_map: the outputs and gradients are the same under this transform. vmap and
+      scan run several examples; they also map integer, boolean and key arguments if the layer accepts that. shard_map
+      runs on all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
+    - gradients, second order: they agree with numerical derivatives, or with those of `reference`;
+    - forward mode: `jax.jvp` agrees with reverse mode (and with `reference`), also under jit and vmap. A layer without
+      forward mode passes;
+    - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
+      if the layer has forward mode. A layer that refuses forward over reverse passes, and the row gives the reason;
+    - arguments: the gradient of an argument is the same if only this argument is differentiated;
+    - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
+    - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
+    - leaks: no traced value outlives its trace;
+    - saved: the number and the bytes of the arrays kept for backward.
+
+    The checks miss one error: a backward that reads a global variable, if only code outside the layer changes it.
+
+    Args:
+        layer: a layer class, or a function of `args` that applies one.
+        *args: any pytrees. Floating-point and complex arrays are differentiated; the layer gets statics unchanged.
+        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, as in
+            `assert_equivalent`. Needed if backward is not the gradient of forward.
+        skip: names of properties that are not tested.
+        rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
+            default of `gradcheck`.
+        atol: absolute tolerance; by default that of `assert_equivalent`, and for numerical derivatives that of
+            `gradcheck`.
+        seed: seed of the cotangents and tangents.
+        float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.
+        raises: if True, raise an error if a property fails or cannot be tested.
+
+    Raises:
+        AssertionError: with the whole report, unless `raises` is False.
+        TypeError, ValueError: if there is nothing to check, or `skip` has an unknown name.
+    """
+    _, flat = flat_function("check_layer", layer, args)
+    flat_reference = None if reference is None else flat_function("check_layer", reference, args)[1]
+    if unknown := [name for name in skip if name not in PROPERTIES]:
+        raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
+    under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
+    rows = [row_of("eager", under_test.run)]
+    if rows[0].passed:
+        rows += [
+            row_of(name, lambda test=test: test(under_test)) for name, test in PROPERTIES.items() if name not in skip
+        ]
+    report = LayerReport(name_of(layer), tuple(rows))
+    if raises and not report.passed:
+        raise AssertionError(f"check_layer of {report}")
+    return report
+
+
+def _arguments(layer: LayerUnderTest) -> str:
+    flat = layer.flat
     groups = [[j for j, o in enumerate(flat.owners) if o == owner] for owner in dict.fromkeys(flat.owners)]
     for group in [*groups, *([j] for j in range(len(flat.names)))]:
-        names = [subject.gradient_names[j] for j in group]
-        alone = flat.gradient(subject.weights, group)
-        subject.same.of_all(alone, [subject.gradients[j] for j in group], names, "when it alone is differentiated")
+        names = [layer.gradient_names[j] for j in group]
+        alone = flat.grads(layer.cotangents, group)
+        layer.comparison.of_all(alone, [layer.gradients[j] for j in group], names, "when it alone is differentiated")
     return "each has the same gradient alone" if len(flat.names) > 1 else "there is one"
 
 
-def _cotangents(subject: Subject) -> str:
-    everything = subject.weights
+def _cotangents(layer: LayerUnderTest) -> str:
+    everything = layer.cotangents
     zeros = {k: jnp.zeros_like(w) for k, w in everything.items()}
     given = [({k: w}, f"with a cotangent for output {k} alone") for k, w in everything.items()]
     if len(everything) > 2:
         given += [({i: w for i, w in everything.items() if i != k}, f"without one for output {k}") for k in everything]
-    comparison = dataclasses.replace(subject.same, right="backward of zeros for the others")
-    for weights, way in given:
-        missing = subject.flat.gradient(weights)
-        comparison.of_all(missing, subject.flat.gradient(zeros | weights), subject.gradient_names, way)
+    comparison = dataclasses.replace(layer.comparison, right="backward of zeros for the others")
+    for cotangents, label in given:
+        missing = layer.flat.grads(cotangents)
+        comparison.of_all(missing, layer.flat.grads(zeros | cotangents), layer.gradient_names, label)
     return "missing ones count as zeros" if len(everything) > 1 else "there is one, which cannot be missing"
 
 
-def _gradients(subject: Subject) -> str:
-    return _derivatives(subject, 1)
+def _gradients(layer: LayerUnderTest) -> str:
+    return _derivatives(layer, 1)
 
 
-def _second_order(subject: Subject) -> str:
-    return _derivatives(subject, 2)
+def _second_order(layer: LayerUnderTest) -> str:
+    return _derivatives(layer, 2)
 
 
-def _derivatives(subject: Subject, order: int) -> str:
-    if subject.plain is None:
-        settings = Settings(subject.rtol, subject.atol, None, 200, subject.seed, subject.float64)
-        return compare_numerically(subject.flat, order, settings, every_way=False)
-    comparison = Comparison(subject.rtol, subject.atol, "the reference")
-    comparison.of_order(order, subject.flat, subject.plain, subject.random)
+def _derivatives(layer: LayerUnderTest, order: int) -> str:
+    if layer.reference is None:
+        settings = Settings(layer.rtol, layer.atol, None, 200, layer.seed, layer.float64)
+        return compare_numerically(layer.flat, order, settings, all_variants=False)
+    compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.random)
     return "as those of the reference"
 
 
-def _repeatable(subject: Subject) -> str:
-    flat, weights, names = subject.flat, subject.weights, subject.gradient_names
-    comparison = dataclasses.replace(subject.same, right="the first run")
-    pull = flat.vjp(weights)
-    first = pull()
-    comparison.of_all(first, subject.gradients, names, "by another run")
-    comparison.of_all(pull(), first, names, "when the vjp function is called a second time")
-    pull = flat.vjp(weights)
-    flat.at(flat.elsewhere()).gradient(weights)
-    comparison.of_all(pull(), first, names, "when the layer ran on other values before backward")
-    for _ in flat.on_others():
-        comparison.of_all(pull(), first, names, "when the layer ran on other statics or shapes before backward")
+def _repeatable(layer: LayerUnderTest) -> str:
+    flat, cotangents, names = layer.flat, layer.cotangents, layer.gradient_names
+    comparison = dataclasses.replace(layer.comparison, right="the first run")
+    pull = flat.vjp(cotangents)
+    first = pull(cotangents)
+    comparison.of_all(first, layer.gradients, names, "by another run")
+    comparison.of_all(pull(cotangents), first, names, "when the vjp function is called a second time")
+    pull = flat.vjp(cotangents)
+    flat.with_values(flat.scaled_values()).grads(cotangents)
+    comparison.of_all(pull(cotangents), first, names, "when the layer ran on other values before backward")
+    for _ in flat.run_with_other_inputs():
+        comparison.of_all(
+            pull(cotangents), first, names, "when the layer ran on other statics or shapes before backward"
+        )
     return "twice, by one vjp function, with other runs in between"
 
 
-def _leaks(subject: Subject) -> str:
-    # Traced anew, after other runs of the layer, it has to compute the same.
-    gradients = jitted_without_leaks(subject.flat, subject.weights)
-    subject.same.of_all(gradients, subject.gradients, subject.gradient_names, "under jit, traced again")
+def _leaks(layer: LayerUnderTest) -> str:
+    # Other runs of the layer came before: a new trace has to compute the same.
+    gradients = jitted_without_leaks(layer.flat, layer.cotangents)
+    layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, "under jit, traced again")
     return "none under jit"
 
 
-def _saved(subject: Subject) -> str:
-    pull = subject.flat.pullback(subject.weights)
+def _saved(layer: LayerUnderTest) -> str:
+    pull = layer.flat.vjp(layer.cotangents)
     kept = list({id(x): x for x in jax.tree_util.tree_leaves(pull) if isinstance(x, jax.Array) and x.size}.values())
     size = sum(x.nbytes for x in kept)
     arrays = "1 array" if len(kept) == 1 else f"{len(kept)} arrays"
     return f"{arrays}, {size:,} bytes" + (f": {', '.join(map(type_of, kept))}" if kept else "")
 
 
-PROPERTIES: dict[str, Callable[[Subject], str]] = {
+PROPERTIES: dict[str, Callable[[LayerUnderTest], str]] = {
     "jit": _transforms.jit,
     "vmap": _transforms.vmap,
     "scan": _transforms.scan,

@@ -1,9 +1,8 @@
-"""A function at given arguments, and its gradients in every way in which JAX may be asked for them."""
+"""A function at its arguments, as a function of a list of tensors."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -11,101 +10,102 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_differentiated
+from pylayer_jax._jax import has_tangent, is_differentiated
 from pylayer_jax._trees import split
 
 
-class Flat:
-    """A function at its arguments, as one of the tensors among them that JAX differentiates."""
+class FlatFunction:
+    """A function at its arguments, as a function of the tensors in them.
+
+    JAX differentiates some of the tensors; `values` are these. Cotangents are a dict from the position of an output to
+    its cotangent: outputs that are not in the dict have none.
+    """
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], names: Sequence[str] | None = None) -> None:
         tensors, self.skeleton = split(args)
         self.function = function
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
-        self.chosen = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
+        self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
         self.paths = names or [f"args{path}" for path in self.skeleton.tensor_paths()]
-        self.names = [self.paths[i] for i in self.chosen]
+        self.names = [self.paths[i] for i in self.differentiated]
         owners = [owner for owner, _ in self.skeleton.tensor_entries()]
-        self.owners = [owners[i] for i in self.chosen]  # the argument that each of them belongs to
+        self.owners = [owners[i] for i in self.differentiated]  # the argument that holds each of them
 
     @property
     def values(self) -> list[Any]:
-        return [self.tensors[i] for i in self.chosen]
+        return [self.tensors[i] for i in self.differentiated]
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
-        """All tensors that the function returns, for `values` in the place of those that are differentiated."""
-        return self.at(values).run()
+        """The tensors that the function returns for other values of the differentiated tensors."""
+        return self.with_values(values).run()
 
     def run(self) -> list[Any]:
+        """The tensors that the function returns."""
         return [jnp.asarray(y) for y in split(self.function(*self.skeleton.fill(self.tensors)))[0]]
 
-    def carrying(self) -> list[int]:
-        """The positions of the outputs through which JAX differentiates: neither integers nor marked ones."""
-        found: list[int] = []
+    def differentiable_outputs(self) -> list[int]:
+        """The positions of the outputs with a gradient: not integers, and not outputs marked as not differentiable."""
 
-        def noted(*values: Any) -> list[Any]:
+        def run(*values: Any) -> tuple[list[Any], list[int]]:
             outputs = self.outputs(values)
-            found[:] = [i for i, y in enumerate(outputs) if has_tangent(y) and is_differentiated(y)]
-            return outputs
+            return outputs, [i for i, y in enumerate(outputs) if has_tangent(y) and is_differentiated(y)]
 
-        jax.vjp(noted, *self.values)
-        return found
+        return jax.vjp(run, *self.values, has_aux=True)[2]
 
-    def weights(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
-        """Per floating-point output a cotangent whose entries are about 1 in size, of either sign."""
+    def random_cotangents(self, outputs: Sequence[Any], rng: np.random.Generator) -> dict[int, Any]:
+        """A cotangent per floating-point or complex output, with entries of size 0.5 to 1.5 and either sign."""
         return {i: random_like(y, rng) for i, y in enumerate(outputs) if has_tangent(y)}
 
-    def vjp(self, weights: dict[int, Any], wanted: Sequence[int] | None = None) -> Callable[[], list[Any]]:
-        """The gradients of `wanted` (all, if None) when called; outputs without a weight have no cotangent."""
-        pull = self.pullback(weights, wanted)
-        return lambda: list(pull(list(weights.values())))
+    def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[..., Any]:
+        """The function that `jax.vjp` returns: from a cotangent per position in `outputs` to gradients.
 
-    def pullback(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[..., Any]:
-        """What `jax.vjp` returns for some of the outputs and of the differentiated values."""
+        The gradients are those of the differentiated values at the positions `wanted`, by default of all.
+        """
         values = self.values
         wanted = range(len(values)) if wanted is None else wanted
 
-        def of_wanted(*some: Any) -> list[Any]:
+        def run(*perturbed: Any) -> dict[int, Any]:
             filled = list(values)
-            for j, value in zip(wanted, some, strict=True):
+            for j, value in zip(wanted, perturbed, strict=True):
                 filled[j] = value
             returned = self.outputs(filled)
-            return [returned[k] for k in outputs]
+            return {k: returned[k] for k in outputs}
 
-        return jax.vjp(of_wanted, *(values[j] for j in wanted))[1]
+        return jax.vjp(run, *(values[j] for j in wanted))[1]
 
-    def gradient(self, weights: dict[int, Any], wanted: Sequence[int] | None = None) -> list[Any]:
-        return self.vjp(weights, wanted)()
+    def grads(self, cotangents: dict[int, Any], wanted: Sequence[int] | None = None) -> list[Any]:
+        """The gradients of the values at the positions `wanted`, by default of all."""
+        return list(self.vjp(cotangents, wanted)(cotangents))
 
-    def derivative(self, weights: dict[int, Any]) -> Flat:
-        """The function from the differentiated values and the cotangents, at `weights`, to the gradients."""
+    def grad_function(self, cotangents: dict[int, Any]) -> FlatFunction:
+        """The function that maps the differentiated values and the cotangents to the gradients."""
 
-        def gradients(values: list[Any], cotangents: list[Any]) -> list[Any]:
-            return self.at(values).gradient(dict(zip(weights, cotangents, strict=True)))
+        def gradients(values: list[Any], cotangents: dict[int, Any]) -> list[Any]:
+            return self.with_values(values).grads(cotangents)
 
-        names = [*self.names, *(f"cotangent[{k}]" for k in weights)]
-        return Flat(gradients, (self.values, list(weights.values())), names)
+        names = [*self.names, *(f"cotangent[{k}]" for k in cotangents)]
+        return FlatFunction(gradients, (self.values, cotangents), names)
 
-    def at(self, values: Sequence[Any], tensors: Sequence[Any] | None = None) -> Flat:
-        """The same function at other values."""
-        other = self.of(self.tensors if tensors is None else tensors)
-        for i, value in zip(self.chosen, values, strict=True):
+    def with_values(self, values: Sequence[Any]) -> FlatFunction:
+        """The same function, with other values of the differentiated tensors."""
+        other = self.with_tensors(self.tensors)
+        for i, value in zip(self.differentiated, values, strict=True):
             other.tensors[i] = value
         return other
 
-    def of(self, tensors: Sequence[Any]) -> Flat:
-        """The same function of other tensors, those included that are not differentiated."""
-        other = object.__new__(Flat)
+    def with_tensors(self, tensors: Sequence[Any]) -> FlatFunction:
+        """The same function, with other tensors."""
+        other = object.__new__(FlatFunction)
         vars(other).update(vars(self))
         other.tensors = list(tensors)
         return other
 
-    def elsewhere(self) -> list[Any]:
-        """Values of the same signs, on which a layer can run in between."""
+    def scaled_values(self) -> list[Any]:
+        """Other values of the same signs, on which the function can run between forward and backward."""
         return [x * jnp.asarray(0.75, x.dtype) for x in self.values]
 
-    def on_others(self) -> Iterator[None]:
-        """Runs on other numbers, flags and shapes, one of these after the other, as far as the function takes them."""
+    def run_with_other_inputs(self) -> Iterator[None]:
+        """Run on other numbers, flags and shapes, and yield after each run. Errors are ignored."""
         whole = self.skeleton.fill(self.tensors)
         changes: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = [
             (lambda x: type(x) is float, lambda x: 0.75 * x),
@@ -123,30 +123,30 @@ class Flat:
         """The largest machine epsilon among the values and the outputs."""
         return max(float(jnp.finfo(x.dtype).eps) for x in [*self.values, *outputs] if has_tangent(x))
 
-    def widened(self) -> Flat:
-        """The same in float64 and complex128; needs `jax.enable_x64`."""
+    def in_double_precision(self) -> FlatFunction:
+        """The same function at values in float64 and complex128; needs `jax.enable_x64`."""
         wide = [x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64) for x in self.values]
-        return self.at(wide)
+        return self.with_values(wide)
 
 
 def _where(applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda x: change(x) if applies(x) else x
 
 
-def flat_of(name: str, function: Any, args: Any) -> tuple[str, Flat]:
-    """What a checker was given, as a name for its messages and a function of tensors.
+def flat_function(name: str, function: Any, args: Any) -> tuple[str, FlatFunction]:
+    """A name for the messages of a checker, and the flat function of the arguments of the checker.
 
     Raises:
-        TypeError: unless `function` is a layer or a function, and `args` a tuple or list.
-        ValueError: if nothing among the arguments can be differentiated.
+        TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.
+        ValueError: if no argument can be differentiated.
     """
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
         raise TypeError(f"{name}: expected a layer or a function, got {function!r}.")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"{name}: expected the arguments as a tuple, got {type(args).__name__}. Pass (x,) for one x.")
-    flat = Flat(call, tuple(args))
-    if not flat.chosen:
+    flat = FlatFunction(call, tuple(args))
+    if not flat.differentiated:
         raise ValueError(
             f"{name}: none of the arguments holds an array of floating-point or complex numbers, so that there is no "
             "gradient to check. Python numbers are statics: pass jnp.float32(1.5) for 1.5."
@@ -158,101 +158,6 @@ def name_of(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     named = owner if isinstance(owner, type) else function
     return getattr(named, "__qualname__", type(named).__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Gradients:
-    """Gradients that JAX computed in one of the ways that it may."""
-
-    way: str  # ends a sentence; "" for the plain one
-    outputs: tuple[int, ...]  # those that had a cotangent
-    by_argument: dict[int, Any]
-    leak: str = ""  # why there are none
-
-
-class MismatchError(AssertionError):
-    """A checker found something wrong; any other AssertionError is the user's own."""
-
-
-class LeakError(MismatchError):
-    """A traced value outlived its trace."""
-
-
-def in_every_way(flat: Flat, weights: dict[int, Any]) -> Iterator[Gradients]:
-    """All gradients at once, of each output alone, for each argument alone, again, after another run, under jit.
-
-    Missing cotangents, `needs_input_grad` and values outside of `ctx` make a difference in one of them. Functions that
-    need concrete values are not jitted.
-    """
-    everything, everyone = tuple(weights), range(len(flat.values))
-
-    def found(way: str, gradients: list[Any], outputs: Sequence[int] = everything, wanted: Sequence[int] = everyone):
-        return Gradients(way, tuple(outputs), dict(zip(wanted, gradients, strict=True)))
-
-    pull = flat.vjp(weights)
-    yield found("", pull())
-    yield found(" when the vjp function is called a second time", pull())
-    pull = flat.vjp(weights)
-    flat.outputs(flat.elsewhere())
-    yield found(" when forward ran on other values before backward", pull())
-    if len(weights) > 1:
-        for k in weights:
-            way = f" with a cotangent for output {k} alone"
-            yield found(way, flat.gradient({k: weights[k]}), [k])
-    if len(flat.values) > 1:
-        for j in everyone:
-            way = f" when {flat.names[j]} alone is differentiated"
-            yield found(way, flat.gradient(weights, [j]), wanted=[j])
-    try:
-        yield found(" under jit", jitted_without_leaks(flat, weights))
-    except NEEDS_VALUES:
-        return
-    except LeakError as error:
-        yield Gradients(" under jit", everything, {}, str(error))
-
-
-def jitted_without_leaks(flat: Flat, weights: dict[int, Any]) -> list[Any]:
-    """The gradients under jit.
-
-    Raises:
-        LeakError: where a traced value outlives its trace, or is used after it.
-    """
-    constant = [i for i in range(len(flat.tensors)) if i not in flat.chosen]
-
-    def compiled(values: list[Any], others: list[Any], cotangents: list[Any]) -> list[Any]:
-        tensors = list(flat.tensors)
-        for i, x in zip(constant, others, strict=True):
-            tensors[i] = x
-        return flat.at(values, tensors).gradient(dict(zip(weights, cotangents, strict=True)))
-
-    def run() -> list[Any]:
-        return jax.jit(compiled)(flat.values, [flat.tensors[i] for i in constant], list(weights.values()))
-
-    try:
-        with jax.checking_leaks():
-            return run()
-    except IndexError as error:
-        with contextlib.suppress(jax.errors.UnexpectedTracerError):
-            run()
-        # No error of the layer's own: JAX, in a large process, may fail to tell what refers to a leaked tracer.
-        raise LeakError("a tracer is leaked: JAX cannot tell by what") from error
-    except jax.errors.UnexpectedTracerError as error:
-        raise LeakError(f"a leaked tracer is used: {first_line(error)}") from error
-    except Exception as error:
-        if not str(error).startswith("Leaked trace"):
-            raise
-        raise LeakError(f"a tracer is leaked: {_leak(error)}") from error
-
-
-def _leak(error: Exception) -> str:
-    # JAX tells the type of the tracer, where it was made, and then what refers to it.
-    lines = [line.strip() for line in str(error).splitlines()[1:]]
-    kept = [line for line in lines if " is referred to by " in line]
-    return "; ".join(kept[:3]) or " ".join(lines)[:300]
-
-
-def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 def random_like(like: Any, rng: np.random.Generator) -> Any:

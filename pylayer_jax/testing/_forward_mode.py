@@ -1,11 +1,11 @@
 """Whether forward mode agrees with reverse mode, for a layer and for its gradients.
 
-With J the derivative of the outputs, reverse mode gives J^T w for cotangents w, and forward mode J t for tangents t, so
-that both give one number for any pair of them:
+Let J be the derivative of the outputs. Reverse mode gives J^T w for cotangents w, and forward mode gives J t for
+tangents t. Both therefore give the same number for any w and t:
 
     w . (J t)  =  (J^T w) . t
 
-For t a unit vector this is one entry of J^T w, the gradient. For complex arrays it holds of the real parts.
+If t is a unit vector, this number is one entry of the gradient J^T w. For complex arrays the real parts are equal.
 """
 
 from __future__ import annotations
@@ -18,205 +18,218 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pylayer_jax._autodiff.refusals import NoForwardModeError, NotDerivableError
 from pylayer_jax._jax import NEEDS_VALUES, is_missing_forward_mode
+from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
-from ._comparison import exact
-from ._flat_function import Flat, MismatchError, first_line, random_like
-from ._layer_under_test import Subject
+from ._comparison import MismatchError, exact, first_line
+from ._flat_function import FlatFunction, random_like
+from ._layer_under_test import LayerUnderTest
 
-_LIMIT = 200  # entries of the gradients that are compared one by one
+_MAX_ENTRIES = 200  # of the gradients; larger ones are compared at this many random entries
 
 
-def forward_mode(subject: Subject) -> str:
-    pairing = _Pairing(subject, subject.flat, subject.weights, subject.gradients)
+def forward_mode(layer: LayerUnderTest) -> str:
+    pairing = _Pairing(layer, layer.flat, layer.cotangents, layer.gradients)
     try:
-        moved = pairing.eager("jax.jvp")
+        output_tangents = pairing.compare_sums("jax.jvp")
     except TypeError as error:
-        if (without := _without_forward_mode(error)) is None:
+        if (refusing := _name_without_forward_mode(error)) is None:
             raise
-        return f"there is none: {without} defines backward alone"
-    beside = _beside_reference(subject, pairing, moved)
-    places = pairing.staged(moved, "jax.jvp", subject.gradient_names)
-    pairing.of_vmap()
-    return f"as reverse mode at {places} places, under jit, of vmap{beside}"
+        return f"there is none: {refusing} defines backward alone"
+    beside = _compare_with_reference(layer, pairing, output_tangents)
+    count = pairing.compare_under_jit(output_tangents, "jax.jvp", layer.gradient_names)
+    pairing.compare_under_vmap()
+    return f"as reverse mode at {count} places, under jit, of vmap{beside}"
 
 
-def forward_over_reverse(subject: Subject) -> str:
-    flat = subject.flat.derivative(subject.weights)
-    weights = flat.weights(subject.gradients, subject.random)
+def forward_over_reverse(layer: LayerUnderTest) -> str:
+    flat = layer.flat.grad_function(layer.cotangents)
+    cotangents = flat.random_cotangents(layer.gradients, layer.random)
     try:
-        pairing = _Pairing(subject, flat, weights, flat.gradient(weights))
-        moved = pairing.eager("jax.jvp of the gradients")
+        pairing = _Pairing(layer, flat, cotangents, flat.grads(cotangents))
+        output_tangents = pairing.compare_sums("jax.jvp of the gradients")
     except (TypeError, RuntimeError) as error:
-        if any(refusal in str(error) for refusal in _REFUSALS):
+        if isinstance(error, _REFUSALS):
             return f"there is none: {first_line(error).split('. ')[0]}"
         raise
     names = [f"reverse over reverse for {name}" for name in flat.names]
-    beside = _forward_over_forward(subject)
+    beside = _forward_over_forward(layer)
     try:
-        places = pairing.staged(moved, "jax.jvp of the gradients", names)
-    except NEEDS_VALUES:  # of a layer that jit cannot run either
+        count = pairing.compare_under_jit(output_tangents, "jax.jvp of the gradients", names)
+    except NEEDS_VALUES:  # jit cannot run such a layer in reverse mode either
         return f"as reverse over reverse along a random direction; it needs concrete values, so not under jit{beside}"
-    return f"as reverse over reverse at {places} places, under jit{beside}"
+    return f"as reverse over reverse at {count} places, under jit{beside}"
 
 
-def _forward_over_forward(subject: Subject) -> str:
-    # Along u, w . (J t) changes as (J^T w) . t does.
-    flat, weights = subject.flat, subject.weights
-    inner, outer = _tangents(subject, flat), _tangents(subject, flat, 1)
-    pairing = _Pairing(subject, flat, weights, [])
+def _forward_over_forward(layer: LayerUnderTest) -> str:
+    # Along any direction, the derivative of w . (J t) equals the derivative of (J^T w) . t.
+    flat, cotangents = layer.flat, layer.cotangents
+    inner, outer = _random_tangents(layer, flat), _random_tangents(layer, flat, 1)
+    pairing = _Pairing(layer, flat, cotangents, [])
 
-    def moved(*values: Any) -> list[Any]:
+    def output_tangents(*values: Any) -> list[Any]:
         return jax.jvp(pairing.outputs, values, tuple(inner))[1]
 
     try:
-        forward = jax.jvp(moved, flat.values, outer)[1]
+        forward = jax.jvp(output_tangents, flat.values, outer)[1]
     except TypeError as error:
-        if _without_forward_mode(error) is None:
+        if _name_without_forward_mode(error) is None:
             raise
         return ""
-    reverse = jax.jvp(lambda *values: flat.at(values).gradient(weights), flat.values, outer)[1]
-    pairing.agree(
-        _paired(weights.values(), forward), _paired(reverse, inner), "jax.jvp of jax.jvp", "jax.jvp of the gradients"
+    reverse = jax.jvp(lambda *values: flat.with_values(values).grads(cotangents), flat.values, outer)[1]
+    pairing.compare_numbers(
+        _inner_product(cotangents.values(), forward),
+        _inner_product(reverse, inner),
+        "jax.jvp of jax.jvp",
+        "jax.jvp of the gradients",
     )
     return "; so is forward over forward"
 
 
-# What the library says of a layer without forward mode, and where it cannot have a second derivative in forward mode.
-_NO_RULE = " has no rule for forward-mode differentiation"
-_REFUSALS = (
-    _NO_RULE,
-    "is not linear in its cotangents",
-    "cannot be transposed by JAX",
-    "needs forward mode of",
-    "is marked @once_differentiable",
-)
-
-
-def _without_forward_mode(error: TypeError) -> str | None:
-    """What the error says has no forward mode; None for any other error."""
-    if is_missing_forward_mode(error):
-        return "a jax.custom_vjp function"
-    return first_line(error).split(_NO_RULE)[0] if _NO_RULE in str(error) else None
-
-
-def _beside_reference(subject: Subject, pairing: _Pairing, moved: Sequence[Any]) -> str:
-    if subject.plain is None:
+def _compare_with_reference(layer: LayerUnderTest, pairing: _Pairing, output_tangents: Sequence[Any]) -> str:
+    if layer.reference is None:
         return ""
     try:
-        expected = _Pairing(subject, subject.plain, subject.weights, []).pushed(pairing.tangents)[1]
+        expected = _Pairing(layer, layer.reference, layer.cotangents, []).jvp(pairing.tangents)
     except TypeError as error:
-        if _without_forward_mode(error) is None:
+        if _name_without_forward_mode(error) is None:
             raise
         return ""
-    comparison = dataclasses.replace(subject.same, right="the reference")
-    comparison.of_all(moved, expected, pairing.names, "by jax.jvp")
+    comparison = dataclasses.replace(layer.comparison, right="the reference")
+    comparison.of_all(output_tangents, expected, pairing.names, "by jax.jvp")
     return ", and as of the reference"
 
 
 class _Pairing:
-    """A function with its cotangents and gradients, and tangents to pair them with."""
+    """A function with cotangents w, gradients J^T w, and random tangents t."""
 
-    def __init__(self, subject: Subject, flat: Flat, weights: dict[int, Any], gradients: Sequence[Any]) -> None:
-        self.same = subject.same
+    def __init__(
+        self, layer: LayerUnderTest, flat: FlatFunction, cotangents: dict[int, Any], gradients: Sequence[Any]
+    ) -> None:
+        self.comparison = layer.comparison
         self.flat = flat
-        self.weights = weights
+        self.cotangents = cotangents
         self.gradients = gradients
-        self.tangents = _tangents(subject, flat)
-        self.names = [f"the tangent of output {k}" for k in weights]
+        self.tangents = _random_tangents(layer, flat)
+        self.names = [f"the tangent of output {k}" for k in cotangents]
         sizes = [x.size for x in flat.values]
         entries = np.arange(sum(sizes))
-        if len(entries) > _LIMIT:
-            entries = np.sort(subject.random.choice(entries, _LIMIT, replace=False))
-        # Per chosen entry, and per array, where it is within the array; out of range where it is in another one.
-        self.places = entries[:, None] - np.cumsum([0, *sizes[:-1]])
-        self.compiled = jax.jit(self._along_entries)
+        if len(entries) > _MAX_ENTRIES:
+            entries = np.sort(layer.random.choice(entries, _MAX_ENTRIES, replace=False))
+        # [entry, array]: the flat index of the entry in the array; out of range if the entry is in another array.
+        self.indices = entries[:, None] - np.cumsum([0, *sizes[:-1]])
+        self.compiled = jax.jit(self._jvp_and_entries)
 
     def outputs(self, *values: Any) -> list[Any]:
         returned = self.flat.outputs(values)
-        return [returned[k] for k in self.weights]
+        return [returned[k] for k in self.cotangents]
 
-    def pushed(self, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return jax.jvp(self.outputs, self.flat.values, list(tangents))
+    def jvp(self, tangents: Sequence[Any]) -> list[Any]:
+        return jax.jvp(self.outputs, self.flat.values, list(tangents))[1]
 
-    def eager(self, way: str) -> list[Any]:
-        """The tangents of the outputs, once they agree with the gradients in sum."""
-        _, moved = self.pushed(self.tangents)
-        self.agree(_paired(self.weights.values(), moved), _paired(self.gradients, self.tangents), way, "reverse mode")
-        return moved
+    def compare_sums(self, label: str) -> list[Any]:
+        """Compare w . (J t) with (J^T w) . t in eager mode, and return J t."""
+        output_tangents = self.jvp(self.tangents)
+        found = _inner_product(self.cotangents.values(), output_tangents)
+        self.compare_numbers(found, _inner_product(self.gradients, self.tangents), label, "reverse mode")
+        return output_tangents
 
-    def agree(self, found: tuple[float, float], expected: tuple[float, float], way: str, right: str) -> None:
-        """Compare two sums, each with the sum of the sizes of its terms."""
-        rtol = self.flat.epsilon(list(self.weights.values())) ** 0.5 if self.same.rtol is None else self.same.rtol
-        tolerance = (self.same.atol or 0.0) + rtol * (found[1] + expected[1])
+    def compare_numbers(
+        self, found: tuple[float, float], expected: tuple[float, float], label: str, right: str
+    ) -> None:
+        """Compare two inner products; the size of their terms sets the tolerance."""
+        rtol, atol = self.comparison.rtol, self.comparison.atol
+        rtol = self.flat.epsilon(list(self.cotangents.values())) ** 0.5 if rtol is None else rtol
+        tolerance = (atol or 0.0) + rtol * (found[1] + expected[1])
         if not abs(found[0] - expected[0]) <= tolerance:
             raise MismatchError(
-                f"along a random direction the derivative is {found[0]:.6g} by {way}, but {expected[0]:.6g} by {right} "
-                f"(tolerance {tolerance:.1g})."
+                f"along a random direction the derivative is {found[0]:.6g} by {label}, but {expected[0]:.6g} by "
+                f"{right} (tolerance {tolerance:.1g})."
             )
 
-    def staged(self, moved: Sequence[Any], way: str, names: Sequence[str]) -> int:
-        """Compare the tangents under jit with those of eager mode, and the gradients with tangents, entry by entry."""
-        under_jit, found = self._run(self.flat.values, self.tangents)
-        self.same.of_all(under_jit, moved, self.names, f"by {way}, under jit")
-        comparison = dataclasses.replace(self.same, right=way)
-        for gradient, name, place in zip(self.gradients, names, self.places.T, strict=True):
-            expected = np.array(gradient)
-            chosen = (place >= 0) & (place < expected.size)
-            real, imaginary = (np.asarray(part)[chosen] for part in found)
-            entries = real - 1j * imaginary if np.iscomplexobj(expected) else real
-            expected.reshape(-1)[place[chosen]] = entries.astype(expected.dtype)
-            comparison.of_arrays(gradient, jnp.asarray(expected), name)
-        return len(self.places)
+    def compare_under_jit(self, output_tangents: Sequence[Any], label: str, names: Sequence[str]) -> int:
+        """Compare J t under jit with J t in eager mode, and J^T w with w . (J t) for unit vectors t.
 
-    def of_vmap(self) -> None:
-        """Compare the tangents of a batch with those of each example."""
+        Returns:
+            The number of entries of J^T w that were compared.
+        """
+        under_jit, derivatives = self._run(self.flat.values, self.tangents)
+        self.comparison.of_all(under_jit, output_tangents, self.names, f"by {label}, under jit")
+        comparison = dataclasses.replace(self.comparison, right=label)
+        for gradient, name, indices in zip(self.gradients, names, self.indices.T, strict=True):
+            expected = np.array(gradient)
+            inside = (indices >= 0) & (indices < expected.size)
+            real, imaginary = (np.asarray(part)[inside] for part in derivatives)
+            entries = real - 1j * imaginary if np.iscomplexobj(expected) else real
+            expected.reshape(-1)[indices[inside]] = entries.astype(expected.dtype)
+            comparison.of_arrays(gradient, jnp.asarray(expected), name)
+        return len(self.indices)
+
+    def compare_under_vmap(self) -> None:
+        """Compare J t of a batch with J t of each example."""
         count = range(3)
-        batch = [jnp.stack([x * jnp.asarray(1 - 0.1 * i, x.dtype) for i in count]) for x in self.flat.values]
-        moving = [jnp.stack([t * jnp.asarray(1 + 0.1 * i, t.dtype) for i in count]) for t in self.tangents]
-        moved = jax.jit(lambda batch, moving: jax.jvp(jax.vmap(self.outputs), batch, moving)[1])(batch, moving)
-        each = [self._run([x[i] for x in batch], [t[i] for t in moving])[0] for i in count]
+        values = [jnp.stack([x * jnp.asarray(1 - 0.1 * i, x.dtype) for i in count]) for x in self.flat.values]
+        tangents = [jnp.stack([t * jnp.asarray(1 + 0.1 * i, t.dtype) for i in count]) for t in self.tangents]
+        batched = jax.jit(lambda values, tangents: jax.jvp(jax.vmap(self.outputs), values, tangents)[1])
+        each = [self._run([x[i] for x in values], [t[i] for t in tangents])[0] for i in count]
         expected = [jnp.stack(ts) for ts in zip(*each, strict=True)]
-        dataclasses.replace(self.same, right="each example").of_all(moved, expected, self.names, "by jax.jvp of vmap")
+        comparison = dataclasses.replace(self.comparison, right="each example")
+        comparison.of_all(batched(values, tangents), expected, self.names, "by jax.jvp of vmap")
 
     def _run(self, values: list[Any], tangents: list[Any]) -> tuple[list[Any], tuple[Any, Any]]:
-        return self.compiled(values, tangents, self.weights, jnp.asarray(self.places, jnp.int32))
+        return self.compiled(values, tangents, self.cotangents, jnp.asarray(self.indices, jnp.int32))
 
-    def _along_entries(
-        self, values: list[Any], tangents: list[Any], weights: dict[int, Any], places: Any
+    def _jvp_and_entries(
+        self, values: list[Any], tangents: list[Any], cotangents: dict[int, Any], indices: Any
     ) -> tuple[list[Any], tuple[Any, Any]]:
-        def push(tangents: list[Any]) -> list[Any]:
+        def jvp(tangents: list[Any]) -> list[Any]:
             return jax.jvp(self.outputs, values, tangents)[1]
 
-        def along(place: Any, unit: complex) -> Any:
-            moved = push([_unit(x, place[j], unit) for j, x in enumerate(values)])
-            return sum(jnp.sum(_wide(w) * _wide(t)).real for w, t in zip(weights.values(), moved, strict=True))
+        def along(entry: Any, unit: complex) -> Any:
+            output_tangents = jvp([_unit_tangent(x, entry[j], unit) for j, x in enumerate(values)])
+            pairs = zip(cotangents.values(), output_tangents, strict=True)
+            return sum(jnp.sum(_widest(w) * _widest(t)).real for w, t in pairs)
 
-        def entry(place: Any) -> tuple[Any, Any]:
-            real = along(place, 1)
-            return real, along(place, 1j) if any(map(jnp.iscomplexobj, values)) else jnp.zeros_like(real)
+        def derivatives(entry: Any) -> tuple[Any, Any]:
+            real = along(entry, 1)
+            return real, along(entry, 1j) if any(map(jnp.iscomplexobj, values)) else jnp.zeros_like(real)
 
-        return push(tangents), jax.lax.map(entry, places)
+        return jvp(tangents), jax.lax.map(derivatives, indices)
 
 
-def _tangents(subject: Subject, flat: Flat, stream: int = 0) -> list[Any]:
-    # Not the numbers of the cotangents, with which an antisymmetric error would vanish.
-    rng = subject.random.spawn(2)[stream]
+def _random_tangents(layer: LayerUnderTest, flat: FlatFunction, stream: int = 0) -> list[Any]:
+    # If tangents and cotangents were the same numbers, an antisymmetric error in J would not show.
+    rng = layer.random.spawn(2)[stream]
     return [random_like(x, rng) for x in flat.values]
 
 
-def _unit(like: Any, place: Any, unit: complex) -> Any:
-    # An imaginary direction is none for a real array.
+def _unit_tangent(like: Any, index: Any, unit: complex) -> Any:
+    # A real array has no imaginary direction: its tangent is then zero.
     value = unit if jnp.iscomplexobj(like) else np.real(unit)
-    one = jnp.where(jnp.arange(like.size) == place, 1.0, 0.0).reshape(like.shape)
+    one = jnp.where(jnp.arange(like.size) == index, 1.0, 0.0).reshape(like.shape)
     return one.astype(like.dtype) * jnp.asarray(value, like.dtype)
 
 
-def _wide(x: Any) -> Any:
+def _widest(x: Any) -> Any:
+    # float64 or complex128; float32 or complex64 if jax_enable_x64 is off.
     return x.astype(jnp.result_type(complex if jnp.iscomplexobj(x) else float))
 
 
-def _paired(some: Iterable[Any], others: Iterable[Any]) -> tuple[float, float]:
-    """The sum of the products, and of their sizes."""
+def _inner_product(some: Iterable[Any], others: Iterable[Any]) -> tuple[float, float]:
+    """The sum of the products, and the sum of their absolute values."""
     products = [exact(a) * exact(b) for a, b in zip(some, others, strict=True)]
     return sum(float(np.sum(p).real) for p in products), sum(float(np.sum(np.abs(p))) for p in products)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def _name_without_forward_mode(error: TypeError) -> str | None:
+    """The name of the layer that has no forward mode; None if this is another error."""
+    if isinstance(error, NoForwardModeError):
+        return error.layer
+    return "a jax.custom_vjp function" if is_missing_forward_mode(error) else None
+
+
+_REFUSALS = (NoForwardModeError, NotDerivableError, OnceDifferentiableError)

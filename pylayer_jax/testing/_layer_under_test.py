@@ -1,4 +1,4 @@
-"""What the properties of a layer are tested on."""
+"""A layer with its results in eager mode. The results under every transform have to equal these."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from typing import Any
 import jax
 import numpy as np
 
-from ._comparison import Comparison, type_of
-from ._flat_function import Flat, MismatchError
+from ._comparison import Comparison, MismatchError, type_of
+from ._flat_function import FlatFunction
 
 
 @dataclasses.dataclass
-class Subject:
-    """A layer at its arguments, with what eager mode makes of it."""
+class LayerUnderTest:
+    """A layer at its arguments. `run` fills in its outputs, random cotangents and its gradients in eager mode."""
 
-    flat: Flat
-    plain: Flat | None
+    flat: FlatFunction
+    reference: FlatFunction | None
     rtol: float | None
     atol: float | None
     seed: int
     float64: bool
     outputs: list[Any] = dataclasses.field(default_factory=list[Any])
-    weights: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
+    cotangents: dict[int, Any] = dataclasses.field(default_factory=dict[int, Any])
     gradients: list[Any] = dataclasses.field(default_factory=list[Any])
 
     def run(self) -> str:
         flat = self.flat
         self.outputs = flat.outputs(flat.values)
-        self.weights = flat.weights(self.outputs, self.random)
-        if not self.weights:
+        self.cotangents = flat.random_cotangents(self.outputs, self.random)
+        if not self.cotangents:
             raise MismatchError("none of the outputs is of floating-point or complex numbers")
-        self.gradients = flat.gradient(self.weights)
+        self.gradients = flat.grads(self.cotangents)
         returned = ", ".join(map(type_of, self.outputs))
         return f"returns {returned}; gradients of {', '.join(flat.names)}"
 
@@ -42,7 +42,7 @@ class Subject:
         return np.random.default_rng(self.seed)
 
     @property
-    def same(self) -> Comparison:
+    def comparison(self) -> Comparison:
         return Comparison(self.rtol, self.atol)
 
     @property
@@ -53,32 +53,21 @@ class Subject:
     def gradient_names(self) -> list[str]:
         return [f"the gradient of {name}" for name in self.flat.names]
 
-    def both(self, outputs: Callable[[list[Any]], list[Any]], way: str) -> None:
-        """`outputs`, and their gradients, against those of eager mode."""
-        self.same.of_all(outputs(self.flat.values), self.outputs, self.output_names, way)
-        gradients = pulled(outputs, self.flat.values, self.weights)
-        self.same.of_all(gradients, self.gradients, self.gradient_names, way)
+    def compare_with_eager(self, outputs: Callable[[list[Any]], list[Any]], label: str) -> None:
+        """Compare the results of a transformed function, and their gradients, with those of eager mode."""
+        self.comparison.of_all(outputs(self.flat.values), self.outputs, self.output_names, label)
+        _, gradients = outputs_and_grads(outputs, self.flat.values, self.cotangents)
+        self.comparison.of_all(gradients, self.gradients, self.gradient_names, label)
 
 
-def pulled(outputs: Callable[[list[Any]], list[Any]], values: list[Any], weights: dict[int, Any]) -> list[Any]:
-    """The gradients of the values, for outputs with weights."""
-
-    def weighted(values: list[Any]) -> list[Any]:
-        returned = outputs(values)
-        return [returned[k] for k in weights]
-
-    _, pull = jax.vjp(weighted, values)
-    return pull(list(weights.values()))[0]
-
-
-def both_of(
-    outputs: Callable[[list[Any]], list[Any]], values: list[Any], weights: dict[int, Any]
+def outputs_and_grads(
+    outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs and the gradients of one run."""
+    """The outputs of a function of the differentiated values, and the gradients, from one run."""
 
-    def weighted(values: list[Any]) -> tuple[list[Any], list[Any]]:
+    def run(values: list[Any]) -> tuple[dict[int, Any], list[Any]]:
         returned = outputs(values)
-        return [returned[k] for k in weights], returned
+        return {k: returned[k] for k in cotangents}, returned
 
-    _, pull, returned = jax.vjp(weighted, values, has_aux=True)
-    return returned, pull(list(weights.values()))[0]
+    _, pull, returned = jax.vjp(run, values, has_aux=True)
+    return returned, pull(cotangents)[0]

@@ -1,4 +1,4 @@
-"""Whether a layer does under each transform of JAX what it does in eager mode."""
+"""Whether a layer gives the same outputs and gradients under a transform of JAX as in eager mode."""
 
 from __future__ import annotations
 
@@ -11,170 +11,177 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_key
 
-from ._flat_function import MismatchError, first_line
-from ._layer_under_test import Subject, both_of, pulled
+from ._comparison import MismatchError, first_line
+from ._layer_under_test import LayerUnderTest, outputs_and_grads
 
 _EXAMPLES = 3
 
 
-def jit(subject: Subject) -> str:
-    subject.both(jax.jit(subject.flat.outputs), "of jit")
-    gradients = jax.jit(lambda values, weights: subject.flat.at(values).gradient(weights))
-    inside = gradients(subject.flat.values, subject.weights)
-    subject.same.of_all(inside, subject.gradients, subject.gradient_names, "under jit")
+def jit(layer: LayerUnderTest) -> str:
+    layer.compare_with_eager(jax.jit(layer.flat.outputs), "of jit")
+    gradients = jax.jit(lambda values, cotangents: layer.flat.with_values(values).grads(cotangents))
+    inside = gradients(layer.flat.values, layer.cotangents)
+    layer.comparison.of_all(inside, layer.gradients, layer.gradient_names, "under jit")
     return "as in eager mode: outputs, gradients, gradients of the jitted layer"
 
 
-def remat(subject: Subject) -> str:
-    subject.both(jax.checkpoint(subject.flat.outputs), "of jax.checkpoint")
+def remat(layer: LayerUnderTest) -> str:
+    layer.compare_with_eager(jax.checkpoint(layer.flat.outputs), "of jax.checkpoint")
     return "as in eager mode: outputs, gradients"
 
 
-def cond(subject: Subject) -> str:
-    flat = subject.flat
+def cond(layer: LayerUnderTest) -> str:
+    flat = layer.flat
 
     @jax.jit
-    def chosen(predicate: Any, values: list[Any], weights: dict[int, Any]) -> Any:
+    def run(predicate: Any, values: list[Any], cotangents: dict[int, Any]) -> Any:
         def outputs(values: list[Any]) -> list[Any]:
-            # Constants have no gradient, which the layer's own must not be taken for.
-            return jax.lax.cond(predicate, flat.outputs, lambda _: list(subject.outputs), values)
+            # The other branch returns constants: if it were taken, the gradients would be zero.
+            return jax.lax.cond(predicate, flat.outputs, lambda _: list(layer.outputs), values)
 
-        return both_of(outputs, values, weights)
+        return outputs_and_grads(outputs, values, cotangents)
 
-    outputs, gradients = chosen(jnp.asarray(True), flat.values, subject.weights)
-    subject.same.of_all(outputs, subject.outputs, subject.output_names, "of cond")
-    subject.same.of_all(gradients, subject.gradients, subject.gradient_names, "of cond")
+    outputs, gradients = run(jnp.asarray(True), flat.values, layer.cotangents)
+    layer.comparison.of_all(outputs, layer.outputs, layer.output_names, "of cond")
+    layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, "of cond")
     return "as in eager mode: outputs, gradients, where a traced predicate chooses the layer"
 
 
-def shard_map(subject: Subject) -> str:
-    flat = subject.flat
-    tensors, weights, mesh, count = flat.tensors, subject.weights, None, jax.sharding.get_abstract_mesh().size
+def shard_map(layer: LayerUnderTest) -> str:
+    flat = layer.flat
+    tensors, cotangents, mesh, count = flat.tensors, layer.cotangents, None, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:
         (kind,) = {device.platform for device in flat.values[0].devices()}
         devices = jax.local_devices(backend=kind)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
-        # Arguments may be committed to other devices.
-        tensors, weights = jax.device_put((tensors, weights), NamedSharding(mesh, PartitionSpec()))
+        # Arguments that are committed to other devices would be refused.
+        tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, PartitionSpec()))
 
-    def run(tensors: list[Any], weights: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+    def run(tensors: list[Any], cotangents: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         def shards(tensors: list[Any]) -> list[Any]:
-            return flat.of(tensors).run()
+            return flat.with_tensors(tensors).run()
 
         replicated = jax.shard_map(shards, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        return both_of(
-            lambda values: replicated(flat.at(values, tensors).tensors), [tensors[i] for i in flat.chosen], weights
+        return outputs_and_grads(
+            lambda values: replicated(flat.with_tensors(tensors).with_values(values).tensors),
+            [tensors[i] for i in flat.differentiated],
+            cotangents,
         )
 
-    for way, runs in (("under jit", jax.jit(run)), ("eagerly", run)):
-        outputs, gradients = runs(tensors, weights)
-        subject.same.of_all(outputs, subject.outputs, subject.output_names, f"of shard_map {way}")
-        subject.same.of_all(gradients, subject.gradients, subject.gradient_names, f"of shard_map {way}")
+    for label, runs in (("under jit", jax.jit(run)), ("eagerly", run)):
+        outputs, gradients = runs(tensors, cotangents)
+        layer.comparison.of_all(outputs, layer.outputs, layer.output_names, f"of shard_map {label}")
+        layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, f"of shard_map {label}")
     devices = "1 device" if count == 1 else f"each of {count} devices"
     return f"as in eager mode: outputs and gradients on {devices}, under jit and eagerly"
 
 
 # -- several examples -----------------------------------------------------------------------------
 
-# What is mapped (positions among the tensors), along which axis, and how a message says so.
+# The positions of the mapped tensors, the mapped axis, and its description in a message.
 _Mapping = tuple[Sequence[int], int, str]
 
 
-def vmap(subject: Subject) -> str:
-    flat, chosen = subject.flat, subject.flat.chosen
-    mappings: list[_Mapping] = [(chosen, 0, "")]
-    if len(chosen) > 1:
-        mappings.append((chosen[:1], -1, f", {flat.names[0]} alone mapped, along its last axis"))
-        mappings.append((chosen[1:], 0, f", all but {flat.names[0]} mapped"))
+def vmap(layer: LayerUnderTest) -> str:
+    flat, differentiated = layer.flat, layer.flat.differentiated
+    mappings: list[_Mapping] = [(differentiated, 0, "")]
+    if len(differentiated) > 1:
+        mappings.append((differentiated[:1], -1, f", {flat.names[0]} alone mapped, along its last axis"))
+        mappings.append((differentiated[1:], 0, f", all but {flat.names[0]} mapped"))
     elif flat.values[0].ndim:
-        mappings.append((chosen, -1, ", mapped along its last axis"))
-    return _over_examples(subject, lambda f, batch, axis: jax.vmap(f, in_axes=axis)(batch), "of vmap", mappings)
+        mappings.append((differentiated, -1, ", mapped along its last axis"))
+    return _over_examples(layer, lambda f, batch, axis: jax.vmap(f, in_axes=axis)(batch), "of vmap", mappings)
 
 
-def scan(subject: Subject) -> str:
-    def over(f: Callable[[Any], Any], batch: Any, _: int) -> Any:
+def scan(layer: LayerUnderTest) -> str:
+    def map_over(f: Callable[[Any], Any], batch: Any, _: int) -> Any:
         return jax.lax.scan(lambda _, x: (None, f(x)), None, batch)[1]
 
-    flat, chosen = subject.flat, subject.flat.chosen
-    mappings: list[_Mapping] = [(chosen, 0, "")]
-    if len(chosen) > 1:
-        mappings.append((chosen[:1], 0, f", {flat.names[0]} alone mapped"))
-    return _over_examples(subject, over, "of scan", mappings)
+    flat, differentiated = layer.flat, layer.flat.differentiated
+    mappings: list[_Mapping] = [(differentiated, 0, "")]
+    if len(differentiated) > 1:
+        mappings.append((differentiated[:1], 0, f", {flat.names[0]} alone mapped"))
+    return _over_examples(layer, map_over, "of scan", mappings)
 
 
-def _over_examples(subject: Subject, over: Callable[..., Any], way: str, mappings: Sequence[_Mapping]) -> str:
-    for i, (mapped, axis, said) in enumerate(mappings):
-        _compare_examples(subject, over, axis, mapped, f"{way}{said}", staged=i > 0)
-    flat, done = subject.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
-    everything = [p for p, x in enumerate(flat.tensors) if not _is_drawn_otherwise(x)]
-    names = ", ".join(flat.paths[p] for p in everything if p not in flat.chosen)
+def _over_examples(
+    layer: LayerUnderTest, map_over: Callable[..., Any], label: str, mappings: Sequence[_Mapping]
+) -> str:
+    for i, (mapped, axis, description) in enumerate(mappings):
+        _compare_examples(layer, map_over, axis, mapped, f"{label}{description}", staged=i > 0)
+    flat, done = layer.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
+    everything = [p for p, x in enumerate(flat.tensors) if not _is_rbg_key(x)]
+    names = ", ".join(flat.paths[p] for p in everything if p not in flat.differentiated)
     if not names:
         return done
     try:
-        _compare_examples(subject, over, 0, everything, f"{way}, {names} mapped too", staged=True)
+        _compare_examples(layer, map_over, 0, everything, f"{label}, {names} mapped too", staged=True)
     except MismatchError:
         raise
-    except Exception as error:  # integers may have to be known: the size of something, an axis
+    except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
         return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
     return f"{done}, with {names} mapped too"
 
 
 def _compare_examples(
-    subject: Subject, over: Callable[..., Any], axis: int, mapped: Sequence[int], way: str, staged: bool
+    layer: LayerUnderTest, map_over: Callable[..., Any], axis: int, mapped: Sequence[int], label: str, staged: bool
 ) -> None:
-    flat, count = subject.flat, _EXAMPLES
-    weights = {k: jnp.stack([w] * count) for k, w in subject.weights.items()}
+    flat, count = layer.flat, _EXAMPLES
+    cotangents = {k: jnp.stack([w] * count) for k, w in layer.cotangents.items()}
     examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(flat.tensors)] for i in range(count)]
     try:
-        each_outputs = [flat.of(example).run() for example in examples]
-    except Exception:  # the other integers are none for this layer
-        fixed = [[e[p] if p in flat.chosen else x for p, x in enumerate(flat.tensors)] for e in examples]
-        examples, each_outputs = fixed, [flat.of(example).run() for example in fixed]
-    each = [flat.of(example).gradient(subject.weights) for example in examples]
-    outputs = [jnp.stack(ys) for ys in zip(*each_outputs, strict=True)]
-    # An argument that the examples share gets the sum of their gradients.
+        outputs_of_each = [flat.with_tensors(example).run() for example in examples]
+    except Exception:  # the layer refuses the other integers: the examples then share them
+        fixed = [[e[p] if p in flat.differentiated else x for p, x in enumerate(flat.tensors)] for e in examples]
+        examples, outputs_of_each = fixed, [flat.with_tensors(example).run() for example in fixed]
+    gradients_of_each = [flat.with_tensors(example).grads(layer.cotangents) for example in examples]
+    outputs = [jnp.stack(ys) for ys in zip(*outputs_of_each, strict=True)]
+    # The gradient of an argument that is not mapped is the sum over the examples.
     gradients = [
         jnp.stack(gs, axis) if p in mapped else sum(gs[1:], gs[0])
-        for p, gs in zip(flat.chosen, zip(*each, strict=True), strict=True)
+        for p, gs in zip(flat.differentiated, zip(*gradients_of_each, strict=True), strict=True)
     ]
     tensors = [jnp.stack(xs, axis) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
 
     def run(values: list[Any]) -> list[Any]:
-        shared = flat.at(values, tensors).tensors
+        shared = flat.with_tensors(tensors).with_values(values).tensors
 
         def one(batch: list[Any]) -> list[Any]:
             example = list(shared)
             for p, x in zip(mapped, batch, strict=True):
                 example[p] = x
-            return flat.of(example).run()
+            return flat.with_tensors(example).run()
 
-        return over(one, [shared[p] for p in mapped], axis)
+        return map_over(one, [shared[p] for p in mapped], axis)
 
-    values = [tensors[p] for p in flat.chosen]
-    found = _jitted_if_possible(run, values, weights) if staged else (run(values), pulled(run, values, weights))
-    subject.same.of_all(found[0], outputs, subject.output_names, way)
-    subject.same.of_all(found[1], gradients, subject.gradient_names, way)
+    values = [tensors[p] for p in flat.differentiated]
+    if staged:
+        got_outputs, got_gradients = _jitted_if_possible(run, values, cotangents)
+    else:
+        got_outputs, (_, got_gradients) = run(values), outputs_and_grads(run, values, cotangents)
+    layer.comparison.of_all(got_outputs, outputs, layer.output_names, label)
+    layer.comparison.of_all(got_gradients, gradients, layer.gradient_names, label)
 
 
 def _jitted_if_possible(
-    outputs: Callable[[list[Any]], list[Any]], values: list[Any], weights: dict[int, Any]
+    outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
 ) -> tuple[list[Any], list[Any]]:
-    # Compiled once, which is much faster than operation by operation.
+    # Compiling the run once is much faster than running it operation by operation.
     try:
-        return jax.jit(lambda values, weights: both_of(outputs, values, weights))(values, weights)
+        return jax.jit(lambda values, cotangents: outputs_and_grads(outputs, values, cotangents))(values, cotangents)
     except NEEDS_VALUES:
-        return both_of(outputs, values, weights)
+        return outputs_and_grads(outputs, values, cotangents)
 
 
 def _example(x: Any, i: int) -> Any:
     if has_tangent(x):
         return x * jnp.asarray(1 - 0.1 * i, x.dtype)
     if not is_key(x):
-        return jnp.roll(x, i)  # which keeps an index within its range, and a permutation one
+        return jnp.roll(x, i)  # indices stay in range, and a permutation stays a permutation
     return jax.random.wrap_key_data(jax.random.key_data(x) + jnp.uint32(i), impl=jax.random.key_impl(x))
 
 
-def _is_drawn_otherwise(x: Any) -> bool:
-    # From a batch of such keys JAX draws other numbers than from each.
+def _is_rbg_key(x: Any) -> bool:
+    # With a batch of such keys, JAX draws other numbers than with each key on its own.
     return is_key(x) and "rbg" in str(jax.random.key_impl(x))
