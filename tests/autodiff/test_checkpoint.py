@@ -10,6 +10,8 @@ import pytest
 from pylayer_jax import Function, PyLayer
 from pylayer_jax.packers import cast_saved
 
+pytestmark = pytest.mark.checkpoint
+
 X = jnp.array([0.3, 0.7, 1.1])
 
 policies = jax.checkpoint_policies

@@ -20,10 +20,13 @@ from tests.kit.transforms import (
     SLOW,
     along,
     assert_same,
+    marks,
     pushed,
     scalar,
 )
 from tests.registry import CASES
+
+pytestmark = pytest.mark.own_primitive
 
 X = jnp.array([0.3, 0.7])
 
@@ -33,7 +36,7 @@ LINEAR = [c for c in CASES if c.is_linear]
 @pytest.mark.parametrize(
     ("transform", "case"),
     [
-        pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
         for name in FORWARD
         for case in LINEAR
         if name not in SLOW or case.name in MAIN_CASES
@@ -48,7 +51,7 @@ def test_forward_mode_is_reverse_mode(case, transform, monkeypatch):
 @pytest.mark.parametrize(
     ("table", "name", "case"),
     [
-        pytest.param(table, name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(table, name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
         for table in (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
         for name in table
         for case in CASES

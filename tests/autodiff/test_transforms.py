@@ -16,6 +16,7 @@ from tests.kit.transforms import (
     SLOW,
     assert_same,
     gradient,
+    marks,
     scalar,
 )
 from tests.registry import CASES
@@ -24,7 +25,7 @@ from tests.registry import CASES
 def crossed(table):
     """Every transform of a table with every case, or with the main ones where it is slow."""
     return [
-        pytest.param(name, case, id=f"{name}-{case.name}", marks=[pytest.mark.slow] if name in SLOW else [])
+        pytest.param(name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
         for name in table
         for case in CASES
         if name not in SLOW or case.name in MAIN_CASES
@@ -59,7 +60,14 @@ def test_forward_over_reverse(case, transform):
         _compare(case, FORWARD_OVER_REVERSE[transform])
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.name in MAIN_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name, marks=marks("remat_that_saves_everything", case.name))
+        for case in CASES
+        if case.name in MAIN_CASES
+    ],
+)
 def test_remat_that_saves_everything(case):
     # Apart from the other policies, as JAX itself cannot save a complex residual under this one.
     everything = jax.checkpoint_policies.everything_saveable
@@ -70,7 +78,7 @@ def test_remat_that_saves_everything(case):
 @pytest.mark.parametrize(
     ("transform", "case"),
     [
-        pytest.param(transform, case, id=f"{name}-{case.name}")
+        pytest.param(transform, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
         for name, transform in (FIRST_ORDER | SECOND_ORDER | FORWARD_OVER_REVERSE).items()
         for case in CASES
         if name not in SLOW and case.name in {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear"}

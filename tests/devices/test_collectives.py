@@ -19,6 +19,8 @@ from tests.kit.transforms import along, assert_same, gradient
 from . import collective_layers as layers
 from .collective_layers import AXIS, ONE_RANK, RANKS, WORLD, Group
 
+pytestmark = pytest.mark.frameworks
+
 stop = jax.lax.stop_gradient
 OWN, ALL = PartitionSpec(AXIS), PartitionSpec()
 SHARED = Group(AXIS, RANKS, shared=True)

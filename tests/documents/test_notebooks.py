@@ -10,6 +10,8 @@ for package in ("ipykernel", "matplotlib"):
     pytest.importorskip(package, reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
 import nbformat  # noqa: E402
 
+pytestmark = pytest.mark.notebooks
+
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 UNFIT = re.compile(r"warning|traceback|(?<![\w:/.])/(home|root|tmp|usr|Users)/|[A-Z]:\\", re.IGNORECASE)
 

@@ -21,6 +21,8 @@ from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on
 from tests.kit.case import grid
 from tests.kit.layers import Multiply, Tanh
 
+pytestmark = pytest.mark.own_primitive
+
 X = grid(8, 64)
 W = grid(64, 64, low=-0.2, high=0.3)
 

@@ -9,6 +9,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Function = Callable[..., jax.Array]
@@ -24,6 +25,14 @@ FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}  # also
 # others nearly imply.
 MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "VectorQuantize"}
 SLOW: set[str] = set()
+# The cases that meet transforms with jax.checkpoint once more, where its new implementation is switched on.
+REMAT_CASES = {"DoubledTanh", "Trees", "AskedLinear", "LSQ"}
+
+
+def marks(transform: str, case: str) -> list[pytest.MarkDecorator]:
+    """The markers of a test that has a transform of the tables below and a case of the registry."""
+    slow = [pytest.mark.slow] if transform in SLOW else []
+    return [*slow, pytest.mark.remat] if "remat" in transform and case in REMAT_CASES else slow
 
 
 def into(table: dict[str, Transform], slow: bool = False) -> Callable[[Transform], Transform]:

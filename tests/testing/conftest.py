@@ -1,0 +1,5 @@
+"""Every test of this folder has the marker `checkers`."""
+
+
+def pytest_itemcollected(item):
+    item.add_marker("checkers")
