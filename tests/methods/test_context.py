@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
-
-from .test_calling import MODES, X, modes
+from tests.kit.modes import MODES, X, modes
 
 
 def layer(forward, backward=lambda ctx, *dys: dys[0]):

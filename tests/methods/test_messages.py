@@ -11,8 +11,7 @@ import pytest
 
 import pylayer_jax
 from pylayer_jax import Function, PyLayer
-
-from .test_calling import X
+from tests.kit.modes import X
 
 FIRST = {"eager": lambda f: f, "grad": jax.grad, "jit": jax.jit, "jit-grad": lambda f: jax.jit(jax.grad(f))}
 GRADIENTS = {"grad": jax.grad, "jit-grad": lambda f: jax.jit(jax.grad(f)), "grad-jit": lambda f: jax.grad(jax.jit(f))}
