@@ -1,4 +1,4 @@
-"""Ways to get the gradient of a scalar function of one array."""
+"""Ways to run a function, and ways to get the gradient of a scalar function of one array."""
 
 from __future__ import annotations
 
@@ -19,3 +19,5 @@ MODES = {
 }
 
 modes = pytest.mark.parametrize("mode", MODES)
+
+EAGER_AND_JIT = pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
