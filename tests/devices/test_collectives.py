@@ -69,7 +69,7 @@ def spread(xs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Collective:
     name: str
     layer: Callable[..., Any]  # of the array of one rank
     forward: Callable[..., Any]  # of those of all ranks
@@ -104,32 +104,32 @@ def scattered(dim):
 
 
 CASES = [
-    Case("P1", lambda x: layers.Identity.apply(x, WORLD), same, total),
-    Case("P2", lambda x: layers.AllReduce.apply(x, WORLD, True, True), total, same),
-    Case("P3", layers.Scatter.apply, chunk(0), joined(0)),
-    Case("P4", layers.Gather.apply, joined(0), chunk(0)),
-    Case("P5", layers.AllGather.apply, joined(0), summed_chunk(0), gathered(0)),
-    Case("P6", layers.ReduceScatter.apply, summed_chunk(0), joined(0), scattered(0)),
-    Case("P11", own_rank("ExpertsGather"), joined(0), chunk(0)),
-    Case("P12", own_rank("ExpertsSlice"), chunk(0), joined(0)),
-    Case(
+    Collective("P1", lambda x: layers.Identity.apply(x, WORLD), same, total),
+    Collective("P2", lambda x: layers.AllReduce.apply(x, WORLD, True, True), total, same),
+    Collective("P3", layers.Scatter.apply, chunk(0), joined(0)),
+    Collective("P4", layers.Gather.apply, joined(0), chunk(0)),
+    Collective("P5", layers.AllGather.apply, joined(0), summed_chunk(0), gathered(0)),
+    Collective("P6", layers.ReduceScatter.apply, summed_chunk(0), joined(0), scattered(0)),
+    Collective("P11", own_rank("ExpertsGather"), joined(0), chunk(0)),
+    Collective("P12", own_rank("ExpertsSlice"), chunk(0), joined(0)),
+    Collective(
         "P25",
         lambda x: jnp.stack(layers.GatherEach.apply(x)),
         spread,
         lambda gs: gs.sum(0),
         lambda x: lax.all_gather(x, AXIS),
     ),
-    Case("T1", region("CopyToRegion"), same, total),
-    Case("T2", region("ReduceFromRegion"), total, same),
-    Case("T3", region("ScatterToRegion"), chunk(-1), joined(-1)),
-    Case("T4", region("GatherFromRegion"), joined(-1), chunk(-1)),
-    Case("T5", region("ScatterToSequence"), chunk(0), joined(0)),
-    Case("T6", region("GatherFromSequence", True, [4] * RANKS), joined(0), summed_chunk(0), gathered(0)),
-    Case("T6-unsummed", region("GatherFromSequence", False), joined(0), chunk(0)),
-    Case("T7", region("ReduceScatterToSequence"), summed_chunk(0), joined(0), scattered(0)),
-    Case("T8", region("AllGatherFromRegion"), joined(-1), summed_chunk(-1), gathered(1)),
-    Case("T9", region("ReduceScatterToRegion"), summed_chunk(-1), joined(-1), scattered(1)),
-    Case(
+    Collective("T1", region("CopyToRegion"), same, total),
+    Collective("T2", region("ReduceFromRegion"), total, same),
+    Collective("T3", region("ScatterToRegion"), chunk(-1), joined(-1)),
+    Collective("T4", region("GatherFromRegion"), joined(-1), chunk(-1)),
+    Collective("T5", region("ScatterToSequence"), chunk(0), joined(0)),
+    Collective("T6", region("GatherFromSequence", True, [4] * RANKS), joined(0), summed_chunk(0), gathered(0)),
+    Collective("T6-unsummed", region("GatherFromSequence", False), joined(0), chunk(0)),
+    Collective("T7", region("ReduceScatterToSequence"), summed_chunk(0), joined(0), scattered(0)),
+    Collective("T8", region("AllGatherFromRegion"), joined(-1), summed_chunk(-1), gathered(1)),
+    Collective("T9", region("ReduceScatterToRegion"), summed_chunk(-1), joined(-1), scattered(1)),
+    Collective(
         "T10",
         lambda x: layers.AllToAll.apply(WORLD, x, None, [1] * RANKS),
         exchanged,
@@ -159,7 +159,7 @@ def loss(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def expected(one: Case) -> Any:
+def expected(one: Collective) -> Any:
     return jax.jit(numbers(one.reference))(X), jax.jit(lambda xs: one.backward(weights(one.forward(xs))))(X)
 
 

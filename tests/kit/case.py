@@ -25,6 +25,7 @@ class Case:
     # Whether the loss is linear in the outputs, for references that are a plain custom_vjp: exact at second
     # order as long as what is differentiated again is made of inputs alone.
     linear_loss: bool = False
+    second_order: bool = True  # whether the reference has the layer's second derivatives too
     forward_over_reverse: str = ""  # the error of jax.hessian, where backward cannot be transposed
     kind: type[PyLayer] = PyLayer  # the class of `layer`
 
@@ -49,18 +50,31 @@ class Case:
         return dataclasses.replace(self, kind=kind, layer=self.layer if called else kind.apply)
 
 
-CASES: list[Case] = []
+CASES: list[Case] = []  # the registry
 
 
 def case(reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, **flags: Any) -> Any:
     """Enter a layer class; `call` is how it is applied, where that is not `apply(*args)`."""
 
     def enter(layer: type[PyLayer]) -> type[PyLayer]:
-        arrays = tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list)) else a for a in args)
-        CASES.append(Case(layer.__name__, call or layer.apply, reference, arrays, kind=layer, **flags))
+        CASES.append(Case(layer.__name__, call or layer.apply, reference, _arrays(args), kind=layer, **flags))
         return layer
 
     return enter
+
+
+def case_of(table: list[Case], name: str, layer: Callable[..., Any], *args: Any, **flags: Any) -> Any:
+    """Enter a reference for `layer`, which is any function, into the table of a test file."""
+
+    def enter(reference: Callable[..., Any]) -> Callable[..., Any]:
+        table.append(Case(name, layer, reference, _arrays(args), **flags))
+        return reference
+
+    return enter
+
+
+def _arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list, np.ndarray)) else a for a in args)
 
 
 def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:

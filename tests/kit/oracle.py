@@ -93,7 +93,7 @@ class Side:
 
         return inside
 
-    def total(self, outputs: Any, case: Case) -> Any:
+    def total(self, outputs: Any, case: Row) -> Any:
         """A scalar of the outputs: their sum, or one in which each element has a cotangent of its own."""
         floats = [x for x in leaves(outputs) if hasattr(x, "dtype") and self.is_float(x)]
         chosen = [(i, y) for i, y in enumerate(floats) if case.used is None or i in case.used]
@@ -125,7 +125,7 @@ class Ours(Side):
     def numpy(self, x: Any) -> Any:
         return Traced(np.dtype(x.dtype), x.shape) if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
-    def run(self, case: Case, order: int = 1) -> Found:
+    def run(self, case: Row, order: int = 1) -> Found:
         call, kept = case.build(self), []
 
         def loss(*args: Any) -> Any:
@@ -149,7 +149,7 @@ class Ours(Side):
 
 
 class Theirs(Side):
-    def run(self, case: Case, order: int = 1) -> Found:
+    def run(self, case: Row, order: int = 1) -> Found:
         args = self.tensors(case)
         wrt = [args[i] for i in case.wrt]
         outputs = case.build(self)(*args)
@@ -161,7 +161,7 @@ class Theirs(Side):
             found = self.total(slopes, then) if left else None
         return Found(self.plain(outputs), [self.numpy(g) for g in slopes], self.log, self.calls())
 
-    def tensors(self, case: Case) -> list[Any]:
+    def tensors(self, case: Row) -> list[Any]:
         return [self.leaf(v, i in case.wrt) for i, v in enumerate(case.args)]
 
     def numpy(self, x: Any) -> Any:
@@ -230,7 +230,7 @@ def mapped(f: Callable[[Any], Any], value: Any) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Case:
+class Row:
     name: str
     build: Callable[[Any], Callable[..., Any]]  # from a side to a function of tensors
     args: tuple[np.ndarray, ...]
@@ -244,7 +244,7 @@ class Case:
     match: str = "Layer"  # in the message of our exception
 
 
-class Cases(list[Case]):
+class Table(list[Row]):
     """A table, filled by a decorator of the function that builds the layer."""
 
     def add(self, *args: np.ndarray, label: str = "", **options: Any) -> Callable[[Any], Any]:
@@ -252,7 +252,7 @@ class Cases(list[Case]):
         options.setdefault("wrt", tuple(i for i, a in enumerate(args) if a.dtype.kind in "fc"))
 
         def register(build: Any) -> Any:
-            self.append(Case(f"{build.__name__}-{label}" if label else build.__name__, build, args, **options))
+            self.append(Row(f"{build.__name__}-{label}" if label else build.__name__, build, args, **options))
             return build
 
         return register
@@ -269,12 +269,12 @@ MODES = pytest.mark.parametrize("mode", ["eager", "jit"])
 
 
 @functools.cache
-def run_ours(mode: str, case: Case, order: int = 1) -> Found:
+def run_ours(mode: str, case: Row, order: int = 1) -> Found:
     """Kept, since Paddle and torch share many cases."""
     return Ours(mode).run(case, order)
 
 
-def compare(theirs: Theirs, mode: str, one: Case) -> None:
+def compare(theirs: Theirs, mode: str, one: Row) -> None:
     """Outputs, gradients, and the cotangents of every call of backward."""
     ours, other = run_ours(mode, one), theirs.run(one)
     assert_same(ours.outputs, other.outputs)
@@ -282,12 +282,12 @@ def compare(theirs: Theirs, mode: str, one: Case) -> None:
     assert_same(ours.cotangents, other.cotangents)
 
 
-def compare_higher_orders(theirs: Theirs, mode: str, one: Case) -> None:
+def compare_higher_orders(theirs: Theirs, mode: str, one: Row) -> None:
     for order in range(2, one.orders + 1):
         assert_same(run_ours(mode, one, order).gradients, theirs.run(one, order).gradients)
 
 
-def compare_with_table(theirs: Theirs, mode: str, one: Case) -> None:
+def compare_with_table(theirs: Theirs, mode: str, one: Row) -> None:
     sides = (theirs.run, one.theirs, None), (functools.partial(run_ours, mode), one.ours, one.match)
     for run, expected, match in sides:
         if isinstance(expected, type):
@@ -298,7 +298,7 @@ def compare_with_table(theirs: Theirs, mode: str, one: Case) -> None:
                 assert_same(gradient, value if isinstance(value, np.ndarray) else np.full_like(one.args[i], value))
 
 
-def compare_hooks(theirs: Theirs, mode: str, one: Case) -> None:
+def compare_hooks(theirs: Theirs, mode: str, one: Row) -> None:
     """Outputs and gradients, and how many times each side packed and unpacked."""
     ours, other = run_ours(mode, one), theirs.run(one)
     assert_same(ours.outputs, other.outputs)
@@ -306,7 +306,7 @@ def compare_hooks(theirs: Theirs, mode: str, one: Case) -> None:
     assert_same({"ours": ours.calls, "theirs": other.calls}, {"ours": one.ours, "theirs": one.theirs})
 
 
-def compare_undifferentiated(theirs: Theirs, one: Case) -> None:
+def compare_undifferentiated(theirs: Theirs, one: Row) -> None:
     ours = Ours("eager")
     mine = ours.plain(one.build(ours)(*map(jnp.asarray, one.args)))
     with theirs.no_grad():

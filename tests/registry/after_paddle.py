@@ -59,8 +59,14 @@ CASES.append(
 )
 
 
-def _half_away(x: jax.Array) -> jax.Array:
+def half_away(x: jax.Array) -> jax.Array:
     return jnp.sign(x) * jnp.floor(jnp.abs(x) + 0.5)
+
+
+def sides(q: jax.Array, qn: int, qp: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One where q is below the range, above it, within it; zero elsewhere."""
+    low, up = (q < qn).astype(q.dtype), (q > qp).astype(q.dtype)
+    return low, up, 1 - low - up
 
 
 def _lsq_rule(residuals, g):
@@ -68,35 +74,42 @@ def _lsq_rule(residuals, g):
     q = w / alpha
     low, up = q < -2, q > 3
     mid = ~(low | up)
-    change = jnp.where(mid, _half_away(q) - q, jnp.where(low, -2.0, 3.0))
+    change = jnp.where(mid, half_away(q) - q, jnp.where(low, -2.0, 3.0))
     return jnp.where(mid, g, 0.0), 0.25 * jnp.sum(g * change)
 
 
 @case(
-    ruled(lambda w, a: jnp.clip(_half_away(w / a), -2, 3) * a, _lsq_rule),
+    ruled(lambda w, a: jnp.clip(half_away(w / a), -2, 3) * a, _lsq_rule),
     X * 2,
     0.6,
     linear_loss=True,
     call=lambda w, a: LSQ.apply(w, a, jnp.float32(0.25), -2, 3, per_channel=False),
 )
 class LSQ(PyLayer):
-    """P14: the gradient scale is a tensor on an attribute, and its slot is left out of the result."""
+    """P14, with one step per channel or one for all: the gradient scale is a tensor on an attribute, and its slot is
+    left out of the result.
+    """
 
     @staticmethod
     def forward(ctx, weight, alpha, g, qn, qp, per_channel=False, quant_axis=0):
         ctx.save_for_backward(weight, alpha)
         ctx.other = g, qn, qp, per_channel, quant_axis
-        return jnp.clip(_half_away(weight / alpha), qn, qp) * alpha
+        alpha = LSQ._spread(alpha, weight, per_channel, quant_axis)
+        return jnp.clip(half_away(weight / alpha), qn, qp) * alpha
 
     @staticmethod
     def backward(ctx, dy):
         weight, alpha = ctx.saved_tensor()
-        g, qn, qp, _, _ = ctx.other
-        q = weight / alpha
-        low, up = (q < qn).astype(q.dtype), (q > qp).astype(q.dtype)
-        mid = 1 - low - up
-        dalpha = jnp.sum(dy * (low * qn + up * qp + mid * (_half_away(q) - q))) * g
-        return mid * dy, dalpha
+        g, qn, qp, per_channel, axis = ctx.other
+        q = weight / LSQ._spread(alpha, weight, per_channel, axis)
+        low, up, mid = sides(q, qn, qp)
+        slope = dy * (low * qn + up * qp + mid * (half_away(q) - q))
+        others = tuple(i for i in range(weight.ndim) if not per_channel or i != axis)
+        return mid * dy, slope.sum(others) * g
+
+    @staticmethod
+    def _spread(alpha, weight, per_channel, axis):
+        return alpha.reshape([-1 if i == axis else 1 for i in range(weight.ndim)]) if per_channel else alpha
 
 
 @case(
@@ -142,13 +155,13 @@ class AuxiliaryLoss(PyLayer):
         return dy, jnp.ones(1, ctx.dtype) if ctx.required_aux_loss else None
 
 
-def _layer_norm(x, weight, bias, eps=1e-5):
+def layer_norm(x, weight, bias, eps=1e-5):
     mu, var = x.mean(1, keepdims=True), x.var(1, keepdims=True)
     y = (x - mu) / jnp.sqrt(var + eps)
     return weight[:, None, None] * y + bias[:, None, None]
 
 
-@case(_layer_norm, grid(2, 3, 1, 2), R3, R3 * 0.2, call=lambda x, w, b: LayerNorm2d.apply(x, w, b, 1e-5))
+@case(layer_norm, grid(2, 3, 1, 2), R3, R3 * 0.2, call=lambda x, w, b: LayerNorm2d.apply(x, w, b, 1e-5))
 class LayerNorm2d(PyLayer):
     """P26: saves two intermediates and an input."""
 
@@ -209,7 +222,7 @@ def _block(x, w):
 
 @case(_block, X, W, call=lambda x, w: Recompute.apply(_block, True, (x, w)))
 class Recompute(PyLayer):
-    """P8: nested differentiation in backward; one tuple argument takes one tuple of gradients."""
+    """P8, short: nested differentiation in backward; one tuple argument takes one tuple of gradients."""
 
     @staticmethod
     def forward(ctx, run_function, preserve_rng_state, inputs):

@@ -13,9 +13,9 @@ from tests.frameworks.shared import (
 )
 from tests.kit.oracle import (
     MODES,
-    Case,
-    Cases,
     Ours,
+    Row,
+    Table,
     X,
     Y,
     compare,
@@ -23,7 +23,7 @@ from tests.kit.oracle import (
     compare_undifferentiated,
 )
 
-CASES = Cases(SHARED)
+CASES = Table(SHARED)
 
 
 @CASES.add()
@@ -185,7 +185,7 @@ def test_the_comparison_can_fail(theirs, mode, wrong):
         return of.layer(forward, lambda ctx, dy, dz: dy * traits["slope"]).apply
 
     with pytest.raises(AssertionError):
-        compare(theirs, mode, Case("wrong", build, (X,), (0,), used=(0,)))
+        compare(theirs, mode, Row("wrong", build, (X,), (0,), used=(0,)))
 
 
 @CASES.every()

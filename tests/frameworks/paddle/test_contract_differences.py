@@ -15,10 +15,10 @@ from tests.frameworks.shared import (
 )
 from tests.kit.oracle import (
     MODES,
-    Case,
-    Cases,
     Mine,
     Ours,
+    Row,
+    Table,
     X,
     Y,
     Z,
@@ -26,7 +26,7 @@ from tests.kit.oracle import (
     compare_with_table,
 )
 
-TABLE = Cases(DOCUMENTED + DIFFERENCES)
+TABLE = Table(DOCUMENTED + DIFFERENCES)
 
 for name, value in {"number": 3, "None": None, "statics": (1, "text"), "empty": ()}.items():
 
@@ -363,7 +363,7 @@ def test_a_complex_rule_in_the_convention_of_jax(theirs, mode):
 
         return of.layer(forward, backward).apply
 
-    ours, one = Ours(mode), Case("square", square, (Z,), (0,))
+    ours, one = Ours(mode), Row("square", square, (Z,), (0,))
     mine, other = ours.run(one), theirs.run(one)
     assert_same(mine.gradients, other.gradients)
     if mode == "eager":

@@ -16,10 +16,10 @@ from tests.frameworks.shared import (
 from tests.kit.oracle import (
     HALVES,
     MODES,
-    Case,
-    Cases,
     Mine,
     Ours,
+    Row,
+    Table,
     X,
     Y,
     assert_same,
@@ -28,8 +28,8 @@ from tests.kit.oracle import (
     fail,
 )
 
-COUNTS = Cases(HOOKS)
-TABLE = Cases()
+COUNTS = Table(HOOKS)
+TABLE = Table()
 
 
 @COUNTS.add(X, Y, wrt=(0,), theirs=(2, 2), ours=(1, 1))
@@ -133,6 +133,6 @@ def test_a_block_left_by_an_exception(theirs, mode):
     for of in (ours := Ours(mode), theirs):
         with pytest.raises(Mine):
             of.hooked(fail)()
-    one = Case("product", lambda of: of.multiply, (X, Y), (0, 1))
+    one = Row("product", lambda of: of.multiply, (X, Y), (0, 1))
     assert_same(ours.run(one).gradients, theirs.run(one).gradients)
     assert (ours.packs, theirs.packs) == (0, 0)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.kit.oracle import Cases, X, Y, Z
+from tests.kit.oracle import Table, X, Y, Z
 
-SHARED = Cases()
+SHARED = Table()
 
 
 @SHARED.add()
@@ -328,7 +328,7 @@ def complex_numbers(of):
     return complex_square(of, complex_convention="paddle")
 
 
-DOCUMENTED = Cases()
+DOCUMENTED = Table()
 
 
 @DOCUMENTED.differ(np.array([1.3], np.float32), theirs=[6.0], ours=[6.0], orders=2)

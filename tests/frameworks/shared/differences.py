@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.kit.oracle import Cases, Mine, X, Y, fail
+from tests.kit.oracle import Mine, Table, X, Y, fail
 
 from .hooks import product
 
-DIFFERENCES = Cases()
+DIFFERENCES = Table()
 
 
 # The real frameworks keep one context for every run of backward, here each run starts from what forward left.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.kit.oracle import Cases, Ours, Theirs, X, Y, assert_same
+from tests.kit.oracle import Ours, Table, Theirs, X, Y, assert_same
 
 from .agree import SHARED, doubled_tanh
 
 # How many times the hooks are called: packs and unpacks.
-HOOKS = Cases()
+HOOKS = Table()
 
 
 def packs_without_differentiation(theirs: Theirs, mode: str) -> dict[str, int]:

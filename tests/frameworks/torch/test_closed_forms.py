@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -12,38 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.kit.case import Case, case_of, stop
+from tests.kit.case import numpy_grid as grid
+from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FIRST_ORDER, SECOND_ORDER, assert_same, grad_of_grad, scalar
 
 from . import ports as ported
-
-stop = jax.lax.stop_gradient
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    name: str
-    args: tuple[jax.Array, ...]  # float arrays are differentiated
-    layer: Callable[..., Any]
-    reference: Callable[..., Any]
-
 
 CASES: list[Case] = []
 
 
 def case(name: str, *args: Any, layer: Callable[..., Any] | None = None, label: str = "") -> Any:
-    """Enter a reference for a ported class; `layer` is how it is applied, where that is not `apply(*args)`."""
-
-    def enter(reference: Callable[..., Any]) -> Callable[..., Any]:
-        call = layer or getattr(ported, name).apply
-        CASES.append(Case(f"{name}-{label}" if label else name, tuple(map(jnp.asarray, args)), call, reference))
-        return reference
-
-    return enter
-
-
-def grid(*shape: int, low: float = -1.4, high: float = 1.7) -> np.ndarray:
-    values = np.random.default_rng(sum(shape)).permutation(np.linspace(low, high, int(np.prod(shape))))
-    return values.reshape(shape).astype(np.float32)
+    """Enter a reference for a ported class; `layer` is how it is applied, if that is not `apply(*args)`."""
+    call = layer or getattr(ported, name).apply
+    return case_of(CASES, f"{name}-{label}" if label else name, call, *args)
 
 
 def frozen(value: Any, *terms: tuple[Any, Any]) -> Any:
@@ -280,7 +261,7 @@ def test_outputs(one):
 # -- layers whose rule no function has --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_AND_JIT
 @pytest.mark.parametrize("scale", [None, 1, 5])
 def test_auxiliary_loss(monkeypatch, mode, scale):
     monkeypatch.setattr(ported.AuxLossScaler, "scale", scale)

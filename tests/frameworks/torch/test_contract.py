@@ -17,8 +17,8 @@ from tests.frameworks.shared import (
 )
 from tests.kit.oracle import (
     MODES,
-    Cases,
     Ours,
+    Table,
     X,
     Y,
     Z,
@@ -27,7 +27,7 @@ from tests.kit.oracle import (
     compare_undifferentiated,
 )
 
-CASES = Cases(SHARED)
+CASES = Table(SHARED)
 
 # Beyond what Paddle can do: an entry for an input that needs none, complex numbers and sines of high order.
 CASES.add(X, Y, label="first", wrt=(0,))(two_inputs)

@@ -18,16 +18,16 @@ from tests.frameworks.shared import (
 from tests.kit.oracle import (
     HALVES,
     MODES,
-    Cases,
     Mine,
     Ours,
+    Table,
     X,
     Y,
     assert_same,
     compare_with_table,
 )
 
-TABLE = Cases(DOCUMENTED + DIFFERENCES)
+TABLE = Table(DOCUMENTED + DIFFERENCES)
 
 # What backward gives for x and y.
 GIVEN = {

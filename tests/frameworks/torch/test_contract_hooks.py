@@ -14,10 +14,10 @@ from tests.frameworks.shared import (
 )
 from tests.kit.oracle import (
     MODES,
-    Case,
-    Cases,
     Mine,
     Ours,
+    Row,
+    Table,
     X,
     Y,
     assert_same,
@@ -25,7 +25,7 @@ from tests.kit.oracle import (
     fail,
 )
 
-COUNTS = Cases(HOOKS)
+COUNTS = Table(HOOKS)
 
 
 @COUNTS.add(X, Y, wrt=(0,), theirs=(1, 1), ours=(1, 1))
@@ -94,7 +94,7 @@ def test_the_innermost_pair_alone_applies(theirs, mode, fails):
 
         return nested
 
-    ours, one = Ours(mode), Case("nested", build, (X, Y), (0, 1))
+    ours, one = Ours(mode), Row("nested", build, (X, Y), (0, 1))
     assert_same(ours.run(one).gradients, theirs.run(one).gradients)
     assert sorted(calls[ours]) == sorted(calls[theirs])
     assert calls[ours][:4] == calls[theirs][:4] == ["inner packs"] * 2 + ["outer packs"] * 2
@@ -120,5 +120,5 @@ def test_disabled_hooks(theirs, mode):
 
         return inside
 
-    ours, one = Ours(mode), Case("disabled", build, (X,), (0,))
+    ours, one = Ours(mode), Row("disabled", build, (X,), (0,))
     assert_same(ours.run(one).gradients, theirs.run(one).gradients)
