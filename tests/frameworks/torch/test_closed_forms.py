@@ -15,6 +15,7 @@ from tests.kit.case import Case, case_of, stop
 from tests.kit.case import numpy_grid as grid
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FIRST_ORDER, SECOND_ORDER, assert_same, grad_of_grad, scalar
+from tests.registry.after_torch import sparsemax
 
 from . import ports as ported
 
@@ -57,16 +58,8 @@ def _smoothed_cross_entropy(z):
     return -(1 - 0.3) * _own(logp) - 0.3 * logp.mean(-1)  # 0.3 = 0.2 * 3 / (3 - 1)
 
 
-def _sparsemax_last(x):
-    ordered = jnp.sort(x)[..., ::-1]
-    sums = jnp.cumsum(ordered, -1) - 1
-    position = jnp.arange(1, x.shape[-1] + 1, dtype=x.dtype)
-    size = (position * ordered > sums).sum(-1, keepdims=True)
-    return jnp.maximum(x - jnp.take_along_axis(sums, size - 1, -1) / size.astype(x.dtype), 0)
-
-
-case("Sparsemax", X, label="default")(lambda x: _sparsemax_last(x.T).T)
-case("Sparsemax", X, layer=lambda x: ported.Sparsemax.apply(x, -1), label="last")(_sparsemax_last)
+case("Sparsemax", X, label="default")(lambda x: sparsemax(x.T).T)
+case("Sparsemax", X, layer=lambda x: ported.Sparsemax.apply(x, -1), label="last")(sparsemax)
 
 QKV = grid(1, 2, 3, 4), grid(1, 2, 5, 4, low=-1, high=1.2), grid(1, 2, 5, 4, low=-2, high=1.5)
 KEYS = jnp.array([[True, True, False, True, False]])

@@ -11,6 +11,7 @@ import pytest
 from tests.kit.case import Case, W, X, case_of, grid, stop, straight_through
 from tests.kit.closed_forms import compare_gradients, compare_outputs, with_ways
 from tests.kit.transforms import scalar
+from tests.registry.after_torch import sparsemax
 
 from .ports import without_original as layers
 
@@ -19,13 +20,6 @@ case = functools.partial(case_of, CASES)
 
 # Supports of one, two and four entries, of which two are searched at first.
 ROWS = jnp.array([[3.0, 0.1, 0.4, -0.2], [0.9, 1.1, -2, -3], [0.1, 0.2, 0.05, 0.15]])
-
-
-def sparsemax(x):
-    ordered = jnp.sort(x)[..., ::-1]
-    sums = jnp.cumsum(ordered, -1) - 1
-    size = (jnp.arange(1.0, x.shape[-1] + 1) * ordered > sums).sum(-1, keepdims=True)
-    return jnp.maximum(x - jnp.take_along_axis(sums, size - 1, -1) / size.astype(x.dtype), 0)
 
 
 def entmax15(x):

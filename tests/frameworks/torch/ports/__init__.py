@@ -59,6 +59,7 @@ from .tutorials import (
     SinProductInCtx,
     SurplusTangent,
 )
+from .without_original import Entmax15
 
 __all__ = [
     "BLOCKS",
@@ -68,6 +69,7 @@ __all__ = [
     "CalledVjp",
     "Cube",
     "DirtyAndLost",
+    "Entmax15",
     "Exp",
     "FlashAttention",
     "GradientForStatic",
