@@ -14,21 +14,9 @@ import pytest
 
 from pylayer_jax import PyLayer, PyLayerContext
 from pylayer_jax._rules import Application
+from tests.kit.layers import Tanh
 
 VJP3 = jax.config.jax_custom_vjp3
-
-
-class Tanh(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y * y)
 
 
 class Matmul(PyLayer):
