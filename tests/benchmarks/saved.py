@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
-from tests.layers import Tanh
+from tests.kit.layers import Tanh
 
 from .timing import Effort, measure
 

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax import PyLayer
-
-from .case import R3, W, X, case, grid, stop, straight_through
+from tests.kit.case import R3, W, X, case, grid, stop, straight_through
 
 # -- the rule itself ------------------------------------------------------------------------------
 

@@ -1,0 +1,113 @@
+"""Forward mode and saved-tensor hooks: what is packed, when, and how often."""
+
+from __future__ import annotations
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, saved_tensors_hooks
+from tests.kit.layers import Multiply, bits
+from tests.kit.transforms import (
+    FIRST_ORDER,
+    FORWARD,
+    SLOW,
+    along,
+    assert_same,
+    pushed,
+    scalar,
+)
+from tests.registry import CASES
+
+pytestmark = pytest.mark.own_primitive
+X = jnp.array([0.3, 0.7])
+
+
+@pytest.mark.parametrize("name", [n for n in FIRST_ORDER if n not in SLOW])
+@pytest.mark.parametrize("place", ["inside", "around"])
+def test_under_hooks(name, place, monkeypatch):
+    (case,) = (c for c in CASES if c.name == "DoubledTanh")
+    ours, hooks = case.in_forward_mode(monkeypatch), bits()
+    expected = FIRST_ORDER[name](scalar(case.reference, linear=False), case.args)
+    with contextlib.nullcontext() if place == "inside" else hooks:
+        layer = hooks(ours.layer) if place == "inside" else ours.layer
+        assert_same(FIRST_ORDER[name](scalar(layer, linear=False), case.args), expected)
+
+
+@pytest.mark.parametrize("name", [n for n in FORWARD if n not in SLOW])
+def test_forward_mode_under_hooks(name, monkeypatch):
+    (case,) = (c for c in CASES if c.name == "DoubledTanh")
+    ours = case.in_forward_mode(monkeypatch)
+    expected = FORWARD[name](scalar(case.reference, linear=False), case.args, along)
+    with bits():
+        assert_same(FORWARD[name](scalar(ours.layer, linear=False), case.args, pushed), expected)
+
+
+def test_jacobian_under_hooks():
+    jacobian = jax.jacfwd(lambda a, b: ForwardMultiply.apply(a, b), (0, 1))
+    with bits():  # the tangents are mapped, and what was packed is not
+        for run in (jacobian, jax.jit(jacobian)):
+            np.testing.assert_allclose(run(X, X + 1), [jnp.diag(X + 1), jnp.diag(X)], rtol=1e-6)
+
+
+class ForwardMultiply(Multiply):
+    forward_mode = True
+
+
+class SetUpMultiply(Function):
+    forward_mode = True
+
+    @staticmethod
+    def forward(a, b):
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        return dy * b, dy * a
+
+
+def noting():
+    log = []
+
+    def note(what):
+        return lambda x: log.append(what) or x
+
+    return log, saved_tensors_hooks(note("pack"), note("unpack"))
+
+
+@pytest.mark.parametrize("layer", [ForwardMultiply, SetUpMultiply])
+def test_hooks_pack_once_what_forward_mode_keeps(layer):
+    def loss(x):
+        return layer.apply(x, x + 1).sum()
+
+    for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+        log, hooks = noting()
+        with hooks:
+            np.testing.assert_allclose(run(X), 2 * X + 1, rtol=1e-6)
+        assert log == ["pack", "pack", "unpack", "unpack"]
+    for run in (lambda f: f, jax.jit):
+        log, hooks = noting()
+        with hooks:
+            np.testing.assert_allclose(run(jax.grad(lambda x: jax.grad(loss)(x).sum()))(X), [2, 2], rtol=1e-6)
+        assert log.count("pack") == 2  # a second derivative keeps the tensors themselves
+
+
+def test_hooks_unpack_what_is_asked_for():
+    class AsksForNothing(ForwardMultiply):
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, dy
+
+    log, hooks = noting()
+    with hooks:
+        jax.grad(lambda x: AsksForNothing.apply(x, x).sum())(X)
+        ForwardMultiply.apply(X, X)
+    assert log == ["pack"]  # one tensor in two places

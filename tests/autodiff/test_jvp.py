@@ -1,0 +1,223 @@
+"""A layer's own `jvp`: what it gets, what it must return, and which modes call it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, PyLayer
+from tests.kit.transforms import (
+    assert_same,
+)
+
+pytestmark = pytest.mark.own_primitive
+X = jnp.array([0.3, 0.7])
+
+
+class OwnMap(PyLayer):
+    """Its tangent map is not the transpose of its backward, so that each shows which one ran."""
+
+    @staticmethod
+    def forward(ctx, x, n, y):
+        ctx.save_for_backward(x, y)
+        ctx.n = n
+        return x * y, n, jnp.sin(x)
+
+    @staticmethod
+    def backward(ctx, dxy, dsin):
+        x, y = ctx.saved_tensor()
+        return 10 * dxy * y + dsin * jnp.cos(x), 10 * dxy * x
+
+    @staticmethod
+    def jvp(ctx, dx, dn, dy):
+        assert dn is None
+        x, y = ctx.saved_tensor()
+        assert ctx.n == 3
+        return dx * y + dy * x, None, dx * jnp.cos(x)
+
+
+def own(x, y):
+    return OwnMap.apply(x, 3, y)[::2]
+
+
+def plain(x, y):
+    return x * y, jnp.sin(x)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: jax.jvp(f, (X, X * 2), (X, X + 1)),
+        lambda f: jax.jvp(lambda x: f(x, X), (X,), (X,)),
+        lambda f: jax.jit(lambda x: jax.jvp(f, (x, x * 2), (x, x + 1)))(X),
+        lambda f: jax.jvp(jax.jit(f), (X, X * 2), (X, X + 1)),
+        lambda f: jax.jacfwd(f, (0, 1))(X, X * 2),
+        lambda f: jax.linearize(f, X, X * 2)[1](X, X + 1),
+        lambda f: jax.vmap(lambda x, t: jax.jvp(f, (x, X[0]), (t, t)))(X, X + 1),
+        lambda f: jax.vmap(lambda t: jax.jvp(f, (X, X), (t, X)))(jnp.eye(2)),
+        lambda f: jax.jvp(jax.vmap(f, (0, None)), (X, X[0]), (X, X[1])),
+        lambda f: jax.jacfwd(jax.jacfwd(f))(X, X * 2),
+        lambda f: jax.jacrev(jax.jacfwd(f))(X, X * 2),
+        lambda f: jax.jvp(lambda x: jax.lax.scan(lambda c, _: (f(c, c)[0], f(c, c)[1]), x, None, length=3), (X,), (X,)),
+    ],
+)
+def test_jvp_is_the_tangent_map(run):
+    assert_same(run(own), run(plain))
+
+
+def test_a_batch_of_which_the_tangents_see_nothing():
+    class Sum(PyLayer):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def jvp(ctx, dx, dy):
+            return dx + dy
+
+    for around in (lambda f: f, jax.jit):
+        pushed = around(jax.vmap(lambda x: jax.jvp(lambda y: Sum.apply(x, y), (X[0],), (X[1],))))(X)
+        np.testing.assert_allclose(pushed, [X + X[0], [X[1], X[1]]], rtol=1e-6)
+
+
+def test_reverse_mode_does_not_call_jvp():
+    assert jax.grad(lambda x: own(x, X)[0].sum())(X).tolist() == (10 * X).tolist()
+    assert jax.jit(jax.grad(lambda x: own(x, X)[0].sum()))(X).tolist() == (10 * X).tolist()
+
+
+@pytest.mark.parametrize("materialize", [True, False])
+def test_missing_tangents_are_zeros_or_none(materialize):
+    seen = []
+
+    class Layer(PyLayer):
+        @staticmethod
+        def forward(ctx, a, tree, index):
+            ctx.set_materialize_grads(materialize)
+            return a + tree["b"] + tree["c"] + index.astype(jnp.float32)
+
+        @staticmethod
+        def jvp(ctx, da, dtree, dindex):
+            seen.append((da, dtree, dindex))
+            assert ctx.needs_input_grad == (False, True, False)
+            return dtree["b"]
+
+    out, tangent = jax.jvp(
+        lambda b: Layer.apply(X, {"b": b, "c": X, "n": 3}, jnp.array([0, 1])), (X,), (jnp.array([2.0, 3.0]),)
+    )
+    assert tangent.tolist() == [2, 3]
+    assert out.shape == (2,)
+    ((da, dtree, dindex),) = seen
+    assert dtree["n"] is None
+    if materialize:
+        assert da.tolist() == [0, 0]
+        assert dtree["c"].tolist() == [0, 0]
+        assert (dindex.dtype, dindex.tolist()) == (jnp.int32, [0, 0])
+    else:
+        assert da is None
+        assert dtree["c"] is None
+        assert dindex is None
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda dx: dx, r"Layer.jvp returned 1 tangents; expected 3, one per output"),
+        (lambda dx: (dx, dx, None, dx), r"Layer.jvp returned 4 tangents; expected 3"),
+        (lambda dx: (dx[:1], None, None), r"Layer.jvp, tangent of output\[0\]: expected .* \(2,\).*got .* \(1,\)"),
+        (lambda dx: (dx, None, dx), r"Layer.jvp, tangent of output 1: expected the structure"),
+        (lambda dx: (dx, None, {"k": 1}), r"Layer.jvp, tangent of output\[2\]\['k'\]: expected .* got 1 of type int"),
+        (lambda dx: (jax.lax.complex(dx, dx), None, None), r"Layer.jvp, tangent of output\[0\]: expected a real array"),
+    ],
+)
+def test_what_jvp_must_return(returned, message):
+    class Layer(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2, "static", {"k": x * 3}
+
+        @staticmethod
+        def jvp(ctx, dx):
+            return returned(dx)
+
+    with pytest.raises(ValueError, match=message):
+        jax.jvp(lambda x: Layer.apply(x)[::2], (X,), (X,))
+
+
+def test_none_and_other_dtypes_from_jvp():
+    class Layer(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            marked = x * 3
+            ctx.mark_non_differentiable(marked)
+            return x * 2, marked, x.astype(jnp.bfloat16), x * 4
+
+        @staticmethod
+        def jvp(ctx, dx):
+            return None, dx, dx, np.asarray(dx) * 4
+
+    zero, marked, low, number = jax.jvp(Layer.apply, (X,), (X,))[1]
+    assert zero.tolist() == marked.tolist() == [0, 0]
+    assert low.dtype == jnp.bfloat16
+    assert number.tolist() == (X * 4).tolist()
+
+
+def test_an_error_in_jvp_says_where():
+    class Layer(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def jvp(ctx, dx):
+            return dx / undefined  # noqa: F821
+
+    with pytest.raises(NameError) as caught:
+        jax.jvp(Layer.apply, (X,), (X,))
+    assert "This happened in test_an_error_in_jvp_says_where.<locals>.Layer.jvp." in caught.value.__notes__
+    with pytest.raises(NotImplementedError, match=r"Layer.backward is not defined"):
+        jax.grad(lambda x: Layer.apply(x).sum())(X)
+
+
+def test_forward_mode_of_a_function_that_saves_for_forward():
+    class Cube(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            ctx.save_for_forward(3 * x**2)
+            return x**3
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensors
+            return 3 * dy * x**2
+
+        @staticmethod
+        def jvp(ctx, dx):
+            (slope,) = ctx.saved_tensors
+            return slope * dx
+
+    assert_same(jax.jacfwd(Cube.apply)(X), jnp.diag(3 * X**2))
+    assert_same(jax.jacrev(Cube.apply)(X), jnp.diag(3 * X**2))
+    assert_same(jax.jit(jax.hessian(lambda x: Cube.apply(x).sum()))(X), jnp.diag(6 * X))
+    assert_same(jax.jacfwd(jax.jacfwd(lambda x: Cube.apply(x).sum()))(X), jnp.diag(6 * X))
+
+
+def test_tangents_that_are_python_numbers():
+    class Add(PyLayer):
+        @staticmethod
+        def forward(ctx, x, y):
+            return x + y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, dy
+
+        @staticmethod
+        def jvp(ctx, dx, dy):
+            assert (dx.shape, dx.dtype) == ((), jnp.float32)
+            return dx + dy
+
+    assert jax.jvp(Add.apply, (2.0, 3.0), (1.0, 1.0)) == (5, 2)
+    assert jax.jit(lambda x: jax.jvp(Add.apply, (x, 3.0), (1.0, 1.0)))(2.0) == (5, 2)

@@ -1,0 +1,187 @@
+"""What a layer costs under jit (nothing) and per call (no machinery). No timing."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pylayer_jax import PyLayer
+from tests.kit.layers import Tanh
+
+
+@jax.custom_vjp
+def tanh(x):
+    return jnp.tanh(x)
+
+
+def _tanh_forward(x):
+    y = jnp.tanh(x)
+    return y, y
+
+
+tanh.defvjp(_tanh_forward, lambda y, dy: (dy * (1 - y**2),))
+
+
+class Linear(PyLayer):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w, x)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w, _ = ctx.saved_tensor()
+        return dy @ w.T, x.T @ dy
+
+
+@jax.custom_vjp
+def linear(x, w):
+    return x @ w
+
+
+linear.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, dy: (dy @ r[1].T, r[0].T @ dy))
+
+
+class ForwardTanh(Tanh):
+    forward_mode = True
+
+
+class OwnBatch(Tanh):
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return OwnBatch.apply(x), in_dims[0]
+
+
+@jax.custom_jvp
+def forward_tanh(x):
+    return jnp.tanh(x)
+
+
+@forward_tanh.defjvp
+def _forward_tanh_jvp(primals, tangents):
+    y = jnp.tanh(primals[0])
+    return y, tangents[0] * (1 - y**2)
+
+
+X = jnp.linspace(-1, 1, 64).reshape(8, 8)
+
+
+def pushed(f):
+    return lambda x: jax.jvp(f, (x,), (x + 1,))
+
+
+def deep(layer):
+    def loss(x):
+        for _ in range(50):
+            x = layer(x)
+        return x.sum()
+
+    return loss
+
+
+def scanned(layer):
+    return lambda x: jax.lax.scan(lambda c, _: (layer(c), None), x, None, length=5)[0].sum()
+
+
+def multiplied(layer):
+    return lambda x: layer(layer(x, x + 1), x).sum()
+
+
+PROGRAMS = {
+    "grad of 50 layers": (jax.grad(deep(Tanh.apply)), jax.grad(deep(tanh))),
+    "value and grad of 50 layers": (jax.value_and_grad(deep(Tanh.apply)), jax.value_and_grad(deep(tanh))),
+    "grad of jit of 50 layers": (jax.grad(jax.jit(deep(Tanh.apply))), jax.grad(jax.jit(deep(tanh)))),
+    "forward of 50 layers": (deep(Tanh.apply), deep(tanh)),
+    "grad of scan": (jax.grad(scanned(Tanh.apply)), jax.grad(scanned(tanh))),
+    "grad of matrix products": (jax.grad(multiplied(Linear.apply)), jax.grad(multiplied(linear))),
+    "grad of remat": (jax.grad(jax.checkpoint(deep(Tanh.apply))), jax.grad(jax.checkpoint(deep(tanh)))),
+    "jvp of 50 layers": (pushed(deep(ForwardTanh.apply)), pushed(deep(forward_tanh))),
+    "jvp of scan": (pushed(scanned(ForwardTanh.apply)), pushed(scanned(forward_tanh))),
+    "grad of 50 layers with forward mode": (jax.grad(deep(ForwardTanh.apply)), jax.grad(deep(tanh))),
+    "grad of remat with forward mode": (
+        jax.grad(jax.checkpoint(deep(ForwardTanh.apply))),
+        jax.grad(jax.checkpoint(deep(tanh))),
+    ),
+    "vmap of grad with a vmap of its own": (
+        jax.vmap(jax.grad(deep(OwnBatch.apply))),
+        jax.vmap(jax.grad(deep(tanh))),
+    ),
+    "vmap of grad": (jax.vmap(jax.grad(deep(Tanh.apply))), jax.vmap(jax.grad(deep(tanh)))),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_compiled_program_is_that_of_a_hand_written_custom_vjp(program):
+    ours, theirs = (jax.jit(f).lower(X).compile() for f in PROGRAMS[program])
+    assert _instructions(ours) == _instructions(theirs)
+    assert ours.cost_analysis() == theirs.cost_analysis()
+    assert ours.memory_analysis().temp_size_in_bytes == theirs.memory_analysis().temp_size_in_bytes
+
+
+def _instructions(compiled):
+    # Opcodes of the optimized HLO, as in `%name = f32[8,8]{1,0} tanh(%x)`.
+    return Counter(re.findall(r"= (?:\([^=]*\)|\S+) ([a-z][\w-]*)\(", compiled.as_text()))
+
+
+def test_the_comparison_sees_one_more_operation():
+    more = jax.jit(jax.grad(lambda x: deep(tanh)(jnp.sin(x)))).lower(X).compile()
+    assert _instructions(more) != _instructions(jax.jit(PROGRAMS["grad of 50 layers"][1]).lower(X).compile())
+
+
+def test_eager_apply_uses_no_custom_vjp(monkeypatch):
+    class Own(Tanh):
+        pass
+
+    def refuse(*args):
+        raise AssertionError("the rule was used")
+
+    monkeypatch.setattr(Own, "_rule", staticmethod(refuse))
+    assert Own.apply(X).shape == X.shape
+    with pytest.raises(AssertionError, match="the rule was used"):
+        jax.grad(lambda x: Own.apply(x).sum())(X)
+
+
+def test_nothing_is_built_per_call(monkeypatch):
+    built = []
+    original = jax.custom_vjp.__init__
+
+    def counting(self, *args, **kwargs):
+        built.append(args)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(jax.custom_vjp, "__init__", counting)
+    for _ in range(3):
+        jax.grad(lambda x: Tanh.apply(x).sum())(X)
+        jax.jit(lambda x: Tanh.apply(x))(X)
+    assert built == []
+
+    class Fresh(Tanh):
+        pass
+
+    assert len(built) == 1
+
+
+def test_fresh_statics_cost_no_retrace():
+    traces = []
+
+    class Activated(PyLayer):
+        @staticmethod
+        def forward(ctx, x, function):
+            traces.append(1)
+            ctx.function = function
+            return function(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, None
+
+    step = jax.jit(jax.grad(lambda x: Activated.apply(x, lambda v: v * 2).sum()))
+    step(X)
+    count = len(traces)
+    for _ in range(3):
+        step(X)
+    assert len(traces) == count

@@ -1,0 +1,48 @@
+"""Every notebook runs from top to bottom, and what is shown with it is fit to be read."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
+for package in ("ipykernel", "matplotlib"):
+    pytest.importorskip(package, reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
+import nbformat  # noqa: E402
+
+pytestmark = pytest.mark.notebooks
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+UNFIT = re.compile(r"warning|traceback|(?<![\w:/.])/(home|root|tmp|usr|Users)/|[A-Z]:\\", re.IGNORECASE)
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+def shown(notebook):
+    """(cell number, text) of every output; an image is not text."""
+    for number, cell in enumerate(notebook.cells):
+        for output in cell.get("outputs", []):
+            yield number, output.get("text") or output.get("data", {}).get("text/plain", "") or str(output)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+# The kernel's client, not the notebook, may leave a socket or a deprecated event loop behind.
+@pytest.mark.filterwarnings("default")
+def test_runs_from_top_to_bottom(path):
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=300, startup_timeout=120, kernel_name="python3")
+    client.execute(cwd=str(path.parent))
+    printed = [(number, text) for number, text in shown(notebook) if UNFIT.search(text)]
+    assert not printed
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_outputs_are_of_one_clean_run(path):
+    notebook = nbformat.read(path, as_version=4)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert not [(number, text) for number, text in shown(notebook) if UNFIT.search(text)]
+    assert path.stat().st_size < 500_000

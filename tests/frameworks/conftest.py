@@ -1,0 +1,5 @@
+"""Every test of this folder has the marker `frameworks`."""
+
+
+def pytest_itemcollected(item):
+    item.add_marker("frameworks")

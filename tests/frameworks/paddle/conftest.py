@@ -1,0 +1,18 @@
+"""Real Paddle, and the layers that are written in it."""
+
+import importlib
+
+import pytest
+
+from tests.kit.oracle import Paddle
+
+
+@pytest.fixture
+def theirs(paddle):
+    yield Paddle(paddle)
+    paddle.set_grad_enabled(True)  # which an exception in a hook of an operation leaves off
+
+
+@pytest.fixture
+def original(paddle):
+    return importlib.import_module(".originals", __package__)

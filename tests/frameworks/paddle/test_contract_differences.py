@@ -1,0 +1,384 @@
+"""What this library and real Paddle both refuse, and each difference between them, from both sides."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+
+import pylayer_jax
+from tests.frameworks.shared import (
+    DIFFERENCES,
+    DOCUMENTED,
+    exception_in_backward,
+    product,
+    unknown_attribute,
+)
+from tests.kit.oracle import (
+    MODES,
+    Mine,
+    Ours,
+    Row,
+    Table,
+    X,
+    Y,
+    Z,
+    assert_same,
+    compare_with_table,
+)
+
+TABLE = Table(DOCUMENTED + DIFFERENCES)
+
+for name, value in {"number": 3, "None": None, "statics": (1, "text"), "empty": ()}.items():
+
+    @TABLE.differ(label=name, theirs=ValueError, ours=ValueError, match="at least one tensor")
+    def no_tensor_among_the_outputs(of, value=value):
+        return of.layer(lambda ctx, x: value, lambda ctx, dy: dy).apply
+
+
+# What backward gives for x and y.
+GIVEN = {
+    "one for two": (ValueError, ValueError, "1 gradient; expected 2", lambda dy: dy),
+    "three for two": (ValueError, ValueError, "3 gradients; expected 2", lambda dy: (dy, dy, dy)),
+    "None too many": (ValueError, ValueError, "3 gradients; expected 2", lambda dy: (dy, dy, None)),
+    "number": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, 1.0)),
+    "text": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, "text")),
+    "dict": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, {"y": dy})),
+    "list": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, [dy])),
+    # Paddle takes a tuple alone.
+    "list of two": (ValueError, [3, 5], "", lambda dy: [dy * 3, dy * 5]),
+    # Here NumPy arrays are tensors.
+    "NumPy": (ValueError, [3, 5], "", lambda dy: (dy * 3, np.full(2, 5, np.float32))),
+}
+
+for name, (their, our, match, give) in GIVEN.items():
+
+    @TABLE.differ(X, Y, label=name, theirs=their, ours=our, match=match)
+    def given_for_two(of, give=give):
+        return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: give(dy)).apply
+
+
+GIVEN_FOR_ONE = {
+    "number": (ValueError, ValueError, lambda dy: 1),
+    "list": (ValueError, ValueError, lambda dy: [dy]),
+    "two": (ValueError, ValueError, lambda dy: (dy, dy)),
+}
+
+for name, (their, our, give) in GIVEN_FOR_ONE.items():
+
+    @TABLE.differ(label=name, theirs=their, ours=our)
+    def given_for_one(of, give=give):
+        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(dy)).apply
+
+
+GIVEN_FOR_A_LIST = {
+    "tensor": (ValueError, ValueError, lambda dy: dy),
+    "two entries": (ValueError, ValueError, lambda dy: (dy, dy)),
+    "one too few": (SystemError, ValueError, lambda dy: [dy]),
+    # None is zero for the whole argument here.
+    "None": (ValueError, [0, 0], lambda dy: None),
+}
+
+for name, (their, our, give) in GIVEN_FOR_A_LIST.items():
+
+    @TABLE.differ(X, Y, label=name, theirs=their, ours=our)
+    def given_for_a_list(of, give=give):
+        layer = of.layer(lambda ctx, both: both[0] + both[1], lambda ctx, dy: give(dy))
+        return lambda x, y: layer.apply([x, y])
+
+
+# The entry for a list has one gradient per tensor there, and the structure of the list here.
+for name, their, our, give in (
+    ("per tensor", [3, 5], ValueError, lambda dy: [dy * 3, dy * 5]),
+    ("per place", [3, 0], [3, 5], lambda dy: [dy * 3, None, dy * 5]),
+):
+
+    @TABLE.differ(X, Y, label=name, theirs=their, ours=our, match="expected 3 entries, got 2")
+    def list_with_a_static(of, give=give):
+        layer = of.layer(lambda ctx, parts: parts[0] * parts[1] + parts[2], lambda ctx, dy: give(dy))
+        return lambda x, y: layer.apply([x, 2.0, y])
+
+
+# One entry per argument passed is taken too, as torch has it.
+@TABLE.differ(X, Y, theirs=ValueError, ours=[3, 5])
+def one_entry_per_argument(of):
+    layer = of.layer(lambda ctx, x, scale, y: x * scale + y, lambda ctx, dy: (dy * 3, None, dy * 5))
+    return lambda x, y: layer.apply(x, 2.0, y)
+
+
+@TABLE.differ(X, Y, wrt=(1,), theirs=ValueError, ours=ValueError, match="Missing: y")
+def leading_entry_left_out(of):
+    return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: dy * 5).apply
+
+
+# Paddle wants None there, here it is ignored, whatever it is.
+for name, entry in {"tensor": lambda dy: dy, "text": lambda dy: "text"}.items():
+
+    @TABLE.differ(X, Y, label=name, wrt=(1,), theirs=ValueError, ours=[5])
+    def entry_where_no_gradient_is_needed(of, entry=entry):
+        return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: (entry(dy), dy * 5)).apply
+
+
+@TABLE.differ(X, np.array([2, 3], np.int32), theirs=ValueError, ours=[3])
+def entry_for_an_integer_input(of):
+    return of.layer(lambda ctx, x, n: x * 2, lambda ctx, dy: (dy * 3, dy)).apply
+
+
+# Gradients follow the order of the call in Paddle, the order of the parameters here.
+@TABLE.differ(X, Y, theirs=[5, 3], ours=[3, 5])
+def keywords_in_another_order(of):
+    layer = of.layer(lambda ctx, a, b: a + b, lambda ctx, dy: (dy * 3, dy * 5))
+    return lambda x, y: layer.apply(b=y, a=x)
+
+
+# NumPy arrays are statics in Paddle, tensors here.
+@TABLE.differ(theirs=[3], ours=ValueError, match="1 gradient; expected 2")
+def numpy_argument_before_a_tensor(of):
+    layer = of.layer(lambda ctx, array, x: x * 2, lambda ctx, dy: dy * 3)
+    return lambda x: layer.apply(np.ones(2, np.float32), x)
+
+
+@TABLE.differ(theirs=[0 + 1], ours=[3 + 1])
+def dict_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, {"key": x * 2}), lambda ctx, dy, *dz: dz[0]["key"] * 3 if dz else dy * 0)
+    return lambda x: (*layer.apply(x), x)
+
+
+@TABLE.differ(theirs=ValueError, ours=[3])
+def dict_as_the_output(of):
+    return of.layer(lambda ctx, x: {"key": x * 2}, lambda ctx, dy: dy["key"] * 3).apply
+
+
+# Paddle looks one list deep.
+@TABLE.differ(theirs=[5], ours=[3 + 5])
+def list_within_a_list_among_the_outputs(of):
+    def backward(ctx, both):
+        return (both[0][0] * 3 if len(both) == 2 else 0) + both[-1] * 5
+
+    return of.layer(lambda ctx, x: ([[x * 2], x * 2],), backward).apply
+
+
+# A leaf returned as it is would be changed in place there, which Paddle refuses.
+@TABLE.differ(theirs=ValueError, ours=[3])
+def leaf_returned(of):
+    return of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3).apply
+
+
+# Paddle copies it, and loses the gradient.
+@TABLE.differ(theirs=[1], ours=[3 + 1])
+def input_marked_not_inplace_returned(of):
+    def forward(ctx, x):
+        ctx.mark_not_inplace(x)
+        return x
+
+    layer = of.layer(forward, lambda ctx, dy: dy * 3)
+    return lambda x: (layer.apply(x * 1), x)
+
+
+# The input is the output from there on, so that what is computed from it later goes through the layer in Paddle.
+@TABLE.differ(theirs=[3], ours=[1])
+def input_used_after_it_was_returned(of):
+    layer = of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3)
+
+    def apply(x):
+        before = x * 1
+        layer.apply(before)
+        return before * 1
+
+    return apply
+
+
+for name, mark in {
+    "not an input": lambda ctx, x: ctx.mark_not_inplace(x + 1),
+    "static": lambda ctx, x: ctx.mark_not_inplace(3),
+}.items():
+
+    @TABLE.differ(label=name, theirs=[3], ours=ValueError, match="mark_not_inplace")
+    def mark_not_inplace_of(of, mark=mark):
+        def forward(ctx, x):
+            mark(ctx, x)
+            return x * 2
+
+        return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+@TABLE.differ(theirs=[3], ours=RuntimeError, match="mark_not_inplace was called in backward")
+def mark_not_inplace_in_backward(of):
+    def backward(ctx, dy):
+        ctx.mark_not_inplace(dy)
+        return dy * 3
+
+    return of.layer(lambda ctx, x: x * 2, backward).apply
+
+
+# Cotangents always have the dtype of the output here.
+@TABLE.differ(theirs=[3], ours=AttributeError, match="set_grad_in_dtype_consistent")
+def cotangents_of_another_dtype(of):
+    def forward(ctx, x):
+        ctx.set_grad_in_dtype_consistent(False)
+        return x * 2
+
+    return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+# Paddle's context has neither, and reports it as an OSError, as every exception in backward.
+for name, read in {"saved_tensors": lambda ctx: ctx.saved_tensors, "needs": lambda ctx: ctx.needs_input_grad}.items():
+
+    @TABLE.differ(label=name, theirs=OSError, ours=[3])
+    def what_torch_has_on_its_context(of, read=read):
+        def backward(ctx, dy):
+            read(ctx)
+            return dy * 3
+
+        return of.layer(lambda ctx, x: x * 2, backward).apply
+
+
+TABLE.differ(theirs=OSError, ours=AttributeError, match="nothing_set")(unknown_attribute)
+TABLE.differ(theirs=OSError, ours=Mine, match="on purpose")(exception_in_backward)
+
+
+@TABLE.differ(theirs=OSError, ours=NotImplementedError)
+def no_backward(of):
+    return type("Layer", (of.base,), {"forward": staticmethod(lambda ctx, x: x * 2)}).apply
+
+
+for name, call in {
+    "nothing": lambda layer, x: layer.apply(),
+    "too many": lambda layer, x: layer.apply(x, x),
+    "keyword": lambda layer, x: layer.apply(x, other=x),
+}.items():
+
+    @TABLE.differ(label=name, theirs=TypeError, ours=TypeError)
+    def call_that_does_not_fit(of, call=call):
+        layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: dy * 3)
+        return lambda x: call(layer, x)
+
+
+# A gradient is not looked at there, where it arrives at a leaf; elsewhere Paddle casts it.
+GRADIENTS = {
+    "half": (np.full(2, 3, np.float16), 3, lambda of, dy: of.cast(dy * 3, "float16")),
+    "integer": (np.full(2, 3, np.int32), 3, lambda of, dy: of.cast(dy * 3, "int32")),
+    "bool": (np.full(2, True), 1, lambda of, dy: of.cast(dy, "bool")),
+    "complex": (np.full(2, 3 + 3j, np.complex64), ValueError, lambda of, dy: of.cast(dy, "complex64") * (3 + 3j)),
+    "wider": (np.full((1, 2), 3, np.float32), 3, lambda of, dy: of.reshape(dy * 3, (1, 2))),
+    "stacked": (np.full((2, 2), 3, np.float32), 6, lambda of, dy: of.stack([dy, dy]) * 3),
+    "scalar": (np.full((), 6, np.float32), ValueError, lambda of, dy: dy.sum() * 3),
+    "other": (np.full(4, 3, np.float32), ValueError, lambda of, dy: of.reshape(of.stack([dy, dy]) * 3, (4,))),
+}
+
+for name, (their, our, give) in GRADIENTS.items():
+
+    @TABLE.differ(label=name, theirs=[their], ours=our if our is ValueError else [our], match="gradient of 'x'")
+    def gradient_that_does_not_fit(of, give=give):
+        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
+
+
+@TABLE.differ(Z, theirs=[np.full(2, 3, np.float32)], ours=[3])
+def real_gradient_of_a_complex_input(of):
+    return of.layer(lambda ctx, z: of.abs(z), lambda ctx, dy: dy * 3).apply
+
+
+# Each container of outputs gets a list there, without its statics; its own structure here.
+@TABLE.differ(theirs=[3], ours=[5])
+def tuple_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, (x * 2,)), lambda ctx, dy, dz: dy * (3 if isinstance(dz, list) else 5))
+    return layer.apply
+
+
+@TABLE.differ(theirs=[1], ours=[2])
+def list_with_a_static_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, [x * 2, 1]), lambda ctx, dy, dz: dy * len(dz))
+    return layer.apply
+
+
+# NumPy arrays are statics there.
+@TABLE.differ(theirs=[1], ours=[2], used=(0,))
+def numpy_array_among_the_outputs(of):
+    return of.layer(lambda ctx, x: (x * 2, np.ones(2, np.float32)), lambda ctx, *dys: dys[0] * len(dys)).apply
+
+
+# Paddle lets a gradient through integers; under JAX there is none.
+@TABLE.differ(theirs=[200 + 3], ours=[3])
+def gradient_through_an_integer_output(of):
+    def backward(ctx, di, dy):
+        return of.cast(di, "float32") * 100 + dy * 3
+
+    layer = of.layer(lambda ctx, x: (of.cast(x * 10, "int32"), x * 2), backward)
+
+    def apply(x):
+        i, y = layer.apply(x)
+        return of.cast(i, "float32") * 2, y
+
+    return apply
+
+
+# Paddle drops what a saved intermediate owes to the input.
+@TABLE.differ(theirs=[4 * X**2], ours=[12 * X**2], orders=2)
+def second_derivative_through_an_intermediate(of):
+    def forward(ctx, x):
+        square = x * x
+        ctx.save_for_backward(square, x)
+        return square * square
+
+    def backward(ctx, dy):
+        square, x = ctx.saved_tensor()
+        return 4 * dy * square * x
+
+    return of.layer(forward, backward).apply
+
+
+# Paddle's is not public, and cuts the second derivative off in silence.
+@TABLE.differ(theirs=[2 * X], ours=RuntimeError, orders=2, match="once_differentiable")
+def second_derivative_of_once_differentiable(of):
+    once = pylayer_jax.once_differentiable if isinstance(of, Ours) else of.autograd.py_layer.once_differentiable
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    def backward(ctx, dy):
+        return 2 * dy * ctx.saved_tensor()[0]
+
+    layer = of.layer(forward, once(backward))
+    return lambda x: layer.apply(x) * x
+
+
+@MODES
+@TABLE.every()
+def test_errors_and_differences(theirs, mode, one):
+    compare_with_table(theirs, mode, one)
+
+
+@MODES
+def test_a_complex_rule_in_the_convention_of_jax(theirs, mode):
+    """Without `complex_convention`, cotangents are the conjugates of Paddle's, and so is the rule."""
+
+    def square(of):
+        def forward(ctx, z):
+            ctx.save_for_backward(z)
+            return z * z
+
+        def backward(ctx, dy):
+            (z,) = ctx.saved_tensor()
+            return 2 * dy * (z if of is ours else of.conj(z))
+
+        return of.layer(forward, backward).apply
+
+    ours, one = Ours(mode), Row("square", square, (Z,), (0,))
+    mine, other = ours.run(one), theirs.run(one)
+    assert_same(mine.gradients, other.gradients)
+    if mode == "eager":
+        assert_same(mine.cotangents, [(dy.conj(),) for (dy,) in other.cotangents])
+
+
+@MODES
+def test_hessian_and_jacobian(theirs, mode):
+    def build(of):
+        layer = product(of)
+        return lambda x: layer.apply(x, of.sin(x))
+
+    ours, x, paddle = Ours(mode), theirs.leaf(X), theirs.module
+    f, y = build(ours), build(theirs)(x)
+    assert_same(np.asarray(ours.mode(jax.jacrev(f))(X)), paddle.autograd.jacobian(y, x)[:].numpy())
+    assert_same(
+        np.asarray(ours.mode(jax.hessian(lambda x: f(x).sum()))(X)), paddle.autograd.hessian(y.sum(), x)[:].numpy()
+    )

@@ -1,0 +1,348 @@
+"""Layers that Paddle, torch and this library agree on."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.kit.oracle import Table, X, Y, Z
+
+SHARED = Table()
+
+
+@SHARED.add()
+def straight_through(of):
+    return of.layer(lambda ctx, x: of.round(x * 3), lambda ctx, dy: dy).apply
+
+
+def doubled_tanh(of):
+    def forward(ctx, x):
+        y = of.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    def backward(ctx, dy):
+        (y,) = of.saved(ctx)
+        return 2 * dy * (1 - y * y)
+
+    return of.layer(forward, backward)
+
+
+@SHARED.add(orders=3)
+def saved_output(of):
+    return doubled_tanh(of).apply
+
+
+def doubled_sine(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return of.sin(x)
+
+    def backward(ctx, dy):
+        (x,) = of.saved(ctx)
+        return 2 * dy * of.cos(x)
+
+    return of.layer(forward, backward)
+
+
+@SHARED.add(orders=3)
+def saved_input(of):
+    return doubled_sine(of).apply
+
+
+@SHARED.add()
+def applied_to_its_output(of):
+    layer = doubled_tanh(of)
+    return lambda x: layer.apply(layer.apply(x))
+
+
+@SHARED.add()
+def gradients_add_up(of):
+    layer = doubled_tanh(of)
+    return lambda x: layer.apply(x) + layer.apply(x * 1) + x
+
+
+@SHARED.add(X, Y)
+def input_and_output_on_attributes(of):
+    def forward(ctx, x, y):
+        z = of.tanh(x) * y
+        ctx.factor, ctx.kept = 3, {"input": (x, None), "output": [z]}
+        return z
+
+    def backward(ctx, dz):
+        x, z = ctx.kept["input"][0], ctx.kept["output"][0]
+        return dz * z * ctx.factor, dz * of.sin(x)
+
+    return of.layer(forward, backward).apply
+
+
+@SHARED.add()
+def function_on_an_attribute(of):
+    def forward(ctx, x):
+        ctx.power = lambda v: v**3
+        ctx.save_for_backward(x)
+        return x * 2
+
+    return of.layer(forward, lambda ctx, dy: dy * ctx.power(*of.saved(ctx))).apply
+
+
+@SHARED.add()
+def attribute_set_in_backward(of):
+    def backward(ctx, dy):
+        ctx.scale, ctx.more = 5, 1
+        return dy * (ctx.scale + ctx.more)
+
+    return of.layer(lambda ctx, x: x * 3, backward).apply
+
+
+@SHARED.add()
+def square_of_the_cotangent(of):
+    return of.layer(lambda ctx, x: of.sin(x), lambda ctx, dy: dy * dy).apply
+
+
+@SHARED.add()
+def clipped_cotangent(of):
+    return of.layer(lambda ctx, x: x * x, lambda ctx, dy: of.clip(dy * 2, -1.7, 1.7)).apply
+
+
+@SHARED.add()
+def gradient_without_the_cotangent(of):
+    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy)).apply
+
+
+@SHARED.add(X, Y)
+def two_inputs(of):
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    def backward(ctx, dy):
+        a, b = of.saved(ctx)
+        return dy * b * 2, dy * a * 3
+
+    return of.layer(forward, backward).apply
+
+
+@SHARED.add()
+def one_tensor_passed_twice(of):
+    layer = two_inputs(of)
+    return lambda x: layer(x, x)
+
+
+@SHARED.add(X, Y)
+def none_for_an_input(of):
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a)
+        return a * b
+
+    return of.layer(forward, lambda ctx, dy: (None, dy * of.saved(ctx)[0])).apply
+
+
+@SHARED.add()
+def none_for_the_only_input(of):
+    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: None)
+    return lambda x: layer.apply(x) + x
+
+
+@SHARED.add(X, Y)
+def unused_input(of):
+    return of.layer(lambda ctx, a, b: a * 2, lambda ctx, dy: (dy * 2, dy * 0)).apply
+
+
+for used in ((0,), (1,), (0, 1)):
+
+    @SHARED.add(label=str(used), used=used)
+    def two_outputs(of):
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x, of.cast(of.stack([x, x]), "float16")
+
+        def backward(ctx, dy, dz):
+            (x,) = of.saved(ctx)
+            return dy * x * 2 + of.cast(dz, "float32").sum(0) * 3
+
+        return of.layer(forward, backward).apply
+
+    @SHARED.add(label=str(used), used=used)
+    def two_outputs_not_materialized(of):
+        def forward(ctx, x):
+            ctx.set_materialize_grads(False)
+            return x * x, of.sin(x)
+
+        def backward(ctx, dy, dz):
+            return (0 if dy is None else dy * 2) + (0 if dz is None else dz * 3)
+
+        return of.layer(forward, backward).apply
+
+
+def marked(of, materialize=True):
+    """The first output is marked; backward gives itself away by a gradient that needs no cotangent."""
+
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        y, z = x * 2, of.sin(x)
+        ctx.mark_non_differentiable(y)
+        return y, z
+
+    layer = of.layer(forward, lambda ctx, dy, dz: of.ones_like(dz) * 7 + dz)
+    return lambda x: (*layer.apply(x), x * 3)
+
+
+@SHARED.add()
+@SHARED.add(label="alone", used=(0, 2))
+def marked_output(of):
+    return marked(of)
+
+
+@SHARED.add()
+def marked_output_not_materialized(of):
+    return marked(of, materialize=False)
+
+
+@SHARED.add(label="constant", used=(1,))
+def no_output_used(of):
+    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy))
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
+def every_output_marked(of):
+    def forward(ctx, x):
+        y = x * 2
+        ctx.mark_non_differentiable(y)
+        return y
+
+    layer = of.layer(forward, lambda ctx, dy: of.ones_like(dy))
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
+@SHARED.add(label="alone", used=(1,))
+def integer_and_bool_outputs(of):
+    layer = of.layer(lambda ctx, x: (of.cast(x * 10, "int32"), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
+    return lambda x: (*layer.apply(x), x * 3)
+
+
+@SHARED.add()
+def integer_output_not_materialized(of):
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return of.cast(x * 10, "int32"), x * 2
+
+    return of.layer(forward, lambda ctx, di, dy: dy * 2).apply
+
+
+@SHARED.add()
+def tuple_of_one(of):
+    return of.layer(lambda ctx, x: (of.sin(x),), lambda ctx, dy: dy * 3).apply
+
+
+@SHARED.add()
+def layer_inside_forward(of):
+    inner = doubled_sine(of)
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return inner.apply(x) * 2
+
+    return of.layer(forward, lambda ctx, dy: dy * 5 * of.saved(ctx)[0]).apply
+
+
+@SHARED.add()
+def layer_inside_backward(of):
+    inner = doubled_sine(of)
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    return of.layer(forward, lambda ctx, dy: inner.apply(dy * 3) * of.saved(ctx)[0]).apply
+
+
+@SHARED.add(orders=3)
+def itself_inside_backward(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return of.sin(x)
+
+    layer = of.layer(forward, lambda ctx, dy: dy * layer.apply(of.saved(ctx)[0]))
+    return layer.apply
+
+
+@SHARED.add()
+def backward_overridden(of):
+    base = doubled_tanh(of)
+
+    class Tripled(base):
+        @staticmethod
+        def backward(ctx, dy):
+            return base.backward(ctx, dy) * 3
+
+    return lambda x: base.apply(x) * Tripled.apply(x)
+
+
+@SHARED.add()
+def class_methods(of):
+    def forward(cls, ctx, x):
+        ctx.save_for_backward(x)
+        return of.sin(x) * cls.scale
+
+    def backward(cls, ctx, dy):
+        return dy * of.saved(ctx)[0] * cls.scale
+
+    return of.layer(None, None, forward=classmethod(forward), backward=classmethod(backward), scale=3.0).apply
+
+
+@SHARED.add(X, Y, wrt=(0,))
+def input_that_needs_no_gradient_returned_beside(of):
+    return of.layer(lambda ctx, x, y: (of.sin(x), y * 1), lambda ctx, dx, dy: (dx * 2, None)).apply
+
+
+@SHARED.add(X, np.array([2, 3], np.int32))
+def integer_input(of):
+    return of.layer(lambda ctx, x, n: x * of.cast(n, "float32"), lambda ctx, dy: (dy * 2, None)).apply
+
+
+@SHARED.add(np.float32(0.7).reshape(()), np.zeros((0, 2), np.float32))
+def scalars_and_empty_tensors(of):
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x)
+        return of.sin(x), y * 2
+
+    return of.layer(forward, lambda ctx, dx, dy: (dx * of.saved(ctx)[0], dy * 3)).apply
+
+
+def complex_square(of, **members):
+    def forward(ctx, z):
+        ctx.save_for_backward(z)
+        return z * z
+
+    def backward(ctx, dy):
+        (z,) = of.saved(ctx)
+        return dy * 2 * of.conj(z)
+
+    return of.layer(forward, backward, **members).apply
+
+
+@SHARED.add(Z, orders=1)
+def complex_numbers(of):
+    return complex_square(of, complex_convention="paddle")
+
+
+DOCUMENTED = Table()
+
+
+@DOCUMENTED.differ(np.array([1.3], np.float32), theirs=[6.0], ours=[6.0], orders=2)
+def cube_of_straight_through_round(of):
+    layer = of.layer(lambda ctx, x: of.round(x), lambda ctx, dy: dy)
+    return lambda x: layer.apply(x) ** 3
+
+
+@DOCUMENTED.differ(np.array([0.3], np.float32), theirs=[-2.132728], ours=[-2.132728], orders=2)
+def doubled_tanh_once(of):
+    return doubled_tanh(of).apply
+
+
+@DOCUMENTED.differ(np.array([0.3], np.float32), theirs=[-10.906823], ours=[-10.906823], orders=2)
+def doubled_tanh_twice(of):
+    layer = doubled_tanh(of)
+    return lambda x: layer.apply(layer.apply(x))

@@ -1,0 +1,186 @@
+"""The rows of the contract that are torch's and hold for PyLayer, asked of real torch; and each difference, from both
+sides. The torch dialect, `Function`, has its own tests in test_ports.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pylayer_jax import packers
+from tests.frameworks.shared import (
+    SHARED,
+    complex_numbers,
+    doubled_sine,
+    doubled_tanh,
+    itself_inside_backward,
+    two_inputs,
+)
+from tests.kit.oracle import (
+    MODES,
+    Ours,
+    Table,
+    X,
+    Y,
+    Z,
+    compare,
+    compare_higher_orders,
+    compare_undifferentiated,
+)
+
+CASES = Table(SHARED)
+
+# Beyond what Paddle can do: an entry for an input that needs none, complex numbers and sines of high order.
+CASES.add(X, Y, label="first", wrt=(0,))(two_inputs)
+CASES.add(X, Y, label="second", wrt=(1,))(two_inputs)
+CASES.add(Z, label="twice")(complex_numbers)
+CASES.add(label="four times", orders=4)(itself_inside_backward)
+
+
+@CASES.add(X, Y)
+@CASES.add(X, Y, label="second", wrt=(1,))
+def one_entry_per_argument(of):
+    layer = of.layer(lambda ctx, a, scale, b, word: a * scale + of.sin(b), lambda ctx, dy: (dy * 3, None, dy * 5, None))
+    return lambda x, y: layer.apply(x, 2.0, y, "text")
+
+
+@CASES.add()
+def defaults(of):
+    layer = of.layer(lambda ctx, x, bias=None, scale=3.0: of.sin(x) * scale, lambda ctx, dy: dy * 3)
+    return layer.apply
+
+
+@CASES.add(X, Y)
+def keywords_in_another_order(of):
+    layer = of.layer(lambda ctx, a, b: a + b, lambda ctx, dy: (dy * 3, dy * 5))
+    return lambda x, y: layer.apply(b=y, a=x)
+
+
+GRADIENTS = {
+    "half": lambda of, dy: of.cast(dy * 3, "float16"),
+    "bfloat16": lambda of, dy: of.cast(dy * 3, "bfloat16"),
+    "integer": lambda of, dy: of.cast(dy * 3, "int32"),
+    "bool": lambda of, dy: of.cast(dy, "bool"),
+    "wider": lambda of, dy: of.stack([dy, dy * 3, dy * 5]),
+    "half and wider": lambda of, dy: of.cast(of.stack([dy, dy * 3, dy * 5]), "float16"),
+}
+
+for name, give in GRADIENTS.items():
+
+    @CASES.add(label=name, orders=1)
+    def gradient_cast_and_summed(of, give=give):
+        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
+
+
+@CASES.add(X.reshape(2, 1), orders=1)
+def gradient_summed_over_stretched_axes(of):
+    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.broadcast_to(dy * 3, (3, 2, 4))).apply
+
+
+@CASES.add(X, Y, wrt=(1,), orders=1)
+def entry_of_any_shape_where_no_gradient_is_needed(of):
+    return of.layer(lambda ctx, x, y: x + of.sin(y), lambda ctx, dy: (of.ones((5,)), dy * 3)).apply
+
+
+@CASES.add(X, np.array([2, 3], np.int32), orders=1)
+def entry_for_an_integer_input(of):
+    return of.layer(lambda ctx, x, n: of.sin(x), lambda ctx, dy: (dy * 3, dy)).apply
+
+
+@CASES.add(Z, orders=1)
+def real_gradient_of_a_complex_input(of):
+    return of.layer(lambda ctx, z: of.abs(z), lambda ctx, dy: dy * 3, complex_convention="paddle").apply
+
+
+SAVED = {"no call": None, "empty": lambda x: (), "None": lambda x: (None, x, None), "tensors": lambda x: (x, x + 1)}
+
+for name, save in SAVED.items():
+
+    @CASES.add(label=name, orders=1)
+    def what_saved_tensors_holds(of, save=save):
+        """The log compares it."""
+
+        def forward(ctx, x):
+            if save is not None:
+                ctx.save_for_backward(*save(x))
+            return x * 2
+
+        def backward(ctx, dy):
+            of.note(ctx.saved_tensors)
+            return dy * 3
+
+        return of.layer(forward, backward).apply
+
+
+@CASES.add(X, Y, orders=1)
+@CASES.add(X, Y, label="first", wrt=(0,), orders=1)
+@CASES.add(X, Y, label="second", wrt=(1,), orders=1)
+def needs_input_grad(of):
+    def forward(ctx, x, scale, y, n):
+        of.note(ctx.needs_input_grad)
+        return x * scale + y
+
+    def backward(ctx, dy):
+        of.note(ctx.needs_input_grad)
+        return dy * 3, None, dy * 5, None
+
+    layer = of.layer(forward, backward)
+    return lambda x, y: layer.apply(x, 2.0, y, of.ones((2,), dtype=of.int32))
+
+
+@CASES.add()
+def input_returned(of):
+    layer = of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3)
+
+    def apply(x):
+        y = layer.apply(x)
+        return y * y, x * x
+
+    return apply
+
+
+@CASES.add(X, Y)
+def input_returned_beside_its_double(of):
+    return of.layer(lambda ctx, x, y: (x, y * 2), lambda ctx, dx, dy: (dx * 3, dy * 5)).apply
+
+
+def held(of):
+    return packers.save_on_cpu() if isinstance(of, Ours) else of.autograd.graph.save_on_cpu()
+
+
+@CASES.add()
+def save_on_cpu(of):
+    layer = doubled_sine(of)
+
+    def apply(x):
+        with held(of):
+            return layer.apply(x) * x
+
+    return apply
+
+
+# What is taken for the gradients of higher order is what was packed, whatever packing did.
+@CASES.add()
+def layer_under_hooks(of):
+    return of.hooked(doubled_tanh(of).apply)
+
+
+@CASES.add()
+def operations_under_hooks(of):
+    return of.hooked(lambda x: of.exp(x) * x)
+
+
+@MODES
+@CASES.every()
+def test_outputs_gradients_and_cotangents(theirs, mode, one):
+    compare(theirs, mode, one)
+
+
+@MODES
+@CASES.every(higher=True)
+def test_higher_derivatives(theirs, mode, one):
+    compare_higher_orders(theirs, mode, one)
+
+
+@CASES.every()
+def test_without_differentiation(theirs, one):
+    compare_undifferentiated(theirs, one)

@@ -1,0 +1,267 @@
+"""Hooks with host=True: NumPy at run time, wherever the program runs, and how long what they keep lives."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from pylayer_jax import saved_tensors_hooks
+from tests.kit.layers import Tanh
+
+X = jnp.array([[0.2, -0.4, 0.9], [0.5, 0.1, -0.7]])
+
+
+class Held:
+    def __init__(self, x):
+        self.x = x.copy()
+
+
+class Host:
+    """A pair that keeps objects, and counts those that are alive."""
+
+    def __init__(self):
+        self.alive = weakref.WeakSet()
+        self.types = set()
+        self.hooks = saved_tensors_hooks(*self._pair(self.alive, self.types), host=True)
+
+    @staticmethod
+    def _pair(alive, types):
+        def pack(x):
+            types.add(type(x))
+            held = Held(x)
+            alive.add(held)
+            return held
+
+        return pack, lambda held: held.x
+
+    def __len__(self):
+        jax.effects_barrier()
+        gc.collect()
+        return len(self.alive)
+
+
+def plain(x):
+    return jnp.sum(Tanh.apply(x) * jnp.sin(x))
+
+
+def scanned(f):
+    return lambda x: jax.lax.scan(lambda c, _: (c * 0.9 + 0.1 * f(c), None), x, None, length=5)[0].sum()
+
+
+def sharded(f):
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("i")
+    mapped = jax.shard_map(lambda x: f(x)[None], mesh=mesh, in_specs=spec, out_specs=spec)
+    return lambda x: mapped(x).sum()
+
+
+TRANSFORMS = {
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
+    "jit of vmap of grad": lambda f: jax.jit(jax.vmap(jax.grad(f))),
+    "grad of vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum()),
+    "grad of scan": lambda f: jax.grad(scanned(f)),
+    "jit of grad of scan": lambda f: jax.jit(jax.grad(scanned(f))),
+    "scan of grad": lambda f: lambda x: jax.lax.scan(lambda c, _: (c - jax.grad(f)(c), None), x, None, length=5)[0],
+    "cond": lambda f: jax.jit(jax.grad(lambda x: jax.lax.cond(x[0, 0] < 9, f, lambda x: jnp.zeros(()), x))),
+    "shard_map": lambda f: jax.jit(jax.grad(sharded(f))),
+    "eager shard_map": lambda f: jax.grad(sharded(f)),
+    "second order": lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2))),
+    "eager second order": lambda f: jax.grad(lambda x: jnp.sum(jax.grad(f)(x) ** 2)),
+    "ahead of time": lambda f: lambda x: jax.jit(jax.grad(f)).lower(x).compile()(x),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("place", ["block", "decorator", "around"])
+def test_gradients(name, place):
+    if name == "eager shard_map" and place != "around":
+        pytest.skip("slow, since JAX compiles each operation by itself")
+    host = Host()
+
+    def block(x):
+        with host.hooks:
+            return plain(x)
+
+    transform = TRANSFORMS[name]
+    expected = transform(plain)(X)
+    if place == "around":
+        with host.hooks:
+            got = [transform(plain)(X) for _ in range(2)]
+    else:
+        got = [transform(block if place == "block" else host.hooks(plain))(X) for _ in range(2)]
+    for each in got:
+        np.testing.assert_allclose(each, expected, rtol=1e-5, atol=1e-6)
+    assert host.types == {np.ndarray}
+
+
+def test_a_jitted_vjp_function_may_be_called_twice():
+    host = Host()
+    value, pullback = jax.vjp(jax.jit(host.hooks(plain)), X)
+    first, second = pullback(value), pullback(value)
+    np.testing.assert_array_equal(first[0], second[0])
+
+
+def test_a_tensor_that_does_not_change_in_a_loop_may_be_packed_once_and_unpacked_often():
+    host = Host()
+
+    def loss(w, x):
+        def body(c, _):
+            with host.hooks:
+                return Tanh.apply(c * w), None
+
+        return jax.lax.scan(body, x, None, length=6)[0].sum()
+
+    def reference(w, x):
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c * w), None), x, None, length=6)[0].sum()
+
+    for differentiate in (lambda f: jax.grad(f, (0, 1)), lambda f: jax.jit(jax.grad(f, (0, 1)))):
+        for _ in range(2):
+            for got, expected in zip(differentiate(loss)(X + 1, X), differentiate(reference)(X + 1, X), strict=True):
+                np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+# -- how long it lives ----------------------------------------------------------------------------
+
+
+def test_eager_objects_die_with_the_vjp_function():
+    host = Host()
+    value, pullback = jax.vjp(host.hooks(plain), X)
+    assert len(host) == 3  # tanh(x), sin(x) and cos(x)
+    pullback(value)
+    assert len(host) == 3
+    del pullback
+    assert len(host) == 0
+
+
+@pytest.mark.parametrize("name", ["jit of grad", "grad of jit", "jit of grad of scan", "scan of grad"])
+def test_a_training_loop_does_not_grow(name):
+    host = Host()
+    step = TRANSFORMS[name](host.hooks(plain))
+    step = jax.jit(step) if name == "scan of grad" else step
+    x = step(X)
+    after_one = len(host)
+    for _ in range(20):
+        x = step(X)
+    x.block_until_ready()
+    assert 0 < len(host) <= after_one
+    host.hooks.close()
+    assert len(host) == 0
+
+
+def test_ten_thousand_iterations_do_not_grow():
+    host = Host()
+    step = jax.grad(host.hooks(lambda x: Tanh.apply(x).sum()))
+    steps = jax.jit(lambda x: jax.lax.scan(lambda c, _: (step(c), None), x, None, length=10_000)[0])
+    steps(X)
+    assert len(host) == 1
+
+
+def test_what_was_used_goes_with_the_hooks_object_and_what_may_be_needed_stays():
+    host = Host()
+    with host.hooks:
+        value, pullback = jax.vjp(jax.jit(plain), X)
+    assert len(host) == 1  # the layer's; the block is not around the operations of a jitted function that it calls
+    alive, types = host.alive, host.types
+    del types
+    host.hooks = None
+    assert len(host) == 1
+    np.testing.assert_allclose(pullback(value)[0], jax.grad(plain)(X) * value, rtol=1e-5)
+    del alive
+
+
+def test_a_backward_after_close_fails_and_says_why():
+    host = Host()
+    value, pullback = jax.vjp(jax.jit(host.hooks(plain)), X)
+    assert len(host) > 0
+    host.hooks.close()
+    assert len(host) == 0
+    with pytest.raises(Exception, match=r"is no longer held: .*the hooks were closed"):
+        jax.block_until_ready(pullback(value))
+
+
+def test_a_forward_whose_backward_never_runs_is_bounded(monkeypatch):
+    from pylayer_jax._hooks.host import PackSite
+
+    monkeypatch.setattr(PackSite, "max_pending", 7)
+    host = Host()
+    f = jax.jit(host.hooks(lambda x: Tanh.apply(x).sum()))
+    for _ in range(30):
+        value, pullback = jax.vjp(f, X)
+    assert len(host) == 7
+    np.testing.assert_allclose(pullback(value)[0], value * (1 - jnp.tanh(X) ** 2), rtol=1e-5)
+
+
+def test_several_forward_passes_may_wait_for_their_backward():
+    host = Host()
+    f = jax.jit(host.hooks(lambda x: Tanh.apply(x).sum()))
+    waiting = [(x, *jax.vjp(f, x)) for x in (X, X + 1, X - 1)]
+    for x, value, pullback in waiting:
+        np.testing.assert_allclose(pullback(jnp.ones_like(value))[0], 1 - jnp.tanh(x) ** 2, rtol=1e-5)
+
+
+def test_what_a_collected_program_held_is_dropped():
+    host = Host()
+
+    def run():
+        f = jax.jit(jax.grad(host.hooks(plain)))
+        f(X).block_until_ready()
+        return len(host)
+
+    assert run() > 0
+    jax.clear_caches()
+    assert len(host) == 0
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_checkpoint_inside_is_refused_and_around_works():
+    host = Host()
+    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(NotImplementedError, match=r"cannot be packed on the host inside of jax\.checkpoint"):
+            differentiate(jax.checkpoint(host.hooks(plain)))(X)
+        np.testing.assert_allclose(differentiate(host.hooks(jax.checkpoint(plain)))(X), jax.grad(plain)(X), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("unpack", "message"),
+    [
+        (lambda held: held.x[:1], r"unpack_hook returned .*shape \(1, 3\).* for Tanh, saved tensor 0"),
+        (lambda held: held.x.astype(np.float64), "unpack_hook returned .*float64.* for Tanh, saved tensor 0"),
+        (lambda held: 1 / 0, "division by zero"),
+    ],
+)
+def test_errors_come_out_of_a_compiled_program(unpack, message):
+    hooks = saved_tensors_hooks(Held, unpack, host=True)
+    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(differentiate(hooks(lambda x: Tanh.apply(x).sum()))(X))
+
+
+def test_a_process_ends_cleanly():
+    code = """
+        import jax, jax.numpy as jnp
+        from pylayer_jax import saved_tensors_hooks
+        class Held:
+            def __init__(self, x):
+                self.x = x.copy()
+            def __del__(self):
+                print("released")
+        f = saved_tensors_hooks(Held, lambda held: held.x, host=True)(lambda x: jnp.sum(jnp.sin(x)))
+        print(jax.jit(jax.grad(f))(jnp.zeros(2)))
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert "[1. 1.]" in done.stdout
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,126 @@
+"""Hooks around every kind of JAX operation: the gradient is that without them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from tests.kit.layers import Multiply, Tanh, bits
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) * 0.3 + np.eye(4), jnp.float32)
+
+
+@jax.custom_gradient
+def gradient_of_its_own(x):
+    return jnp.sin(x), lambda g: g * 2 * x
+
+
+@jax.custom_vjp
+def vjp_of_its_own(x):
+    return jnp.sin(x)
+
+
+vjp_of_its_own.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (3 * g * x,))
+
+
+@jax.custom_jvp
+def jvp_of_its_own(x):
+    return jnp.sin(x) * 2
+
+
+jvp_of_its_own.defjvp(lambda p, t: (jvp_of_its_own(*p), 5 * t[0] * p[0]))
+
+
+def sharded(f):
+    def mapped(x):
+        mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+        return jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i"))(x)
+
+    return mapped
+
+
+def cube_root(x):
+    return lax.custom_root(
+        lambda y: y**3 - jnp.sum(x**2),
+        jnp.ones(()),
+        lambda f, y: lax.fori_loop(0, 30, lambda i, y: y - f(y) / (3 * y**2), y),
+        lambda g, y: y / g(jnp.ones(())),
+    )
+
+
+OPERATIONS = {
+    "custom_gradient": gradient_of_its_own,
+    "custom_vjp": vjp_of_its_own,
+    "custom_jvp": jvp_of_its_own,
+    "relu": jax.nn.relu,
+    "softmax": jax.nn.softmax,
+    "logsumexp": lambda x: jax.nn.logsumexp(x, 0),
+    "solve": lambda x: jnp.linalg.solve(x @ x.T + 2 * jnp.eye(4), x),
+    "eigh": lambda x: jnp.linalg.eigh(x + x.T)[0],
+    "qr": lambda x: jnp.linalg.qr(x)[1],
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
+    "sort": lambda x: jnp.sort(x, 0) ** 2,
+    "top_k": lambda x: lax.top_k(x, 2)[0] ** 2,
+    "cumprod": jnp.cumprod,
+    "convolution": lambda x: lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME"),
+    "gather": lambda x: x[jnp.array([0, 2, 2])] ** 2,
+    "scatter": lambda x: (x.at[1].set(2.0) * x).at[jnp.array([0, 1])].mul(x[2:], unique_indices=True),
+    "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, jnp.argmax(x[0])), (2, 2)) ** 2,
+    "where": lambda x: jnp.where(x > 0, x, x**2),
+    "max": lambda x: jnp.max(x, 0) * jnp.min(x),
+    "einsum": lambda x: jnp.einsum("ij,jk,kl->il", x, x, x),
+    "associative_scan": lambda x: lax.associative_scan(jnp.multiply, x),
+    "map": lambda x: lax.map(lambda row: jnp.sin(row) * row, x),
+    "scan": lambda x: lax.scan(lambda c, row: (c * jnp.sin(row), c), x[0], x)[1],
+    "scan of a layer": lambda x: lax.scan(lambda c, row: (Multiply.apply(c, row), None), x[0], x)[0],
+    "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
+    "switch": lambda x: lax.switch(1, [jnp.sin, jnp.exp], x),
+    "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, c: c * x, x),
+    "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))),
+    "checkpoint with a policy": jax.checkpoint(lambda x: jnp.sin(x @ x), policy=jax.checkpoint_policies.dots_saveable),
+    "vmap of a layer": jax.vmap(lambda row: Tanh.apply(row) * row),
+    "jit of a layer": jax.jit(lambda x: Tanh.apply(x) * jnp.sin(x)),
+    "grad": jax.grad(lambda x: jnp.sum(Tanh.apply(x) * jnp.sin(x))),
+    "jit of grad": jax.jit(jax.grad(lambda x: jnp.sum(Tanh.apply(x) * jnp.sin(x)))),
+    "hessian": lambda x: jax.hessian(lambda row: jnp.sum(jnp.sin(row) ** 3))(x[0]),
+    "jvp": lambda x: jax.jvp(lambda x: jnp.sin(x) * x, (x,), (x,))[1],
+    "shard_map": sharded(lambda x: jnp.sin(x) * lax.psum(x, "i")),
+    "shard_map of a layer": sharded(lambda x: Tanh.apply(x) * lax.psum(x, "i")),
+    "gammaln": lambda x: jax.scipy.special.gammaln(x + 3),
+    "random": lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
+    "conjugate gradients": lambda x: jax.scipy.sparse.linalg.cg(x @ x.T + jnp.eye(4), x[0])[0],
+    "custom_root": cube_root,
+    "complex": lambda x: jnp.abs(jnp.exp(lax.complex(jnp.zeros_like(x), x)) * lax.complex(x, x)),
+    "debug callback": lambda x: (jax.debug.callback(lambda v: None, x), jnp.sin(x))[1],
+    "optimization_barrier": lambda x: jnp.sin(lax.optimization_barrier(x)),
+}
+
+TRANSFORMS = {
+    "grad": jax.grad,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "jit of vmap of grad": lambda f: lambda x: jax.jit(jax.vmap(jax.grad(f)))(jnp.stack([x, x * 1.1])),
+    "second order": lambda f: jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(f)(x) * jnp.cos(x)))),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_gradients(operation, transform):
+    def plain(x):
+        return jnp.sum(jnp.sin(OPERATIONS[operation](x)))
+
+    hooks = bits()
+
+    def block(x):
+        with hooks:
+            return plain(x)
+
+    expected = TRANSFORMS[transform](plain)(X)
+    np.testing.assert_allclose(TRANSFORMS[transform](block)(X), expected, rtol=2e-4, atol=1e-4)
+    if transform == "grad of jit":  # where a decorated function is one operation
+        np.testing.assert_allclose(TRANSFORMS[transform](hooks(plain))(X), expected, rtol=2e-4, atol=1e-4)

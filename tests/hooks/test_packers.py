@@ -1,0 +1,386 @@
+"""The ready pairs: how close they come, how much they keep, what they leave alone, and where they fail."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import pathlib
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pylayer_jax import PyLayer
+from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from tests.kit.case import grid
+from tests.kit.layers import Multiply, Tanh
+
+pytestmark = pytest.mark.own_primitive
+
+X = grid(8, 64)
+W = grid(64, 64, low=-0.2, high=0.3)
+
+
+def model(x, w):
+    h = Multiply.apply(jnp.tanh(x @ w), jnp.exp(x * 0.3))[:, ::2]
+    return jnp.sum(jnp.sin(h) * jnp.where(x[:, ::2] > 0, 1.0, 0.5))
+
+
+# The largest error of a gradient next to its largest entry.
+PACKERS = {
+    "save_on_cpu": (lambda folder: save_on_cpu(), 1e-6),
+    "save_on_cpu pinned": (lambda folder: save_on_cpu(pin_memory=True), 1e-6),
+    "save_on_disk": (save_on_disk, 1e-6),
+    "cast_saved": (lambda folder: cast_saved(), 0.02),
+    "cast_saved float16": (lambda folder: cast_saved(jnp.float16), 0.002),
+    "quantize_saved 8": (lambda folder: quantize_saved(8), 0.03),
+    "quantize_saved 4": (lambda folder: quantize_saved(4, block_size=16), 0.4),
+}
+
+
+def mesh(kind=AxisType.Auto):
+    return jax.make_mesh((4,), ("i",), axis_types=(kind,))
+
+
+def sharded(f, check_vma=True):
+    specs = (PartitionSpec("i"), PartitionSpec())
+    mapped = jax.shard_map(
+        lambda x, w: f(x, w)[None], mesh=mesh(), in_specs=specs, out_specs=specs[0], check_vma=check_vma
+    )
+    return lambda x, w: mapped(x, w).sum()
+
+
+def scanned(f):
+    return lambda x, w: jax.lax.scan(lambda c, _: (c * 0.9 + f(c, w) * 0.01, None), x, None, length=3)[0].sum()
+
+
+def gradient(f):
+    return jax.grad(f, (0, 1))
+
+
+def named(jit):
+    def run(f):
+        return lambda x, w: jit(gradient(f))(jax.device_put(x, NamedSharding(mesh(), PartitionSpec("i"))), w)
+
+    return run
+
+
+def explicit(f):
+    def run(x, w):
+        with jax.set_mesh(mesh(AxisType.Explicit)):
+            return jax.jit(gradient(f))(jax.device_put(x, PartitionSpec("i")), jax.device_put(w, PartitionSpec()))
+
+    return run
+
+
+def second(f):
+    return gradient(lambda x, w: sum(jnp.sum(g**2) for g in gradient(f)(x, w)))
+
+
+TRANSFORMS = {
+    "eager": gradient,
+    "jit": lambda f: jax.jit(gradient(f)),
+    "grad of jit": lambda f: gradient(jax.jit(f)),
+    "vmap": lambda f: lambda x, w: jax.vmap(gradient(f), (0, None))(x[:, None], w),
+    "grad of vmap": lambda f: gradient(lambda x, w: jax.vmap(f, (0, None))(x[:, None], w).sum()),
+    "scan": lambda f: jax.jit(gradient(scanned(f))),
+    "eager scan": lambda f: gradient(scanned(f)),
+    "cond": lambda f: jax.jit(gradient(lambda x, w: jax.lax.cond(x[0, 0] < 9, f, lambda x, w: jnp.zeros(()), x, w))),
+    "shard_map": lambda f: jax.jit(gradient(sharded(f))),
+    "shard_map, unchecked": lambda f: jax.jit(gradient(sharded(f, check_vma=False))),
+    "named sharding": named(jax.jit),
+    "eager named sharding": named(lambda f: f),
+    "explicit sharding": explicit,
+    "second order": lambda f: jax.jit(second(f)),
+    "eager second order": second,
+}
+
+
+@pytest.mark.parametrize(
+    "packer", ["save_on_cpu", "save_on_disk", "cast_saved", "quantize_saved 8", "quantize_saved 4"]
+)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients(name, packer, tmp_path):
+    make, tolerance = PACKERS[packer]
+    packed = make(tmp_path)(model)
+    for got, expected in zip(TRANSFORMS[name](packed)(X, W), TRANSFORMS[name](model)(X, W), strict=True):
+        assert got.dtype == expected.dtype
+        error = float(jnp.max(jnp.abs(got - expected)) / jnp.max(jnp.abs(expected)))
+        assert error <= tolerance
+        if tolerance > 1e-3:
+            assert error > 1e-6  # it really was packed
+
+
+@pytest.mark.parametrize("packer", ["save_on_cpu", "quantize_saved 8"])
+def test_eager_shard_map(packer, tmp_path):
+    def small(x, w):  # since JAX compiles each operation by itself there
+        return jnp.sum(Multiply.apply(x, jnp.tanh(x)) * w[:1])
+
+    hooked = PACKERS[packer][0](tmp_path)(small)
+    for got, expected in zip(gradient(sharded(hooked))(X, W), gradient(sharded(small))(X, W), strict=True):
+        np.testing.assert_allclose(got, expected, atol=0.02)
+
+
+# -- what comes back ------------------------------------------------------------------------------
+
+
+def restored(hooks, *tensors):
+    """The tensors as a backward sees them."""
+    seen = []
+
+    class Keep(PyLayer):
+        @staticmethod
+        def forward(ctx, x, *rest):
+            ctx.save_for_backward(x, *rest)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.extend(ctx.saved_tensor())
+            return (dy, *(None for _ in tensors))
+
+    with hooks:
+        jax.grad(lambda x: Keep.apply(x, *tensors).sum())(jnp.ones(3))
+    return seen[1:]
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_integers_keys_and_complex_numbers_pass_untouched(packer, tmp_path):
+    tensors = [
+        jnp.arange(300),
+        jnp.arange(300) % 2 == 0,
+        jax.random.key(7),
+        jax.lax.complex(jnp.arange(300.0), jnp.ones(300)),
+        jnp.arange(200, dtype=jnp.uint8),
+    ]
+    for got, expected in zip(restored(PACKERS[packer][0](tmp_path), *tensors), tensors, strict=True):
+        assert got.dtype == expected.dtype
+        assert bool(jnp.all(got == expected))
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7,), (3, 0, 2), (1000,), (5, 13, 3)])
+def test_dtypes_and_shapes_come_back(packer, dtype, shape, tmp_path):
+    values = jnp.asarray(grid(*shape) if int(np.prod(shape)) and shape else np.zeros(shape), dtype)
+    (got,) = restored(PACKERS[packer][0](tmp_path), values)
+    assert (got.dtype, got.shape, got.weak_type) == (values.dtype, values.shape, values.weak_type)
+    tolerance = {"quantize_saved 8": 0.02, "quantize_saved 4": 0.25, "cast_saved": 0.01}.get(packer, 2e-3)
+    np.testing.assert_allclose(
+        np.asarray(got, np.float32), np.asarray(values, np.float32), atol=tolerance * 1.7, rtol=0
+    )
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_shardings_come_back(packer, tmp_path):
+    sharding = NamedSharding(mesh(), PartitionSpec("i"))
+    (got,) = restored(PACKERS[packer][0](tmp_path), jax.device_put(X, sharding))
+    assert got.sharding == sharding
+    (got,) = restored(PACKERS[packer][0](tmp_path), jax.device_put(X, jax.devices()[2]))
+    assert got.devices() == {jax.devices()[2]}
+    (got,) = restored(PACKERS[packer][0](tmp_path), X)
+    assert not got.committed
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_quantization_is_as_close_as_its_docstring_says(bits):
+    x = grid(4096, low=-3.0, high=5.0) ** 3
+    (got,) = restored(quantize_saved(bits), x)
+    blocks, errors = np.asarray(x).reshape(-1, 128), np.abs(np.asarray(got - x).reshape(-1, 128))
+    steps = (blocks.max(axis=1, keepdims=True) - blocks.min(axis=1, keepdims=True)) / (2**bits - 2)
+    assert np.all(errors <= steps * 0.501)
+    assert np.mean(errors / steps) > 0.1  # and uses all of its steps
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_what_is_not_finite_stays_visible_and_harms_nothing_else(bits):
+    x = jnp.ones(128).at[3].set(jnp.nan).at[40].set(jnp.inf).at[70].set(-jnp.inf)
+    (got,) = restored(quantize_saved(bits), x)
+    assert jnp.flatnonzero(jnp.isnan(got)).tolist() == [3, 40, 70]
+    np.testing.assert_allclose(got[~jnp.isnan(got)], 1.0, rtol=1e-6)
+
+
+def test_positive_values_stay_positive():
+    # What is divided by (a sum, a variance) must not become zero, however coarse the steps.
+    x = jnp.asarray([1e-3] * 64 + [50.0] * 64)
+    (got,) = restored(quantize_saved(4), x)
+    np.testing.assert_allclose(got, x, rtol=1e-5)
+
+
+# -- how much is kept -----------------------------------------------------------------------------
+
+
+def deep(x, ws):
+    for w in ws:
+        x = jnp.tanh(x @ w)
+    return jnp.sum(x**2)
+
+
+def kept(f, *args):
+    _, pullback = jax.vjp(f, *args)
+    return sum(leaf.nbytes for leaf in {id(x): x for x in jax.tree_util.tree_leaves(pullback)}.values())
+
+
+DEEP = (grid(512, 64), [grid(64, 64, low=-0.2, high=0.2 + 0.01 * i) for i in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("packer", "expected"),
+    [("cast_saved", 0.5), ("quantize_saved 8", 0.27), ("quantize_saved 4", 0.27), ("save_on_cpu", 0)],
+)
+def test_bytes_that_are_kept_for_backward(packer, expected, tmp_path):
+    plain = kept(deep, *DEEP)
+    hooked = PACKERS[packer][0](tmp_path)(deep)
+    assert kept(hooked, *DEEP) <= expected * plain * 1.01
+    if packer != "save_on_cpu":  # which moves arrays to the host memory space here
+        assert kept(jax.jit(hooked), *DEEP) <= expected * plain * 1.01
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
+def test_memory_of_a_compiled_step():
+    def deep(x, ws):
+        for w in ws:
+            x = Tanh.apply(x @ w)
+        return jnp.sum(x**2)
+
+    def memory(f):
+        shapes = (jnp.ones((4096, 64)), [jnp.ones((64, 64))] * 12)
+        return jax.jit(jax.grad(f, (0, 1))).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    plain = memory(deep)
+    assert memory(cast_saved()(deep)) < 0.6 * plain
+    assert memory(quantize_saved(8)(deep)) < 0.5 * plain
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def files(directory):
+    return [path for path in pathlib.Path(directory).rglob("*") if path.is_file()]
+
+
+def test_files_go_when_nothing_can_ask_for_them(tmp_path):
+    hooked = save_on_disk(tmp_path)(model)
+    value, pullback = jax.vjp(hooked, X, W)
+    held = files(tmp_path)
+    assert held
+    assert not [path for path in held if path.suffix == ".part"]
+    assert sum(path.stat().st_size for path in held) >= kept(model, X, W) * 0.5
+    pullback(value)
+    del pullback
+    gc.collect()
+    assert files(tmp_path) == []
+
+
+def test_a_compiled_program_keeps_the_files_of_one_run(tmp_path):
+    hooks = save_on_disk(tmp_path)
+    step = jax.jit(gradient(hooks(model)))
+    jax.block_until_ready(step(X, W))
+    count = len(files(tmp_path))
+    for _ in range(5):
+        jax.block_until_ready(step(X, W))
+    jax.effects_barrier()
+    gc.collect()
+    assert 0 < len(files(tmp_path)) <= count
+    hooks.close()
+    gc.collect()
+    assert files(tmp_path) == []
+
+
+def test_equal_packers_are_one_entry_in_the_cache_of_jit(tmp_path):
+    traced = []
+
+    @jax.jit
+    @jax.grad
+    def step(x):
+        traced.append(1)
+        return Multiply.apply(x, x).sum()
+
+    for make in (save_on_cpu, cast_saved, quantize_saved, lambda: save_on_disk(tmp_path)):
+        traced.clear()
+        for _ in range(3):
+            with make():
+                np.testing.assert_allclose(step(X), 2 * X, atol=0.05)
+        assert len(traced) == 1
+    with quantize_saved(4):
+        step(X)
+    assert len(traced) == 2
+
+
+def test_files_are_removed_when_the_process_ends(tmp_path):
+    code = f"""
+        import os, jax, jax.numpy as jnp
+        from pylayer_jax.packers import save_on_disk
+        hooks = save_on_disk({str(tmp_path)!r})
+        f = hooks(lambda x: jnp.sum(jnp.sin(x)))
+        print(jax.jit(jax.grad(f))(jnp.zeros(2)))
+        value, pullback = jax.vjp(f, jnp.zeros(3))
+        if os.fork() == 0:  # a child that ends must not take the files of its parent along
+            import sys; sys.exit(0)
+        os.wait()
+        print(sum(len(names) for _, _, names in os.walk({str(tmp_path)!r})), pullback(value))
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
+    )
+    assert "[1. 1.]" in done.stdout
+    assert "1 (Array([0., 0., 0.]" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(OSError, match=r"save_on_disk could not write a folder .*Choose a directory that is writable"):
+        save_on_disk(tmp_path / "file" / "folder")
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    hooks = save_on_disk(tmp_path)
+    hooked = hooks(model)
+    value, pullback = jax.vjp(hooked, X, W)
+    before = files(tmp_path)
+    replace = os.replace
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match=r"could not write \d+ bytes \(No space left on device\)") as caught:
+        jax.grad(hooked)(X, W)
+    assert caught.value.errno == errno.ENOSPC
+    with pytest.raises(Exception, match="No space left on device"):
+        jax.block_until_ready(jax.jit(jax.grad(hooked))(X, W))
+    monkeypatch.setattr(os, "replace", replace)
+    gc.collect()
+    assert sorted(files(tmp_path)) == sorted(before)  # no half-written file is left
+    for got, expected in zip(pullback(value), gradient(model)(X, W), strict=True):
+        np.testing.assert_allclose(got, expected * value, rtol=1e-4, atol=1e-4)
+    for got, expected in zip(gradient(hooked)(X, W), gradient(model)(X, W), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_file_that_was_changed_from_outside_is_noticed(tmp_path):
+    value, pullback = jax.vjp(save_on_disk(tmp_path)(model), X, W)
+    for path in files(tmp_path):
+        path.write_bytes(b"short")
+    with pytest.raises(OSError, match=r"holds 5 bytes, but .* were written"):
+        pullback(value)
+
+
+# -- parameters -----------------------------------------------------------------------------------
+
+
+def test_wrong_parameters():
+    with pytest.raises(ValueError, match="quantize_saved: bits must be 8 or 4, got 3"):
+        quantize_saved(3)
+    with pytest.raises(ValueError, match=r"quantize_saved: block_size must be a positive even number, got 7"):
+        quantize_saved(8, block_size=7)
+    with pytest.raises(TypeError, match=r"cast_saved: dtype must be a floating-point type .*, got int8"):
+        cast_saved(jnp.int8)

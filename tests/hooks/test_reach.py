@@ -1,0 +1,243 @@
+"""Which tensors saved_tensors_hooks reach, and that these come back as they were."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import PyLayer, saved_tensors_hooks
+from tests.kit.layers import Multiply, Square, Tanh, bits
+
+from .spy import A, B, Spy, X
+
+OPERATIONS = {
+    "plain operation": (jnp.multiply, 2),
+    "layer": (Multiply.apply, 2),
+    "jitted operation": (jax.jit(jnp.multiply), 2),
+    "jitted layer": (jax.jit(Multiply.apply), 2),
+    "operator": (lambda a, b: a * b, 2),
+    "custom_jvp": (lambda a, b: jax.nn.relu(a) * b, 4),  # of relu, twice: the mask and its zeros
+    "checkpoint": (jax.checkpoint(Multiply.apply), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_numpy_arrays_stay_on_the_host(name):
+    # The first example of Paddle's document, and its second.
+    operation, packs = OPERATIONS[name]
+    log = []
+
+    def pack(x):
+        log.append(x)
+        return np.asarray(x)
+
+    def unpack(x):
+        assert type(x) is np.ndarray
+        return jnp.asarray(x)
+
+    def loss(a, b):
+        with saved_tensors_hooks(pack, unpack):
+            y = operation(a, b)
+        return y.sum()
+
+    value, pullback = jax.vjp(loss, A, B)
+    np.testing.assert_allclose(value, (A * B).sum(), rtol=1e-6)
+    assert len(log) == packs
+    assert all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in log)
+    da, db = pullback(jnp.ones(()))
+    np.testing.assert_allclose(da, B)
+    np.testing.assert_allclose(db, A)
+
+
+def test_only_what_is_needed_is_packed():
+    spy = Spy()
+
+    def loss(a):
+        with spy.hooks:
+            return jnp.sum(a * B)  # the gradient of a needs B alone
+
+    jax.grad(loss)(A)
+    assert spy.counts() == (1, 1)
+
+
+def test_a_tensor_that_several_operations_keep_is_packed_once():
+    spy = Spy()
+
+    def loss(a, b):
+        with spy.hooks:
+            return jnp.sum(Multiply.apply(a, b) + a * b + Multiply.apply(a, a))
+
+    for differentiate in (jax.grad, lambda f, i: jax.jit(jax.grad(f, i))):
+        spy.log.clear()
+        differentiate(loss, (0, 1))(A, B)
+        assert spy.log.count("pack") == 2
+
+
+def test_attributes_and_statics_are_not_packed():
+    class Scale(PyLayer):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.attribute = x
+            ctx.save_for_backward(None, "text", {"x": x}, factor)
+            return x * factor
+
+        @staticmethod
+        def backward(ctx, dy):
+            nothing, text, tree, factor = ctx.saved_tensor()
+            assert nothing is None
+            assert text == "text"
+            np.testing.assert_array_equal(tree["x"], ctx.attribute)
+            return dy * factor
+
+    spy = Spy()
+    with spy.hooks:
+        np.testing.assert_array_equal(jax.grad(lambda x: Scale.apply(x, 3.0).sum())(X), [3, 3, 3])
+    assert spy.counts() == (1, 1)
+
+
+def test_layers_are_reached_by_a_block_around_the_differentiation():
+    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        spy = Spy()
+        with spy.hooks:
+            got = differentiate(lambda x: Tanh.apply(x).sum())(X)
+        np.testing.assert_allclose(got, 1 - jnp.tanh(X) ** 2, rtol=1e-6)
+        assert spy.counts() == (1, 1)
+
+
+def test_decorator_reaches_the_whole_function():
+    spy = Spy()
+
+    @spy.hooks
+    def loss(x, scale=1.0):
+        """Doc."""
+        return jnp.sum(jnp.sin(Tanh.apply(x)) * scale)
+
+    assert (loss.__name__, loss.__doc__) == ("loss", "Doc.")
+    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        spy.log.clear()
+        np.testing.assert_allclose(
+            differentiate(loss)(X, 2.0), 2 * jnp.cos(jnp.tanh(X)) * (1 - jnp.tanh(X) ** 2), rtol=1e-5
+        )
+        assert spy.counts()[0] == spy.counts()[1] >= 2
+
+
+def test_a_decorated_function_may_be_recursive_and_return_anything():
+    spy = Spy()
+
+    @spy.hooks
+    def power(x, n):
+        return (x, "one") if n == 1 else (x * power(x, n - 1)[0], n)
+
+    def loss(x):
+        value, tag = power(x, 3)
+        assert tag == 3
+        return value.sum()
+
+    for differentiate in (jax.grad, lambda f: jax.grad(jax.jit(f))):
+        np.testing.assert_allclose(differentiate(loss)(X), 3 * X**2, rtol=1e-5)
+
+
+def test_a_scan_under_jit_packs_in_each_iteration():
+    shapes = []
+
+    def pack(x):
+        shapes.append(x.shape)
+        return x
+
+    def loss(x):
+        with saved_tensors_hooks(pack, lambda x: x):
+            return jax.lax.scan(lambda c, _: (Tanh.apply(c), None), x, None, length=7)[0].sum()
+
+    jax.jit(jax.grad(loss))(X)
+    assert set(shapes) == {(3,)}
+    shapes.clear()
+    jax.grad(loss)(X)  # in eager mode it is one operation, with concrete stacked residuals
+    assert set(shapes) == {(7, 3)}
+
+
+def test_effects_in_a_block_still_happen():
+    seen = []
+
+    def loss(x):
+        with bits():
+            y = jax.jit(lambda x: (jax.debug.callback(seen.append, x), jnp.sin(x))[1])(x)
+            return y.sum()
+
+    for differentiate in (jax.grad, lambda f: jax.grad(jax.jit(f))):
+        np.testing.assert_allclose(differentiate(loss)(X), jnp.cos(X), rtol=1e-6)
+        jax.effects_barrier()
+    assert len(seen) == 2
+
+
+def test_random_numbers_and_integers_pass():
+    key = jax.random.key(0)
+
+    def loss(x):
+        with bits():
+            mask = jax.random.bernoulli(key, 0.5, x.shape)
+            return jnp.sum(jnp.where(mask, x, 0.0) * jnp.take(x, jnp.array([2, 1, 0])))
+
+    expected = jax.grad(lambda x: jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0) * x[::-1]))(X)
+    np.testing.assert_allclose(jax.grad(loss)(X), expected)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X), expected)
+
+
+def test_forward_mode_is_not_packed():
+    spy = Spy()
+
+    def f(x):
+        with spy.hooks:
+            return jnp.sin(x) * x
+
+    for run in (jax.jvp, jax.jit(lambda *a: jax.jvp(*a), static_argnums=0)):
+        _, tangent = run(f, (X,), (X,))
+        np.testing.assert_allclose(tangent, (jnp.cos(X) * X + jnp.sin(X)) * X, rtol=1e-6)
+    assert spy.log == []
+
+
+def test_weak_types_come_back():
+    seen = []
+
+    class Keep(PyLayer):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w.astype(x.dtype)
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, w = ctx.saved_tensor()
+            seen.append((jax.typeof(x).weak_type, w.dtype))
+            return dy, None
+
+    def loss(x):
+        with saved_tensors_hooks(lambda x: np.asarray(x) if not isinstance(x, jax.core.Tracer) else x, jnp.asarray):
+            return Keep.apply(x, jnp.ones((), jnp.bfloat16))
+
+    weak = jnp.asarray(2.0)
+    assert weak.weak_type
+    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        differentiate(loss)(weak)
+    assert seen == [(True, jnp.bfloat16)] * 2
+
+
+@pytest.mark.parametrize("f", [Square.apply, lambda x: jnp.sin(x) * x], ids=["layer", "operation"])
+@pytest.mark.parametrize("order", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.hessian], ids=["1", "2", "hessian"])
+def test_python_numbers_as_arguments_and_cotangents(f, order):
+    seen = []
+    hooks = saved_tensors_hooks(lambda x: seen.append(x.dtype) or (x, x.size), lambda kept: kept[0])
+    np.testing.assert_allclose(order(hooks(f))(2.0), order(f)(2.0), rtol=1e-6)
+    assert set(seen) == {jnp.dtype("float32")}
+    np.testing.assert_allclose(jax.vjp(hooks(f), 2.0)[1](1.0), jax.vjp(f, 2.0)[1](1.0), rtol=1e-6)
+
+
+def test_refs_inside_a_block():
+    def f(x):
+        ref = jax.new_ref(jnp.zeros(3))
+        ref[...] = x * x
+        return jnp.sum(ref[...])
+
+    for run in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+        np.testing.assert_allclose(run(bits()(f))(X), 2 * X, rtol=1e-6)

@@ -1,0 +1,108 @@
+"""What a case is, and how a layer becomes one."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax import PyLayer
+
+stop = jax.lax.stop_gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    name: str
+    layer: Callable[..., Any]  # of the arrays in args; calls Layer.apply
+    reference: Callable[..., Any]
+    args: tuple[Any, ...]  # float arrays are differentiated
+    # Whether the loss is linear in the outputs, for references that are a plain custom_vjp: exact at second
+    # order as long as what is differentiated again is made of inputs alone.
+    linear_loss: bool = False
+    second_order: bool = True  # whether the reference has the layer's second derivatives too
+    forward_over_reverse: str = ""  # the error of jax.hessian, where backward cannot be transposed
+    kind: type[PyLayer] = PyLayer  # the class of `layer`
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether backward can be transposed once all layers have forward mode."""
+        return self.forward_over_reverse in ("", "forward-mode")
+
+    def in_forward_mode(self, monkeypatch: Any) -> Case:
+        """The case with forward mode for its layer, and for the others of its module."""
+        module = sys.modules[self.kind.__module__]
+        layers = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, PyLayer)}
+        kind = self.kind
+        for name, layer in layers.items():
+            if layer.__module__ != module.__name__:
+                continue
+            derived = type(name, (layer,), {"forward_mode": True})
+            monkeypatch.setattr(module, name, derived)
+            if layer is self.kind:
+                kind = derived
+        called = self.layer != self.kind.apply
+        return dataclasses.replace(self, kind=kind, layer=self.layer if called else kind.apply)
+
+
+CASES: list[Case] = []  # the registry
+
+
+def case(reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, **flags: Any) -> Any:
+    """Enter a layer class; `call` is how it is applied, where that is not `apply(*args)`."""
+
+    def enter(layer: type[PyLayer]) -> type[PyLayer]:
+        CASES.append(Case(layer.__name__, call or layer.apply, reference, _arrays(args), kind=layer, **flags))
+        return layer
+
+    return enter
+
+
+def case_of(table: list[Case], name: str, layer: Callable[..., Any], *args: Any, **flags: Any) -> Any:
+    """Enter a reference for `layer`, which is any function, into the table of a test file."""
+
+    def enter(reference: Callable[..., Any]) -> Callable[..., Any]:
+        table.append(Case(name, layer, reference, _arrays(args), **flags))
+        return reference
+
+    return enter
+
+
+def _arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list, np.ndarray)) else a for a in args)
+
+
+def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
+    """`value` with gradients by `rule(args, cotangent)`, as a plain custom_vjp that saves inputs alone."""
+    function = jax.custom_vjp(value)
+    function.defvjp(lambda *args: (value(*args), args), rule)
+    return function
+
+
+def once(value: float, cotangent: Any) -> Any:
+    """A gradient that does not depend on the cotangent, which under vmap counts once per example all the same."""
+    return value + 0 * jnp.sum(cotangent)
+
+
+def straight_through(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: x + stop(value(x) - x)
+
+
+def numpy_grid(*shape: int, low: float = -1.4, high: float = 1.7) -> np.ndarray:
+    """Numbers from low to high at equal distances, in an order that looks random."""
+    ordered = np.linspace(low, high, int(np.prod(shape)))
+    return np.random.default_rng(sum(shape)).permutation(ordered).reshape(shape).astype(np.float32)
+
+
+def grid(*shape: int, low: float = -1.4, high: float = 1.7) -> jax.Array:
+    return jnp.asarray(numpy_grid(*shape, low=low, high=high))
+
+
+X = grid(2, 3)
+W = grid(3, 3, low=-0.8, high=0.9)
+R3 = grid(3, low=0.2, high=1.1)

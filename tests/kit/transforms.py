@@ -1,0 +1,487 @@
+"""JAX transforms, each from a scalar function and its arguments to numbers that can be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+Function = Callable[..., jax.Array]
+Transform = Callable[[Function, tuple[Any, ...]], Any]
+
+FIRST_ORDER: dict[str, Transform] = {}
+SECOND_ORDER: dict[str, Transform] = {}
+FORWARD_OVER_REVERSE: dict[str, Transform] = {}
+FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}  # also of how a slope is computed
+
+
+# Transforms that run operation by operation, and so are slow, meet the main cases alone, as do some that
+# others nearly imply.
+MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "VectorQuantize"}
+SLOW: set[str] = set()
+# The cases that meet transforms with jax.checkpoint once more, where its new implementation is switched on.
+REMAT_CASES = {"DoubledTanh", "Trees", "AskedLinear", "LSQ"}
+
+
+def marks(transform: str, case: str) -> list[pytest.MarkDecorator]:
+    """The markers of a test that has a transform of the tables below and a case of the registry."""
+    slow = [pytest.mark.slow] if transform in SLOW else []
+    return [*slow, pytest.mark.remat] if "remat" in transform and case in REMAT_CASES else slow
+
+
+def into(table: dict[str, Transform], slow: bool = False) -> Callable[[Transform], Transform]:
+    def enter(transform: Transform) -> Transform:
+        table[transform.__name__] = transform
+        if slow:
+            SLOW.add(transform.__name__)
+        return transform
+
+    return enter
+
+
+def forward(slow: bool = False) -> Callable[[Any], Any]:
+    def enter(transform: Any) -> Any:
+        FORWARD[transform.__name__] = transform
+        if slow:
+            SLOW.add(transform.__name__)
+        return transform
+
+    return enter
+
+
+def floats(args: Sequence[Any]) -> tuple[int, ...]:
+    """The positions of the arguments that are differentiated."""
+    return tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
+
+
+def gradient(f: Function, args: Sequence[Any]) -> Callable[..., Any]:
+    return jax.grad(f, floats(args))
+
+
+def batched(args: Sequence[Any], size: int) -> list[jax.Array]:
+    """Arguments stacked along a new leading axis, the floats a little different in each example."""
+    chosen = floats(args)
+    return [jnp.stack([a * (1 - 0.1 * i) if k in chosen else a for i in range(size)]) for k, a in enumerate(args)]
+
+
+# -- first order ----------------------------------------------------------------------------------
+
+
+@into(FIRST_ORDER)
+def eager(f, args):
+    return f(*args)
+
+
+@into(FIRST_ORDER)
+def grad(f, args):
+    return gradient(f, args)(*args)
+
+
+@into(FIRST_ORDER)
+def jit_of_grad(f, args):
+    return jax.jit(gradient(f, args))(*args)
+
+
+@into(FIRST_ORDER)
+def grad_of_jit(f, args):
+    return gradient(jax.jit(f), args)(*args)
+
+
+@into(FIRST_ORDER, slow=True)
+def value_and_grad_of_each(f, args):
+    return [jax.value_and_grad(f, i)(*args) for i in floats(args)]
+
+
+@into(FIRST_ORDER)
+def vmap_of_grad(f, args):
+    return jax.jit(jax.vmap(gradient(f, args)))(*batched(args, 3))
+
+
+@into(FIRST_ORDER)
+def grad_of_vmap(f, args):
+    return jax.jit(gradient(lambda *a: jax.vmap(f)(*a).sum(), args))(*batched(args, 3))
+
+
+@into(FIRST_ORDER)
+def grad_of_vmap_of_the_first(f, args):
+    # The other arguments are shared, so that their gradients are sums over the examples.
+    first = batched(args, 3)[0]
+    mapped = jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))
+    return jax.jit(gradient(lambda *a: mapped(*a).sum(), args))(first, *args[1:])
+
+
+@into(FIRST_ORDER, slow=True)
+def eager_vmap(f, args):
+    return jax.vmap(gradient(f, args))(*batched(args, 2)), jax.vmap(f)(*batched(args, 2))
+
+
+@into(FIRST_ORDER, slow=True)
+def jacrev(f, args):
+    return jax.jacrev(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args))(*args)
+
+
+@into(FIRST_ORDER, slow=True)
+def vjp_called_twice(f, args):
+    value, pull = jax.vjp(f, *args)
+    first, second = pull(jnp.ones_like(value)), pull(jnp.full_like(value, -2.0))
+    return [(first[i], second[i]) for i in floats(args)]
+
+
+@into(FIRST_ORDER, slow=True)
+def scan(f, args):
+    return gradient(_scanned(f, args), args)(*args)
+
+
+@into(FIRST_ORDER)
+def jit_of_scan(f, args):
+    return jax.jit(gradient(_scanned(f, args), args))(*args)
+
+
+def _scanned(f, args):
+    chosen = floats(args)
+
+    def loss(*args):
+        def body(carry, scale):
+            total, first = carry
+            scaled = [first if i == 0 else a * scale if i in chosen else a for i, a in enumerate(args)]
+            return (total + f(*scaled), first * scale), None
+
+        (total, _), _ = jax.lax.scan(body, (jnp.zeros(()), args[0]), jnp.array([1.0, 0.8]))
+        return total
+
+    return loss
+
+
+@into(FIRST_ORDER)
+def jit_of_cond_and_remat(f, args):
+    return jax.jit(gradient(_conditional(jax.checkpoint(f)), args))(*args)
+
+
+@into(FIRST_ORDER)
+def fori_loop(f, args):
+    return jax.jit(gradient(lambda *a: jax.lax.fori_loop(0, 2, lambda _, c: c + f(*a), jnp.zeros(())), args))(*args)
+
+
+@into(FIRST_ORDER)
+def while_loop_forward(f, args):
+    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(*args)), (0, jnp.zeros(())))[1]
+
+
+@into(FIRST_ORDER, slow=True)
+def cond(f, args):
+    return gradient(_conditional(f), args)(*args)
+
+
+def _conditional(f):
+    return lambda *a: jax.lax.cond(jnp.sum(a[0]) < 1e3, f, lambda *a: jnp.zeros(()), *a)
+
+
+@into(FIRST_ORDER, slow=True)
+def remat(f, args):
+    return gradient(jax.checkpoint(f), args)(*args)
+
+
+@into(FIRST_ORDER)
+def remat_with_policies(f, args):
+    policies = jax.checkpoint_policies
+    wrapped = [jax.checkpoint(f, policy=p) for p in (policies.dots_saveable, policies.nothing_saveable)]
+    return [jax.jit(gradient(w, args))(*args) for w in wrapped]
+
+
+@into(FIRST_ORDER)
+def scan_of_remat(f, args):
+    return jax.jit(gradient(_scanned(jax.checkpoint(f), args), args))(*args)
+
+
+@into(FIRST_ORDER)
+def shard_map(f, args):
+    return jax.jit(gradient(_sharded(f, args), args))(*batched(args, 4))
+
+
+@into(FIRST_ORDER, slow=True)
+def eager_shard_map(f, args):
+    return gradient(_sharded(f, args), args)(*batched(args, 4))
+
+
+def _mesh():
+    return jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+
+
+def _sharded(f, args):
+    spec = PartitionSpec("i")
+    mapped = jax.shard_map(
+        lambda *a: f(*(x[0] for x in a))[None], mesh=_mesh(), in_specs=(spec,) * len(args), out_specs=spec
+    )
+    return lambda *a: mapped(*a).sum()
+
+
+@into(FIRST_ORDER)
+def named_sharding(f, args):
+    placed = jax.device_put(batched(args, 4), NamedSharding(_mesh(), PartitionSpec("i")))
+    return jax.jit(gradient(lambda *a: jax.vmap(f)(*a).sum(), args))(*placed)
+
+
+@into(FIRST_ORDER)
+def ahead_of_time(f, args):
+    return jax.jit(gradient(f, args)).lower(*args).compile()(*args)
+
+
+@into(FIRST_ORDER)
+def export_with_vjp(f, args):
+    exported = jax.export.export(jax.jit(f))(*args)
+    restored = jax.export.deserialize(exported.serialize(vjp_order=1))
+    return gradient(restored.call, args)(*args)
+
+
+@into(FIRST_ORDER)
+def checking_leaks(f, args):
+    with jax.checking_leaks():
+        return jax.jit(gradient(f, args))(*args)
+
+
+@into(FIRST_ORDER, slow=True)
+def debug_nans(f, args):
+    with jax.debug_nans(True):
+        return jax.jit(gradient(f, args))(*args), gradient(f, args)(*args)
+
+
+# -- second order ---------------------------------------------------------------------------------
+
+
+def along(f: Function, args: Sequence[Any]) -> Function:
+    """The derivative of f along a fixed direction, by reverse mode; its gradient is a row of second derivatives."""
+    chosen, directions = floats(args), _directions(args)
+
+    def slope(*a):
+        return sum(jnp.sum(g * d) for g, d in zip(jax.grad(f, chosen)(*a), directions, strict=True))
+
+    return slope
+
+
+def _directions(args: Sequence[Any]) -> list[jax.Array]:
+    return [jnp.cos(jnp.arange(args[i].size, dtype=jnp.float32)).reshape(args[i].shape) for i in floats(args)]
+
+
+@into(SECOND_ORDER)
+def grad_of_grad(f, args):
+    return gradient(along(f, args), args)(*args)
+
+
+@into(SECOND_ORDER)
+def jit_of_grad_of_grad(f, args):
+    return jax.jit(gradient(along(f, args), args))(*args)
+
+
+@into(SECOND_ORDER, slow=True)
+def grad_of_jit_of_grad(f, args):
+    return gradient(jax.jit(along(f, args)), args)(*args)
+
+
+@into(SECOND_ORDER, slow=True)
+def grad_of_grad_of_jit(f, args):
+    return gradient(along(jax.jit(f), args), args)(*args)
+
+
+@into(SECOND_ORDER)
+def vmap_of_grad_of_grad(f, args):
+    return jax.jit(jax.vmap(gradient(along(f, args), args)))(*batched(args, 2))
+
+
+@into(SECOND_ORDER)
+def grad_of_vmap_of_grad(f, args):
+    return jax.jit(gradient(lambda *a: jax.vmap(along(f, args))(*a).sum(), args))(*batched(args, 2))
+
+
+@into(SECOND_ORDER)
+def second_order_in_scan(f, args):
+    return jax.jit(gradient(along(_scanned(f, args), args), args))(*args)
+
+
+@into(SECOND_ORDER)
+def second_order_in_cond(f, args):
+    return jax.jit(gradient(along(_conditional(f), args), args))(*args)
+
+
+@into(SECOND_ORDER)
+def second_order_in_remat(f, args):
+    return jax.jit(gradient(along(jax.checkpoint(f), args), args))(*args)
+
+
+@into(SECOND_ORDER)
+def second_order_in_shard_map(f, args):
+    return jax.jit(gradient(along(_sharded(f, args), batched(args, 4)), args))(*batched(args, 4))
+
+
+# -- forward over reverse -------------------------------------------------------------------------
+
+
+@into(FORWARD_OVER_REVERSE, slow=True)
+def hessian(f, args):
+    return jax.hessian(f, floats(args))(*args)
+
+
+@into(FORWARD_OVER_REVERSE)
+def jit_of_hessian(f, args):
+    return jax.jit(jax.hessian(f, floats(args)))(*args)
+
+
+@into(FORWARD_OVER_REVERSE)
+def jvp_of_grad(f, args):
+    chosen = floats(args)
+
+    def g(*differentiated):
+        rest = dict(zip(chosen, differentiated, strict=True))
+        return jax.grad(f, chosen)(*(rest.get(i, a) for i, a in enumerate(args)))
+
+    primals = [args[i] for i in chosen]
+    return jax.jvp(g, primals, [jnp.sin(3 * p) for p in primals])[1]
+
+
+@into(FORWARD_OVER_REVERSE)
+def hessian_of_scan(f, args):
+    return jax.jit(jax.hessian(_scanned(f, args), floats(args)))(*args)
+
+
+@into(FORWARD_OVER_REVERSE, slow=True)
+def hessian_of_remat(f, args):
+    return jax.hessian(jax.checkpoint(f), floats(args))(*args)
+
+
+# -- forward mode: each against the same numbers by reverse mode -------------------------------------
+
+
+def pushed(f: Function, args: Sequence[Any]) -> Function:
+    """The derivative of f along the direction of `along`, by forward mode."""
+    chosen, directions = floats(args), _directions(args)
+
+    def slope(*a):
+        def of_floats(*differentiated):
+            rest = dict(zip(chosen, differentiated, strict=True))
+            return f(*(rest.get(i, x) for i, x in enumerate(a)))
+
+        return jax.jvp(of_floats, [a[i] for i in chosen], directions)[1]
+
+    return slope
+
+
+def by_linearize(f: Function, args: Sequence[Any]) -> Function:
+    chosen, directions = floats(args), _directions(args)
+
+    def slope(*a):
+        def of_floats(*differentiated):
+            rest = dict(zip(chosen, differentiated, strict=True))
+            return f(*(rest.get(i, x) for i, x in enumerate(a)))
+
+        return jax.linearize(of_floats, *(a[i] for i in chosen))[1](*directions)
+
+    return slope
+
+
+@forward(slow=True)
+def jvp(f, args, slope):
+    return slope(f, args)(*args)
+
+
+@forward(slow=True)
+def linearize(f, args, slope):
+    return (along if slope is along else by_linearize)(f, args)(*args)
+
+
+@forward()
+def jit_of_jvp(f, args, slope):
+    return jax.jit(slope(f, args))(*args)
+
+
+@forward(slow=True)
+def jvp_of_jit(f, args, slope):
+    return slope(jax.jit(f), args)(*args)
+
+
+@forward(slow=True)
+def vmap_of_jvp(f, args, slope):
+    return jax.jit(jax.vmap(slope(f, args)))(*batched(args, 3))
+
+
+@forward()
+def jvp_of_vmap(f, args, slope):
+    many = batched(args, 3)
+    return jax.jit(slope(lambda *a: jax.vmap(f)(*a).sum(), many))(*many)
+
+
+@forward(slow=True)
+def jvp_of_vmap_of_the_first(f, args, slope):
+    many = [batched(args, 3)[0], *args[1:]]
+    mapped = jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))
+    return jax.jit(slope(lambda *a: mapped(*a).sum(), many))(*many)
+
+
+@forward()
+def jvp_of_scan(f, args, slope):
+    return jax.jit(slope(_scanned(f, args), args))(*args)
+
+
+@forward(slow=True)
+def jvp_of_cond_and_remat(f, args, slope):
+    return jax.jit(slope(_conditional(jax.checkpoint(f)), args))(*args)
+
+
+@forward(slow=True)
+def jacfwd(f, args, slope):
+    jacobian = jax.jacrev if slope is along else jax.jacfwd
+    return jax.jit(jacobian(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args)))(*args)
+
+
+@forward()
+def jvp_of_jvp(f, args, slope):
+    return jax.jit(slope(slope(f, args), args))(*args)
+
+
+@forward()
+def grad_of_jvp(f, args, slope):
+    return jax.jit(gradient(slope(f, args), args))(*args)
+
+
+@forward(slow=True)
+def eager_grad_of_jvp(f, args, slope):
+    return gradient(slope(f, args), args)(*args)
+
+
+@forward(slow=True)
+def jvp_of_jvp_of_scan(f, args, slope):
+    scanned = _scanned(f, args)
+    return jax.jit(slope(slope(scanned, args), args))(*args)
+
+
+@forward(slow=True)
+def vmap_of_jvp_of_jvp(f, args, slope):
+    return jax.jit(jax.vmap(slope(slope(f, args), args)))(*batched(args, 2))
+
+
+# -- comparison -----------------------------------------------------------------------------------
+
+
+def scalar(function: Callable[..., Any], linear: bool) -> Function:
+    """The outputs against fixed weights; with `linear` false, bent, so that cotangents depend on the outputs."""
+
+    def loss(*args):
+        total = jnp.zeros(())
+        for leaf in jax.tree_util.tree_leaves(function(*args)):
+            if jnp.issubdtype(leaf.dtype, jnp.floating):
+                weights = 1 + 0.5 * jnp.sin(jnp.arange(leaf.size, dtype=jnp.float32)).reshape(leaf.shape)
+                total += jnp.sum(weights * (leaf if linear else jnp.sin(leaf)))
+        return total
+
+    return loss
+
+
+def assert_same(ours: Any, expected: Any) -> None:
+    assert jax.tree_util.tree_structure(ours) == jax.tree_util.tree_structure(expected)
+    for a, b in zip(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)

@@ -1,0 +1,44 @@
+"""Layers for the checkers, by name, and what an error says of the wrong ones."""
+
+from __future__ import annotations
+
+import jax
+import pytest
+
+from tests.registry import CASES
+
+CASE = {case.name: case for case in CASES}
+
+# Whose backward is the gradient of their forward.
+TRUE = [
+    "OneTuple",
+    "FreshStatics",
+    "MixedOutputs",
+    "NoneForMissing",
+    "MarkedOutput",
+    "VariableArguments",
+    "AskedLinear",
+    "Trees",
+]
+
+# Whose backward is meant to be another one.
+MEANT = ["Round", "InputReturned", "DoubledTanh", "Reversal", "RouterLoss"]
+
+AT_SECOND_ORDER = ["second order", "no second order"]
+
+# What an error says, whatever the checker.
+SAYS = {
+    "sign": r"first order: the gradient of args\[0\] (at index|when)",
+    "one index": r"first order: the gradient of args\[0\] at index \(1, 2\) is .* wrong at 1 of 6 places",
+    "second order": r"second order: .*args\[0\]",
+    "no second order": r"second order: .*args\[0\]",
+    "dropped None": r"args\[0\].* with a cotangent for output 0 alone",
+    "dropped argument": r"args\[0\].* when args\[0\] alone is differentiated",
+    "leak": r"a tracer is leaked: ",  # JAX tells by what, except in a large process
+    "global": r"args\[0\].* when forward ran on other values before backward",
+    "counter": r"args\[0\]",
+    "jit": r"args\[0\].* under jit",
+    "conjugate": r"args\[0\] at index",
+}
+
+on_host = pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="forward has to be traceable")

@@ -1,0 +1,16 @@
+"""Every test of this folder has the marker `checkers`, and finds the globals of the wrong layers as new."""
+
+import pytest
+
+from tests.kit.wrong_layers import CALLS, LAST, LEAKED
+
+
+def pytest_itemcollected(item):
+    item.add_marker("checkers")
+
+
+@pytest.fixture(autouse=True)
+def fresh_globals():
+    LEAKED.clear()
+    LAST.clear()
+    CALLS[:] = [0]

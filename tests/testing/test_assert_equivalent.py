@@ -1,0 +1,45 @@
+"""assert_equivalent: what it accepts, and that it rejects wrong rules and other values."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from pylayer_jax.testing import assert_equivalent
+from tests.kit.case import X
+from tests.kit.layers import Tanh
+from tests.kit.wrong_layers import (
+    WRONG,
+)
+
+from .cases import AT_SECOND_ORDER, CASE, MEANT, SAYS, TRUE
+
+
+@pytest.mark.parametrize("name", [*TRUE, *MEANT])
+def test_layers_are_equivalent_to_their_references(name):
+    assert_equivalent(CASE[name].layer, CASE[name].reference, CASE[name].args)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_assert_equivalent_rejects(name):
+    layer, reference, args = WRONG[name]
+    with pytest.raises(AssertionError, match=SAYS[name]) as caught:
+        assert_equivalent(layer, reference, args)
+    assert str(caught.value).startswith(f"assert_equivalent of {layer.__name__}, ")
+    first = (0,) if name not in AT_SECOND_ORDER else (0, 1)
+    assert_equivalent(layer, reference, args, orders=first)
+
+
+def test_assert_equivalent_compares_values():
+    with pytest.raises(AssertionError, match=r"values: output 0 at index \(\d, \d\) is .* by the reference"):
+        assert_equivalent(Tanh, jnp.sin, (X,))
+    with pytest.raises(AssertionError, match=r"values: output 0 is float32\[2,3\], but float32\[3,2\]"):
+        assert_equivalent(Tanh, lambda x: jnp.tanh(x).T, (X,), orders=[0])
+    with pytest.raises(AssertionError, match="1 tensors are returned, but 2 by the reference"):
+        assert_equivalent(Tanh, lambda x: (jnp.tanh(x), x), (X,))
+    with pytest.raises(ValueError, match="expected orders from 0 to 3"):
+        assert_equivalent(Tanh, jnp.tanh, (X,), orders=[4])
+
+
+def test_the_third_order():
+    assert_equivalent(Tanh, jnp.tanh, (X,), orders=[3])

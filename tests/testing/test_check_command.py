@@ -1,0 +1,223 @@
+"""`python -m pylayer_jax check`: what it prints, its exit status, and what it says of input that it cannot use."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from pylayer_jax import __main__
+from pylayer_jax.testing._check_layer import PROPERTIES
+from tests.kit import wrong_layers
+
+LAYERS = """
+import jax, jax.numpy as jnp
+from pylayer_jax import PyLayer
+
+class Scale(PyLayer):
+    @staticmethod
+    def forward(ctx, x, factor, how=None):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.factor
+
+class Wrong(Scale):
+    @staticmethod
+    def backward(ctx, dy):
+        return -dy * ctx.factor
+
+class Round(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        return jnp.round(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+def straight_through(x):
+    return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+class Select(PyLayer):
+    @staticmethod
+    def forward(ctx, x, index, key, text):
+        ctx.save_for_backward(index)
+        ctx.size = x.shape[0]
+        assert text == "text" and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, dy):
+        (index,) = ctx.saved_tensor()
+        return jnp.zeros(ctx.size, dy.dtype).at[index].add(dy)
+
+def narrow(x):
+    return Scale.apply(x.astype(jnp.bfloat16), 2.0).astype(x.dtype)
+
+class Inside:
+    Scale = Scale
+
+NUMBER = 3
+"""
+
+
+def only(*names):
+    return [f"--skip={name}" for name in PROPERTIES if name not in names]
+
+
+FAST = only("jit", "gradients", "arguments", "cotangents", "saved")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "checked_layers.py").write_text(LAYERS)
+    (tmp_path / "broken_layers.py").write_text("1 / 0")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    sys.modules.pop("checked_layers", None)
+
+
+def check(*arguments):
+    return __main__.main(["check", *arguments])
+
+
+@pytest.mark.parametrize("module", ["checked_layers", "checked_layers.py"])
+def test_a_right_layer_has_a_tick_per_property(module, capsys):
+    assert check(f"{module}:Scale", "f32[2,3]", "0.5") == 0
+    name, *lines = capsys.readouterr().out.splitlines()
+    assert name == "Scale"
+    assert all(line.startswith("✓ ") for line in lines)
+    names = ["eager", "jit", "vmap", "scan", "cond", "remat", "shard_map", "gradients", "second order", "forward mode"]
+    names += ["forward over reverse", "arguments", "cotangents", "repeatable", "leaks", "saved"]
+    assert [line[2:].split("  ")[0] for line in lines] == names
+
+
+def test_a_wrong_layer_has_the_reason(capsys):
+    assert check("checked_layers:Wrong", "f32[3]", "0.5", *FAST) == 1
+    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
+    assert len(wrong) == 1
+    assert "✗ gradients " in wrong[0]
+    assert "the gradient of args[0] at index (" in wrong[0]
+
+
+@pytest.mark.parametrize(
+    ("layer", "wrong"),
+    [
+        ("WrongSign", "gradients"),
+        ("WrongAtOneIndex", "gradients"),
+        ("WrongAtSecondOrder", "second order"),
+        ("DropsNone", "cotangents"),
+        ("BreaksOnNone", "cotangents"),
+        ("Leaks", "leaks"),
+        ("ReadsGlobal", "repeatable"),
+        ("ShapeOnClass", "repeatable"),
+        ("SumsOverTheBatch", "vmap"),
+        ("OtherUnderVmap", "vmap"),
+        ("WrongUnderScan", "scan"),
+        ("WrongUnderCond", "cond"),
+        ("WrongUnderRemat", "remat"),
+        ("WrongUnderShardMap", "shard_map"),
+        ("WrongTangent", "forward mode"),
+        ("NoSecondTangent", "forward over reverse"),
+    ],
+)
+def test_a_wrong_layer_fails_by_the_property_that_it_lacks(layer, wrong, capsys):
+    try:
+        assert check(f"{wrong_layers.__name__}:{layer}", "f32[2,3]", *only("arguments", wrong)) == 1
+    finally:
+        wrong_layers.LEAKED.clear()
+    marks = {line[2:].split("  ")[0]: line[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert marks == {"eager": "✓", "arguments": "✓", wrong: "✗"}
+
+
+def test_a_layer_that_rounds_is_measured_in_its_dtype(capsys):
+    assert check("checked_layers:narrow", "bf16[2]", *only("gradients")) == 1
+    assert check("checked_layers:narrow", "bf16[2]", "--no-float64", *only("gradients")) == 0
+
+
+def test_a_reference_says_what_the_gradient_is_meant_to_be(capsys):
+    assert check("checked_layers:Round", "f32[3]", *FAST) == 1
+    assert check("checked_layers:Round", "f32[3]", "--reference", "checked_layers:straight_through", *FAST) == 0
+    assert "as those of the reference" in capsys.readouterr().out
+
+
+def test_a_call_that_does_not_fit_is_the_first_property(capsys):
+    assert check("checked_layers:Scale", "f32[3]") == 1
+    assert (
+        "✗ eager                 TypeError: Scale.apply: missing a required argument: 'factor'"
+        in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("spec", ["f32[]", "bf16[2]", "f64[2]", "c64[2]", "f16[ 2, 1 ]", "float32[2]", "complex128[]"])
+def test_dtypes_and_shapes(spec, capsys):
+    layer = "checked_layers:straight_through" if spec == "f16[ 2, 1 ]" else "checked_layers:Inside.Scale"
+    rest = ["--reference", layer] if "through" in layer else ["2"]
+    assert check(layer, spec, *rest, *FAST) == 0
+    kinds = {"f": "float", "bf": "bfloat", "c": "complex"}
+    kind = spec.rstrip("[], 0123456789")
+    dtype = kinds.get(kind, kind)
+    assert f"returns {dtype}" in capsys.readouterr().out
+
+
+def test_integers_keys_and_strings(capsys):
+    assert check("checked_layers:Select", "f32[4]", "i32[2]", "key[]", "'text'", *FAST) == 0
+
+
+def test_the_seed_chooses_the_numbers():
+    arguments = ["checked_layers:Scale", "f32[2]", "None", "--skip=jit"]
+    assert check(*arguments) == check(*arguments, "--seed", "3") == 1  # None is no number
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["checked_layers"], r"checked_layers: Expected MODULE:NAME, such as mypackage\.layers:Tanh"),
+        ([":Scale"], r":Scale: Expected MODULE:NAME"),
+        (["missing_module:Scale"], r"missing_module: cannot be imported \(ModuleNotFoundError: No module named"),
+        (["missing.py:Scale"], r"missing\.py: no such file\. Expected MODULE:NAME"),
+        (["broken_layers:Scale"], r"broken_layers: cannot be imported \(ZeroDivisionError: division by zero\)"),
+        (["checked_layers:Scales"], r"checked_layers has no Scales\. It has PyLayer, Scale, Wrong"),
+        (["checked_layers:NUMBER"], r"expected a layer class or a function, got 3"),
+        (["checked_layers:Inside"], r"expected a layer class or a function, got <class"),
+        (["checked_layers:Scale", "f32[2"], r"f32\[2: expected an array such as \"f32\[8,8\]\""),
+        (["checked_layers:Scale", "g32[2]"], r"g32\[2\]: unknown dtype 'g32'; expected one of f16, bf16, f32"),
+        (["checked_layers:Scale", "text"], r"text: expected .* For a string, quote it twice: '\"text\"'"),
+        (["checked_layers:Scale", "3"], r"none of the arguments holds an array"),
+        (["checked_layers:Scale", "f32[2]", "1", "--skip=speed"], r"skip=\['speed'\]: expected names among jit"),
+        (["checked_layers:Round", "f32[2]", "--reference", "x"], r"x: Expected MODULE:NAME"),
+        ([], r"the following arguments are required: MODULE:LAYER"),
+    ],
+)
+def test_input_that_cannot_be_used(arguments, message, capsys):
+    with pytest.raises(SystemExit) as stop:
+        check(*arguments)
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "usage: python -m pylayer_jax check" in error
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(error)
+
+
+def test_the_path_of_imports_is_left_as_it_was(folder):
+    before = list(sys.path)
+    assert check("checked_layers:Scale", "f32[2]", "2", *FAST) == 0
+    assert sys.path == before
+
+
+def test_from_the_shell(folder):
+    command = [sys.executable, "-m", "pylayer_jax", "check", "checked_layers:Wrong", "f32[2]", "2", *FAST]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "✗ gradients" in done.stdout
+
+
+def test_help_says_how_arrays_are_written(capsys):
+    with pytest.raises(SystemExit) as stop:
+        check("--help")
+    assert stop.value.code == 0
+    assert '"f32[8,8]"' in capsys.readouterr().out

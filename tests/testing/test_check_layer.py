@@ -1,0 +1,250 @@
+"""check_layer: which properties layers have, and that it rejects wrong rules by the right one."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pylayer_jax import Function, PyLayer, once_differentiable
+from pylayer_jax.testing import check_layer
+from pylayer_jax.testing._check_layer import PROPERTIES
+from tests.kit.case import X
+from tests.kit.layers import Multiply, Tanh
+from tests.kit.wrong_layers import (
+    INDEX,
+    WRONG,
+    WRONG_IN_ONE_WAY,
+    Clips,
+    OnHost,
+    Picks,
+    RefusesABatchOfIndices,
+    SineBothWays,
+    Takes,
+    TanhBothWays,
+    WrongSign,
+)
+
+from .cases import CASE, on_host
+
+
+def all_but(*names):
+    """What to skip for a check of these properties alone."""
+    return [name for name in PROPERTIES if name not in names]
+
+
+@pytest.mark.parametrize("name", ["FreshStatics", "NoneForMissing", "MixedOutputs", "AskedLinear"])
+def test_right_layers_have_every_property(name):
+    report = check_layer(CASE[name].layer, *CASE[name].args)
+    assert report.passed
+    assert [row.name for row in report] == ["eager", *PROPERTIES]
+
+
+@pytest.mark.parametrize("name", ["Trees", "OneTuple", "MarkedOutput", "Round", "InputReturned", "RouterLoss"])
+def test_layers_have_every_property_beside_a_reference(name):
+    case = CASE[name]
+    report = check_layer(case.layer, *case.args, reference=case.reference)
+    assert report["gradients"].message == "as those of the reference"
+
+
+def test_statics_and_trees_are_passed_through():
+    class Scaled(Function):
+        @staticmethod
+        def forward(ctx, tree, factor, how):
+            ctx.save_for_backward(tree["x"])
+            ctx.factor = factor
+            assert how == "square"
+            return factor * tree["x"] ** 2, "text"
+
+        @staticmethod
+        def backward(ctx, dy, _):
+            return {"x": 2 * ctx.factor * dy * ctx.saved_tensors[0], "n": None}, None, None
+
+    check_layer(Scaled, {"x": X, "n": jnp.arange(3)}, 3.0, "square")
+
+
+# Which properties fail, and what the first of them says.
+FAILS = {
+    "sign": (["gradients"], "numerically"),
+    "one index": (["gradients"], r"at index \(1, 2\)"),
+    "second order": (["second order"], "numerically"),
+    "no second order": (["second order"], "numerically"),
+    "dropped None": (["cotangents"], "with a cotangent for output 0 alone .* by backward of zeros for the others"),
+    "dropped argument": (["arguments"], r"args\[0\] when it alone is differentiated"),
+    "leak": (["leaks"], "a tracer is leaked: "),
+    "global": (["repeatable"], "when the layer ran on other values before backward"),
+    "counter": (["repeatable"], "by another run"),
+    "jit": (["jit"], r"args\[0\] (of|under) jit"),
+    "conjugate": (["gradients"], r"args\[0\] at index \(\d,\), (real|imaginary) part"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_check_layer_rejects(name):
+    layer, _, args = WRONG[name]
+    expected, message = FAILS[name]
+    report = check_layer(layer, *args, raises=False, skip=["vmap", "scan", "shard_map", "forward over reverse"])
+    failed = [row.name for row in report if not row.passed]
+    assert set(expected) <= set(failed)
+    if name not in ("global", "counter", "jit"):  # which are wrong in several ways
+        assert failed == expected
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(report[expected[0]].message)
+
+
+@pytest.mark.parametrize("name", ["sign", "second order"])
+def test_check_layer_rejects_beside_a_reference(name):
+    layer, reference, args = WRONG[name]
+    with pytest.raises(AssertionError, match=f"✗ {FAILS[name][0][0]} .* by the reference"):
+        check_layer(layer, *args, reference=reference, skip=["vmap", "scan", "remat"])
+
+
+@pytest.mark.parametrize("name", WRONG_IN_ONE_WAY)
+def test_check_layer_rejects_what_is_wrong_in_one_way(name):
+    layer, args, expected, message = WRONG_IN_ONE_WAY[name]
+    report = check_layer(layer, *args, raises=False, skip=all_but("jit", "gradients", *expected))
+    assert {row.name for row in report if not row.passed} == set(expected)
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(report[expected[0]].message)
+
+
+@on_host
+def test_what_cannot_be_tested_has_not_passed():
+    report = check_layer(OnHost, X, raises=False)
+    failed = [row.name for row in report if not row.passed]
+    assert failed == STAGED
+    assert "TracerArrayConversionError" in report["jit"].message
+    assert "OnHost.forward" in report["vmap"].message
+    assert check_layer(OnHost, X, skip=failed).passed
+
+
+STAGED = ["jit", "vmap", "scan", "cond", "remat", "shard_map", "leaks"]
+
+
+def test_arrays_that_are_not_differentiated_are_mapped_too():
+    args = X[0], INDEX, jnp.array(True), jax.random.key(0)
+    report = check_layer(Picks, *args, skip=all_but("vmap", "scan", "cond", "shard_map"))
+    for name in ("vmap", "scan"):
+        assert report[name].message.endswith("3 examples, with args[1], args[2], args[3] mapped too")
+    report = check_layer(Picks, *args[:3], jax.random.key(0, impl="rbg"), skip=all_but("vmap"))
+    assert report["vmap"].message.endswith("with args[1], args[2] mapped too")
+    report = check_layer(Takes, X[0], jnp.int32(2), skip=all_but("vmap"))
+    assert report["vmap"].message.endswith("with args[1] mapped too")
+
+
+def test_a_layer_that_takes_no_mapped_integers_says_so():
+    report = check_layer(RefusesABatchOfIndices, X[0], INDEX, skip=all_but("vmap", "scan"))
+    assert report["vmap"].message.endswith("; none with args[1] mapped too (NotImplementedError: one index for all)")
+    assert report["scan"].message.endswith("3 examples, with args[1] mapped too")
+    report = check_layer(lambda x, n: Tanh.apply(x).sum(int(n)), X, jnp.int32(1), skip=all_but("vmap", "scan"))
+    assert "; none with args[1] mapped too (ConcretizationTypeError: " in report["scan"].message
+
+
+@pytest.mark.parametrize(
+    ("layer", "reference"), [(SineBothWays, jnp.sin), (TanhBothWays, jnp.tanh), (CASE["Trees"].layer, None)]
+)
+def test_forward_mode_is_compared_where_there_is_one(layer, reference):
+    args = CASE["Trees"].args if reference is None else (X,)
+    report = check_layer(layer, *args, reference=reference, skip=all_but("forward mode", "forward over reverse"))
+    if reference is None:
+        assert report["forward mode"].message == "there is none: Trees defines backward alone"
+        assert report["forward over reverse"].message.endswith(" places, under jit")
+    else:
+        assert (
+            report["forward mode"].message == "as reverse mode at 6 places, under jit, of vmap, and as of the reference"
+        )
+        assert report["forward over reverse"].message.endswith("12 places, under jit; so is forward over forward")
+
+
+def test_forward_mode_of_complex_numbers_and_of_large_arrays():
+    class Square(PyLayer):
+        forward_mode = True
+
+        @staticmethod
+        def forward(ctx, z):
+            ctx.save_for_backward(z)
+            return z * z, jnp.abs(z)
+
+        @staticmethod
+        def backward(ctx, dy, da):
+            (z,) = ctx.saved_tensors
+            return dy * 2 * z + (da / jnp.abs(z)).astype(z.dtype) * jnp.conj(z)
+
+    z = jnp.array([1 + 2j, -0.5 + 0.3j])
+    report = check_layer(Square, z, skip=all_but("gradients", "forward mode", "forward over reverse"))
+    assert report["forward mode"].message.startswith("as reverse mode at 2 places")
+    report = check_layer(SineBothWays, jnp.ones((50, 10)), skip=all_but("forward mode"))
+    assert report["forward mode"].message.startswith("as reverse mode at 200 places")
+
+
+def test_forward_mode_beside_a_reference():
+    report = check_layer(SineBothWays, X, reference=jnp.cos, skip=all_but("forward mode"), raises=False)
+    assert "the tangent of output 0 by jax.jvp at index" in report["forward mode"].message
+    assert "by the reference" in report["forward mode"].message
+    ruled = jax.custom_vjp(jnp.sin)
+    ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
+    report = check_layer(SineBothWays, X, reference=ruled, skip=all_but("forward mode"))
+    assert report["forward mode"].message == "as reverse mode at 6 places, under jit, of vmap"
+    report = check_layer(ruled, X, skip=all_but("forward mode"))
+    assert report["forward mode"].message == "there is none: a jax.custom_vjp function defines backward alone"
+
+
+@pytest.mark.parametrize("name", ["ClippedReversal", "AppliesAnother", "BackwardApplies"])
+def test_a_refusal_of_forward_over_reverse_is_told(name):
+    case = CASE[name]
+    report = check_layer(case.layer, *case.args, skip=all_but("forward over reverse"))
+    assert report["forward over reverse"].message.startswith("there is none: ")
+    report = check_layer(Clips, X, skip=all_but("forward over reverse"))
+    assert "there is none: Clips.backward is not linear" in report["forward over reverse"].message
+
+
+def test_shard_map_takes_the_mesh_that_is_set():
+    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        report = check_layer(Tanh, X, skip=all_but("shard_map"))
+    assert "on each of 2 devices" in report["shard_map"].message
+    report = check_layer(Multiply, jax.device_put(X, jax.devices()[1]), 2 * X, skip=all_but("shard_map"))
+    assert "on each of 4 devices" in report["shard_map"].message
+
+
+def test_numerical_gradients_in_the_dtypes_given():
+    def narrow(x):  # within which float64 is lost
+        return Tanh.apply(x.astype(jnp.float32)).astype(x.dtype)
+
+    assert not check_layer(narrow, X, skip=all_but("gradients"), raises=False).passed
+    assert check_layer(narrow, X, skip=all_but("gradients"), float64=False).passed
+
+
+def test_once_differentiable_says_so():
+    class Once(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return jnp.sin(x)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dy):
+            return dy * jnp.cos(ctx.saved_tensors[0])
+
+    with pytest.raises(AssertionError, match=r"✗ second order +RuntimeError: .*once_differentiable"):
+        check_layer(Once, X, skip=STAGED)
+    assert check_layer(Once, X, skip=["second order", *STAGED]).passed
+
+
+def test_a_layer_that_does_not_run_has_one_row():
+    report = check_layer(Tanh, X, X, raises=False)
+    assert [(row.name, row.passed) for row in report] == [("eager", False)]
+    assert "TypeError: Tanh.apply: " in str(report)
+
+
+def test_the_report_is_a_line_per_property():
+    lines = str(check_layer(Multiply, X, 2 * X)).splitlines()
+    assert lines[0] == "Multiply"
+    assert lines[1].split() == ["✓", "eager", "returns", "float32[2,3];", "gradients", "of", "args[0],", "args[1]"]
+    assert all(line.startswith("✓ ") for line in lines[1:])
+    assert lines[-1].split() == ["✓", "saved", "2", "arrays,", "48", "bytes:", "float32[2,3],", "float32[2,3]"]
+    with pytest.raises(AssertionError, match=r"check_layer of WrongSign\n✓ eager .*\n(.*\n)*✗ gradients "):
+        check_layer(WrongSign, X, skip=STAGED)
+    with pytest.raises(ValueError, match=r"skip=\['speed'\]: expected names among jit, vmap"):
+        check_layer(Tanh, X, skip=["speed"])
