@@ -110,8 +110,10 @@ class _Cast(NamedTuple):
 class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors as small integers, with a scale and an offset for each block of values.
 
-    A value v of a block with values from a to b is kept as round((v - a) / s), where s = (b - a) / (2^bits - 2). It
-    therefore changes by at most s / 2. This is uniform quantization by group, as in Chen et al., "ActNN: Reducing
+    A value v of a block with finite values from a to b is kept as round((v - a) / s), where s = (b - a) / (2^bits - 2).
+    It therefore changes by at most s / 2, and by the rounding of this arithmetic, which is
+    at most 4 machine epsilons of the largest of the block; numbers that are smaller than the smallest normal one may
+    become zero. Finite values stay finite. This is uniform quantization by group, as in Chen et al., "ActNN: Reducing
     Training Memory Footprint via 2-Bit Activation Compressed Training" (2021), but rounded to nearest. Infinities and
     NaN come back as NaN and do not change the other values of their block. A tensor passes unchanged if it would not
     become smaller.
@@ -169,8 +171,9 @@ def _quantize(x: jax.Array, bits: int, block: int | None) -> tuple[jax.Array, ja
     present = jnp.any(finite, axis=-1, keepdims=True)
     low = jnp.where(present, jnp.min(jnp.where(finite, x, jnp.inf), axis=-1, keepdims=True), 0)
     high = jnp.where(present, jnp.max(jnp.where(finite, x, -jnp.inf), axis=-1, keepdims=True), 0)
-    scales = (high - low) / (2**bits - 2)
-    steps = jnp.round((x - low) / jnp.where(scales > 0, scales, 1))
+    # Differences may be more than the largest finite number; their halves are not.
+    scales = high / (2**bits - 2) - low / (2**bits - 2)
+    steps = jnp.clip(jnp.round((x / 2 - low / 2) / jnp.where(scales > 0, scales / 2, 1)), 0, 2**bits - 2)
     values = jnp.where(finite, steps, 2**bits - 1).astype(jnp.uint8)  # the largest number stands for NaN
     if bits == 4 and values.shape[-1] % 2 == 0:
         values = values[..., ::2] | (values[..., 1::2] << 4)
@@ -190,7 +193,9 @@ def _dequantize(
     width = shape[-1] if block is None else block
     if bits == 4 and width % 2 == 0:
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], width)
-    x = jnp.where(values == 2**bits - 1, jnp.nan, offsets + values.astype(scales.dtype) * scales)
+    half = values.astype(scales.dtype) * (scales / 2)
+    limit = float(jnp.finfo(dtype).max)  # rounding might exceed it
+    x = jnp.where(values == 2**bits - 1, jnp.nan, jnp.clip(offsets + half + half, -limit, limit))
     if block is not None:
         x = x.reshape(-1)[: math.prod(shape)].reshape(shape)
     return x.astype(dtype)
@@ -232,7 +237,7 @@ class _Folder:
             os.makedirs(directory, exist_ok=True)
             self.path = tempfile.mkdtemp(prefix="saved_tensors-", dir=directory)
         except OSError as error:
-            raise _unwritable(error, directory, "a folder") from error
+            raise _unwritable_error(error, directory, "a folder") from error
         weakref.finalize(self, _in_process(os.getpid(), shutil.rmtree), self.path, ignore_errors=True)
 
     def write(self, x: np.ndarray) -> _File:
@@ -246,7 +251,7 @@ class _Folder:
         except OSError as error:
             if temporary:
                 os.unlink(temporary)
-            raise _unwritable(error, self.path, f"{x.nbytes} bytes") from error
+            raise _unwritable_error(error, self.path, f"{x.nbytes} bytes") from error
         return _File(self, path, x.shape, x.dtype)
 
 
@@ -295,7 +300,7 @@ def _in_process(process: int, action: Any) -> Any:
     return lambda *args, **kwargs: action(*args, **kwargs) if os.getpid() == process else None
 
 
-def _unwritable(error: OSError, directory: str, what: str) -> OSError:
+def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
     return OSError(
         error.errno,
         f"save_on_disk could not write {what} ({error.strerror}). Choose a directory that is writable and has room; no "

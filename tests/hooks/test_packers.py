@@ -10,6 +10,8 @@ import subprocess
 import sys
 import textwrap
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -204,6 +206,30 @@ def test_what_is_not_finite_stays_visible_and_harms_nothing_else(bits):
     (got,) = restored(quantize_saved(bits), x)
     assert jnp.flatnonzero(jnp.isnan(got)).tolist() == [3, 40, 70]
     np.testing.assert_allclose(got[~jnp.isnan(got)], 1.0, rtol=1e-6)
+
+
+@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.sampled_from([jnp.float32, jnp.bfloat16, jnp.float16]),
+    st.sampled_from([8, 4]),
+    st.lists(
+        st.floats(width=32) | st.sampled_from([2e38, -2e38, 3.4028235e38, -3.4028235e38, 65504.0, 1e-40, 0.0]),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_finite_values_stay_finite_and_close(dtype, bits, values):
+    x = jnp.asarray(np.resize(np.float32(values), 256)).astype(dtype)
+    (got,) = restored(quantize_saved(bits), x)
+    x, got = (np.asarray(a).astype(np.float64).reshape(-1) for a in (x, got))
+    assert np.all(np.isfinite(got) == np.isfinite(x))
+    for block, found in zip(np.split(x, range(128, x.size, 128)), np.split(got, range(128, x.size, 128)), strict=True):
+        finite = np.isfinite(block)
+        if finite.any():
+            low, high = block[finite].min(), block[finite].max()
+            rounding = 4 * float(jnp.finfo(dtype).eps) * np.abs(block[finite]).max() + float(jnp.finfo(dtype).tiny)
+            bound = (high - low) / (2**bits - 2) / 2 + rounding
+            assert np.all(np.abs(found - block)[finite] <= bound)
 
 
 def test_positive_values_stay_positive():
