@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from pylayer_jax._jax import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
@@ -14,7 +16,7 @@ from pylayer_jax._trees import Skeleton, hiding_functions, split
 
 @dataclasses.dataclass(slots=True)
 class SavedTree:
-    """A pytree with tensors: its skeleton, and the index of each tensor among the residuals."""
+    """A pytree: its skeleton, and the index of each of its tensors among the residuals."""
 
     skeleton: Skeleton
     residuals: list[int]
@@ -28,7 +30,7 @@ class SavedTree:
 class SavedState:
     """Everything that one run of `forward` left for `backward`, except the tensors themselves.
 
-    A saved value is a `SavedTree` if it holds tensors, and the value itself if not.
+    A saved value is a `SavedTree` if it is a tensor or a container, and the value itself if not.
     """
 
     outputs: Outputs
@@ -83,7 +85,9 @@ def save_state(
         for tensor in tensors:
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)
-        return SavedTree(skeleton, [indices[id(x)] for x in tensors]) if tensors else value
+        # A container is made anew for each run of `backward`.
+        is_leaf = not tensors and jax.tree_util.treedef_is_leaf(skeleton.treedef)
+        return value if is_leaf else SavedTree(skeleton, [indices[id(x)] for x in tensors])
 
     saved = None if state.saved is None else save(state.saved, "ctx.save_for_backward")
     packable = len(residuals)

@@ -42,6 +42,48 @@ def test_saved_values_keep_order_and_structure(mode):
 
 
 @modes
+@pytest.mark.parametrize("keep", ["saved", "attribute"])
+def test_every_run_of_backward_starts_from_the_containers_that_forward_left(mode, keep):
+    def forward(ctx, x):
+        factors = [2.0, {"deep": [3.0]}]
+        if keep == "saved":
+            ctx.save_for_backward(factors)
+        else:
+            ctx.factors = factors
+        return x * 6
+
+    def backward(ctx, dy):
+        factors = ctx.saved_tensors[0] if keep == "saved" else ctx.factors
+        return dy * factors.pop()["deep"].pop() * factors.pop()
+
+    made = layer(forward, backward)
+
+    def both_runs(x):
+        y, pullback = jax.vjp(made.apply, x)
+        first, second = pullback(y)[0], pullback(y)[0]
+        return jnp.sum(first + second)
+
+    np.testing.assert_allclose(both_runs(X), 72 * X.sum(), rtol=1e-5)
+    np.testing.assert_allclose(MODES[mode](lambda x: made.apply(x).sum())(X), jnp.full_like(X, 6), rtol=1e-5)
+
+
+def test_other_objects_on_ctx_are_shared():
+    class Solver:
+        runs = 0
+
+    solver = Solver()
+    made = layer(lambda ctx, x: setattr(ctx, "solver", solver) or x * 1, lambda ctx, dy: count(ctx.solver) or dy)
+
+    def count(solver):
+        solver.runs += 1
+
+    _, pullback = jax.vjp(made.apply, X)
+    pullback(X)
+    pullback(X)
+    assert solver.runs == 2
+
+
+@modes
 @pytest.mark.parametrize("keep", ["saved", "attribute", "in a list"])
 def test_numpy_arrays_are_copied_when_they_are_kept(mode, keep):
     def forward(ctx, x):
@@ -63,16 +105,17 @@ def test_numpy_arrays_are_copied_when_they_are_kept(mode, keep):
     assert MODES[mode](lambda x: layer(forward, backward).apply(x).sum())(X).tolist() == [1, 1, 1]
 
 
-def test_containers_without_arrays_stay_the_objects_they_are():
+def test_containers_without_arrays_arrive_as_forward_left_them():
     config = {"a": [1, 2]}
 
     def forward(ctx, x):
         ctx.config = config
+        assert ctx.config is config
         ctx.config["late"] = True
         return x * 1
 
     def backward(ctx, dy):
-        assert ctx.config is config
+        assert ctx.config == {"a": [1, 2], "late": True}
         ctx.note = "further attributes may be set here"
         return dy
 
