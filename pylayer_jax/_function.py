@@ -90,7 +90,7 @@ class Function(PyLayer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "vjp" in vars(cls):
-            if "backward" in vars(cls):
+            if vars(cls).get("backward", vars(cls)["vjp"]) is not vars(cls)["vjp"]:
                 raise RuntimeError(f"{cls.__qualname__} defines both backward and vjp, which are the same. Keep one.")
             cls.backward = vars(cls)["vjp"]
         super().__init_subclass__(**kwargs)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 
-from ._autodiff.call import LayerCall
+from ._autodiff.call import LayerCall, in_backward
 from ._autodiff.custom_vjp import compile_layer
 from ._autodiff.eager_call import SingleCall
 from ._autodiff.eager_call import bind as bind_eager_call
 from ._autodiff.forward import run_directly
 from ._autodiff.refusals import NoForwardModeError
-from ._hooks.active import Hooks, outside_hooks_trace
+from ._hooks.active import Hooks, outside_hooks_trace, trace_below
 from ._jax import (
     call_with_symbolic_zeros,
+    current_trace,
     is_differentiated,
+    is_forward_mode_innermost,
     is_forward_mode_tracer,
     is_missing_forward_mode,
     nothing_is_traced,
@@ -35,7 +38,8 @@ class _OneObject(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = vars(owner).get(self._name)
-        if bound is None:
+        # A class may be made from the members of another one, this one among them.
+        if bound is None or bound.__self__ is not owner or bound.__func__ is not self.__func__:
             bound = super().__get__(instance, owner)
             setattr(owner, self._name, bound)
         return bound
@@ -48,6 +52,18 @@ def one_object(method: _Method) -> _Method:
     """A class method that is the same object at each access: `jax.jit(Tanh.apply)` compiles once per object."""
     found: Any = method
     return cast(_Method, _OneObject(found.__func__))
+
+
+# The `jax.custom_vjp` function of each class. Not an attribute, which a class made from the members of another one, or
+# unpickled, would take over.
+_rules: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+
+
+def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
+    rule = _rules.get(layer)
+    if rule is None:  # PyLayer itself, which no __init_subclass__ saw
+        rule = _rules[layer] = compile_layer(layer.__qualname__)
+    return rule
 
 
 class PyLayer:
@@ -69,7 +85,10 @@ class PyLayer:
 
     The rule holds under every JAX transform of reverse mode and at every order of differentiation.
     `jax.hessian` and `jax.jvp` of `jax.grad` transpose `backward`. Therefore `backward` has to be linear in its
-    cotangents there, and a layer that `backward` applies needs forward mode.
+    cotangents there. A layer that `backward` applies to its cotangents counts as the linear map that its `forward` is.
+
+    Every run of `backward` starts from the values that `forward` left on `ctx`: lists, dicts and other containers are
+    made anew for each run, other objects are shared.
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): with `forward_mode = True` the tangent map is the
     transpose of `backward`. A class may instead define a static `jvp(ctx, *tangents)`. It gets one tangent per argument
@@ -103,7 +122,6 @@ class PyLayer:
     generate_vmap_rule: ClassVar[bool] = False
     _context: ClassVar[type[PyLayerContext]] = PyLayerContext
     _torch_convention: ClassVar[bool] = False  # one cotangent per output, one gradient per argument, static or not
-    _rule: ClassVar[Callable[..., tuple[Any, ...]]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -116,10 +134,10 @@ class PyLayer:
                 f"{cls.__qualname__} has both generate_vmap_rule = True and a vmap method. Remove vmap to let JAX "
                 "batch forward, or set generate_vmap_rule = False to have vmap called."
             )
-        names: Any = cls.saved_names  # what the annotation promises is checked here
+        names: Any = cls.saved_names  # checked, although the annotation promises it
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"{cls.__qualname__}.saved_names: expected a tuple of strings, got {names!r}.")
-        cls._rule = staticmethod(compile_layer(cls.__qualname__))
+        _rules[cls] = compile_layer(cls.__qualname__)
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:
@@ -145,7 +163,7 @@ class PyLayer:
 
     @staticmethod
     def forward(ctx: PyLayerContext, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs, and keep on `ctx` what `backward` needs. Every layer defines it."""
+        """Compute the outputs, and keep on `ctx` the values that `backward` needs. Every layer defines it."""
         raise NotImplementedError(
             f"{ctx._state.layer}.forward is not defined. Add to the class: @staticmethod def forward(ctx, x): ..."
         )
@@ -184,7 +202,10 @@ class PyLayer:
 def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
-    if any(map(is_forward_mode_tracer, tensors)) and not layer._has_forward_mode():
+    has_forward_mode = layer._has_forward_mode() or in_backward.value
+    # A tracer of an outer jax.jvp, as in jax.jvp of jax.grad, is met by the derivative of the rule.
+    is_forward_mode = is_forward_mode_innermost(trace_below(current_trace()))
+    if is_forward_mode and any(map(is_forward_mode_tracer, tensors)) and not has_forward_mode:
         raise NoForwardModeError(arguments.layer)
     call = LayerCall(layer, arguments, Hooks.captured(tensors))
     if not any(map(is_differentiated, tensors)) and call.names_closed_over(is_differentiated):
@@ -193,10 +214,10 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         # A layer packs its saved tensors itself.
         with contextlib.nullcontext() if call.hooks is None else outside_hooks_trace():
-            if layer._has_forward_mode() or layer._has_vmap_method():
+            if has_forward_mode or layer._has_vmap_method():
                 values = bind_eager_call(SingleCall(call), tensors)
             else:
-                values = call_with_symbolic_zeros(layer._rule, Static(call), tensors)
+                values = call_with_symbolic_zeros(_rule_of(layer), Static(call), tensors)
     except jax.errors.UnexpectedTracerError as error:
         raise call.closed_over_error() from error
     except TypeError as error:

@@ -1,7 +1,8 @@
 """One call of a layer, and its derivatives of every order.
 
 - `refusals`: errors of derivatives that do not exist.
-- `transpose`: the transpose of a `backward`, and whether it has one.
+- `linearity`: a proof that a jaxpr is linear in some of its inputs.
+- `transpose`: the transpose of a `backward`, or of a `forward` that a `backward` applies.
 - `derivative`: the derivative as one linear operation, *tangent_map*; and for a batch.
 - `call`: one call of `apply`, as it travels through JAX.
 - `saved_state`: everything that a run of `forward` left for `backward`.

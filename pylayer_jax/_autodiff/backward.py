@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
+from pylayer_jax._jax import is_forward_mode, is_staging
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note
 
-from .call import LayerCall
+from .call import LayerCall, in_backward
 from .derivative import Derivative
 from .saved_state import SavedState, SavedTree
 
@@ -49,8 +51,11 @@ class LayerDerivative(Derivative):
         ctx = self._context(needs_grad, residuals, saved.saved)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
+        # In eager reverse mode `jax.custom_vjp` is faster, and each user context has compiled operations of its own.
+        may_be_transposed = is_staging(further_out=True) or is_forward_mode()
         try:
-            result = layer.backward(ctx, *given)
+            with in_backward(True) if may_be_transposed else contextlib.nullcontext():
+                result = layer.backward(ctx, *given)
         except Exception as error:
             add_note(error, call.name, "backward")
             raise

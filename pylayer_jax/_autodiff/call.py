@@ -13,8 +13,15 @@ from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import traced_attributes, traced_names
 
-# Marks what is kept, for a report: part of jit's cache key, so that staged code is traced anew for it.
+# The tracker that marks every array that a layer keeps, for a report. It is part of jit's cache key, so that staged
+# code is traced anew for it.
 residual_tracker: Final = jax.make_user_context(None)
+
+
+# True while a `backward` runs whose operations may be transposed, or differentiated in forward mode. A layer that the
+# `backward` applies is then no `jax.custom_vjp` function, which allows neither. It is part of jit's cache key, since a
+# jitted function may apply the layer.
+in_backward: Final = jax.make_user_context(False)
 
 
 class LayerCall:

@@ -93,7 +93,7 @@ def _check_count(call: LayerCall, derivative: Derivative, residuals: int) -> Non
 
 
 def _set_signature(function: Callable[..., Any], signature: inspect.Signature) -> None:
-    # JAX asks for the signatures of the three functions at each call; found ready, they cost next to nothing.
+    # JAX reads the signatures of the three functions at each call; ready-made, they cost next to nothing.
     function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
 
 

@@ -38,6 +38,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import Static
 
+from .linearity import Fact, add_rule
 from .transpose import transpose
 
 
@@ -171,6 +172,19 @@ register(
     batch=_batch,
     uses_axis=is_named,  # the layer may ask for the index along the axis
 )
+
+
+def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
+    count = equation.params["derivative"].residuals
+    tangents = operands[count:]
+    problem = next((f.problem for f in operands if f.problem), "")
+    if any(f.depends for f in operands[:count]):
+        problem = problem or "it applies a layer whose saved tensors depend on them"
+    fact = Fact(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)
+    return [fact] * len(equation.outvars)
+
+
+add_rule(tangent_map_p.name, _facts)
 
 
 # -- derivatives made of another ------------------------------------------------------------------

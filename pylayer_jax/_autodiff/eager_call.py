@@ -202,7 +202,7 @@ def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool])
         found = differentiate(call, tensors, needs_grad)
         call.outputs = found.saved.outputs
     elif call.layer._has_setup_context() and not is_staging():
-        # `forward` may be host code, which cannot be staged; `setup_context` says what is kept.
+        # `forward` may be host code, which cannot be staged; `setup_context` says which tensors are kept.
         if traced:
             values = bind(eager.without_packing(), tensors)
         else:

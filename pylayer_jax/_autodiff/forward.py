@@ -54,7 +54,7 @@ def run_undifferentiated(call: LayerCall, tensors: Sequence[Any]) -> tuple[Outpu
 def run_and_save(
     call: LayerCall, tensors: Sequence[Any], needs_grad: list[bool], perturbed_is_exact: bool = True
 ) -> tuple[SavedState, list[Any], list[Any]]:
-    """Run `forward`. Returns what it left for `backward`, the output tensors, and the residuals."""
+    """Run `forward`. Returns its saved state, the output tensors, and the residuals."""
     ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
     return _saved(call, ctx, result, needs_grad, perturbed_is_exact)
 
@@ -62,7 +62,7 @@ def run_and_save(
 def run_setup_context(
     call: LayerCall, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]
 ) -> tuple[SavedState, list[Any]]:
-    """Run `setup_context` on outputs that `forward` returned before. Returns what it left, and the residuals."""
+    """Run `setup_context` on outputs that `forward` returned before. Returns its saved state, and the residuals."""
     result = outputs.skeleton.fill(values)
     setup_context = functools.partial(call.layer._run_setup_context, result)
     ctx, _ = _run_call(call, "setup_context", setup_context, tensors, needs_grad)

@@ -86,13 +86,12 @@ class StagedCall:
             return None
         return stage_call(self.call, [v.aval for v in self.jaxpr.invars[self.consts :]], needs_grad)
 
-    def check_traceable(self) -> None:
-        if not self.is_traceable:
-            raise TypeError(
-                f"{self.name}: a second derivative goes through a tensor that forward saved and that is neither an "
-                "input nor an output, but forward needs concrete values and cannot be traced. Save inputs and outputs "
-                "instead, or write forward with jax.numpy."
-            )
+    def not_traceable_error(self) -> TypeError:
+        return TypeError(
+            f"{self.name}: a second derivative goes through a tensor that forward saved and that is neither an "
+            "input nor an output, but forward needs concrete values and cannot be traced. Save inputs and outputs "
+            "instead, or write forward with jax.numpy."
+        )
 
 
 def stage_call(

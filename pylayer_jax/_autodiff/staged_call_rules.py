@@ -23,14 +23,16 @@ from pylayer_jax._jax import (
     register,
     scatter,
     select,
+    tangent_type,
     typeof,
     zeros_of,
 )
 
+from .linearity import Fact, add_rule, call_of
 from .refusals import NotDerivableError
 from .staged_call import StagedCall
 from .staged_call_batching import batch_staged_call
-from .transpose import check_linear
+from .transpose import transpose_forward
 
 staged_call_p = Primitive("staged_call")
 
@@ -93,7 +95,8 @@ def _intermediate_tangents(
     wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
     if not any(wanted):
         return [None] * len(intermediates)
-    staged.check_traceable()
+    if not staged.is_traceable:
+        raise staged.derivative.second_derivative_error() or staged.not_traceable_error()
     jaxpr, is_read = prune(jaxpr, wanted)
 
     def compute(*perturbed: Any) -> list[Any]:
@@ -117,18 +120,17 @@ def _intermediate_tangents(
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, staged: StagedCall) -> list[Any]:
-    # A layer within the backward of another layer, which forward mode transposes. If it is linear, its derivative is
-    # the same at every input, so that zeros can stand for the inputs that are not known.
-    unknown = [is_undefined(x) for x in args]
-    intermediates = len(cotangents) - staged.outputs
-    jaxpr, is_read = prune(staged.jaxpr, [*staged.derivative.has_tangent, *[False] * intermediates])
-    check_linear(staged.name, jaxpr, select(unknown, is_read))
-    known = [zeros_of(x.aval) if u else x for x, u in zip(args, unknown, strict=True)]
-    values = staged_call_p.bind(*known, staged=staged)
-    inputs, needs_grad = known[staged.consts :], unknown[staged.consts :]
-    residuals = staged.residuals(inputs, values)
-    gradients = staged.derivative.gradients(needs_grad, residuals, cotangents[: staged.outputs])
-    return [None] * staged.consts + gradients
+    # A layer within the backward of another layer, which forward mode transposes: it counts as the linear map that its
+    # `forward` is, whatever its own rule says.
+    is_used = [*staged.derivative.has_tangent, *[False] * (len(cotangents) - staged.outputs)]
+    jaxpr, is_read = prune(staged.jaxpr, is_used)
+    given = [
+        zeros_of(tangent_type(v.aval)) if c is None else c
+        for c, v in zip(select(cotangents, is_used), jaxpr.outvars, strict=True)
+    ]
+    read = select([None if is_undefined(x) else x for x in args], is_read)
+    found = scatter(transpose_forward(staged.name, jaxpr, read, given), [x is None for x in read])
+    return scatter(found, is_read)
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, staged: StagedCall) -> tuple[list[Any], list[Any]]:
@@ -151,3 +153,17 @@ register(
     uses_axis=_uses_axis,
     lower=lambda context, *args, staged: lower_jaxpr(context, staged.jaxpr, *args),
 )
+
+
+def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
+    staged: StagedCall = equation.params["staged"]
+    facts = call_of(staged.jaxpr, equation, operands)
+    return [
+        f._replace(problem=f"it applies the layer {staged.name}, whose forward is not, as {f.problem}")
+        if f.problem and not any(o.problem for o in operands)
+        else f
+        for f in facts
+    ]
+
+
+add_rule(staged_call_p.name, _facts)

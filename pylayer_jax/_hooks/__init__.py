@@ -1,7 +1,7 @@
 """Saved-tensor hooks: packing the tensors that are kept for backward.
 
 - `host`: results of pack hooks that compiled programs hold on the host.
-- `active`: the pair that is active, and what a layer takes from it.
+- `active`: the pair that is active, and the facts that a layer takes from it.
 - `packing`: packing one tensor, or all residuals of a layer or operation; and unpacking them.
 - `operation_rule`: one JAX operation, with packed residuals.
 - `operations`: the trace that meets every operation of a block.

@@ -1,4 +1,4 @@
-"""Which pair of saved-tensor hooks is active, and what a layer or an operation takes from it."""
+"""The pair of saved-tensor hooks that is active, and the facts that a layer or an operation takes from it."""
 
 from __future__ import annotations
 

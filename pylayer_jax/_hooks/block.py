@@ -33,7 +33,7 @@ _open_blocks = _OpenBlocks()
 
 
 class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
-    """Pack what is saved for backward inside a block or a function, and unpack it when backward asks for it.
+    """Pack the tensors that are saved for backward inside a block or a function, and unpack them for backward.
 
         def pack(x):
             return x.astype(jnp.bfloat16)

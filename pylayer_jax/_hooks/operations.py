@@ -95,7 +95,7 @@ class HooksTrace(TraceOfBlock):
         return result.update(values)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a decorated function. In staged code it is one operation, so that what it shares is packed once."""
+        """Run a decorated function. In staged code it is one operation, which packs each tensor once."""
         tensors, skeleton = split((args, kwargs))
         if any(map(is_reverse_mode_tracer, tensors)) or not any(map(is_staged, tensors)):
             return function(*args, **kwargs)

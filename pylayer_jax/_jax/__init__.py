@@ -1,7 +1,7 @@
 """JAX, as far as it may move: the ground floor of the package.
 
 - `names`: the only importer of names of JAX that may move between versions.
-- `tracers`: what a tracer stands for, and which traces are active.
+- `tracers`: facts about tracers, and about the traces that are active.
 - `types`: shapes, dtypes, weak types, shardings; zeros of a type.
 - `masks`: lists of values and masks.
 - `jaxprs`: making jaxprs, reading and changing them.
@@ -41,6 +41,7 @@ from .jaxprs import (
     jaxpr_and_consts,
     names_axis,
     prune,
+    scan_counts,
     stage,
     without_stopped_selections,
 )
@@ -57,7 +58,6 @@ from .names import (
 )
 from .primitives import (
     batch_axis_to_front,
-    has_transpose,
     is_named,
     is_undefined,
     lower_jaxpr,
@@ -69,6 +69,8 @@ from .tracers import (
     concrete_value,
     current_trace,
     is_differentiated,
+    is_forward_mode,
+    is_forward_mode_innermost,
     is_forward_mode_tracer,
     is_mapped,
     is_rematerialization_tracer,
@@ -121,11 +123,12 @@ __all__ = [
     "from_first_outputs",
     "has_equation",
     "has_tangent",
-    "has_transpose",
     "holds_hooks_block",
     "inner_jaxprs",
     "io_callback",
     "is_differentiated",
+    "is_forward_mode",
+    "is_forward_mode_innermost",
     "is_forward_mode_tracer",
     "is_key",
     "is_literal",
@@ -155,6 +158,7 @@ __all__ = [
     "prune",
     "register",
     "runs_custom_vjp_functions_once",
+    "scan_counts",
     "scatter",
     "select",
     "set_current_trace",

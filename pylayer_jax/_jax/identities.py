@@ -95,7 +95,7 @@ forbid_derivative_p = Primitive("forbid_derivative")
 
 
 def forbid_derivative(tensor: Any, error: Callable[[], Exception]) -> Any:
-    """The tensor; a derivative that goes through it raises what `error` returns."""
+    """The tensor; a derivative that goes through it raises the exception that `error` returns."""
     return forbid_derivative_p.bind(tensor, error=error)[0]
 
 

@@ -55,6 +55,14 @@ def has_equation(jaxpr: Any, name: str) -> bool:
     )
 
 
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many of the first operands of a scan are constants, and how many of the next ones are carried."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
+    return len(list(consts)), len(list(carry))
+
+
 def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
 

@@ -71,19 +71,6 @@ def _with_zeros(transpose: Callable[..., Any]) -> Callable[..., list[Any]]:
     return transpose_rule
 
 
-def has_transpose(primitive: Any) -> bool:
-    # The transposes of products, loops and calls are in a table without a public name.
-    return primitive in ad.primitive_transposes or primitive.name in _KNOWN_TRANSPOSES
-
-
-_KNOWN_TRANSPOSES = frozenset(
-    (
-        "cond", "conv_general_dilated", "dot_general", "dynamic_slice", "gather", "mul", "optimization_barrier",
-        "remat2", "reshard", "scan", "shard_map", "slice",
-    )
-)  # fmt: skip
-
-
 # -- batching -------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,11 @@
-"""What a tracer stands for, and which traces are active.
+"""Facts about tracers, and about the traces that are active.
 
 Most classes of tracers and traces have no public names, and are therefore recognised by the names of their types.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -55,7 +56,7 @@ def _example_of(value: object) -> object:
 
 
 def is_differentiated(value: object) -> bool:
-    """Whether `jax.grad`, `jax.vjp`, `jax.linearize` or `jax.jvp` differentiates the value, or what is mapped to it."""
+    """Whether `jax.grad`, `jax.vjp`, `jax.linearize` or `jax.jvp` differentiates a value, or a batch of it."""
     value = _example_of(value)
     return type(value).__name__ == "LinearizeTracer" or isinstance(value, ad.JVPTracer)
 
@@ -74,7 +75,7 @@ def is_rematerialization_tracer(value: object) -> bool:
 
 
 def is_staged(value: object) -> bool:
-    """Whether a value (or what `jax.vmap` maps) stands in a jaxpr that is being made."""
+    """Whether a value (or the value that `jax.vmap` maps) stands in a jaxpr that is being made."""
     return isinstance(_example_of(value), partial_eval.DynamicJaxprTracer)
 
 
@@ -97,6 +98,24 @@ def current_trace() -> Any:
         return trace
 
 
+def _active_traces() -> Iterator[Any]:
+    """The current trace, and those further out."""
+    trace = current_trace()
+    while trace is not None:
+        yield trace
+        trace = getattr(trace, "parent_trace", None)
+
+
+def is_forward_mode() -> bool:
+    """Whether `jax.jvp` differentiates the running code, on any level."""
+    return any(isinstance(trace, ad.JVPTrace) for trace in _active_traces())
+
+
+def is_forward_mode_innermost(trace: Any) -> bool:
+    """Whether a trace is one of `jax.jvp`, which meets the operations first."""
+    return isinstance(trace, ad.JVPTrace)
+
+
 _EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace"})
 
 
@@ -105,25 +124,19 @@ def is_staging(further_out: bool = False) -> bool:
 
     With `further_out`, also if a trace further out stages, as in grad or vmap within jit.
     """
-    trace = current_trace()
-    while trace is not None:
+    for trace in _active_traces():
         name = type(trace).__name__
         # A JaxprTrace runs the jvp rules of a function that jax.linearize takes apart.
-        if name != "JaxprTrace":
-            if name not in _EAGER_TRACES:
-                return True
-            if not further_out:
-                return False
-        trace = getattr(trace, "parent_trace", None)
+        if name == "JaxprTrace":
+            continue
+        if name not in _EAGER_TRACES:
+            return True
+        if not further_out:
+            return False
     return False
 
 
 def is_rematerialized() -> bool:
     """Whether the running code is being staged for `jax.checkpoint`, on any level."""
-    trace = current_trace()
-    while trace is not None:
-        frame = getattr(trace, "frame", None)
-        if "remat" in str(getattr(getattr(frame, "debug_info", None), "traced_for", "")):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
+    frames = (getattr(trace, "frame", None) for trace in _active_traces())
+    return any("remat" in str(getattr(getattr(f, "debug_info", None), "traced_for", "")) for f in frames)

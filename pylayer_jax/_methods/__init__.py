@@ -8,5 +8,5 @@
 - `batches`: the batch that `vmap` gets, and the outputs that it returned.
 - `once_differentiable`: the decorator for a `backward` without a derivative.
 
-Nothing in here knows how JAX differentiates: each room checks values that a user gave, and says what is wrong.
+Nothing in here knows how JAX differentiates. Each room checks values that a user gave, and raises errors about them.
 """

@@ -1,4 +1,4 @@
-"""Pytrees: what the library does with arguments, outputs and saved values of any structure.
+"""Pytrees: arguments, outputs and saved values of any structure.
 
 - `partition`: tensors and statics, separated.
 - `static`: Python objects that travel in a treedef.

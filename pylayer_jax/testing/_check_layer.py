@@ -51,6 +51,11 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows)])
 
 
+def _public_type(error: Exception) -> type:
+    """The type of an error, or the type that a private type of the library stands for."""
+    return next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
+
+
 def row_of(name: str, test: Callable[[], str]) -> Row:
     try:
         return Row(name, True, test())
@@ -60,7 +65,7 @@ def row_of(name: str, test: Callable[[], str]) -> Row:
         # A note that begins with dashes is the one of JAX about its traceback.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
-        return Row(name, False, f"{type(error).__name__}: {first_line(error)}{where}")
+        return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}")
 
 
 def check_layer(

@@ -42,8 +42,11 @@ def forward_layer(backward, forward=jnp.sin):
         (lambda ctx, dy: 1 / dy, "the operation 'div', whose divisor depends on them"),
         (lambda ctx, dy: dy + 1, r"adds a term that does not depend on them \(add\)"),
         (lambda ctx, dy: jnp.ones_like(dy), "returns a gradient that does not depend on them"),
-        (lambda ctx, dy: jax.lax.scan(lambda c, _: (jnp.sin(c), None), dy, None, length=2)[0], "for 'sin' not impl"),
-        (lambda ctx, dy: Multiply.apply(dy, dy), r"Forward mode .*forward mode of Multiply"),
+        (lambda ctx, dy: jax.lax.scan(lambda c, _: (jnp.sin(c), None), dy, None, length=2)[0], "the operation 'sin'"),
+        (
+            lambda ctx, dy: Multiply.apply(dy, dy),
+            "applies the layer Multiply, whose forward is not, as it has a product",
+        ),
         (lambda ctx, dy: Square.apply(dy), "applies the layer Square, whose forward is not, as it has a product"),
         (lambda ctx, dy: Shift.apply(dy), "applies the layer Shift, whose forward is not, as it adds a term"),
     ],

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, _layer
 from tests.kit.layers import Tanh
 
 
@@ -139,7 +139,7 @@ def test_eager_apply_uses_no_custom_vjp(monkeypatch):
     def refuse(*args):
         raise AssertionError("the rule was used")
 
-    monkeypatch.setattr(Own, "_rule", staticmethod(refuse))
+    monkeypatch.setitem(_layer._rules, Own, refuse)
     assert Own.apply(X).shape == X.shape
     with pytest.raises(AssertionError, match="the rule was used"):
         jax.grad(lambda x: Own.apply(x).sum())(X)

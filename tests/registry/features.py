@@ -362,11 +362,7 @@ class AppliesAnother(PyLayer):
         return dy * (1 - y**2)
 
 
-@case(
-    lambda x: x * jnp.tanh(stop(x) + 2 * (x - stop(x))) - stop(x * jnp.tanh(x)) + stop(2 * x),
-    X,
-    forward_over_reverse="forward-mode",
-)
+@case(lambda x: x * jnp.tanh(stop(x) + 2 * (x - stop(x))) - stop(x * jnp.tanh(x)) + stop(2 * x), X)
 class BackwardApplies(PyLayer):
     """Its backward applies a layer, to a saved input."""
 

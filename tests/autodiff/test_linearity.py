@@ -1,0 +1,324 @@
+"""Forward mode transposes backward: one that is not proved linear is refused, and one that is linear is not."""
+
+import os
+import re
+
+import hypothesis
+import hypothesis.strategies
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import PyLayer
+
+EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "100"))
+MASK = jnp.array([True, False, True])
+FLAG = jnp.array(True)
+ZEROS = np.zeros(3, np.float32)
+X = jnp.array([0.3, 0.7, -0.2])
+T = jnp.array([1.0, 2.0, 3.0])
+
+
+def layer_of(backward, forward=lambda ctx, x: x * 1.0, **attributes):
+    members = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, dy: backward(dy))}
+    return type("Made", (PyLayer,), members | attributes)
+
+
+def both_ways(layer):
+    """The derivative along T, by jvp and from vjp, in eager mode."""
+    tangent = jax.jvp(layer.apply, (X,), (T,))[1]
+    _, pull = jax.vjp(layer.apply, X)
+    return tangent, jnp.stack([pull(unit)[0] for unit in jnp.eye(3)]) @ T
+
+
+AFFINE = {
+    "add": lambda dy: dy + 1.0,
+    "constant": jnp.ones_like,
+    "where": lambda dy: jnp.where(MASK, dy, 1.0),
+    "select": lambda dy: jax.lax.select(MASK, dy, jnp.ones_like(dy)),
+    "concatenate": lambda dy: jnp.concatenate([dy[:2], jnp.ones(1)]),
+    "stack": lambda dy: jnp.stack([dy[0], dy[1], jnp.float32(1)]),
+    "pad": lambda dy: jnp.pad(dy[:2], (0, 1), constant_values=1.0),
+    "dynamic_update_slice": lambda dy: jax.lax.dynamic_update_slice(dy, jnp.ones(1), (0,)),
+    "at_set": lambda dy: dy.at[0].set(1.0),
+    "at_add": lambda dy: dy.at[0].add(1.0),
+    "into_constant": lambda dy: jnp.ones(3).at[jnp.array([0])].set(dy[:1], unique_indices=True),
+    "fill_value": lambda dy: jnp.take(dy, jnp.array([0, 1, 7]), mode="fill", fill_value=1.0),
+    "complex": lambda dy: jax.lax.complex(dy, jnp.ones(3)).imag + dy,
+    "jit": lambda dy: jax.jit(lambda d: jnp.where(MASK, d, 1.0))(dy),
+    "checkpoint": jax.checkpoint(lambda d: jnp.where(MASK, d, 1.0)),
+    "vmap": jax.vmap(lambda x: jnp.where(FLAG, x, 1.0)),
+    "scan": lambda dy: jax.lax.scan(lambda c, x: (c, x + 1.0), 0.0, dy)[1],
+    "carry": lambda dy: jax.lax.scan(lambda c, x: (c + x, c + x), 1.0, dy)[1],
+    "map": lambda dy: jax.lax.map(lambda x: x + 1.0, dy),
+    "fori_loop": lambda dy: jax.lax.fori_loop(0, 3, lambda i, c: c + 1.0, dy),
+    "cond": lambda dy: jax.lax.cond(FLAG, lambda d: d, jnp.ones_like, dy),
+    "switch": lambda dy: jax.lax.switch(jnp.array(0), [lambda d: d, lambda d: d + 1], dy),
+    "nested_layer": lambda dy: layer_of(lambda g: g, lambda ctx, x: x + 1.0).apply(dy),
+}
+THROUGH_INTEGERS = {
+    "int8": lambda dy: jnp.round(dy / 0.1).astype(jnp.int8).astype(jnp.float32) * 0.1,
+    "int32": lambda dy: dy.astype(jnp.int32).astype(jnp.float32),
+    "argsort": lambda dy: dy[jnp.argsort(dy)],
+    "isfinite": lambda dy: jnp.where(jnp.isfinite(dy), dy, 0),
+    "sign": lambda dy: dy * (dy > 0).astype(dy.dtype),
+}
+NOT_LINEAR = {
+    "clip": lambda dy: jnp.clip(dy, -1, 1),
+    "relu": jax.nn.relu,
+    "square": lambda dy: dy * dy,
+    "exp": jnp.exp,
+}
+NOT_PROVED = r"Made\.backward is not linear in its cotangents, as it "
+REFUSED = AFFINE | THROUGH_INTEGERS | NOT_LINEAR
+LINEAR = {
+    "identity": lambda dy: dy,
+    "zero": jnp.zeros_like,
+    "where": lambda dy: jnp.where(MASK, 0.0, 2 * dy),
+    "where_zeros": lambda dy: jnp.where(MASK, dy, ZEROS),
+    "at_set_zero": lambda dy: dy.at[0].set(0.0),
+    "pad": lambda dy: jnp.pad(dy[:2], (0, 1)),
+    "roll": lambda dy: jnp.roll(dy, 1),
+    "flip": lambda dy: dy[::-1],
+    "split": lambda dy: jnp.concatenate(jnp.split(dy, 3)[::-1]),
+    "dynamic_slice": lambda dy: jnp.pad(jax.lax.dynamic_slice(dy, (1,), (2,)), (1, 0)),
+    "cumsum": jnp.cumsum,
+    "mean": lambda dy: dy - dy.mean(),
+    "fft": lambda dy: jnp.fft.fft(dy).real,
+    "take": lambda dy: jnp.take(dy, jnp.array([0, 1, 1])),
+    "index": lambda dy: dy[jnp.array([0, 1, 1])],
+    "segment_sum": lambda dy: jax.ops.segment_sum(dy, jnp.array([0, 1, 1]), 3),
+    "sorted_constant": lambda dy: dy[jnp.argsort(jnp.array([3.0, 1.0, 2.0]))],
+    "einsum": lambda dy: jnp.einsum("i,ij->j", dy, jnp.ones((3, 3))),
+    "convolve": lambda dy: jnp.convolve(dy, jnp.array([1.0, 2.0, 1.0]), "same"),
+    "triu": lambda dy: jnp.triu(jnp.outer(jnp.ones(3), dy)).sum(0),
+    "solve": lambda dy: jnp.linalg.solve(jnp.eye(3) * 2, dy),
+    "solve_triangular": lambda dy: jax.scipy.linalg.solve_triangular(jnp.eye(3) * 2, dy),
+    "scan": lambda dy: jax.lax.scan(lambda c, x: (c + x, c * 2 + x), 0.0, dy)[1],
+    "fori_loop": lambda dy: jax.lax.fori_loop(0, 3, lambda i, c: c * 2.0, dy),
+    "map": lambda dy: jax.lax.map(lambda x: x * 3.0, dy),
+    "cond": lambda dy: jax.lax.cond(FLAG, lambda d: d, jnp.zeros_like, dy),
+    "vmap": jax.vmap(lambda x: jnp.where(True, x, 0.0)),
+    "jit": jax.jit(lambda dy: 2 * dy),
+    "checkpoint": jax.checkpoint(lambda dy: 2 * dy),
+    "nested_layer": lambda dy: layer_of(lambda g: g, lambda ctx, x: 3 * x).apply(dy),
+}
+
+
+def along_t(layer):
+    return jax.jvp(layer.apply, (X,), (T,))[1]
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("backward", REFUSED.values(), ids=list(REFUSED))
+def test_a_backward_that_is_not_linear_is_refused(backward, mode):
+    layer = layer_of(backward, forward_mode=True)
+    with pytest.raises(TypeError, match=NOT_PROVED):
+        mode(lambda: along_t(layer))()
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("backward", REFUSED.values(), ids=list(REFUSED))
+def test_forward_over_reverse_is_refused_or_equals_reverse_over_reverse(backward, mode):
+    layer = layer_of(backward)
+    gradient = jax.grad(lambda x: (layer.apply(x) ** 2).sum())
+    found, message = outcome(mode(lambda: jax.jvp(gradient, (X,), (T,))[1]))
+    if found is None:
+        assert re.search(NOT_PROVED, message)
+    else:  # under jit, a tangent that nothing depends on is never computed
+        np.testing.assert_allclose(found, jax.jacrev(gradient)(X) @ T)
+
+
+def outcome(function):
+    """The result of a function and None, or None and the message of its TypeError."""
+    try:
+        return function(), None
+    except TypeError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("backward", LINEAR.values(), ids=list(LINEAR))
+def test_a_linear_backward_is_transposed(backward):
+    tangent, expected = both_ways(layer_of(backward, forward_mode=True))
+    np.testing.assert_allclose(tangent, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("where", r"it adds a term that does not depend on them \(select_n\)"),
+        ("constant", "it returns a gradient that does not depend on them"),
+        ("isfinite", "it has the operation 'is_finite', whose result is of dtype bool and has no tangent"),
+        ("argsort", "it has the operation 'sort', whose result is of dtype int32 and has no tangent"),
+        ("nested_layer", r"it applies the layer Made, whose forward is not, as it adds a term"),
+    ],
+)
+def test_the_error_says_why(name, reason):
+    layer = layer_of((AFFINE | THROUGH_INTEGERS)[name], forward_mode=True)
+    with pytest.raises(TypeError, match=f"as {reason}"):
+        along_t(layer)
+
+
+# -- generated backwards ---------------------------------------------------------------------------
+
+ONE = hypothesis.strategies.sampled_from(
+    [
+        lambda d: 2.0 * d,
+        lambda d: -d,
+        lambda d: jnp.where(MASK, d, 0.0),
+        lambda d: jnp.roll(d, 1),
+        jnp.cumsum,
+        lambda d: d - d.mean(),
+        lambda d: d.at[0].set(0.0),
+        lambda d: d.astype(jnp.bfloat16).astype(jnp.float32),
+        lambda d: d[jnp.array([2, 0, 1])],
+        # affine
+        lambda d: d + 1.0,
+        lambda d: jnp.where(MASK, d, 1.0),
+        lambda d: d.at[1].set(2.0),
+        lambda d: jnp.pad(d[:2], (0, 1), constant_values=1.0),
+        # through integers, and not linear
+        lambda d: d.astype(jnp.int32).astype(jnp.float32),
+        lambda d: d[jnp.argsort(d)],
+        lambda d: jnp.where(d > 0, d, 0.0),
+        lambda d: d * d,
+        jnp.tanh,
+    ]
+)
+WRAPPED = hypothesis.strategies.sampled_from(
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda d: jax.lax.cond(FLAG, f, lambda d: 3.0 * d, d),
+        lambda f: lambda d: jax.lax.fori_loop(0, 2, lambda _, c: f(c), d),
+        lambda f: lambda d: jax.lax.scan(lambda c, _: (f(c), c), d, None, length=2)[1].sum(0),
+        lambda f: lambda d: jax.vmap(f)(jnp.stack([d, 2 * d])).sum(0),
+        lambda f: lambda d: layer_of(lambda g: -g, lambda ctx, x: f(x)).apply(d),
+        lambda f: lambda d: f(d) + d,
+        lambda f: lambda d: f(jnp.zeros(3)) + d,
+    ]
+)
+
+
+@hypothesis.settings(max_examples=EXAMPLES, deadline=None, derandomize="PYLAYER_JAX_EXAMPLES" not in os.environ)
+@hypothesis.given(hypothesis.strategies.lists(hypothesis.strategies.tuples(ONE, WRAPPED), min_size=1, max_size=3))
+def test_generated_backwards_are_right_or_refused(steps):
+    def backward(dy):
+        for one, wrap in steps:
+            dy = wrap(one)(dy)
+        return dy
+
+    layer = layer_of(backward, forward_mode=True)
+    found, message = outcome(lambda: both_ways(layer))
+    if found is None:
+        assert re.search(r"Made\.backward (is not linear|cannot be transposed)", message)
+        return
+    tangent, expected = found
+    np.testing.assert_allclose(tangent, expected, rtol=2e-2, atol=1e-4)  # bfloat16 among the operations
+    # A map that is not refused is linear.
+    np.testing.assert_allclose(backward(2 * T), 2 * backward(T), rtol=2e-2, atol=1e-4)
+
+
+# -- layers within backward -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["plain", "forward_mode"])
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_layer_in_backward_is_the_linear_map_of_its_forward(flag, mode):
+    reverse = layer_of(lambda dy: -dy, forward_mode=flag)
+    outer = layer_of(lambda dy: 2 * reverse.apply(dy), lambda ctx, x: 2 * x, forward_mode=True)
+    tangent, expected = mode(lambda: both_ways(outer))()
+    np.testing.assert_allclose(tangent, expected)
+    np.testing.assert_allclose(tangent, 2 * T)
+
+
+class Product(PyLayer):
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensor()
+        return dy * b, dy * a
+
+
+class TanhOfLayers(PyLayer):
+    """Its backward applies a layer, to a cotangent and to a saved tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensor()
+        return dy - Product.apply(dy, Product.apply(y, y))
+
+
+def twice(tanh):
+    return lambda x: (tanh(tanh(x)) ** 2).sum()
+
+
+@pytest.mark.parametrize(
+    "hessian",
+    [
+        jax.hessian,
+        lambda f: jax.jit(jax.hessian(f)),
+        lambda f: jax.hessian(jax.jit(f)),
+        lambda f: jax.hessian(jax.checkpoint(f)),
+        lambda f: jax.jacrev(jax.grad(f)),
+        lambda f: lambda x: jax.vmap(jax.hessian(f))(x[None])[0],
+    ],
+    ids=["eager", "jit of", "of jit", "of checkpoint", "reverse over reverse", "vmap of"],
+)
+def test_a_backward_that_applies_layers_needs_no_flag(hessian):
+    expected = jax.hessian(twice(jnp.tanh))(X)
+    np.testing.assert_allclose(hessian(twice(TanhOfLayers.apply))(X), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_backward_that_applies_layers_in_scan():
+    def scanned(tanh):
+        return lambda x: (jax.lax.scan(lambda c, _: (tanh(c), None), x, None, length=2)[0] ** 2).sum()
+
+    expected = jax.hessian(scanned(jnp.tanh))(X)
+    np.testing.assert_allclose(jax.hessian(scanned(TanhOfLayers.apply))(X), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", [jax.hessian, lambda f: jax.jit(jax.hessian(f)), lambda f: jax.hessian(jax.jit(f))])
+def test_a_layer_in_backward_that_is_not_linear_is_named(mode):
+    class Square(PyLayer):
+        forward = staticmethod(lambda ctx, x: x * x)
+        backward = staticmethod(lambda ctx, dy: dy)
+
+    outer = layer_of(Square.apply)
+    with pytest.raises(TypeError, match=r"Made\.backward is not linear .*applies the layer .*Square, whose forward is"):
+        mode(lambda x: (outer.apply(x) ** 2).sum())(X)
+
+
+# -- mixed partial derivatives ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda f: jax.jvp(lambda w: jax.grad(f)(X, w), (T,), (X,))[1],
+        lambda f: jax.jacfwd(jax.grad(f, 0), 1)(X, T),
+        lambda f: jax.jit(lambda w: jax.jvp(lambda w: jax.grad(f)(X, w), (w,), (X,))[1])(T),
+        lambda f: jax.jvp(lambda w: jax.vmap(jax.grad(f))(X, w), (T,), (X,))[1],
+    ],
+    ids=["jvp", "jacfwd", "jit", "vmap"],
+)
+def test_mixed_partials_by_forward_over_reverse(mixed):
+    found = mixed(lambda x, w: (Product.apply(x, w) ** 2).sum())
+    np.testing.assert_allclose(found, mixed(lambda x, w: ((x * w) ** 2).sum()), rtol=1e-5)
+
+
+def test_forward_mode_inside_reverse_mode_still_needs_a_rule():
+    with pytest.raises(TypeError, match="Product has no rule for forward-mode"):
+        jax.grad(lambda w: jax.jvp(lambda x: Product.apply(x, w), (X,), (T,))[1].sum())(T)
