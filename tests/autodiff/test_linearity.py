@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
+from tests.kit.layers import Multiply
 
 EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "100"))
 MASK = jnp.array([True, False, True])
@@ -234,18 +235,6 @@ def test_a_layer_in_backward_is_the_linear_map_of_its_forward(flag, mode):
     np.testing.assert_allclose(tangent, 2 * T)
 
 
-class Product(PyLayer):
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensor()
-        return dy * b, dy * a
-
-
 class TanhOfLayers(PyLayer):
     """Its backward applies a layer, to a cotangent and to a saved tensor."""
 
@@ -258,7 +247,7 @@ class TanhOfLayers(PyLayer):
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensor()
-        return dy - Product.apply(dy, Product.apply(y, y))
+        return dy - Multiply.apply(dy, Multiply.apply(y, y))
 
 
 def twice(tanh):
@@ -315,10 +304,10 @@ def test_a_layer_in_backward_that_is_not_linear_is_named(mode):
     ids=["jvp", "jacfwd", "jit", "vmap"],
 )
 def test_mixed_partials_by_forward_over_reverse(mixed):
-    found = mixed(lambda x, w: (Product.apply(x, w) ** 2).sum())
+    found = mixed(lambda x, w: (Multiply.apply(x, w) ** 2).sum())
     np.testing.assert_allclose(found, mixed(lambda x, w: ((x * w) ** 2).sum()), rtol=1e-5)
 
 
 def test_forward_mode_inside_reverse_mode_still_needs_a_rule():
-    with pytest.raises(TypeError, match="Product has no rule for forward-mode"):
-        jax.grad(lambda w: jax.jvp(lambda x: Product.apply(x, w), (X,), (T,))[1].sum())(T)
+    with pytest.raises(TypeError, match="Multiply has no rule for forward-mode"):
+        jax.grad(lambda w: jax.jvp(lambda x: Multiply.apply(x, w), (X,), (T,))[1].sum())(T)

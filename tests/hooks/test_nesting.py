@@ -163,6 +163,7 @@ def test_disabled_hooks():
         pass
 
 
+@pytest.mark.frameworks
 def test_disabled_hooks_as_torch_has_them(framework):
     graph = framework("torch").autograd.graph
     for ours, theirs in (
