@@ -20,7 +20,8 @@ from ._jax import (
     call_with_symbolic_zeros,
     current_trace,
     is_differentiated,
-    is_forward_mode_innermost,
+    is_forward_mode,
+    is_forward_mode_trace,
     is_forward_mode_tracer,
     is_missing_forward_mode,
     nothing_is_traced,
@@ -203,10 +204,11 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
     has_forward_mode = layer._has_forward_mode() or in_backward.value
-    # A tracer of an outer jax.jvp, as in jax.jvp of jax.grad, is met by the derivative of the rule.
-    is_forward_mode = is_forward_mode_innermost(trace_below(current_trace()))
-    if is_forward_mode and any(map(is_forward_mode_tracer, tensors)) and not has_forward_mode:
-        raise NoForwardModeError(arguments.layer)
+    if not has_forward_mode:
+        if is_forward_mode_trace(trace_below(current_trace())) and any(map(is_forward_mode_tracer, tensors)):
+            raise NoForwardModeError(arguments.layer)
+        # A jax.jvp further out, as in jax.jvp of jax.grad, is a second derivative.
+        has_forward_mode = is_forward_mode()
     call = LayerCall(layer, arguments, Hooks.captured(tensors))
     if not any(map(is_differentiated, tensors)) and call.names_closed_over(is_differentiated):
         # JAX would notice only after apply had returned, without a name.

@@ -110,13 +110,13 @@ class _Cast(NamedTuple):
 class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors as small integers, with a scale and an offset for each block of values.
 
-    A value v of a block with finite values from a to b is kept as round((v - a) / s), where s = (b - a) / (2^bits - 2).
-    It therefore changes by at most s / 2, and by the rounding of this arithmetic, which is
-    at most 4 machine epsilons of the largest of the block; numbers that are smaller than the smallest normal one may
-    become zero. Finite values stay finite. This is uniform quantization by group, as in Chen et al., "ActNN: Reducing
-    Training Memory Footprint via 2-Bit Activation Compressed Training" (2021), but rounded to nearest. Infinities and
-    NaN come back as NaN and do not change the other values of their block. A tensor passes unchanged if it would not
-    become smaller.
+    A value v of a block with finite values from a to b is kept as round((v - a) / s), s = (b - a) / (2^bits - 2).
+    It therefore changes by at most s / 2, and by the rounding of this arithmetic, which is at most 4 machine
+    epsilons of the largest of the block. A block that spans less than 2^bits times the smallest normal number comes
+    back as its smallest value. This is uniform quantization by group, as in Chen et al., "ActNN: Reducing Training
+    Memory Footprint via 2-Bit Activation Compressed Training" (2021), but rounded to nearest. Finite values stay
+    finite. Infinities and NaN come back as NaN and do not change the other values of their block. A tensor passes
+    unchanged if it would not become smaller.
 
     Args:
         bits: bits per value, 8 or 4.

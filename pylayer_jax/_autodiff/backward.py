@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pylayer_jax._jax import is_forward_mode, is_staging
+from pylayer_jax._jax import is_differentiating, is_staging
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
@@ -18,7 +18,7 @@ from pylayer_jax._trees import add_note
 
 from .call import LayerCall, in_backward
 from .derivative import Derivative
-from .saved_state import SavedState, SavedTree
+from .saved_state import SavedState, SavedTree, fresh
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -51,8 +51,9 @@ class LayerDerivative(Derivative):
         ctx = self._context(needs_grad, residuals, saved.saved)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
-        # In eager reverse mode `jax.custom_vjp` is faster, and each user context has compiled operations of its own.
-        may_be_transposed = is_staging(further_out=True) or is_forward_mode()
+        # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
+        # anew.
+        may_be_transposed = is_staging(further_out=True) or is_differentiating()
         try:
             with in_backward(True) if may_be_transposed else contextlib.nullcontext():
                 result = layer.backward(ctx, *given)
@@ -83,7 +84,7 @@ class LayerDerivative(Derivative):
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:
         def restore(value: Any) -> Any:
-            return value.restore(residuals) if isinstance(value, SavedTree) else value
+            return value.restore(residuals) if isinstance(value, SavedTree) else fresh(value)
 
         return backward_context(
             self.call.layer._context,

@@ -172,7 +172,6 @@ for _name, _positions, _others in (
     ("div", (0,), "divisor"),
     ("dynamic_slice", (0,), "index"),
     ("dynamic_update_slice", (0, 1), "index"),
-    ("scatter", (0, 2), "index"),
     ("scatter-add", (0, 2), "index"),
     ("scatter-mul", (0,), "factor"),
     ("scatter-sub", (0, 2), "index"),
@@ -182,6 +181,15 @@ for _name, _positions, _others in (
     ("tridiagonal_solve", (3,), "matrix"),
 ):
     add_rule(_name, _linear_in(_positions, _others))
+
+
+def _scatter(equation: Any, operands: list[Fact]) -> list[Fact]:
+    # With a function for the updates, as in x.at[i].apply(f), it may compute anything.
+    rule = _unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2), "index")
+    return rule(equation, operands)
+
+
+add_rule("scatter", _scatter)
 add_rule("select_n", _zero_if(lambda _, operands: operands[1:]))
 add_rule("custom_linear_solve", _zero_if(lambda equation, operands: operands[-len(equation.outvars) :]))
 add_rule("optimization_barrier", _each)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
 
 from pylayer_jax._jax import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
@@ -23,7 +23,15 @@ class SavedTree:
 
     def restore(self, residuals: Sequence[Any]) -> Any:
         # JAX hands on some constants as NumPy arrays.
-        return self.skeleton.fill(as_arrays([residuals[i] for i in self.residuals]))
+        return self.skeleton.fill(as_arrays([residuals[i] for i in self.residuals]), fresh)
+
+
+def fresh(static: Any) -> Any:
+    """A copy of a container that is no pytree to JAX; any other static itself."""
+    return copy.copy(static) if isinstance(static, _CONTAINERS) else static
+
+
+_CONTAINERS = (dict, set, collections.deque, bytearray)  # the dicts have keys that cannot be sorted
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -86,8 +94,8 @@ def save_state(
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)
         # A container is made anew for each run of `backward`.
-        is_leaf = not tensors and jax.tree_util.treedef_is_leaf(skeleton.treedef)
-        return value if is_leaf else SavedTree(skeleton, [indices[id(x)] for x in tensors])
+        is_object = len(skeleton.leaves) == 1 and not tensors and skeleton.leaves[0] is value
+        return value if is_object else SavedTree(skeleton, [indices[id(x)] for x in tensors])
 
     saved = None if state.saved is None else save(state.saved, "ctx.save_for_backward")
     packable = len(residuals)

@@ -106,17 +106,21 @@ def _active_traces() -> Iterator[Any]:
         trace = getattr(trace, "parent_trace", None)
 
 
+_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace"})
+
+
 def is_forward_mode() -> bool:
     """Whether `jax.jvp` differentiates the running code, on any level."""
-    return any(isinstance(trace, ad.JVPTrace) for trace in _active_traces())
+    return any(map(is_forward_mode_trace, _active_traces()))
 
 
-def is_forward_mode_innermost(trace: Any) -> bool:
-    """Whether a trace is one of `jax.jvp`, which meets the operations first."""
+def is_differentiating() -> bool:
+    """Whether any differentiation of the running code is under way, on any level."""
+    return any(is_forward_mode_trace(t) or type(t).__name__ == "LinearizeTrace" for t in _active_traces())
+
+
+def is_forward_mode_trace(trace: Any) -> bool:
     return isinstance(trace, ad.JVPTrace)
-
-
-_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace"})
 
 
 def is_staging(further_out: bool = False) -> bool:

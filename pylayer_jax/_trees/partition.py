@@ -38,19 +38,16 @@ class Skeleton:
         self.leaves = leaves
         self.size = size
 
-    def fill(self, tensors: Sequence[Any]) -> Any:
-        """The tree with `tensors`, in flattening order, where its own tensors were."""
+    def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
+        """The tree with `tensors`, in flattening order, where its own tensors were; `change` maps every static."""
         if self is LEAF:
             return tensors[0]
         rest = iter(tensors)
-        return self.treedef.unflatten([next(rest) if x is _TENSOR else x for x in self.leaves])
+        return self.treedef.unflatten([next(rest) if x is _TENSOR else change(x) for x in self.leaves])
 
     def fill_with_statics(self, value: Any, tensors: Sequence[Any]) -> Any:
         """The tree with `tensors` where its own tensors were, and `value` for every static."""
-        if self is LEAF:
-            return tensors[0]
-        rest = iter(tensors)
-        return self.treedef.unflatten([next(rest) if x is _TENSOR else value for x in self.leaves])
+        return self.fill(tensors, lambda _: value)
 
     def statics(self) -> list[Any]:
         """Everything that is not a tensor, in flattening order."""

@@ -227,7 +227,9 @@ def test_finite_values_stay_finite_and_close(dtype, bits, values):
         finite = np.isfinite(block)
         if finite.any():
             low, high = block[finite].min(), block[finite].max()
-            rounding = 4 * float(jnp.finfo(dtype).eps) * np.abs(block[finite]).max() + float(jnp.finfo(dtype).tiny)
+            rounding = 4 * float(jnp.finfo(dtype).eps) * np.abs(block[finite]).max() + 2**bits * float(
+                jnp.finfo(dtype).tiny
+            )
             bound = (high - low) / (2**bits - 2) / 2 + rounding
             assert np.all(np.abs(found - block)[finite] <= bound)
 

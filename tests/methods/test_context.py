@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import threading
 
 import jax
@@ -65,6 +67,33 @@ def test_every_run_of_backward_starts_from_the_containers_that_forward_left(mode
 
     np.testing.assert_allclose(both_runs(X), 72 * X.sum(), rtol=1e-5)
     np.testing.assert_allclose(MODES[mode](lambda x: made.apply(x).sum())(X), jnp.full_like(X, 6), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("container", "change"),
+    [
+        ({"n": 0, 3: 1, None: 2}, lambda c: c.update(n=c["n"] + 1)),  # keys that cannot be sorted
+        (collections.defaultdict(list), lambda c: c["new"].append(1)),
+        ({}, lambda c: c.update(new=1)),
+        ({1, 2}, lambda c: c.add(len(c) + 1)),
+        (collections.deque([1]), lambda c: c.append(1)),
+        (bytearray(b"a"), lambda c: c.append(1)),
+        ([[{"deep": [1]}]], lambda c: c[0][0]["deep"].append(1)),
+    ],
+)
+def test_what_one_run_changes_in_a_container_the_next_does_not_see(container, change):
+    seen = []
+
+    def backward(ctx, dy):
+        seen.append(copy.deepcopy(ctx.container))
+        change(ctx.container)
+        return dy
+
+    made = layer(lambda ctx, x: setattr(ctx, "container", copy.deepcopy(container)) or x * 1, backward)
+    _, pullback = jax.vjp(made.apply, X)
+    pullback(X)
+    pullback(X)
+    assert seen == [container, container]
 
 
 def test_other_objects_on_ctx_are_shared():
