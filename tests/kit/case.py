@@ -31,8 +31,8 @@ class Case:
 
     @property
     def is_linear(self) -> bool:
-        """Whether backward can be transposed once all layers have forward mode."""
-        return self.forward_over_reverse in ("", "forward-mode")
+        """Whether backward can be transposed."""
+        return not self.forward_over_reverse
 
     def in_forward_mode(self, monkeypatch: Any) -> Case:
         """The case with forward mode for its layer, and for the others of its module."""

@@ -346,7 +346,7 @@ class ComplexAsInJax(PyLayer):
 # -- layers within layers -------------------------------------------------------------------------
 
 
-@case(lambda x: 0.5 * jnp.tanh(stop(x) + 2 * (x - stop(x))), X, forward_over_reverse="forward-mode")
+@case(lambda x: 0.5 * jnp.tanh(stop(x) + 2 * (x - stop(x))), X)
 class AppliesAnother(PyLayer):
     """Its forward and, for the backward of its own, another layer's output saved as an intermediate."""
 
