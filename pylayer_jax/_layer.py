@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 
-from ._autodiff.call import LayerCall, in_backward
+from ._autodiff.call import LayerCall, no_custom_vjp
 from ._autodiff.custom_vjp import compile_layer
 from ._autodiff.eager_call import SingleCall
 from ._autodiff.eager_call import bind as bind_eager_call
@@ -20,9 +20,9 @@ from ._jax import (
     call_with_symbolic_zeros,
     current_trace,
     is_differentiated,
-    is_forward_mode,
     is_forward_mode_trace,
     is_forward_mode_tracer,
+    is_forward_over_reverse,
     is_missing_forward_mode,
     nothing_is_traced,
 )
@@ -203,12 +203,12 @@ class PyLayer:
 def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
-    has_forward_mode = layer._has_forward_mode() or in_backward.value
+    has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value
     if not has_forward_mode:
         if is_forward_mode_trace(trace_below(current_trace())) and any(map(is_forward_mode_tracer, tensors)):
             raise NoForwardModeError(arguments.layer)
-        # A jax.jvp further out, as in jax.jvp of jax.grad, is a second derivative.
-        has_forward_mode = is_forward_mode()
+        # A second derivative of another kind than those that `jax.custom_vjp` has.
+        has_forward_mode = is_forward_over_reverse()
     call = LayerCall(layer, arguments, Hooks.captured(tensors))
     if not any(map(is_differentiated, tensors)) and call.names_closed_over(is_differentiated):
         # JAX would notice only after apply had returned, without a name.

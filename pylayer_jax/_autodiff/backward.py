@@ -16,7 +16,7 @@ from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note
 
-from .call import LayerCall, in_backward
+from .call import LayerCall, no_custom_vjp
 from .derivative import Derivative
 from .saved_state import SavedState, SavedTree, fresh
 
@@ -55,7 +55,7 @@ class LayerDerivative(Derivative):
         # anew.
         may_be_transposed = is_staging(further_out=True) or is_differentiating()
         try:
-            with in_backward(True) if may_be_transposed else contextlib.nullcontext():
+            with no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext():
                 result = layer.backward(ctx, *given)
         except Exception as error:
             add_note(error, call.name, "backward")

@@ -18,10 +18,10 @@ from pylayer_jax._trees import traced_attributes, traced_names
 residual_tracker: Final = jax.make_user_context(None)
 
 
-# True while a `backward` runs whose operations may be transposed, or differentiated in forward mode. A layer that the
-# `backward` applies is then no `jax.custom_vjp` function, which allows neither. It is part of jit's cache key, since a
-# jitted function may apply the layer.
-in_backward: Final = jax.make_user_context(False)
+# True while code runs that may be transposed, or differentiated in forward mode: a `backward`, and a `forward` that is
+# staged under `jax.jvp`. A layer that this code applies is then no `jax.custom_vjp` function, which allows neither. It
+# is part of jit's cache key, since a jitted function may apply the layer.
+no_custom_vjp: Final = jax.make_user_context(False)
 
 
 class LayerCall:

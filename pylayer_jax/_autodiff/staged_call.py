@@ -16,6 +16,7 @@ through `forward`, whose jaxpr *staged_call* holds, as a function of inputs and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, Self
@@ -23,10 +24,10 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import NEEDS_VALUES, concrete_value, is_differentiated, stage
+from pylayer_jax._jax import NEEDS_VALUES, concrete_value, is_differentiated, is_forward_mode, stage
 
 from .backward import LayerDerivative
-from .call import LayerCall
+from .call import LayerCall, no_custom_vjp
 from .derivative import Derivative
 from .forward import run_and_save
 from .residuals import pack_residuals
@@ -113,7 +114,8 @@ def stage_call(
         return [*outputs, *intermediates], (saved, sources)
 
     try:
-        jaxpr, consts, (saved, sources) = stage(forward, types, call.name)
+        with no_custom_vjp(True) if is_forward_mode() else contextlib.nullcontext():
+            jaxpr, consts, (saved, sources) = stage(forward, types, call.name)
     except NEEDS_VALUES as error:
         # Host code in `forward`. Under eager differentiation the numbers are there, below the tracers.
         if not tensors:

@@ -109,18 +109,29 @@ def _active_traces() -> Iterator[Any]:
 _EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace"})
 
 
-def is_forward_mode() -> bool:
-    """Whether `jax.jvp` differentiates the running code, on any level."""
-    return any(map(is_forward_mode_trace, _active_traces()))
+def is_forward_mode_trace(trace: Any) -> bool:
+    return isinstance(trace, ad.JVPTrace)
+
+
+def _differentiations() -> list[bool]:
+    """The differentiations of the running code, on any level, the innermost first: True for `jax.jvp`."""
+    traces = ((is_forward_mode_trace(trace), type(trace).__name__) for trace in _active_traces())
+    return [is_forward for is_forward, name in traces if is_forward or name == "LinearizeTrace"]
 
 
 def is_differentiating() -> bool:
-    """Whether any differentiation of the running code is under way, on any level."""
-    return any(is_forward_mode_trace(t) or type(t).__name__ == "LinearizeTrace" for t in _active_traces())
+    return bool(_differentiations())
 
 
-def is_forward_mode_trace(trace: Any) -> bool:
-    return isinstance(trace, ad.JVPTrace)
+def is_forward_mode() -> bool:
+    """Whether `jax.jvp` differentiates the running code, on any level."""
+    return any(_differentiations())
+
+
+def is_forward_over_reverse() -> bool:
+    """Whether `jax.jvp` differentiates a reverse-mode derivative of the running code, as in `jax.jvp` of `jax.grad`."""
+    found = _differentiations()
+    return bool(found) and not found[0] and any(found)
 
 
 def is_staging(further_out: bool = False) -> bool:
