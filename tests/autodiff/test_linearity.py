@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.kit.layers import Multiply
+from tests.kit.layers import Multiply, Square
 
 EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "100"))
 MASK = jnp.array([True, False, True])
@@ -54,6 +54,8 @@ AFFINE = {
     "carry": lambda dy: jax.lax.scan(lambda c, x: (c + x, c + x), 1.0, dy)[1],
     "map": lambda dy: jax.lax.map(lambda x: x + 1.0, dy),
     "fori_loop": lambda dy: jax.lax.fori_loop(0, 3, lambda i, c: c + 1.0, dy),
+    "while_loop": lambda dy: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + 1.0), (0, dy))[1],
+    "while_loop_until": lambda dy: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2.0, dy),
     "cond": lambda dy: jax.lax.cond(FLAG, lambda d: d, jnp.ones_like, dy),
     "switch": lambda dy: jax.lax.switch(jnp.array(0), [lambda d: d, lambda d: d + 1], dy),
     "nested_layer": lambda dy: layer_of(lambda g: g, lambda ctx, x: x + 1.0).apply(dy),
@@ -102,6 +104,8 @@ LINEAR = {
     "fori_loop": lambda dy: jax.lax.fori_loop(0, 3, lambda i, c: c * 2.0, dy),
     "map": lambda dy: jax.lax.map(lambda x: x * 3.0, dy),
     "cond": lambda dy: jax.lax.cond(FLAG, lambda d: d, jnp.zeros_like, dy),
+    "jvp_of_a_layer": lambda dy: jax.jvp(Square.apply, (X,), (dy,))[1],
+    "while_loop_of_a_constant": lambda dy: dy * jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0.0),
     "vmap": jax.vmap(lambda x: jnp.where(True, x, 0.0)),
     "jit": jax.jit(lambda dy: 2 * dy),
     "checkpoint": jax.checkpoint(lambda dy: 2 * dy),
