@@ -42,7 +42,7 @@ def batch_staged_call(
     """
     # Every output gets the mapped axis: NOTE [shared outputs]. An intermediate has no cotangent and stays as it is.
     is_mapped = [d is not None for d in dims]
-    depends = dependence(staged.jaxpr, is_mapped, lambda equation: names_axis(equation, axis))[1]
+    depends = dependence(staged.jaxpr, is_mapped, lambda equation: names_axis(equation, axis))
     out_dims = [0 if i < staged.outputs or d else None for i, d in enumerate(depends)]
     # Only one application can be handed to the layer's `vmap`; JAX batches the batch.
     if staged.call.layer._has_vmap_method() and not isinstance(staged, BatchedStagedCall):

@@ -91,7 +91,7 @@ def _intermediate_tangents(
     nonzero = nonzero_tangents(primals, tangents)
     # If `forward` ran on concrete values, the jaxpr holds its results as constants; assume that every intermediate
     # depends on every input.
-    depends = dependence(jaxpr, nonzero)[1] if staged.is_traceable else [True] * len(intermediates)
+    depends = dependence(jaxpr, nonzero) if staged.is_traceable else [True] * len(intermediates)
     wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
     if not any(wanted):
         return [None] * len(intermediates)

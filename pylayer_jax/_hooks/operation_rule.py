@@ -20,6 +20,7 @@ from pylayer_jax._jax import (
     holds_hooks_block,
     is_refused_effect,
     is_symbolic_zero,
+    merge,
     scatter,
     select,
     stage,
@@ -124,8 +125,7 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
         differentiated = [p.perturbed and has_tangent(typeof(p.value)) for p in primals]
 
     def run(*perturbed: Any) -> Any:
-        rest = iter(perturbed)
-        return operation.run(*(next(rest) if d else x for d, x in zip(differentiated, args, strict=True)))
+        return operation.run(*merge(differentiated, perturbed, args))
 
     with hooks_suspended():
         result, pullback = jax.vjp(run, *select(args, differentiated))

@@ -73,25 +73,14 @@ def names_axis(equation: Any, axis: Any) -> bool:
     return any(type(e).__name__ == "NamedAxisEffect" and e.name == axis.name for e in equation.effects)
 
 
-def dependence(
-    jaxpr: Any, inputs: Sequence[bool], is_source: Callable[[Any], bool] | None = None
-) -> tuple[list[list[bool]], list[bool]]:
-    """What depends on the inputs that are set, or on the results of equations that are sources themselves.
-
-    Returns:
-        For each equation, a mask of its operands; and a mask of the outputs of the jaxpr.
-    """
+def dependence(jaxpr: Any, inputs: Sequence[bool], is_source: Callable[[Any], bool] | None = None) -> list[bool]:
+    """A mask of the outputs that depend on the inputs that are set, or on the results of equations that are sources."""
     dependent = {v for v, is_set in zip(jaxpr.invars, inputs, strict=True) if is_set}
-
-    def mask(atoms: Sequence[Any]) -> list[bool]:
-        return [not is_literal(a) and a in dependent for a in atoms]
-
-    operands: list[list[bool]] = []
     for equation in jaxpr.eqns:
-        operands.append(mask(equation.invars))
-        if any(operands[-1]) or (is_source is not None and is_source(equation)):
+        depends = any(not is_literal(v) and v in dependent for v in equation.invars)
+        if depends or (is_source is not None and is_source(equation)):
             dependent.update(equation.outvars)
-    return operands, mask(jaxpr.outvars)
+    return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
 
 
 def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:

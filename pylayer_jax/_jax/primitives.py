@@ -36,9 +36,9 @@ def register(
     bind = bind or primitive.bind
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-        values, moved = jvp(primals, [None if type(t) is ad.Zero else t for t in tangents], **params)
+        values, out_tangents = jvp(primals, [None if type(t) is ad.Zero else t for t in tangents], **params)
         return values, [
-            ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, moved, strict=True)
+            ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, out_tangents, strict=True)
         ]
 
     def batch_rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
