@@ -15,16 +15,18 @@ from ._autodiff.eager_call import SingleCall
 from ._autodiff.eager_call import bind as bind_eager_call
 from ._autodiff.forward import run_directly
 from ._autodiff.refusals import NoForwardModeError
-from ._hooks.active import Hooks, outside_hooks_trace, trace_below
+from ._hooks.active import Hooks, outside_hooks_trace
 from ._jax import (
     call_with_symbolic_zeros,
     current_trace,
+    is_deferred,
     is_differentiated,
     is_forward_mode_trace,
     is_forward_mode_tracer,
     is_forward_over_reverse,
     is_missing_forward_mode,
     nothing_is_traced,
+    trace_below,
 )
 from ._methods.arguments import bind
 from ._methods.context import PyLayerContext
@@ -209,7 +211,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
             raise NoForwardModeError(arguments.layer)
         # A second derivative of another kind than those that `jax.custom_vjp` has.
         has_forward_mode = is_forward_over_reverse()
-    call = LayerCall(layer, arguments, Hooks.captured(tensors))
+    call = LayerCall(layer, arguments, Hooks.captured(tensors), is_deferred(tensors))
     if not any(map(is_differentiated, tensors)) and call.names_closed_over(is_differentiated):
         # JAX would notice only after apply had returned, without a name.
         raise call.closed_over_error()

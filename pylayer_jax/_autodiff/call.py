@@ -29,13 +29,14 @@ class LayerCall:
 
     __slots__ = ("arguments", "call_site", "hooks", "layer", "log", "name", "outputs")
 
-    def __init__(self, layer: Any, arguments: Arguments, hooks: Hooks | None = None) -> None:
+    def __init__(self, layer: Any, arguments: Arguments, hooks: Hooks | None, deferred: bool) -> None:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
         # JAX may run the forward rule long after the block was left. Therefore the call takes the pair.
         self.hooks = hooks
-        self.log: RunLog[Any] = RunLog(len(arguments.avals))
+        # Only a call that is staged may be differentiated several times.
+        self.log: RunLog[Any] | None = RunLog() if deferred else None
         self.outputs: Outputs | None = None  # set by the binding that ran the layer
         self.call_site = "" if residual_tracker.value is None else residual_tracker.value.call_site()
 

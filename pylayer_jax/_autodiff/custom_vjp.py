@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pylayer_jax._jax import (
+    RunLog,
     as_arrays,
     batch_together,
     is_mapped,
@@ -41,6 +42,7 @@ def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
 class _Run(NamedTuple):
     """What one run of the forward rule leaves for the backward rule, without its arrays."""
 
+    layer: str
     derivative: Derivative
     needs_grad: list[bool]
 
@@ -55,26 +57,22 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple
     call: LayerCall = static.value
     tensors = as_arrays([p.value for p in primals])  # jax.grad(f)(2.0) hands on the Python number
     needs_grad = call.arguments.perturbable([p.perturbed for p in primals])
-    call.log.add_perturbed(needs_grad)
     perturbed_is_exact = not any(map(is_rematerialization_tracer, tensors))
     saved, derivative, outputs, residuals = differentiate(call, tensors, needs_grad, perturbed_is_exact).packed(call)
     call.outputs = saved.outputs
-    if not saved.read_needs_input_grad:
-        return tuple(outputs), (Static((call, derivative)), *residuals)
-    # The residuals of another run may differ: NOTE [several runs].
-    number = call.log.add(_Run(derivative, saved.needs_grad))
-    return tuple(outputs), (Static((call, None)), number, *residuals)
+    run = _Run(call.name, derivative, needs_grad)
+    if call.log is None:
+        return tuple(outputs), (Static(run), *residuals)
+    return tuple(outputs), (Static(call.log), call.log.add(run), *residuals)  # NOTE [several runs]
 
 
 def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
-    call, derivative = residuals[0].value
-    arrays, needs_grad = residuals[1:], call.log.perturbed
-    if derivative is None:
-        derivative, needs_grad = call.log.find(arrays[0])
-        arrays = arrays[1:]
-        _check_count(call, derivative, len(arrays))
+    run, arrays = residuals[0].value, residuals[1:]
+    if isinstance(run, RunLog):
+        run, arrays = run.find(arrays[0]), arrays[1:]
+        _check_count(run, len(arrays))
     given = [None if is_symbolic_zero(c) else c for c in cotangents]
-    gradients = derivative.gradients(needs_grad, arrays, given)
+    gradients = run.derivative.gradients(run.needs_grad, arrays, given)
     if any(map(is_mapped, given)):
         # A gradient that no cotangent reaches counts once per example too: NOTE [shared outputs].
         nonzero = [g is not None for g in gradients]
@@ -83,10 +81,10 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
     return None, *gradients
 
 
-def _check_count(call: LayerCall, derivative: Derivative, residuals: int) -> None:
-    if residuals != derivative.residuals:
+def _check_count(run: _Run, residuals: int) -> None:
+    if residuals != run.derivative.residuals:
         raise RuntimeError(
-            f"{call.name}.forward saved {derivative.residuals} tensors for one choice of needs_input_grad "
+            f"{run.layer}.forward saved {run.derivative.residuals} tensors for one choice of needs_input_grad "
             f"and {residuals} for another, within one jitted function that was differentiated both ways. Save "
             "the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
         )

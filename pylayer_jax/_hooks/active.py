@@ -11,12 +11,13 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._jax import (
-    Trace,
+    TraceBefore,
     current_trace,
-    is_differentiated,
+    is_deferred,
     is_rematerialized,
     mark_hooks_block,
     set_current_trace,
+    trace_below,
 )
 from pylayer_jax._trees import IdentityKey, content
 
@@ -112,14 +113,6 @@ def hooks_suspended() -> Generator[None]:
         yield
 
 
-class TraceOfBlock(Trace):
-    """The base of a trace that stands before another trace and makes no tracers of its own."""
-
-    __slots__ = ("parent_trace",)
-
-    parent_trace: Any
-
-
 @contextlib.contextmanager
 def outside_hooks_trace() -> Generator[None]:
     """Run on the trace below the innermost hooks block."""
@@ -127,14 +120,10 @@ def outside_hooks_trace() -> Generator[None]:
         yield
 
 
-def trace_below(trace: Any) -> Any:
-    return trace.parent_trace if isinstance(trace, TraceOfBlock) else trace
-
-
 def mark_nested(pair: Pair) -> None:
     """Mark the staged code if it enters `pair` within the block of another pair that surrounds the code."""
     outer = active_pair()
-    if outer is not None and outer != pair and not isinstance(current_trace(), TraceOfBlock):
+    if outer is not None and outer != pair and not isinstance(current_trace(), TraceBefore):
         mark_hooks_block()
 
 
@@ -145,7 +134,7 @@ class Hooks:
 
     def __init__(self, pair: Pair, tensors: Sequence[Any]) -> None:
         self.pair = pair
-        self.deferred = not any(map(is_differentiated, tensors))  # see NOTE [packed tensors]
+        self.deferred = is_deferred(tensors)  # see NOTE [packed tensors]
         self.rematerialized = pair.host and is_rematerialized()
 
     @staticmethod

@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
-from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace
+from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace, trace_below
 
-from .active import Disabled, Hook, Pair, active, active_pair, mark_nested, trace_below
+from .active import Disabled, Hook, Pair, active, active_pair, mark_nested
 from .operations import HooksTrace
 
 _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)

@@ -46,7 +46,7 @@ class Operation:
         self.run = run
         self.hooks = hooks
         self.differentiated = differentiated  # a mask of the inputs; None: the inputs that JAX perturbs
-        self.log: RunLog[_OperationRun] = RunLog(0)
+        self.log: RunLog[_OperationRun] | None = RunLog() if hooks.deferred else None
 
     def apply(self, args: Sequence[Any]) -> Any:
         return call_with_symbolic_zeros(_rule, Static(self), args)
@@ -136,17 +136,15 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
     packed, arrays, outputs = pack(operation.hooks, as_arrays(residuals), outputs, owner)
     run_of_rule = _OperationRun(differentiated, [typeof(x) for x in outputs], output_treedef, packed, vjp)
     result = output_treedef.unflatten(outputs)
-    if not operation.hooks.deferred:
-        return result, (Static((operation, run_of_rule)), *arrays)
-    # It may be differentiated for different inputs: NOTE [several runs].
-    return result, (Static((operation, None)), operation.log.add(run_of_rule), *arrays)
+    if operation.log is None:
+        return result, (Static(run_of_rule), *arrays)
+    return result, (Static(operation.log), operation.log.add(run_of_rule), *arrays)  # NOTE [several runs]
 
 
 def _backward_rule(residuals: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
-    operation, run = residuals[0].value
-    arrays = residuals[1:]
-    if run is None:
-        run, arrays = operation.log.find(arrays[0]), arrays[1:]
+    run, arrays = residuals[0].value, residuals[1:]
+    if isinstance(run, RunLog):
+        run, arrays = run.find(arrays[0]), arrays[1:]
     cotangents = [None if is_symbolic_zero(c) else c for c in run.treedef.flatten_up_to(result)]
     if all(c is None for c in cotangents):
         return None, *(None for _ in run.differentiated)

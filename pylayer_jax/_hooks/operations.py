@@ -14,6 +14,7 @@ from typing import Any
 
 from pylayer_jax._jax import (
     ShapedArray,
+    TraceBefore,
     as_arrays,
     as_parameter,
     current_trace,
@@ -34,7 +35,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import split
 
-from .active import Hooks, Pair, TraceOfBlock, hooks_suspended
+from .active import Hooks, Pair, hooks_suspended
 from .operation_rule import Operation, Run, StagedOperation
 
 # Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
@@ -47,7 +48,7 @@ _WITHOUT_RESIDUALS = frozenset(
 )  # fmt: skip
 
 
-class HooksTrace(TraceOfBlock):
+class HooksTrace(TraceBefore):
     """The current trace of a hooks block."""
 
     __slots__ = ("pair",)

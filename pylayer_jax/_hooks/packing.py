@@ -32,6 +32,7 @@ from pylayer_jax._jax import (
     has_tangent,
     is_differentiated,
     is_key,
+    is_run_number,
     is_staged,
     is_tracer,
     typeof,
@@ -182,7 +183,7 @@ class PackedResiduals:
     __slots__ = ("entries", "size", "tensors")
 
     def __init__(self) -> None:
-        self.entries: list[tuple[PackedTensor | None, slice]] = []  # None: a key, which is not packed; its arrays
+        self.entries: list[tuple[PackedTensor | None, slice]] = []  # None: not packed; its arrays
         self.tensors: list[int] = []  # the index of each tensor's entry
         self.size = 0  # the number of arrays
 
@@ -234,8 +235,8 @@ def pack(
     new: list[tuple[Any, PackedTensor, list[Any]]] = []
     for i, tensor in enumerate(tensors):
         if rows.setdefault(id(tensor), len(distinct)) == len(distinct):
-            if is_key(tensor):
-                distinct.append((tensor, None, [tensor]))  # a PRNG key, which a hook could hardly read
+            if is_key(tensor) or is_run_number(tensor):  # a hook could hardly read a PRNG key
+                distinct.append((tensor, None, [tensor]))
             elif (cached := cache.get(tensor)) is not None:
                 distinct.append((tensor, *cached))
             else:

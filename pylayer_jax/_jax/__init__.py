@@ -18,6 +18,7 @@ from .custom_rules import (
     custom_function_name,
     is_missing_forward_mode,
     is_refused_effect,
+    is_run_number,
     is_symbolic_zero,
     keep_one_result,
     runs_custom_vjp_functions_once,
@@ -49,7 +50,6 @@ from .masks import merge, scatter, select
 from .names import (
     Primitive,
     ShapedArray,
-    Trace,
     checkpoint_name,
     eval_jaxpr,
     io_callback,
@@ -65,8 +65,10 @@ from .primitives import (
 )
 from .tracers import (
     NEEDS_VALUES,
+    TraceBefore,
     concrete_value,
     current_trace,
+    is_deferred,
     is_differentiated,
     is_differentiating,
     is_forward_mode,
@@ -82,6 +84,7 @@ from .tracers import (
     is_staging,
     is_tracer,
     nothing_is_traced,
+    trace_below,
 )
 from .types import (
     as_array,
@@ -104,7 +107,7 @@ __all__ = [
     "Primitive",
     "RunLog",
     "ShapedArray",
-    "Trace",
+    "TraceBefore",
     "as_array",
     "as_arrays",
     "as_parameter",
@@ -126,6 +129,7 @@ __all__ = [
     "holds_hooks_block",
     "inner_jaxprs",
     "io_callback",
+    "is_deferred",
     "is_differentiated",
     "is_differentiating",
     "is_forward_mode",
@@ -141,6 +145,7 @@ __all__ = [
     "is_rematerialization_tracer",
     "is_rematerialized",
     "is_reverse_mode_tracer",
+    "is_run_number",
     "is_sharded_explicitly",
     "is_staged",
     "is_staged_below",
@@ -166,6 +171,7 @@ __all__ = [
     "set_current_trace",
     "stage",
     "tangent_type",
+    "trace_below",
     "typeof",
     "varying_axes",
     "vmap_over",

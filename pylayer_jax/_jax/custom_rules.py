@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from .names import SymbolicZero
 
@@ -17,27 +19,38 @@ class RunLog(Generic[_Run]):
     """What each run of a forward rule left for the backward rule, of one call of a `custom_vjp` function.
 
     NOTE [several runs]
-    A jitted function that is differentiated for different arguments runs the forward rule once for each choice of
-    arguments, and JAX keeps the residuals' structure of the last run only. If the runs may differ, each of them
-    therefore adds an empty array to its residuals, whose shape is the number of the run.
+    A function that is staged once may be differentiated many times: for different arguments, by several threads, as a
+    part of several programs. Each differentiation runs the forward rule, but JAX keeps one structure of the residuals
+    for all of them. Therefore this structure holds nothing of a run. Each run adds an empty array to its residuals,
+    whose shape is the number of the run.
     """
 
-    __slots__ = ("_runs", "perturbed")
+    __slots__ = ("_lock", "_runs")
 
-    def __init__(self, inputs: int) -> None:
+    def __init__(self) -> None:
         self._runs: list[_Run] = []
-        self.perturbed = [False] * inputs  # the inputs that any of the differentiations so far perturbs
+        self._lock = threading.Lock()
 
-    def add_perturbed(self, perturbed: Sequence[bool]) -> None:
-        self.perturbed = [a or b for a, b in zip(self.perturbed, perturbed, strict=True)]
-
-    def add(self, run: _Run) -> jax.Array:
+    def add(self, run: _Run) -> np.ndarray:
         """Enter a run. Returns the residual by which `find` finds it again."""
-        self._runs.append(run)
-        return jnp.zeros((0, len(self._runs) - 1))
+        with self._lock:
+            self._runs.append(run)
+            number = len(self._runs) - 1
+        return _empty_array(number)
 
     def find(self, number: Any) -> _Run:
         return self._runs[number.shape[-1]]
+
+
+@functools.cache
+def _empty_array(number: int) -> np.ndarray:
+    # One object for the same number, so that a program holds it once.
+    return np.zeros((0, number), bool)
+
+
+def is_run_number(residual: Any) -> bool:
+    """Whether a residual is the number of a run: NOTE [several runs]; or an array of them, from a loop or a batch."""
+    return residual.dtype == bool and residual.size == 0
 
 
 def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Sequence[Any]) -> Any:

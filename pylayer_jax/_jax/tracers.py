@@ -5,12 +5,13 @@ Most classes of tracers and traces have no public names, and are therefore recog
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 
 from .names import (
+    Trace,
     Tracer,
     ad,
     concrete_or_error,
@@ -98,15 +99,32 @@ def current_trace() -> Any:
         return trace
 
 
+class TraceBefore(Trace):
+    """The base of a trace that stands before another trace and makes no tracers of its own."""
+
+    __slots__ = ("parent_trace",)
+
+    parent_trace: Any
+
+
+def trace_below(trace: Any) -> Any:
+    return trace.parent_trace if isinstance(trace, TraceBefore) else trace
+
+
 def _active_traces() -> Iterator[Any]:
     """The current trace, and those further out."""
-    trace = current_trace()
+    trace = trace_below(current_trace())
     while trace is not None:
         yield trace
-        trace = getattr(trace, "parent_trace", None)
+        trace = trace_below(getattr(trace, "parent_trace", None))
 
 
-_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace"})
+# A JaxprTrace runs the jvp rules of a function that jax.linearize takes apart.
+_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace", "JaxprTrace"})
+
+
+def _is_staging_trace(trace: Any) -> bool:
+    return type(trace).__name__ not in _EAGER_TRACES
 
 
 def is_forward_mode_trace(trace: Any) -> bool:
@@ -140,15 +158,27 @@ def is_staging(further_out: bool = False) -> bool:
     With `further_out`, also if a trace further out stages, as in grad or vmap within jit.
     """
     for trace in _active_traces():
-        name = type(trace).__name__
-        # A JaxprTrace runs the jvp rules of a function that jax.linearize takes apart.
-        if name == "JaxprTrace":
-            continue
-        if name not in _EAGER_TRACES:
+        if _is_staging_trace(trace):
             return True
-        if not further_out:
+        if not further_out and type(trace).__name__ != "JaxprTrace":
             return False
     return False
+
+
+def is_deferred(tensors: Sequence[Any]) -> bool:
+    """Whether an operation on `tensors` is only staged here, so that JAX may differentiate it later, or several times.
+
+    A differentiation outside of the jaxpr that is being made does that later: it sees the jaxpr as a whole.
+    """
+    if not is_staging(further_out=True):
+        return False
+    within: list[Any] = []  # the traces within the one that makes the jaxpr
+    for trace in _active_traces():
+        if _is_staging_trace(trace):
+            break
+        within.append(trace)
+    examples = filter(is_differentiated, map(_example_of, tensors))
+    return not any(getattr(x, "_trace", None) is trace for x in examples for trace in within)
 
 
 def is_rematerialized() -> bool:
