@@ -1,0 +1,117 @@
+"""One staged function that is differentiated several times: for different arguments, and in several threads."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import PyLayer
+
+X = jnp.asarray([0.3, -1.2, 2.0])
+
+
+class Product(PyLayer):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y + jnp.sin(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, y = ctx.saved_tensor()
+        return dy * (y + jnp.cos(x)), dy * x
+
+
+def in_threads(count, work):
+    """Run `work(i)` in `count` threads that begin together. Returns the exceptions that they raised."""
+    errors, begin = [], threading.Barrier(count)
+
+    def run(i):
+        begin.wait()
+        try:
+            work(i)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+@pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_threads_differentiate_one_jitted_function_for_different_arguments(rounds):
+    x = jnp.asarray([0.3, -1.2])
+    expected = (x + jnp.cos(x), x)
+    for _ in range(rounds):
+        f = jax.jit(lambda x, y: jnp.sum(Product.apply(x, y)))
+
+        def work(i, f=f):
+            arguments = [(0,), (1,), (0, 1)][i % 3]
+            for argument, gradient in zip(arguments, jax.grad(f, arguments)(x, x), strict=True):
+                np.testing.assert_allclose(gradient, expected[argument], rtol=1e-5)
+
+        assert in_threads(8, work) == []
+
+
+def test_needs_input_grad_in_backward_is_what_this_differentiation_asked_for():
+    seen = []
+
+    class Scale(PyLayer):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(ctx.needs_input_grad)
+            x, y = ctx.saved_tensor()
+            return dy * y, dy * x
+
+    f = jax.jit(lambda x, y: Scale.apply(x, y).sum())
+    pullbacks = [jax.vjp(lambda x: f(x, X), X)[1], jax.vjp(lambda y: f(X, y), X)[1], jax.vjp(f, X, X)[1]]
+    for pullback in pullbacks:
+        pullback(jnp.ones(()))
+    assert seen == [(True, False), (False, True), (True, True)]
+
+
+def test_a_jaxpr_that_is_differentiated_in_turn_keeps_what_each_turn_saved():
+    class Chooses(PyLayer):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(*((y,) if ctx.needs_input_grad[0] else (jnp.cos(x) * 0 + x,)))
+            return x * y
+
+        @staticmethod
+        def backward(ctx, dy):
+            (kept,) = ctx.saved_tensor()
+            return (dy * kept, None) if ctx.needs_input_grad[0] else (None, dy * kept)
+
+    jaxpr = jax.make_jaxpr(lambda x, y: Chooses.apply(x, y).sum())(X, X + 1)
+
+    def f(x, y):
+        return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, x, y)[0]
+
+    for _ in range(3):
+        np.testing.assert_allclose(jax.grad(f, 0)(X, X + 1), X + 1, rtol=1e-6)
+        np.testing.assert_allclose(jax.grad(f, 1)(X, X + 1), X, rtol=1e-6)
+
+
+def test_a_differentiated_value_that_staged_code_closes_over_counts_as_staged():
+    def f(x):
+        g = jax.jit(lambda y: Product.apply(x, y).sum())
+        return jax.grad(g)(x) * x + g(x)
+
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), jax.grad(lambda x: plain(x).sum())(X), rtol=1e-5)
+
+
+def plain(x):
+    def product(x, y):
+        return (x * y + jnp.sin(x)).sum()
+
+    return jax.grad(product, 1)(x, x) * x + product(x, x)
