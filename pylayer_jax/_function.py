@@ -41,7 +41,7 @@ class FunctionCtx(PyLayerContext):
         """
         state = self._state_in_forward("save_for_forward")
         self._check_tensors("save_for_forward", tensors)
-        state.saved_for_jvp = tuple(own_copy(x, state.layer, "ctx.save_for_forward(...)") for x in tensors)
+        state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
         """Accepted for outputs of `forward`. JAX arrays never change in place; a changed tensor is a new array.

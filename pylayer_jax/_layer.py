@@ -30,7 +30,7 @@ from ._jax import (
 )
 from ._methods.arguments import bind
 from ._methods.context import PyLayerContext
-from ._trees import Static
+from ._trees import Static, name_meant
 
 
 class _OneObject(classmethod):
@@ -67,6 +67,10 @@ def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
     if rule is None:  # PyLayer itself, which no __init_subclass__ saw
         rule = _rules[layer] = compile_layer(layer.__qualname__)
     return rule
+
+
+_FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
+_METHODS = ("forward", "backward", "setup_context")
 
 
 class PyLayer:
@@ -128,6 +132,7 @@ class PyLayer:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._refuse_misspelled_names()
         if cls.complex_convention not in ("jax", "paddle"):
             raise ValueError(
                 f"{cls.__qualname__}.complex_convention: expected 'jax' or 'paddle', got {cls.complex_convention!r}."
@@ -141,6 +146,21 @@ class PyLayer:
         if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
             raise TypeError(f"{cls.__qualname__}.saved_names: expected a tuple of strings, got {names!r}.")
         _rules[cls] = compile_layer(cls.__qualname__)
+
+    @classmethod
+    def _refuse_misspelled_names(cls) -> None:
+        own = vars(cls)
+        users = [base for base in cls.__mro__ if base.__module__ not in (PyLayer.__module__, "pylayer_jax._function")]
+        for name in own:
+            meant = name_meant(name, _FLAGS + _METHODS)
+            if meant is None or name[0] == "_" or name[-1].isdigit() or not hasattr(cls, meant):
+                continue
+            # Beside a method of the right name, another one is a helper.
+            if meant not in own and (meant in _FLAGS or not any(meant in vars(base) for base in users)):
+                raise TypeError(
+                    f"{cls.__qualname__}.{name}: a layer has no such attribute, and {meant} is not set. Did you mean "
+                    f"{meant}? Rename it, or give it a name that differs by more than one letter."
+                )
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:

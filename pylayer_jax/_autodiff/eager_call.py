@@ -14,9 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax
+import jax.numpy as jnp
+
 from pylayer_jax._jax import (
+    NEEDS_VALUES,
     Primitive,
     as_arrays,
+    concrete_value,
     is_named,
     is_staging,
     is_tracer,
@@ -27,7 +32,7 @@ from pylayer_jax._jax import (
     typeof,
     vmap_over,
 )
-from pylayer_jax._methods.batches import map_outputs
+from pylayer_jax._methods.batches import check_mapped, map_outputs
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import Static
 
@@ -87,7 +92,22 @@ class SingleCall:
         if not self.call.layer._has_vmap_method():
             return _vmap_run(self, axis, dims, tensors)
         outputs, values = map_outputs(self.call.layer.vmap, self.call.arguments, axis, dims, as_arrays(tensors))
+        if axis.size and (types := self._output_types(dims, tensors)) is not None:
+            check_mapped(self.call.name, axis, values, types)
         return values, outputs
+
+    def _output_types(self, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any] | None:
+        """The types of the outputs of one example; None if they cannot be known here."""
+        try:
+            jaxpr, _consts, _outputs = stage(self.run, self.types, self.call.name)
+            return [v.aval for v in jaxpr.outvars]
+        except NEEDS_VALUES:
+            pass
+        try:  # host code runs on the first example
+            tensors = [x if d is None else jnp.take(x, 0, axis=d) for x, d in zip(tensors, dims, strict=True)]
+            return [typeof(x) for x in self.run(*map(concrete_value, tensors))[0]]
+        except jax.errors.ConcretizationTypeError:
+            return None
 
     def stage(self, needs_grad: list[bool], tensors: Sequence[Any] = ()) -> tuple[StagedCall, list[Any]]:
         staged, consts = stage_call(self.call, self.types, needs_grad, tensors)

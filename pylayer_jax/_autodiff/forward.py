@@ -15,7 +15,7 @@ from pylayer_jax._jax import as_arrays
 from pylayer_jax._methods.arguments import bind, refuse_refs
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import add_note, as_jax, flatten
+from pylayer_jax._trees import add_note, as_jax, flatten, plural, split
 
 from .call import LayerCall
 from .saved_state import SavedState, save_state
@@ -100,12 +100,23 @@ def _saved(
 ) -> tuple[SavedState, list[Any], list[Any]]:
     outputs = Outputs(call.name, result, ctx._state)
     arrays = outputs.arrays(result)
+    _check_saved_names(call, ctx._state.saved)
     saved, residuals = save_state(
         ctx,
         outputs,
+        ctx._state.numpy_outputs(split(result)[0], arrays),
         needs_grad,
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,
         packs=call.hooks is not None,
     )
     return saved, arrays, residuals
+
+
+def _check_saved_names(call: LayerCall, saved: tuple[Any, ...] | None) -> None:
+    names = call.layer.saved_names
+    if names and saved is not None and len(saved) != len(names):
+        raise ValueError(
+            f"{call.name}.saved_names has {plural(len(names), 'name', 'names')} {names}, but ctx.save_for_backward in "
+            f"{call.name}.forward saved {plural(len(saved), 'value', 'values')}. Give one name for each value."
+        )

@@ -68,6 +68,7 @@ class SavedState:
 def save_state(
     ctx: PyLayerContext,
     outputs: Outputs,
+    numpy_outputs: dict[int, Any],
     needs_grad: list[bool],
     *,
     perturbed_is_exact: bool,
@@ -76,7 +77,8 @@ def save_state(
 ) -> tuple[SavedState, list[Any]]:
     """What a context holds after `forward`, and the residuals: each tensor that it keeps, once.
 
-    With `packs`, saved tensors share no residual with attributes, which are never packed.
+    `numpy_outputs` has, by the identity of a NumPy value, the output that it is, as a JAX array. With `packs`, saved
+    tensors share no residual with attributes, which are never packed.
     """
     state, layer = ctx._state, ctx._state.layer
     residuals: list[Any] = []
@@ -90,6 +92,7 @@ def save_state(
                 f"({names}), which cannot be kept for backward. Keep the values themselves, with "
                 "ctx.save_for_backward or as attributes, and build the function in backward."
             )
+        tensors = [numpy_outputs.get(id(x), x) for x in tensors]
         for tensor in tensors:
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)

@@ -32,6 +32,10 @@ class _OpenBlocks(threading.local):
 _open_blocks = _OpenBlocks()
 
 
+def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[str, Any]) -> saved_tensors_hooks:
+    return kind(*args, **kwargs)
+
+
 class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
     """Pack the tensors that are saved for backward inside a block or a function, and unpack them for backward.
 
@@ -62,6 +66,9 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
     differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Arrays on `ctx`
     attributes are not packed, and PRNG keys never are.
 
+    A copied or unpickled object is a new one, made with the same arguments; a pickled hook has to be a function of a
+    module (or cloudpickle is needed).
+
     Args:
         pack_hook: from a tensor to anything: JAX keeps arrays in any pytree; other objects are held by reference.
         unpack_hook: from the result of `pack_hook` to a tensor of the same shape and dtype. It is called when
@@ -89,6 +96,17 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable))
         self._entered = threading.local()
         self._pair = self._present_pair()
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of __init__
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> saved_tensors_hooks:
+        self = super().__new__(cls)
+        self._made_with = (args, kwargs)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Open blocks belong to a thread, and what programs hold belongs to a process: a copy has neither.
+        return _make, (type(self), *self._made_with)
 
     def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which then runs inside a block."""

@@ -21,12 +21,12 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax import (
     NEEDS_VALUES,
     as_array,
+    as_arrays,
     compute_together,
     forbid_derivative,
     has_tangent,
@@ -78,7 +78,7 @@ class PackedTensor:
             packed = self.skeleton.fill(arrays)
             with _needs_no_values("unpack_hook", self.where):
                 value = self.pair.unpack(packed)
-            value = jnp.asarray(_checked(value, self.aval, self.where))
+            (value,) = as_arrays([_checked(value, self.aval, self.where)])
             if self.sharding is not None and not is_tracer(value) and value.sharding != self.sharding:
                 value = jax.device_put(value, self.sharding)
             return with_type(value, self.aval)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .names import ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
 from .tracers import is_staged
@@ -47,7 +48,8 @@ def as_array(value: Any, aval: Any) -> Any:
 
 def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
     """Tensors as JAX arrays; JAX arrays stay the same objects."""
-    return [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in tensors]
+    # JAX may still read a NumPy array after `jnp.asarray` has returned, when its owner changes it already.
+    return [x if isinstance(x, jax.Array) else jnp.asarray(np.copy(x)) for x in tensors]
 
 
 def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:

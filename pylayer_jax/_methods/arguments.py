@@ -132,8 +132,14 @@ class _Declared(NamedTuple):
     required: int  # the number of them that such a call has to fill
 
 
-@functools.lru_cache(maxsize=1024)
 def _declared(forward: Callable[..., Any]) -> _Declared:
+    try:
+        return _cached_declared(forward)
+    except TypeError:  # an object with `__call__` that cannot be hashed
+        return _read_declared(forward)
+
+
+def _read_declared(forward: Callable[..., Any]) -> _Declared:
     signature = inspect.signature(forward)
     parameters = list(signature.parameters.values())
     kinds = inspect.Parameter
@@ -144,6 +150,9 @@ def _declared(forward: Callable[..., Any]) -> _Declared:
     return _Declared(
         signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if needs_keyword else required
     )
+
+
+_cached_declared = functools.lru_cache(maxsize=1024)(_read_declared)
 
 
 def refuse_refs(layer: str, tree: Any) -> None:

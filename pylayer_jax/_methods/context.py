@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from pylayer_jax._trees import contains, describe, flatten, is_tensor
+from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant
 
 
 class Phase(enum.Enum):
@@ -24,6 +24,7 @@ class ContextState:
     """The private half of a context: everything but the attributes that the user sets."""
 
     __slots__ = (
+        "copies",
         "inputs",
         "layer",
         "load",
@@ -42,6 +43,7 @@ class ContextState:
         self.phase = phase
         self.needs = needs  # gives needs_input_grad
         self.inputs = inputs
+        self.copies: list[tuple[np.ndarray, np.ndarray]] = []  # each NumPy array that is kept, and its copy
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # gives `saved` when `backward` asks for it
         self.saved_for_jvp: tuple[Any, ...] | None = None
@@ -49,6 +51,18 @@ class ContextState:
         self.must_return: list[tuple[Any, str, str]] = []  # a value that has to be an output, the call, the advice
         self.materialize = True
         self.read_needs_input_grad = False
+
+    def numpy_outputs(self, tensors: Sequence[Any], arrays: Sequence[Any]) -> dict[int, Any]:
+        """By the identity of each NumPy value that may be kept, the output that it is.
+
+        `tensors` are the outputs as `forward` returned them, `arrays` the same as JAX arrays.
+        """
+        outputs = {id(x): y for x, y in zip(tensors, arrays, strict=True) if x is not y}
+        for array, copy in self.copies if outputs else ():
+            # An array that changed in place after it was kept is another value.
+            if id(array) in outputs and array.tobytes() == copy.tobytes():
+                outputs[id(copy)] = outputs[id(array)]
+        return outputs
 
     def read_saved(self) -> tuple[Any, ...] | None:
         if self.load is not None:
@@ -78,7 +92,7 @@ class PyLayerContext:
                 f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. "
                 f"Choose another attribute name{_RESERVED.get(name, '')}."
             )
-        object.__setattr__(self, name, own_copy(value, self._state.layer, f"ctx.{name} = ..."))
+        object.__setattr__(self, name, own_copy(value, self._state, f"ctx.{name} = ..."))
 
     def __getattr__(self, name: str) -> Any:
         state = self._state
@@ -86,7 +100,9 @@ class PyLayerContext:
             advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
         else:
             advice = f"{state.layer} has not set it yet"
-        raise AttributeError(f"ctx.{name} does not exist: {advice}.")
+        meant = name_meant(name, (*(x for x in dir(type(self)) if x[0] != "_"), *vars(self)))
+        hint = "" if meant is None else f" Did you mean ctx.{meant}?"
+        raise AttributeError(f"ctx.{name} does not exist: {advice}.{hint}")
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -107,7 +123,7 @@ class PyLayerContext:
                 f"ctx.save_for_backward was called twice in {state.layer}.forward. Save everything in one call: "
                 "ctx.save_for_backward(a, b, ...)."
             )
-        state.saved = tuple(own_copy(x, state.layer, "ctx.save_for_backward(...)") for x in tensors)
+        state.saved = tuple(own_copy(x, state, "ctx.save_for_backward(...)") for x in tensors)
 
     def saved_tensor(self) -> tuple[Any, ...] | None:
         """The tuple that was saved, or None if nothing was saved (as in Paddle)."""
@@ -209,7 +225,7 @@ def backward_context(
 _RESERVED = {"_state": "", "saved_tensors": ", or keep tensors with ctx.save_for_backward(...)"}
 
 
-def own_copy(value: Any, layer: str, call: str) -> Any:
+def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """`value` with its NumPy arrays copied; a `jax.Ref` inside is refused."""
     if isinstance(value, (jax.Array, int, float, str, type(None))) and not isinstance(value, jax.Ref):
         return value
@@ -217,9 +233,15 @@ def own_copy(value: Any, layer: str, call: str) -> Any:
     for leaf in leaves:
         if isinstance(leaf, jax.Ref):
             raise TypeError(
-                f"{call} in {layer}: a jax.Ref can change before backward runs, so it cannot be kept. "
+                f"{call} in {state.layer}: a jax.Ref can change before backward runs, so it cannot be kept. "
                 "Save its present value: ref[...]."
             )
     if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
         return value  # the same object, so that a container stays the object that the user holds
-    return treedef.unflatten([leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+    return treedef.unflatten([_copied(leaf, state) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+
+
+def _copied(array: np.ndarray, state: ContextState) -> np.ndarray:
+    copy = array.copy()
+    state.copies.append((array, copy))
+    return copy

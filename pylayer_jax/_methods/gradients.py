@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax import has_tangent, is_key, typeof, varying_axes
+from pylayer_jax._jax import as_arrays, has_tangent, is_key, typeof, varying_axes
 from pylayer_jax._trees import LEAF, collect_like, describe, is_tensor, plural
 
 from .arguments import Argument, Arguments
@@ -125,7 +125,7 @@ def _fit(gradient: Any, aval: Any, where: str, name: str) -> Any:
             f"{where}{name!r}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for "
             f"zero; got {describe(gradient)}."
         )
-    gradient = gradient if isinstance(gradient, jax.Array) else jnp.asarray(gradient)
+    (gradient,) = as_arrays([gradient])
     if gradient.shape != aval.shape:
         if not _broadcasts(aval.shape, gradient.shape):
             raise ValueError(

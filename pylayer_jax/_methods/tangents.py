@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import as_array, has_tangent, tangent_type, zeros_of
+from pylayer_jax._jax import as_array, as_arrays, has_tangent, tangent_type, zeros_of
 from pylayer_jax._trees import LEAF, collect_like, describe, is_tensor
 
 from .arguments import Arguments
@@ -80,5 +79,5 @@ def _fit(tangent: Any, aval: Any, where: str) -> Any:
         )
     if jnp.iscomplexobj(tangent) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         raise ValueError(f"{where}: expected a real array of dtype {aval.dtype}, got dtype {tangent.dtype}.")
-    tangent = tangent if isinstance(tangent, jax.Array) else jnp.asarray(tangent)
+    (tangent,) = as_arrays([tangent])
     return tangent if tangent.dtype == aval.dtype else tangent.astype(aval.dtype)

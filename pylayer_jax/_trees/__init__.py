@@ -11,7 +11,7 @@ This file hands their names on, so that the wings above import from `pylayer_jax
 
 from .closures import content, hiding_functions, traced_attributes, traced_names
 from .matching import collect_like
-from .messages import add_note, describe, plural
+from .messages import add_note, describe, name_meant, plural
 from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_tensor, split
 from .static import IdentityKey, Static
 
@@ -29,6 +29,7 @@ __all__ = [
     "flatten",
     "hiding_functions",
     "is_tensor",
+    "name_meant",
     "plural",
     "split",
     "traced_attributes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,6 +19,18 @@ def describe(value: Any) -> str:
 
 def plural(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
+
+
+def name_meant(name: str, known: Iterable[str]) -> str | None:
+    """The known name that differs from `name` by one letter: wrong, missing, too many, or two that changed places."""
+
+    def is_near(other: str) -> bool:
+        same = [x == y for x, y in zip(name, other, strict=False)]
+        begin = [*same, False].index(False)
+        a, b = name[begin:], other[begin:]
+        return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
+
+    return next((other for other in known if other != name and is_near(other)), None)
 
 
 def add_note(error: Exception, layer: str, method: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
 from tests.kit.case import grid
 from tests.kit.layers import Multiply, Tanh
@@ -412,3 +414,41 @@ def test_wrong_parameters():
         quantize_saved(8, block_size=7)
     with pytest.raises(TypeError, match=r"cast_saved: dtype must be a floating-point type .*, got int8"):
         cast_saved(jnp.int8)
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def twice(x):
+    return x * 2
+
+
+def half(x):
+    return x / 2
+
+
+@pytest.mark.parametrize("made_by", [copy.copy, copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: saved_tensors_hooks(twice, half, differentiable=True),
+        lambda _: save_on_cpu(pin_memory=True),
+        lambda _: cast_saved(dtype=jnp.float16),
+        lambda _: quantize_saved(bits=4),
+        save_on_disk,
+    ],
+)
+def test_a_copy_is_a_pair_of_its_own(made_by, make, tmp_path):
+    hooks = make(tmp_path)
+    with hooks:  # an open block is not copied
+        copied = made_by(hooks)
+    assert type(copied) is type(hooks) and copied is not hooks
+    hooks.close()
+    with copied:
+        _, pullback = jax.vjp(jnp.sin, jnp.ones(64))
+    np.testing.assert_allclose(pullback(jnp.ones(64))[0], np.full(64, np.cos(1.0)), rtol=0.01)
+
+
+def test_a_lambda_cannot_be_pickled():
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(saved_tensors_hooks(lambda x: x, lambda x: x))

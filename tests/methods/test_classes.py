@@ -59,3 +59,53 @@ def test_members_that_are_set_afterwards():
         if name not in ("__dict__", "__weakref__", "__module__", "__doc__"):
             setattr(second, name, value)
     check_triple(second)
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("forward_modes", "forward_mode"),
+        ("saved_name", "saved_names"),
+        ("generate_vmaprule", "generate_vmap_rule"),
+        ("complex_convention", None),
+        ("foward", "forward"),
+        ("backwrad", "backward"),
+        ("setup_contex", "setup_context"),
+        ("_forward", None),
+        ("forward2", None),
+        ("forward_of_a_block", None),
+    ],
+)
+def test_a_name_one_letter_off(name, meant):
+    members = {name: "jax"}
+    if meant is None:
+        assert getattr(type("Layer", (Function,), members), name) == "jax"
+        return
+    with pytest.raises(TypeError, match=rf"Layer.{name}: a layer has no such attribute.*Did you mean {meant}\?"):
+        type("Layer", (Function,), members)
+
+
+def test_a_helper_beside_the_method_of_the_right_name():
+    layer = type("Layer", (PyLayer,), {**TRIPLE, "forwards": 1})
+    check_triple(layer)
+    check_triple(type("Child", (layer,), {"backwards": 2}))
+
+
+@dataclasses.dataclass
+class Times:
+    factor: float
+
+    def __call__(self, ctx, x):
+        return self.factor * x
+
+
+def test_methods_that_are_objects_without_a_hash():
+    layer = type("Layer", (PyLayer,), {"forward": Times(3.0), "backward": Times(5.0)})
+    with pytest.raises(TypeError):
+        hash(layer.forward)
+    check_triple(layer)
+    with pytest.raises(TypeError, match=r"Layer.apply: .*\(x\)"):
+        jax.jit(layer.apply)(X, X)

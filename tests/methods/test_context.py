@@ -430,3 +430,71 @@ def test_threads_do_not_meet():
     for t in threads:
         t.join()
     assert wrong == []
+
+
+# -- names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "meant"), [("saved_tensrs", "saved_tensors"), ("factr", "factor"), ("other", None)])
+def test_a_name_one_letter_off_is_named(name, meant):
+    def forward(ctx, x):
+        ctx.factor = 2
+        return x * 2
+
+    made = layer(forward, lambda ctx, dy: dy * getattr(ctx, name))
+    with pytest.raises(AttributeError, match=rf"ctx.{name} does not exist") as caught:
+        jax.grad(lambda x: made.apply(x).sum())(X)
+    assert (f"Did you mean ctx.{meant}?" in str(caught.value)) == (meant is not None)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_saved_names_of_another_number(around):
+    made = layer(lambda ctx, x: ctx.save_for_backward(x) or x * 2)
+    made.saved_names = ("x", "y")
+    message = r"Made.saved_names has 2 names .*saved 1 value. Give one name for each value"
+    with pytest.raises(ValueError, match=message):
+        around(jax.grad(lambda x: made.apply(x).sum()))(X)
+
+
+# -- NumPy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+@pytest.mark.parametrize("kept", [lambda ctx, y: ctx.save_for_backward(y), lambda ctx, y: setattr(ctx, "y", {"y": y})])
+def test_a_numpy_output_that_is_kept_is_that_output(shape, kept):
+    def backward(ctx, dy):
+        y = ctx.y["y"] if hasattr(ctx, "y") else ctx.saved_tensor()[0]
+        return 2 * dy * (1 - y**2)
+
+    def forward(ctx, x):
+        y = np.tanh(np.asarray(x))
+        kept(ctx, y)
+        return y
+
+    made = layer(forward, backward)
+    x = jnp.full(shape, 0.3)
+    second = jax.grad(lambda x: jax.grad(lambda x: made.apply(x).sum())(x).sum())(x)
+    np.testing.assert_allclose(second, np.full(shape, -2.1327276), rtol=1e-5)
+
+
+def test_a_numpy_output_that_changed_after_it_was_kept_is_an_intermediate():
+    def forward(ctx, x):
+        y = np.tanh(np.asarray(x))
+        ctx.save_for_backward(y)
+        y *= 3
+        return y
+
+    made = layer(forward, lambda ctx, dy: 3 * dy * (1 - ctx.saved_tensor()[0] ** 2))
+    np.testing.assert_allclose(jax.grad(lambda x: made.apply(x).sum())(X), 3 - 3 * jnp.tanh(X) ** 2, rtol=1e-5)
+    with pytest.raises(TypeError, match=r"a tensor that forward saved and that is neither an input nor an output"):
+        jax.grad(lambda x: jax.grad(lambda x: made.apply(x).sum())(x).sum())(X)
+
+
+def test_a_numpy_value_may_change_as_soon_as_apply_returns():
+    # JAX reads large arrays in another thread.
+    made = layer(lambda ctx, x: x * 1)
+    for _ in range(60):
+        x = np.ones(1 << 20, np.float32)
+        y = made.apply(x)
+        x[:] = 5
+        assert float(y.max()) == 1

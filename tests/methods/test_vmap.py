@@ -363,9 +363,38 @@ def test_what_vmap_must_return(vmap, message, around):
 def test_outputs_unlike_those_of_forward(vmap, message):
     layer = wrong(vmap)
     with pytest.raises(ValueError, match=message):
+        jax.vmap(layer.apply)(MANY)
+    with pytest.raises(ValueError, match=message):
         jax.jit(jax.vmap(layer.apply))(MANY)
     with pytest.raises(ValueError, match=message):
         jax.grad(lambda x: jax.vmap(layer.apply)(x)[0].sum())(MANY)
+
+
+def test_outputs_unlike_those_of_host_code():
+    class Wrong(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return np.asarray(x) * 2
+
+        @staticmethod
+        def vmap(info, dims, x):
+            return np.asarray(x).sum(-1), 0
+
+    with pytest.raises(ValueError, match=r"Wrong.vmap, output 0: expected dtype float32 and shape \(3, 4\)"):
+        jax.vmap(Wrong.apply)(MANY)
+
+
+def test_an_empty_batch_goes_to_vmap():
+    class Twice(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return np.asarray(x) * 2
+
+        @staticmethod
+        def vmap(info, dims, x):
+            return np.asarray(x) * 2, 0
+
+    assert jax.vmap(Twice.apply)(MANY[:0]).shape == (0, 4)
 
 
 def test_both_rules_are_refused():
