@@ -19,8 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
         report = check.check(arguments[1:])
-        encoding = sys.stdout.encoding or "utf-8"
-        print(str(report).encode(encoding, "replace").decode(encoding))  # the encoding of a terminal may have no ticks
+        print(_printable(str(report), sys.stdout.encoding or "utf-8"))
         return 0 if report.passed else 1
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
@@ -54,6 +53,14 @@ def main(arguments: list[str] | None = None) -> int:
     print(textwrap.indent(str(result.saved), "  "))
     print(f"{time.perf_counter() - start:.1f} s")
     return 0 if learned and right else 1
+
+
+def _printable(report: str, encoding: str) -> str:
+    try:
+        report.encode(encoding)
+    except UnicodeEncodeError:  # an encoding without ticks, as that of many a terminal on Windows
+        report = report.replace("✓", f"{'ok':6}").replace("✗", "FAILED")
+    return report.encode(encoding, "replace").decode(encoding)
 
 
 def _yes(fact: bool) -> str:

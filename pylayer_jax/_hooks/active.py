@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import types
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
@@ -19,8 +18,8 @@ from pylayer_jax._jax import (
     set_current_trace,
     trace_below,
 )
-from pylayer_jax._trees import IdentityKey, content
 
+from .function_keys import function_key
 from .host import HostStore, host_store_of
 
 Hook = Callable[[Any], Any]
@@ -55,7 +54,7 @@ class Pair:
         return function_key(self.pack), function_key(self.unpack), self.host, self.differentiable
 
     def is_outdated(self) -> bool:
-        """Whether a variable that a hook closes over was bound anew."""
+        """Whether a variable that a hook reads was bound anew."""
         return self.key != self._present_key()
 
     def __eq__(self, other: object) -> bool:
@@ -63,20 +62,6 @@ class Pair:
 
     def __hash__(self) -> int:
         return self._hash
-
-
-def function_key(function: Any) -> Any:
-    """Equal for functions that do the same. A lambda is a new object each time its line runs."""
-    if not isinstance(function, types.FunctionType):
-        try:
-            hash(function)
-        except TypeError:
-            return IdentityKey(function)
-        return function
-    cells = map(content, function.__closure__ or ())
-    held = [function.__globals__, *cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    plain = (bool, int, float, str, type(None))
-    return function.__code__, *((repr(x) if type(x) in plain else IdentityKey(x)) for x in held)
 
 
 class Disabled:

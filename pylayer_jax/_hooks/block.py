@@ -75,9 +75,10 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
             `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the weak
             type and the sharding.
         host: run both hooks on the host, with NumPy arrays, also in compiled programs. The result of `pack_hook` is
-            dropped with the function that `jax.vjp` returned; in a compiled program it is dropped after its use, when
-            the same place of the program packs again, and on `close()`. Not under `jax.checkpoint`, which refuses
-            effects.
+            dropped with the function that `jax.vjp` returned. In a compiled program it is dropped after its use, when
+            the same place of the program packs again in the same thread (at most 8 threads may share a program), and on
+            `close()`; where `backward` never runs, it stays until then, or until a million others wait as well. Not
+            under `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
 
@@ -136,7 +137,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
     def __enter__(self) -> saved_tensors_hooks:
         if isinstance(active.value, Disabled):
             raise RuntimeError(active.value.message)
-        if self._pair.is_outdated():  # a variable that a hook closes over was bound anew
+        if self._pair.is_outdated():  # a variable that a hook reads was bound anew
             self._pair = self._present_pair()
         mark_nested(self._pair)
         block = _Block()

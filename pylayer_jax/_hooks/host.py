@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -26,10 +27,17 @@ class HostStore:
 
     def release(self, used_only: bool = False) -> None:
         """Drop everything; with `used_only`, only the tensors that a `backward` has already asked for."""
-        with self._lock:
-            sites = list(self._sites)
-        for site in sites:
+        for site in self._present_sites():
             site.release(used_only)
+
+    def abandon(self, packer: _Packer) -> None:
+        """Drop what `packer` has packed when it packs again: an exception has ended its execution."""
+        for site in self._present_sites():
+            site.abandon(packer)
+
+    def _present_sites(self) -> list[PackSite]:
+        with self._lock:
+            return list(self._sites)
 
 
 _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
@@ -48,24 +56,32 @@ class PackSite:
     """The site in a program where one tensor is packed: once per execution, or once per iteration of a loop.
 
     NOTE [host packs]
-    XLA hands the tensor to `pack` and keeps a number for it, which it later hands to `unpack`, any number of
-    times: once, or more often where JAX moved the packing of an unchanging tensor out of a loop, or not at all,
-    where `backward` never runs. Nothing tells that the last one has come. So everything that was unpacked at
-    least once is dropped when the site packs again, since then a new forward pass has begun; what was never
-    unpacked is kept, up to a limit that no loop should reach. A program that is collected takes its
-    sites with it. Devices that run the same program (shard_map) are told apart by their index.
+    XLA hands the tensor to `pack` and keeps a number for it, which it later hands to `unpack`, any number of times:
+    once, or more often where JAX moved the packing of an unchanging tensor out of a loop, or not at all, where
+    `backward` never runs. Nothing tells that the last one has come, or that an execution is over. What was unpacked at
+    least once is therefore dropped when the site packs again, since a new forward pass has begun then.
+
+    Several threads may execute one program at once, and the new forward pass of one of them says nothing about the
+    others. A packer is a thread and a device (devices that run the same program, as in shard_map, are told apart by
+    their index). Only its own packing drops what a packer has packed. XLA may also choose among threads of its own for
+    one execution after another; so no more than `max_packers` keep what was unpacked, the last ones.
+
+    What was never unpacked is kept, up to a limit that is beyond any loop. A program that is collected takes its sites
+    with it.
     """
 
-    max_pending = 10_000  # tensors that are packed and that no backward has asked for yet
+    max_waiting = 2**20  # tensors that are packed and that no backward has asked for yet
+    max_packers = 8
 
     def __init__(self, store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], where: str) -> None:
         self._pack = pack
         self._unpack = unpack
         self._where = where
+        self._store = store
         self._lock = threading.Lock()
         self._next = 0
-        self._waiting: dict[int, dict[int, Any]] = {}  # by device index
-        self._used: dict[int, dict[int, Any]] = {}
+        self._waiting: dict[int, tuple[_Packer, Any]] = {}  # by number, the oldest first
+        self._used: dict[_Packer, dict[int, Any]] = {}  # the packer that packed last is the last
         store.add(self)
 
     # -- in traced code -------------------------------------------------------------------------
@@ -78,37 +94,62 @@ class PackSite:
 
     def restored(self, token: Any, aval: Any) -> jax.Array:
         """The tensor of a traced number."""
-        return io_callback(self._get, jax.ShapeDtypeStruct(aval.shape, aval.dtype), token, _device_index())
+        return io_callback(self._get, jax.ShapeDtypeStruct(aval.shape, aval.dtype), token)
 
     # -- on the host ----------------------------------------------------------------------------
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
-        packed = self._pack(np.asarray(tensor))
+        packer = (threading.get_ident(), int(device))
+        with self._naming("pack_hook", packer):
+            packed = self._pack(np.asarray(tensor))
         with self._lock:
-            dropped = self._used.pop(int(device), None)
-            waiting = self._waiting.setdefault(int(device), {})
+            dropped = [self._used.pop(packer, None)]
+            self._used[packer] = {}
+            while len(self._used) > self.max_packers:
+                dropped.append(self._used.pop(next(iter(self._used))))
             token, self._next = self._next, (self._next + 1) % 2**32
-            waiting[token] = packed
-            oldest = waiting.pop(next(iter(waiting))) if len(waiting) > self.max_pending else None
+            self._waiting[token] = packer, packed
+            oldest = self._waiting.pop(next(iter(self._waiting))) if len(self._waiting) > self.max_waiting else None
         del dropped, oldest  # outside the lock, since their finalizers may run any code
         return np.uint32(token)
 
-    def _get(self, token: Any, device: Any) -> np.ndarray:
+    def _get(self, token: Any) -> np.ndarray:
         number = int(token)
         with self._lock:
-            used = self._used.setdefault(int(device), {})
-            waiting = self._waiting.get(int(device), {})
-            if number in waiting:
-                used[number] = waiting.pop(number)
-            held = number in used
-            packed = used.get(number)
-        if not held:
+            if number in self._waiting:
+                packer, packed = self._waiting.pop(number)
+                self._used.setdefault(packer, {})[number] = packed
+            packer = next((packer for packer, used in self._used.items() if number in used), None)
+            packed = None if packer is None else self._used[packer][number]
+        if packer is None:
             raise RuntimeError(
-                f"what pack_hook returned for {self._where} is no longer held: the same program packed again after "
-                f"it was used, or packed more than {self.max_pending} times without a backward, or the hooks were "
-                "closed. Run backward before the next forward of the same jitted function."
+                f"what pack_hook returned for {self._where} is no longer held: the same thread ran the forward of this "
+                f"program again after it was used, more than {self.max_packers} threads share the program, "
+                f"{self.max_waiting} tensors were packed since without a backward, or the hooks were closed. Run "
+                "backward before the next forward of the same jitted function."
             )
-        return np.asarray(self._unpack(packed))
+        with self._naming("unpack_hook", packer):
+            return np.asarray(self._unpack(packed))
+
+    @contextlib.contextmanager
+    def _naming(self, hook: str, packer: _Packer) -> Generator[None]:
+        """Name the hook and the tensor in an exception. The execution is lost; its packed tensors count as used."""
+        try:
+            yield
+        except Exception as error:
+            self._store.abandon(packer)
+            # XLA hands on the text of one exception, without notes and causes, but with its traceback.
+            message = f"{hook} raised {type(error).__name__} for {self._where}: {error}"
+            raise RuntimeError(message).with_traceback(error.__traceback__) from error
+
+    def abandon(self, packer: _Packer) -> None:
+        """Let what `packer` has packed go when it packs again, although no backward asked for it."""
+        with self._lock:
+            mine = {number: packed for number, (owner, packed) in self._waiting.items() if owner == packer}
+            for number in mine:
+                del self._waiting[number]
+            if mine:
+                self._used.setdefault(packer, {}).update(mine)
 
     def release(self, used_only: bool) -> None:
         kept: Any = None
@@ -117,6 +158,9 @@ class PackSite:
             if not used_only:
                 kept, self._waiting = self._waiting, {}
         del dropped, kept
+
+
+_Packer = tuple[int, int]  # a thread and a device
 
 
 def _device_index() -> Any:

@@ -48,8 +48,14 @@ def as_array(value: Any, aval: Any) -> Any:
 
 def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
     """Tensors as JAX arrays; JAX arrays stay the same objects."""
-    # JAX may still read a NumPy array after `jnp.asarray` has returned, when its owner changes it already.
-    return [x if isinstance(x, jax.Array) else jnp.asarray(np.copy(x)) for x in tensors]
+    return [x if isinstance(x, jax.Array) else _from_numpy(x) for x in tensors]
+
+
+def _from_numpy(tensor: Any) -> jax.Array:
+    # JAX may still read a NumPy array after `jnp.asarray` has returned, when its owner changes it already; and it reads
+    # native byte order only.
+    native = np.asarray(tensor).dtype.newbyteorder("=")
+    return jnp.asarray(np.array(tensor, native))
 
 
 def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:

@@ -1,13 +1,12 @@
 """One staged function that is differentiated several times: for different arguments, and in several threads."""
 
-import threading
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
+from tests.kit.threads import in_threads
 
 X = jnp.asarray([0.3, -1.2, 2.0])
 
@@ -22,25 +21,6 @@ class Product(PyLayer):
     def backward(ctx, dy):
         x, y = ctx.saved_tensor()
         return dy * (y + jnp.cos(x)), dy * x
-
-
-def in_threads(count, work):
-    """Run `work(i)` in `count` threads that begin together. Returns the exceptions that they raised."""
-    errors, begin = [], threading.Barrier(count)
-
-    def run(i):
-        begin.wait()
-        try:
-            work(i)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return errors
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.slow)])

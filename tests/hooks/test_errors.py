@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from tests.kit.layers import Tanh, bits
+from tests.kit.layers import Multiply, Tanh, bits
 
 from .spy import X
 
@@ -33,6 +33,25 @@ def test_unpack_must_return_what_was_packed(bad, got, operation):
     for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
         with pytest.raises(ValueError, match=message):
             differentiate(loss)(X)
+
+
+@pytest.mark.parametrize("hook", ["pack", "unpack"])
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_exception_of_a_hook_names_layer_and_tensor(hook, host, around):
+    def fails(x):
+        raise KeyError("no such key")
+
+    pair = (fails, lambda x: x) if hook == "pack" else (lambda x: x, fails)
+    hooks = saved_tensors_hooks(*pair, host=host)
+    step = around(jax.grad(lambda x: Multiply.apply(x, x + 1).sum()))
+    # XLA hands on the text of an exception in a compiled program, and not the exception.
+    compiled = host and around is jax.jit
+    with pytest.raises(jax.errors.JaxRuntimeError if compiled else KeyError, match="no such key") as caught, hooks:
+        jax.block_until_ready(step(X))
+    text = str(caught.value) if compiled else "\n".join(caught.value.__notes__)
+    assert f"{hook}_hook" in text
+    assert "Multiply, saved tensor " in text
 
 
 def test_hooks_must_be_callable():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks
 from tests.kit.layers import Tanh
+from tests.kit.threads import in_threads
 
 X = jnp.array([[0.2, -0.4, 0.9], [0.5, 0.1, -0.7]])
 
@@ -194,13 +197,91 @@ def test_a_backward_after_close_fails_and_says_why():
 def test_a_forward_whose_backward_never_runs_is_bounded(monkeypatch):
     from pylayer_jax._hooks.host import PackSite
 
-    monkeypatch.setattr(PackSite, "max_pending", 7)
+    monkeypatch.setattr(PackSite, "max_waiting", 7)
     host = Host()
     f = jax.jit(host.hooks(lambda x: Tanh.apply(x).sum()))
     for _ in range(30):
         value, pullback = jax.vjp(f, X)
     assert len(host) == 7
     np.testing.assert_allclose(pullback(value)[0], value * (1 - jnp.tanh(X) ** 2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_more_tensors_than_ten_thousand_wait_for_one_backward(mapped):
+    count = 10_050
+
+    def loss(x):
+        if mapped:
+            return jnp.sum(jax.vmap(Tanh.apply)(jnp.full(count, 0.5) + x))
+        return jax.lax.scan(lambda c, _: (Tanh.apply(c), None), x, None, length=count)[0]
+
+    def reference(x):
+        if mapped:
+            return jnp.sum(jnp.tanh(jnp.full(count, 0.5) + x))
+        return jax.lax.scan(lambda c, _: (jnp.tanh(c), None), x, None, length=count)[0]
+
+    host, step = Host(), jax.jit(jax.grad(loss))
+    with host.hooks:
+        got = step(0.3)
+    np.testing.assert_allclose(got, jax.grad(reference)(0.3), rtol=1e-4)
+    assert len(host) == count
+
+
+def test_threads_share_one_compiled_gradient():
+    host = Host()
+
+    def loss(w, x):  # the tensor w is packed once, outside of the loop, and unpacked in each iteration
+        def body(c, _):
+            with host.hooks:
+                return Tanh.apply(c * w), None
+
+        return jax.lax.scan(body, x, None, length=6)[0].sum()
+
+    step = jax.jit(jax.grad(loss, (0, 1)))
+    expected = [step(X + i, X) for i in range(8)]
+
+    def work(i):
+        for _ in range(15):
+            for got, wanted in zip(step(X + i, X), expected[i], strict=True):
+                np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+    assert in_threads(8, work) == []
+
+
+@pytest.mark.parametrize("hook", ["pack", "unpack"])
+def test_a_step_that_raised_in_a_hook_leaks_nothing(hook, monkeypatch):
+    # pytest would keep the exceptions that JAX logs, and with them what they were raised for.
+    monkeypatch.setattr(logging.root.manager, "disable", logging.CRITICAL)
+    host = Host()
+    pack, unpack = host.hooks._hooks[:2]
+    calls = {"pack": 0, "unpack": 0}
+
+    def counted(name, function):
+        def run(x):
+            calls[name] += 1
+            if name == hook and calls[name] % 4 == 3:
+                raise OSError("disk full")
+            return function(x)
+
+        return run
+
+    host.hooks = saved_tensors_hooks(counted("pack", pack), counted("unpack", unpack), host=True)
+
+    def with_hooks(x):
+        with host.hooks:
+            return Tanh.apply(x).sum()
+
+    step = jax.jit(jax.grad(scanned(with_hooks)))
+    messages, sizes = [], []
+    for _ in range(30):
+        try:
+            step(X).block_until_ready()
+        except jax.errors.JaxRuntimeError as error:
+            messages.append(str(error))
+        sizes.append(len(host))
+    assert len(messages) > 5
+    assert all(re.search(rf"{hook}_hook raised OSError for Tanh, saved tensor 0: disk full", m) for m in messages)
+    assert max(sizes) <= 10
 
 
 def test_several_forward_passes_may_wait_for_their_backward():

@@ -442,7 +442,8 @@ def test_a_copy_is_a_pair_of_its_own(made_by, make, tmp_path):
     hooks = make(tmp_path)
     with hooks:  # an open block is not copied
         copied = made_by(hooks)
-    assert type(copied) is type(hooks) and copied is not hooks
+    assert type(copied) is type(hooks)
+    assert copied is not hooks
     hooks.close()
     with copied:
         _, pullback = jax.vjp(jnp.sin, jnp.ones(64))

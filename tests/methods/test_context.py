@@ -459,6 +459,30 @@ def test_saved_names_of_another_number(around):
 # -- NumPy ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [">f4", ">i4", ">f8", ">c8"])
+def test_numpy_arrays_of_foreign_byte_order(dtype):
+    value = np.asarray([1, 2, 3], dtype)
+    native = jnp.asarray(value.astype(value.dtype.newbyteorder("=")))
+
+    def forward(ctx, x, y):
+        ctx.save_for_backward(np.asarray(value))
+        ctx.kept = [value]
+        return x * jnp.real(y).astype(x.dtype), np.asarray(value)
+
+    def backward(ctx, dy, dz):
+        (saved,) = ctx.saved_tensor()
+        np.testing.assert_array_equal(saved, native)
+        np.testing.assert_array_equal(ctx.kept[0], native)
+        return (dy * 2).astype(jnp.float32), np.asarray(np.real(dy), ">f4")
+
+    made = layer(forward, backward)
+    np.testing.assert_array_equal(made.apply(X, value)[1], native)
+    (product, kept), pullback = jax.vjp(lambda x: made.apply(x, value), X)
+    np.testing.assert_allclose(product, X * np.real(native))
+    np.testing.assert_array_equal(kept, native)
+    np.testing.assert_allclose(pullback((jnp.ones(3), jnp.zeros_like(kept)))[0], [2, 2, 2])
+
+
 @pytest.mark.parametrize("shape", [(), (3,)])
 @pytest.mark.parametrize("kept", [lambda ctx, y: ctx.save_for_backward(y), lambda ctx, y: setattr(ctx, "y", {"y": y})])
 def test_a_numpy_output_that_is_kept_is_that_output(shape, kept):

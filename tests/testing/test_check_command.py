@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 
@@ -102,6 +103,18 @@ def test_a_wrong_layer_has_the_reason(capsys):
     assert len(wrong) == 1
     assert "✗ gradients " in wrong[0]
     assert "the gradient of args[0] at index (" in wrong[0]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_without_ticks(encoding, monkeypatch):
+    written = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", written)
+    assert check("checked_layers:Wrong", "f32[3]", "0.5", *FAST) == 1
+    written.flush()
+    lines = written.buffer.getvalue().decode(encoding).splitlines()[1:]
+    starts = [line[:7] for line in lines]
+    assert starts.count("FAILED ") == 1
+    assert starts.count("ok     ") == len(lines) - 1
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""Keys of functions: equal for hooks that do the same, so that a lambda, made anew at each call, is traced once."""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+from pylayer_jax._trees import IdentityKey, content
+
+# Two of these are interchangeable where type and repr agree; `==` would take 0.0 for -0.0, and 1 for True.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+
+def function_key(function: Any) -> Any:
+    """Equal for functions of the same code that read the same values.
+
+    A function reads its closure, its defaults, its attributes, and the global variables that it names. Numbers and
+    strings are compared; tuples, `functools.partial` and functions in a closure are compared by what they hold in turn;
+    everything else, a global function among it, is compared by identity.
+    """
+    return _key(function, {})
+
+
+def _key(value: Any, seen: dict[int, int]) -> Any:
+    if type(value) in _PLAIN:
+        return type(value), repr(value)
+    if id(value) in seen:  # a function that closes over itself
+        return "seen", seen[id(value)]
+    if type(value) is tuple:
+        return tuple, tuple(_key(x, seen) for x in value)
+    if type(value) is functools.partial:
+        seen[id(value)] = len(seen)
+        keywords = tuple((name, _key(x, seen)) for name, x in value.keywords.items())
+        return functools.partial, _key(value.func, seen), _key(value.args, seen), keywords, _items(vars(value), seen)
+    if isinstance(value, types.MethodType):
+        return types.MethodType, _key(value.__func__, seen), IdentityKey(value.__self__)
+    if isinstance(value, types.FunctionType):
+        seen[id(value)] = len(seen)
+        return _key_of_function(value, seen)
+    return IdentityKey(value)
+
+
+def _key_of_function(function: types.FunctionType, seen: dict[int, int]) -> Any:
+    variables = function.__globals__
+    named = {name: variables[name] for name in _names(function.__code__) if name in variables}
+    read = {name: _key(x, seen) if type(x) in (*_PLAIN, tuple) else IdentityKey(x) for name, x in named.items()}
+    return (
+        function.__code__,
+        IdentityKey(variables),
+        tuple(_key(content(cell), seen) for cell in function.__closure__ or ()),
+        _key(function.__defaults__, seen),
+        _items(function.__kwdefaults__ or {}, seen),
+        _items(vars(function), seen),
+        tuple(read.items()),
+    )
+
+
+def _items(held: dict[str, Any], seen: dict[int, int]) -> tuple[Any, ...]:
+    return tuple((name, _key(value, seen)) for name, value in held.items())
+
+
+@functools.cache
+def _names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of global variables, and of attributes, in a piece of code and in the functions that it makes."""
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
