@@ -26,13 +26,25 @@ _TO_CONVERT_OR_REFUSE = (np.ndarray, np.generic, jax.Ref)
 def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `forward` when nothing is traced, so that nothing is differentiated: no rule, no binding of arguments."""
     name, forward = layer.__qualname__, layer._forward_with_ctx()
-    if any(isinstance(leaf, _TO_CONVERT_OR_REFUSE) for leaf in flatten((args, kwargs))[0]):
-        refuse_refs(name, (args, kwargs))
-        args, kwargs = as_jax((args, kwargs))
+    leaves, treedef = flatten((args, kwargs))
     count = len(args) + len(kwargs)
-    state = ContextState(name, Phase.FORWARD, lambda: (False,) * count, (args, kwargs))
+    inputs: Any = leaves
+    if treedef.num_nodes > count + 3:  # more than a node for each argument, the tuple of them, the dict, and both
+        arguments = bind(name, forward, args, kwargs)
+        inputs = arguments.take_tensors()
+        function = functools.partial(arguments.call, "forward", forward, tensors=inputs)
+    else:
+        if any(isinstance(leaf, _TO_CONVERT_OR_REFUSE) for leaf in leaves):
+            refuse_refs(name, (args, kwargs))
+            args, kwargs = as_jax((args, kwargs))
+            inputs = (args, kwargs)
+
+        def function(ctx: PyLayerContext) -> Any:
+            return forward(ctx, *args, **kwargs)
+
+    state = ContextState(name, Phase.FORWARD, lambda: (False,) * count, inputs)
     try:
-        _, result = _run(layer, state, "forward", lambda ctx: forward(ctx, *args, **kwargs))
+        _, result = _run(layer, state, "forward", function)
     except TypeError:
         bind(name, forward, args, kwargs)  # if the call does not fit the signature, this error is better
         raise
@@ -78,7 +90,7 @@ def _run_call(
     # Inside `forward` only `ctx` saves tensors, and an active pair would give every eager operation its own entry in
     # the compile cache.
     with contextlib.nullcontext() if call.hooks is None else hooks_suspended():
-        return _run(call.layer, state, method, lambda ctx: arguments.call(function, ctx, tensors))
+        return _run(call.layer, state, method, lambda ctx: arguments.call(method, function, ctx, tensors))
 
 
 def _run(

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pylayer_jax._jax import as_arrays, has_tangent, typeof
-from pylayer_jax._trees import Skeleton, flatten, split
+from pylayer_jax._trees import Skeleton, Watched, flatten, split
 
 
 class Argument:
@@ -58,11 +58,25 @@ class Arguments:
     def slots(self) -> list[Argument]:
         return [a for a in self.arguments if a.skeleton.size]
 
-    def call(self, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
+    def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
+        """Call `function`, which runs the method of that name, on the context and the arguments.
+
+        Raises:
+            ValueError: if it changed a container among the arguments in place.
+        """
         values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
-        return function(
+        watched = [(a.name, Watched(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container]
+        result = function(
             ctx, *values[: self.positional], **dict(zip(self.keywords, values[self.positional :], strict=True))
         )
+        for name, value in watched:
+            if (path := value.change()) is not None:
+                raise ValueError(
+                    f"{self.layer}.{method} changed its argument {name}{path} in place, which JAX would lose: methods "
+                    "get copies of containers. Return the new value as an output, and leave the argument as it is: "
+                    "params = {**params, 'w': w}."
+                )
+        return result
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:
         """One entry per argument, in its structure, from one value per tensor; None for every static."""

@@ -38,7 +38,7 @@ def map_outputs(
         return vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
 
     try:
-        result = arguments.call(call, None, tensors)
+        result = arguments.call("vmap", call, None, tensors)
     except Exception as error:
         add_note(error, layer, "vmap")
         raise

@@ -2,6 +2,7 @@
 
 - `partition`: tensors and statics, separated.
 - `static`: Python objects that travel in a treedef.
+- `changes`: whether a container was changed in place.
 - `messages`: how error messages show values.
 - `matching`: a pytree that a user returned, laid along another.
 - `closures`: traced values hidden inside functions and objects.
@@ -9,6 +10,7 @@
 This file hands their names on, so that the wings above import from `pylayer_jax._trees`.
 """
 
+from .changes import Watched
 from .closures import content, hiding_functions, traced_attributes, traced_names
 from .matching import collect_like
 from .messages import add_note, describe, name_meant, plural
@@ -20,6 +22,7 @@ __all__ = [
     "IdentityKey",
     "Skeleton",
     "Static",
+    "Watched",
     "add_note",
     "as_jax",
     "collect_like",

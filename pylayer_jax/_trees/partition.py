@@ -38,6 +38,11 @@ class Skeleton:
         self.leaves = leaves
         self.size = size
 
+    @property
+    def is_container(self) -> bool:
+        """Whether the tree is more than one leaf."""
+        return self is not LEAF and self.treedef.num_nodes > 1
+
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
         """The tree with `tensors`, in flattening order, where its own tensors were; `change` maps every static."""
         if self is LEAF:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -233,3 +235,127 @@ def test_apply_is_one_object_so_that_jit_compiles_it_once(base):
     assert Traced.apply is Traced.apply
     assert Tripled.apply(X).tolist() == (X * 3 + 1).tolist()
     assert pickle.loads(pickle.dumps(Scaled.apply)) is Scaled.apply
+
+
+# -- changes in place -----------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    w: jax.Array
+    calls: int = dataclasses.field(metadata={"static": True}, default=0)
+
+
+def set_item(ctx, x, params):
+    params["w"] = params["w"] * 2
+    return x * params["w"]
+
+
+def add_item(ctx, x, *, params):
+    params["all"] = x
+    return x * params["w"]
+
+
+def pop_item(ctx, *args):
+    return args[0] * args[1].pop("w")
+
+
+def rename(ctx, x, **named):
+    params = named["params"]
+    params["v"] = params.pop("w")
+    return x * params["v"]
+
+
+def append(ctx, x, params):
+    params["list"].append(3)
+    return x * 2
+
+
+def count(ctx, x, params):
+    params["count"] += 1
+    return x * 2
+
+
+def count_calls(ctx, x, params):
+    params["module"].calls += 1
+    return x * params["module"].w
+
+
+@pytest.mark.parametrize(
+    ("forward", "path"),
+    [
+        (set_item, "params['w']"),
+        (add_item, "params['all']"),
+        (pop_item, "args[1]['w']"),
+        (rename, "params['w']"),
+        (append, "params['list'][1]"),
+        (count, "params['count']"),
+        (count_calls, "params"),
+    ],
+)
+@pytest.mark.parametrize("around", ["eager", "grad", "jit", "vmap", "jit of grad", "with forward mode"])
+def test_an_argument_that_changed_in_place(forward, path, around):
+    members = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, dy: dy)}
+    if around == "with forward mode":
+        members["forward_mode"] = True
+    layer = type("Changes", (PyLayer,), members)
+    params = {"w": X, "list": [X], "count": 0, "module": Module(X)}
+    leaves, treedef = jax.tree.flatten(params)
+
+    def run(x):
+        if forward in (add_item, rename):
+            return layer.apply(x, params=params).sum()
+        return layer.apply(x, params).sum()
+
+    transform = {
+        "grad": jax.grad(run),
+        "jit": jax.jit(run),
+        "vmap": jax.vmap(run),
+        "jit of grad": jax.jit(jax.grad(run)),
+        "with forward mode": jax.grad(run),
+    }.get(around, run)
+    message = rf"Changes.forward changed its argument {re.escape(path)} in place.*Return the new value as an output"
+    with pytest.raises(ValueError, match=message):
+        transform(X)
+    # Nothing reached the caller.
+    found, found_treedef = jax.tree.flatten(params)
+    assert found_treedef == treedef
+    assert all(a is b for a, b in zip(found, leaves, strict=True))
+
+
+@jax.tree_util.register_pytree_node_class
+class MadeAnew:
+    """Its leaves and its static data are new objects whenever JAX asks for them; the data is equal to nothing."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w * 1,), object()
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@jax.tree_util.register_pytree_node_class
+class NotComparable(MadeAnew):
+    def tree_flatten(self):
+        return (self.w,), np.zeros(2)
+
+
+@pytest.mark.parametrize("kind", [MadeAnew, NotComparable])
+def test_a_container_that_cannot_be_compared_is_not_refused(kind):
+    layer = type("Scale", (PyLayer,), {"forward": staticmethod(lambda ctx, x, p: x * p.w)})
+    np.testing.assert_allclose(layer.apply(X, kind(X)), X * X)
+
+
+def test_what_forward_makes_of_its_arguments_may_change():
+    def forward(ctx, x, params):
+        own = dict(params)
+        own["w"] = own.pop("w") * 2
+        return x * own["w"]
+
+    layer = type("Scale", (PyLayer,), {"forward": staticmethod(forward)})
+    np.testing.assert_allclose(layer.apply(X, {"w": X}), 2 * X * X)
