@@ -22,7 +22,7 @@ from .forward import run_and_save
 from .residuals import pack_residuals
 from .saved_state import SavedState
 from .staged_call import stage_call
-from .staged_call_rules import staged_call_p
+from .staged_call_rules import bind_staged_call
 
 
 class Differentiated(NamedTuple):
@@ -45,7 +45,7 @@ def differentiate(
     """Run `forward` so that its derivative holds at every order: NOTE [orders]."""
     if any(map(is_tracer, tensors)):
         staged, consts = stage_call(call, [typeof(x) for x in tensors], needs_grad, tensors, perturbed_is_exact)
-        values = staged_call_p.bind(*consts, *tensors, staged=staged)
+        values = bind_staged_call(staged, consts, tensors)
         residuals = staged.residuals(tensors, values)
         return Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
     saved, outputs, residuals = run_and_save(call, tensors, needs_grad, perturbed_is_exact)

@@ -44,7 +44,7 @@ from .forward import run_setup_context, run_undifferentiated
 from .saved_state import SavedState
 from .staged_call import StagedCall, stage_call
 from .staged_call_batching import batch_staged_call
-from .staged_call_rules import nonzero_tangents, staged_call_p
+from .staged_call_rules import bind_staged_call, nonzero_tangents
 
 # The saved state, the derivative, and the residuals that the derivative takes.
 SetUp = tuple[SavedState, Derivative, list[Any]]
@@ -194,7 +194,7 @@ def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:
     needs_grad = eager.call.arguments.perturbable([True] * len(tensors))
     staged, consts = eager.stage(needs_grad, tensors)
     eager.call.outputs = staged.saved.outputs
-    return staged_call_p.bind(*consts, *tensors, staged=staged)[: staged.outputs]
+    return bind_staged_call(staged, consts, tensors)[: staged.outputs]
 
 
 def _evaluate(*tensors: Any, eager: EagerCall) -> list[Any]:
@@ -233,7 +233,7 @@ def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool])
     else:
         staged, consts = eager.without_packing().stage(needs_grad, tensors)
         call.outputs = staged.saved.outputs
-        values = staged_call_p.bind(*consts, *tensors, staged=staged)
+        values = bind_staged_call(staged, consts, tensors)
         residuals = staged.residuals(tensors, values)
         found = Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
     return found.packed(call) if eager.packs else found

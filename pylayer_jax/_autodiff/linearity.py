@@ -132,7 +132,7 @@ def _each(equation: Any, operands: list[Fact]) -> list[Fact]:
 for _name in (
     "add", "add_any", "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "broadcast_in_dim",
     "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cumsum", "device_put", "expand_dims",
-    "fft", "forbid_derivative", "imag", "layout_constraint", "name", "neg", "pad", "pbroadcast", "pcast", "ppermute",
+    "fft", "imag", "layout_constraint", "name", "neg", "pad", "pbroadcast", "pcast", "ppermute",
     "preduced", "psum", "psum2", "psum_invariant", "pvary", "real", "reduce_precision", "reduce_scatter", "reduce_sum",
     "reduce_window_sum", "reduced_vary_cast", "reshape", "reshard", "rev", "sharding_constraint", "slice", "split",
     "squeeze", "stack", "sub", "tile", "transpose", "unreduced_psum", "unreduced_reduce_scatter",
@@ -194,6 +194,7 @@ add_rule("select_n", _zero_if(lambda _, operands: operands[1:]))
 add_rule("custom_linear_solve", _zero_if(lambda equation, operands: operands[-len(equation.outvars) :]))
 add_rule("optimization_barrier", _each)
 add_rule("compute_together", _each)
+add_rule("forbid_derivative", _each)
 add_rule("with_tangent", lambda _, operands: [_result(operands, operands[1].is_zero)])
 add_rule("batch_together", lambda equation, operands: operands[-equation.params["count"] :])
 

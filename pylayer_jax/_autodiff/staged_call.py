@@ -24,7 +24,13 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import NEEDS_VALUES, concrete_value, is_differentiated, is_forward_mode, stage
+from pylayer_jax._jax import (
+    NEEDS_VALUES,
+    concrete_value,
+    is_differentiated,
+    is_forward_mode,
+    stage,
+)
 
 from .backward import LayerDerivative
 from .call import LayerCall, no_custom_vjp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from pylayer_jax._jax import (
     select,
     tangent_type,
     typeof,
+    without_checks,
     zeros_of,
 )
 
@@ -35,6 +37,16 @@ from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
 
 staged_call_p = Primitive("staged_call")
+
+
+def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+    """The outputs and intermediates of a call that was staged."""
+    # `checkify` does not look into an operation that it does not know.
+    jaxpr, checks = without_checks(staged.jaxpr)
+    if checks is not None:
+        eval_jaxpr(checks, (), *consts, *tensors)
+        staged = dataclasses.replace(staged, jaxpr=jaxpr)
+    return staged_call_p.bind(*consts, *tensors, staged=staged)
 
 
 def _evaluate(*args: Any, staged: StagedCall) -> list[Any]:

@@ -114,7 +114,7 @@ def _pack_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, l
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
     elif can_move and not pair.differentiable:
-        value = forbid_derivative(tensor, _PackedWhenStaged(where))
+        (value,) = forbid_derivative([tensor], _PackedWhenStaged(where))
     else:
         value = tensor
     value = as_array(value, packed.aval)

@@ -44,6 +44,7 @@ from .jaxprs import (
     prune,
     scan_counts,
     stage,
+    without_checks,
     without_stopped_selections,
 )
 from .masks import merge, scatter, select
@@ -178,6 +179,7 @@ __all__ = [
     "with_tangent",
     "with_type",
     "with_varying_axes",
+    "without_checks",
     "without_stopped_selections",
     "zeros_of",
 ]

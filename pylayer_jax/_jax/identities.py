@@ -89,28 +89,29 @@ register(
 )
 
 
-# -- forbid_derivative: tensor -> tensor -----------------------------------------------------------
+# -- forbid_derivative: tensors -> tensors ---------------------------------------------------------
 
 forbid_derivative_p = Primitive("forbid_derivative")
 
 
-def forbid_derivative(tensor: Any, error: Callable[[], Exception]) -> Any:
-    """The tensor; a derivative that goes through it raises the exception that `error` returns."""
-    return forbid_derivative_p.bind(tensor, error=error)[0]
+def forbid_derivative(tensors: Sequence[Any], error: Callable[[], Exception]) -> list[Any]:
+    """The tensors; a derivative that goes through one of them raises the exception that `error` returns."""
+    return forbid_derivative_p.bind(*tensors, error=error)
 
 
 def _forbid_derivative_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, error: Callable[[], Exception]) -> Any:
-    if tangents[0] is not None:
+    if any(t is not None for t in tangents):
         raise error()
-    return forbid_derivative_p.bind(*primals, error=error), [None]
+    return forbid_derivative_p.bind(*primals, error=error), list(tangents)
 
 
 register(
     forbid_derivative_p,
-    evaluate=lambda tensor, **_: [tensor],
-    abstract=lambda tensor, **_: ([tensor], frozenset()),
+    evaluate=lambda *tensors, **_: list(tensors),
+    abstract=lambda *types, **_: (list(types), frozenset()),
     jvp=_forbid_derivative_jvp,
-    batch=lambda _, args, dims, *, error: (forbid_derivative_p.bind(*args, error=error), dims),
+    transpose=lambda cotangents, *_, **__: list(cotangents),
+    batch=lambda _, args, dims, *, error: (forbid_derivative_p.bind(*args, error=error), list(dims)),
 )
 
 

@@ -109,6 +109,28 @@ def from_first_outputs(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
     return rest, is_input
 
 
+def without_checks(jaxpr: Any) -> tuple[Any, Any]:
+    """The jaxpr without its equations of `checkify.check`, and one without outputs that makes only these checks.
+
+    The second is None if there are no checks. Checks within a loop or a branch stay where they are.
+    """
+    if not any(e.primitive.name == "check" for e in jaxpr.eqns):
+        return jaxpr, None
+    rest = [e for e in jaxpr.eqns if e.primitive.name != "check"]
+    checks, needed = [], set()
+    for equation in reversed(jaxpr.eqns):
+        if equation.primitive.name == "check" or any(v in needed for v in equation.outvars):
+            checks.append(equation)
+            needed |= {v for v in equation.invars if not is_literal(v)}
+    return _with_equations(jaxpr, rest, jaxpr.outvars), _with_equations(jaxpr, checks[::-1], [])
+
+
+def _with_equations(jaxpr: Any, equations: list[Any], outvars: Sequence[Any]) -> Any:
+    debug = DebugInfo("pylayer_jax", "checks", None, None)
+    effects = frozenset().union(*(e.effects for e in equations))
+    return jaxpr.replace(eqns=equations, outvars=list(outvars), effects=effects, debug_info=debug)
+
+
 def without_stopped_selections(jaxpr: Any) -> Any:
     """The jaxpr without selections between a value and the same value behind `stop_gradient`.
 

@@ -6,9 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from pylayer_jax._trees import Static, split
+from pylayer_jax._jax import forbid_derivative, has_tangent, is_tracer, merge, select
+from pylayer_jax._trees import split
 
 from .context import PyLayerContext
 
@@ -25,8 +24,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     Raises:
         RuntimeError: if a second derivative goes through the decorated `backward`.
     """
-    if isinstance(backward, staticmethod):
-        return staticmethod(once_differentiable(backward.__func__))
+    if isinstance(backward, (staticmethod, classmethod)):
+        found: Any = type(backward)(once_differentiable(backward.__func__))
+        return found
 
     def second_derivative_error() -> OnceDifferentiableError:
         return OnceDifferentiableError(
@@ -34,25 +34,22 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             "Remove the decorator if backward is made of differentiable operations."
         )
 
+    def forbid(tree: Any) -> Any:
+        tensors, skeleton = split(tree)
+        may_move = [is_tracer(x) and has_tangent(x) for x in tensors]
+        if not any(may_move):
+            return tree
+        forbidden = forbid_derivative(select(tensors, may_move), second_derivative_error)
+        return skeleton.fill(merge(may_move, forbidden, tensors))
+
     @functools.wraps(backward)
-    def guarded(ctx: PyLayerContext, *cotangents: Any) -> Any:
-        # Every value that the result can depend on goes in as an argument, so that no derivative can bypass the rule.
-        tensors, skeleton = split((ctx._contents(), cotangents))
-
-        @jax.custom_jvp
-        def run(tensors: list[Any]) -> tuple[list[Any], Static]:
-            contents, given = skeleton.fill(tensors)
-            values, result_skeleton = split(backward(ctx._with_contents(contents), *given))
-            return values, Static(result_skeleton)
-
-        @run.defjvp
-        def refuse(primals: Any, tangents: Any) -> Any:
-            del primals, tangents
-            raise second_derivative_error()
-
-        del refuse
-        values, result_skeleton = run(tensors)
-        return result_skeleton.value.fill(values)
+    def guarded(*args: Any) -> Any:
+        first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
+        ctx, cotangents = args[first], args[first + 1 :]
+        # What goes in raises before host code does, and what comes out for the values that `backward` closes over. What
+        # is kept and the cotangents stay apart, since forward mode transposes `backward` in the cotangents alone.
+        contents, given = forbid(ctx._contents()), forbid(cotangents)
+        return forbid(backward(*args[:first], ctx._with_contents(contents), *given))
 
     guarded.second_derivative_error = second_derivative_error  # pyright: ignore[reportAttributeAccessIssue]
     return guarded

@@ -253,7 +253,7 @@ def test_a_hook_that_closes_over_itself():
     assert made() == made()
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: functools.partial(f, 1), lambda f: lambda x: f(1, x)])
+@pytest.mark.parametrize("wrap", [lambda f: functools.partial(f, 1), lambda f: lambda x: f(1, x)])
 def test_a_hook_made_anew_at_each_step_is_traced_once(wrap):
     traced = []
 

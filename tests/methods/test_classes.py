@@ -1,13 +1,16 @@
 """Every class is a layer of its own, however it was made."""
 
 import dataclasses
+import subprocess
+import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayer
+from pylayer_jax import Function, PyLayer, once_differentiable
 from tests.kit.layers import Tanh
 
 X = jnp.array([0.3, -0.7])
@@ -109,3 +112,103 @@ def test_methods_that_are_objects_without_a_hash():
     check_triple(layer)
     with pytest.raises(TypeError, match=r"Layer.apply: .*\(x\)"):
         jax.jit(layer.apply)(X, X)
+
+
+@pytest.mark.parametrize("outer", [staticmethod, classmethod])
+@pytest.mark.parametrize("decorator_first", [True, False])
+def test_once_differentiable_beside_static_and_class_methods(outer, decorator_first):
+    def backward(*args):
+        assert len(args) == 2 + (outer is classmethod)
+        return 5 * args[-1]
+
+    guarded = once_differentiable(outer(backward)) if decorator_first else outer(once_differentiable(backward))
+    layer = type("Layer", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x * x), "backward": guarded})
+    np.testing.assert_allclose(jax.grad(lambda x: layer.apply(x).sum())(X), [5, 5])
+    with pytest.raises(RuntimeError, match="is marked @once_differentiable, but a second derivative"):
+        jax.grad(lambda x: jax.grad(lambda x: (layer.apply(x) ** 2).sum())(x).sum())(X)
+
+
+# -- cloudpickle ----------------------------------------------------------------------------------
+
+DEFINED_IN_MAIN = """
+    import sys, jax, jax.numpy as jnp, cloudpickle
+    from pylayer_jax import Function, PyLayer, once_differentiable
+
+    class Sine(PyLayer):
+        scale = 3.0
+        forward_mode = True
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return jnp.sin(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensor()
+            return Sine.scale * dy * jnp.cos(x)
+
+    class Power(Function):
+        @staticmethod
+        def forward(x, n=2):
+            return x**n
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[0])
+            ctx.n = inputs[1]
+
+        @staticmethod
+        def vjp(ctx, dy):
+            return 5 * dy * ctx.n * ctx.saved_tensors[0], None
+
+    class Child(Sine):
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * super(Child, Child).backward(ctx, dy)
+
+    class Once(PyLayer):
+        @classmethod
+        def forward(cls, ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @classmethod
+        @once_differentiable
+        def backward(cls, ctx, dy):
+            return dy * ctx.saved_tensor()[0]
+
+    def model(x):
+        return Sine.apply(x) + Power.apply(x) + Child.apply(x) + Once.apply(x)
+
+    jax.grad(model)(1.0)  # before the classes are pickled
+    with open(sys.argv[1], "wb") as file:
+        cloudpickle.dump((Sine, Once, model), file)
+"""
+
+LOADED = """
+    import pickle, sys, jax
+    with open(sys.argv[1], "rb") as file:
+        Sine, Once, model = pickle.load(file)
+    first = [jax.grad(model)(1.0), jax.jit(jax.grad(model))(1.0), jax.jvp(Sine.apply, (1.0,), (1.0,))[1]]
+    Sine.scale = 0.0  # the methods of the loaded class read the loaded class
+    print(*first, jax.grad(model)(1.0), Sine.apply is Sine.apply)
+    try:
+        jax.grad(jax.grad(Once.apply))(1.0)
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+def test_classes_defined_in_main_are_pickled_by_value(tmp_path):
+    def run(code):
+        command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "layers.pickle")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    run(DEFINED_IN_MAIN)
+    numbers, error = run(LOADED).splitlines()
+    *numbers, is_one = numbers.split()
+    sine = 3 * np.cos(1.0)
+    np.testing.assert_allclose(list(map(float, numbers)), [3 * sine + 11, 3 * sine + 11, sine, 11], rtol=1e-5)
+    assert is_one == "True"
+    assert error.startswith("Once.backward is marked @once_differentiable")
