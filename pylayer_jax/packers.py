@@ -9,14 +9,9 @@ type.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
-import shutil
-import tempfile
-import threading
-import weakref
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._hooks.block import saved_tensors_hooks
+from ._hooks.disk import File, folder_of
 from ._jax import is_sharded_explicitly, is_tracer
 
 __all__ = ["cast_saved", "quantize_saved", "save_on_cpu", "save_on_disk"]
@@ -204,106 +200,28 @@ def _dequantize(
 class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors in files, one file per tensor, also in compiled programs.
 
-    A file is written under a temporary name and then renamed; therefore no half-written file is ever read. A file is
-    removed when nothing can read it any more: in eager mode together with the function that `jax.vjp` returned, in a
-    compiled program when the same call of the layer saves again. All files are removed on `close()` and when the
-    process ends.
+    A file is written under a temporary name and then renamed; therefore no half-written file is ever read. A checksum
+    is kept beside it. A file is removed when nothing can read it any more: in eager mode together with the function
+    that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On `close()` the files
+    of compiled programs are removed, but not what a function of eager `jax.vjp` still holds. When the process ends, all
+    of them are; the files of a process that was killed, by the next one that uses the directory (not on Windows).
 
     Args:
         directory: the files are written to a folder of this process in this directory. It is made if it does not exist.
 
     Raises:
         OSError: if the directory cannot be written to; if it is full, in the forward pass. The unfinished file is
-            removed, and tensors that were saved before stay readable.
+            removed, and tensors that were saved before stay readable. In the backward pass, if a file was deleted or
+            changed, or cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        folder = _folder_of(os.path.abspath(os.fspath(directory)))
+        folder = folder_of(os.path.abspath(os.fspath(directory)))
 
         def pack(x: Any) -> Any:
             return folder.write(x) if _is_float(x) else x
 
         def unpack(packed: Any) -> Any:
-            return packed.read() if isinstance(packed, _File) else packed
+            return packed.read() if isinstance(packed, File) else packed
 
         super().__init__(pack, unpack, host=True)
-
-
-class _Folder:
-    """A folder of this process in the directory of the user; removed when no hooks and no files use it."""
-
-    def __init__(self, directory: str) -> None:
-        try:
-            os.makedirs(directory, exist_ok=True)
-            self.path = tempfile.mkdtemp(prefix="saved_tensors-", dir=directory)
-        except OSError as error:
-            raise _unwritable_error(error, directory, "a folder") from error
-        weakref.finalize(self, _in_process(os.getpid(), shutil.rmtree), self.path, ignore_errors=True)
-
-    def write(self, x: np.ndarray) -> _File:
-        temporary = ""
-        try:
-            handle, temporary = tempfile.mkstemp(suffix=".part", dir=self.path)
-            with os.fdopen(handle, "wb") as file:
-                file.write(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data)
-            path = temporary.removesuffix(".part")
-            os.replace(temporary, path)
-        except OSError as error:
-            if temporary:
-                os.unlink(temporary)
-            raise _unwritable_error(error, self.path, f"{x.nbytes} bytes") from error
-        return _File(self, path, x.shape, x.dtype)
-
-
-class _File:
-    """One tensor in a file; the file is removed with this object."""
-
-    __slots__ = ("__weakref__", "dtype", "folder", "path", "shape")
-
-    def __init__(self, folder: _Folder, path: str, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.folder = folder
-        self.path = path
-        self.shape = shape
-        self.dtype = dtype
-        weakref.finalize(self, _in_process(os.getpid(), _unlink), path)
-
-    def read(self) -> np.ndarray:
-        content = np.fromfile(self.path, dtype=np.uint8)
-        expected = math.prod(self.shape) * self.dtype.itemsize
-        if content.size != expected:
-            raise OSError(
-                f"save_on_disk: {self.path} holds {content.size} bytes, but {expected} were written. Something else "
-                "changed it; give save_on_disk a directory of its own."
-            )
-        return content.view(self.dtype).reshape(self.shape)
-
-
-_folders: weakref.WeakValueDictionary[str, _Folder] = weakref.WeakValueDictionary()
-_folders_lock = threading.Lock()
-
-
-def _folder_of(directory: str) -> _Folder:
-    with _folders_lock:
-        folder = _folders.get(directory)
-        if folder is None or not os.path.isdir(folder.path):
-            folder = _folders[directory] = _Folder(directory)
-        return folder
-
-
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):  # the folder may have been removed before
-        os.unlink(path)
-
-
-def _in_process(process: int, action: Any) -> Any:
-    # A forked process inherits the finalizers, but the files belong to its parent.
-    return lambda *args, **kwargs: action(*args, **kwargs) if os.getpid() == process else None
-
-
-def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
-    return OSError(
-        error.errno,
-        f"save_on_disk could not write {what} ({error.strerror}). Choose a directory that is writable and has room; no "
-        "tensor was lost, and those saved before stay readable",
-        directory,
-    )

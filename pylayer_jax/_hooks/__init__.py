@@ -1,6 +1,7 @@
 """Saved-tensor hooks: packing the tensors that are kept for backward.
 
 - `host`: results of pack hooks that compiled programs hold on the host.
+- `disk`: tensors in files.
 - `function_keys`: when two hooks are one entry in jit's caches.
 - `active`: the pair that is active, and the facts that a layer takes from it.
 - `packing`: packing one tensor, or all residuals of a layer or operation; and unpacking them.

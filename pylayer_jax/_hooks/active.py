@@ -154,3 +154,7 @@ class PackCache:
 
         refs = [weakref.ref(x) for x in (current_trace(), packed, *arrays)]
         entries[key] = (weakref.ref(tensor, forget), *refs)
+
+    def forget(self, packed: Any) -> None:
+        for key in [key for key, (_, _, ref, *_) in list(self._entries.items()) if ref() is packed]:
+            self._entries.pop(key, None)

@@ -76,8 +76,12 @@ class PackedTensor:
             if self.site is not None:
                 return with_type(self.site.restored(arrays[0], self.aval), self.aval)
             packed = self.skeleton.fill(arrays)
-            with _needs_no_values("unpack_hook", self.where):
-                value = self.pair.unpack(packed)
+            try:
+                with _needs_no_values("unpack_hook", self.where):
+                    value = self.pair.unpack(packed)
+            except Exception:
+                self.pair.cache.forget(self)  # what is broken must not serve the next operation that keeps the tensor
+                raise
             (value,) = as_arrays([_checked(value, self.aval, self.where)])
             if self.sharding is not None and not is_tracer(value) and value.sharding != self.sharding:
                 value = jax.device_put(value, self.sharding)

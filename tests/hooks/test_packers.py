@@ -8,6 +8,7 @@ import gc
 import os
 import pathlib
 import pickle
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -23,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
 from tests.kit.case import grid
-from tests.kit.layers import Multiply, Tanh
+from tests.kit.layers import Multiply, Square, Tanh
 
 pytestmark = pytest.mark.own_primitive
 
@@ -396,12 +397,95 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_file_that_was_changed_from_outside_is_noticed(tmp_path):
-    value, pullback = jax.vjp(save_on_disk(tmp_path)(model), X, W)
+def change_one_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "changed": (change_one_byte, "holds other bytes than those that were written"),
+    "truncated": (lambda path: path.write_bytes(b"short"), r"holds 5 bytes, but \d+ were written"),
+    "deleted": (pathlib.Path.unlink, "was deleted"),
+    "unreadable": (lambda path: (path.unlink(), path.mkdir()), r"cannot be read \(Is a directory\)"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_an_error_and_is_not_remembered(damage, tmp_path):
+    change, what = DAMAGE[damage]
+    hooks = save_on_disk(tmp_path)
+    _, pullback = jax.vjp(hooks(lambda x: Square.apply(x).sum()), X)
     for path in files(tmp_path):
-        path.write_bytes(b"short")
-    with pytest.raises(OSError, match=r"holds 5 bytes, but .* were written"):
-        pullback(value)
+        change(path)
+    message = rf"save_on_disk: the file of a tensor of dtype float32 and shape \(8, 64\) {what}.*a directory of its own"
+    with pytest.raises(OSError, match=message) as caught:
+        pullback(jnp.ones(()))
+    assert str(tmp_path) in caught.value.filename
+    assert "This happened in unpack_hook, for Square, saved tensor 0." in caught.value.__notes__
+    # The same array is written again.
+    np.testing.assert_allclose(jax.grad(hooks(lambda x: Square.apply(x).sum()))(X), 2 * X, rtol=1e-6)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_of_a_compiled_program_is_an_error(damage, tmp_path):
+    change, what = DAMAGE[damage]
+    with save_on_disk(tmp_path):
+        value, pullback = jax.vjp(jax.jit(lambda x: Square.apply(x).sum()), X)
+    jax.block_until_ready(value)
+    for path in files(tmp_path):
+        change(path)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"for Square, saved tensor 0: .*save_on_disk: .*{what}"):
+        jax.block_until_ready(pullback(jnp.ones(())))
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    hooks = save_on_disk(tmp_path)
+    _, pullback = jax.vjp(hooks(lambda x: Square.apply(x).sum()), X)
+    for folder in tmp_path.iterdir():
+        shutil.rmtree(folder)
+    with pytest.raises(OSError, match="was deleted"):
+        pullback(jnp.ones(()))
+    np.testing.assert_allclose(jax.grad(hooks(lambda x: Square.apply(x).sum()))(X), 2 * X, rtol=1e-6)
+
+
+def test_close_leaves_what_an_eager_vjp_function_holds(tmp_path):
+    hooks = save_on_disk(tmp_path)
+    _, pullback = jax.vjp(hooks(lambda x: Square.apply(x).sum()), X)
+    hooks.close()
+    np.testing.assert_allclose(pullback(jnp.ones(()))[0], 2 * X, rtol=1e-6)
+
+
+KILLED = """
+    import os, signal, sys, jax, jax.numpy as jnp
+    from pylayer_jax.packers import save_on_disk
+    directory, end = sys.argv[1:]
+    value, pullback = jax.vjp(save_on_disk(directory)(lambda x: jnp.sin(x).sum()), jnp.ones((8, 8)))
+    print("ready", flush=True)
+    if end == "exit":
+        os._exit(1)
+    if end == "alive":
+        sys.stdin.read()
+    os.kill(os.getpid(), signal.Signals[end])
+"""
+
+
+@pytest.mark.parametrize("end", ["SIGKILL", "SIGTERM", "exit"])
+def test_the_files_of_a_process_that_is_gone_are_removed_by_the_next_one(end, tmp_path):
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    alive = subprocess.Popen([*command, "alive"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert alive.stdout.readline() == "ready\n"
+        of_the_living = files(tmp_path)
+        assert of_the_living
+        subprocess.run([*command, end], capture_output=True, check=False)
+        assert len(files(tmp_path)) > len(of_the_living)
+        hooks = save_on_disk(tmp_path)
+        assert files(tmp_path) == of_the_living
+        del hooks
+    finally:
+        alive.kill()
+        alive.communicate()
 
 
 # -- parameters -----------------------------------------------------------------------------------
