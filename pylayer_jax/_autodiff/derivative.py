@@ -23,8 +23,9 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax import (
-    Primitive,
+    HoldingPrimitive,
     as_array,
+    held_object,
     is_named,
     mapped_type,
     merge,
@@ -95,7 +96,7 @@ class Derivative:
 
 # -- tangent_map: residuals, input tangents -> output tangents -------------------------------------
 
-tangent_map_p = Primitive("tangent_map")
+tangent_map_p = HoldingPrimitive("tangent_map", "derivative")
 
 
 def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) -> list[Any]:
@@ -175,7 +176,7 @@ register(
 
 
 def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
-    count = equation.params["derivative"].residuals
+    count = held_object(equation).residuals
     tangents = operands[count:]
     problem = next((f.problem for f in operands if f.problem), "")
     if any(f.depends for f in operands[:count]):

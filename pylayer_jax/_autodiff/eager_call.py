@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pylayer_jax._jax import (
     NEEDS_VALUES,
-    Primitive,
+    HoldingPrimitive,
     as_arrays,
     concrete_value,
     is_named,
@@ -183,7 +183,7 @@ def _vmap_run(eager: EagerCall, axis: Any, dims: Sequence[Any], tensors: Sequenc
 
 # -- eager_call: inputs -> outputs -----------------------------------------------------------------
 
-eager_call_p = Primitive("eager_call")
+eager_call_p = HoldingPrimitive("eager_call", "eager")
 
 
 def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:

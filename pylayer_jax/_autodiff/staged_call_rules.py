@@ -9,11 +9,12 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax import (
-    Primitive,
+    HoldingPrimitive,
     dependence,
     eval_jaxpr,
     from_first_outputs,
     has_tangent,
+    held_object,
     is_missing_forward_mode,
     is_named,
     is_undefined,
@@ -36,7 +37,7 @@ from .staged_call import StagedCall
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
 
-staged_call_p = Primitive("staged_call")
+staged_call_p = HoldingPrimitive("staged_call", "staged")
 
 
 def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
@@ -168,7 +169,7 @@ register(
 
 
 def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
-    staged: StagedCall = equation.params["staged"]
+    staged: StagedCall = held_object(equation)
     facts = call_of(staged.jaxpr, equation, operands)
     return [
         f._replace(problem=f"it applies the layer {staged.name}, whose forward is not, as {f.problem}")

@@ -49,7 +49,6 @@ from .jaxprs import (
 )
 from .masks import merge, scatter, select
 from .names import (
-    Primitive,
     ShapedArray,
     checkpoint_name,
     eval_jaxpr,
@@ -57,7 +56,9 @@ from .names import (
     set_current_trace,
 )
 from .primitives import (
+    HoldingPrimitive,
     batch_axis_to_front,
+    held_object,
     is_named,
     is_undefined,
     lower_jaxpr,
@@ -105,7 +106,7 @@ from .types import (
 
 __all__ = [
     "NEEDS_VALUES",
-    "Primitive",
+    "HoldingPrimitive",
     "RunLog",
     "ShapedArray",
     "TraceBefore",
@@ -127,6 +128,7 @@ __all__ = [
     "from_first_outputs",
     "has_equation",
     "has_tangent",
+    "held_object",
     "holds_hooks_block",
     "inner_jaxprs",
     "io_callback",

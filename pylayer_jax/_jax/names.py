@@ -10,6 +10,7 @@ from jax.experimental import io_callback
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
+    Jaxpr,
     Literal,
     Primitive,
     concrete_or_error,
@@ -27,6 +28,7 @@ from jax.lax import convert_element_type_p
 __all__ = [
     "ClosedJaxpr",
     "DebugInfo",
+    "Jaxpr",
     "Literal",
     "Primitive",
     "ShapedArray",

@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from .names import Primitive, ad, batching, eval_jaxpr, mlir
+from .names import Jaxpr, Primitive, ad, batching, eval_jaxpr, mlir
 from .types import tangent_type, typeof
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
+
+
+class HoldingPrimitive(Primitive):
+    """A primitive with one parameter that is a Python object, which lives as long as the equation does.
+
+    NOTE [held objects]
+    JAX remembers the parameters of thousands of equations, in caches that outlive the equations; the object would live
+    there with all that it holds, such as the static arguments of a user. These caches hold jaxprs weakly. Therefore the
+    parameter of the equation is an empty jaxpr, made for this purpose, and a table leads from it to the object.
+    """
+
+    def __init__(self, name: str, parameter: str) -> None:
+        super().__init__(name)
+        self.parameter = parameter
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        held = params[self.parameter]
+        if type(held) is not Jaxpr:  # an equation that JAX binds again has the jaxpr already
+            key = Jaxpr((), (), (), ())
+            _held_objects[key] = held
+            params |= {self.parameter: key, "name": repr(held)}
+        return super().bind(*args, **params)
+
+    def with_object(self, rule: Callable[..., Any]) -> Callable[..., Any]:
+        """A rule of the primitive, for a function that takes the object as the parameter."""
+
+        def with_key(*args: Any, name: str, **params: Any) -> Any:
+            del name  # for those who read a jaxpr
+            return rule(*args, **{**params, self.parameter: _held_objects[params[self.parameter]]})
+
+        return with_key
+
+
+_held_objects: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def held_object(equation: Any) -> Any:
+    """The object that an equation of a `HoldingPrimitive` holds."""
+    return _held_objects[equation.params[equation.primitive.parameter]]
 
 
 def register(
@@ -34,6 +74,7 @@ def register(
     that the operation uses the mapped axis itself. Otherwise `bind(*args, **params)` applies the operation again.
     """
     bind = bind or primitive.bind
+    opened = primitive.with_object if isinstance(primitive, HoldingPrimitive) else lambda rule: rule
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
         values, out_tangents = jvp(primals, [None if type(t) is ad.Zero else t for t in tangents], **params)
@@ -49,16 +90,16 @@ def register(
         return batch(axis, args, dims, **params)
 
     primitive.multiple_results = True
-    primitive.def_impl(evaluate)
-    primitive.def_effectful_abstract_eval(abstract)
-    ad.primitive_jvps[primitive] = jvp_rule
+    primitive.def_impl(opened(evaluate))
+    primitive.def_effectful_abstract_eval(opened(abstract))
+    ad.primitive_jvps[primitive] = opened(jvp_rule)
     if transpose is not None:
-        ad.primitive_transposes[primitive] = _with_zeros(transpose)
+        ad.primitive_transposes[primitive] = opened(_with_zeros(transpose))
     # The "fancy" table hands over the axis name, which collectives inside a layer need.
-    batching.fancy_primitive_batchers[primitive] = batch_rule
+    batching.fancy_primitive_batchers[primitive] = opened(batch_rule)
     # Every application has parameters of its own, so that a cached lowering could never be hit.
     lower = lower or mlir.lower_fun(evaluate, multiple_results=True)
-    mlir.register_lowering(primitive, lower, cacheable=False)
+    mlir.register_lowering(primitive, opened(lower), cacheable=False)
 
 
 def _with_zeros(transpose: Callable[..., Any]) -> Callable[..., list[Any]]:
