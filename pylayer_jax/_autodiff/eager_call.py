@@ -84,6 +84,9 @@ class SingleCall:
         self.packs = packs
         self.types = call.arguments.avals
 
+    def __repr__(self) -> str:
+        return self.call.name  # as jaxprs show it
+
     def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
         outputs, values = run_undifferentiated(self.call, tensors)
         return values, outputs
@@ -132,6 +135,9 @@ class BatchedCall:
         self.dims = list(dims)
         self.packs = packs
         self.types = [t if d is None else mapped_type(axis, t, d) for t, d in zip(inner.types, dims, strict=True)]
+
+    def __repr__(self) -> str:
+        return self.call.name
 
     def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
         return self.inner.run_batch(self.axis, self.dims, tensors)

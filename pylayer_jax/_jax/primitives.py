@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .names import Jaxpr, Primitive, ad, batching, eval_jaxpr, mlir
+from .names import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, mlir
 from .types import tangent_type, typeof
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
@@ -30,7 +30,7 @@ class HoldingPrimitive(Primitive):
     def bind(self, *args: Any, **params: Any) -> Any:
         held = params[self.parameter]
         if type(held) is not Jaxpr:  # an equation that JAX binds again has the jaxpr already
-            key = Jaxpr((), (), (), ())
+            key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
             _held_objects[key] = held
             params |= {self.parameter: key, "name": repr(held)}
         return super().bind(*args, **params)
@@ -46,6 +46,7 @@ class HoldingPrimitive(Primitive):
 
 
 _held_objects: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_NO_DEBUG_INFO = DebugInfo("pylayer_jax", "held object", None, None)
 
 
 def held_object(equation: Any) -> Any:

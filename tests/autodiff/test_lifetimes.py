@@ -1,0 +1,71 @@
+"""A static argument that the caller drops dies after a collection, whatever JAX remembers."""
+
+import gc
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pylayer_jax import PyLayer
+
+X = jnp.array([0.3, -0.7])
+
+
+class Model:
+    factor = 2.0
+
+
+class Scale(PyLayer):
+    @staticmethod
+    def forward(ctx, x, model):
+        y = jnp.tanh(x) * model.factor
+        ctx.save_for_backward(x, y, jnp.sin(x))
+        ctx.model = model
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, _, _ = ctx.saved_tensor()
+        return dy * ctx.model.factor * (1 - jnp.tanh(x) ** 2)
+
+
+class ScaleWithForwardMode(Scale):
+    forward_mode = True
+
+
+def grad(f):
+    return jax.grad(lambda x: jnp.sum(f(x)))
+
+
+@pytest.mark.parametrize("layer", [Scale, ScaleWithForwardMode])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: f,
+        jax.jit,
+        grad,
+        lambda f: grad(grad(f)),
+        lambda f: jax.jit(grad(f)),
+        lambda f: grad(jax.jit(f)),
+        lambda f: jax.jit(grad(grad(f))),
+        lambda f: jax.hessian(lambda x: jnp.sum(f(x))),
+        lambda f: jax.vmap(grad(f)),
+        lambda f: jax.jit(jax.vmap(grad(f))),
+        lambda f: grad(jax.checkpoint(f)),
+        lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (grad(f)(c), None), x, None, length=2)[0]),
+    ],
+    ids=[
+        "eager", "jit", "grad", "grad of grad", "jit of grad", "grad of jit", "jit of grad of grad", "hessian",
+        "vmap of grad", "jit of vmap of grad", "grad of remat", "jit of scan of grad",
+    ],
+)  # fmt: skip
+def test_a_static_argument_dies_with_the_program(layer, transform):
+    models = []
+    for _ in range(3):
+        model = Model()
+        models.append(weakref.ref(model))
+        jax.block_until_ready(transform(lambda x, model=model: layer.apply(x, model))(X))
+        del model
+    gc.collect()
+    assert [model() for model in models] == [None, None, None]
