@@ -108,8 +108,9 @@ class PyLayer:
     pytree of them). `out_dims` has the same for the outputs. `info.batch_size` is the number of examples. The gradients
     of a batch come from `backward`, which JAX batches; JAX also batches the intermediates that `forward` saves.
 
-    Every saved tensor has a name for the policies of `jax.checkpoint` (`save_only_these_names`, offloading):
-    `Tanh.saved[0]` above, and `Tanh.saved[0]['w']` within a pytree.
+    `saved_names` gives saved tensors names for the policies of `jax.checkpoint` (`save_only_these_names`, offloading).
+    A tensor within a pytree has its path behind the name, as in `y['w']`. Without it they have none, since a named
+    tensor is a new value to JAX: a scan would stack it beside the tensor itself.
 
     In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit` would; a
     `forward` that needs numbers runs on concrete values instead. Under `jax.vmap` every output is mapped as soon as one
@@ -119,13 +120,14 @@ class PyLayer:
         complex_convention: how `backward` reads and writes complex gradients. "jax" (the default): as
             `jax.grad` does. "paddle": as Paddle and torch do, which is the conjugate.
         forward_mode: whether forward mode (`jax.jvp` and others) may transpose `backward`, which then has to be linear.
-        saved_names: names for the values that `save_for_backward` saves, in order, instead of `Tanh.saved[0]`.
+        saved_names: a name for each value that `save_for_backward` saves, in order; None leaves one out. True names
+            them `Tanh.saved[0]`, `Tanh.saved[1]`, ...
         generate_vmap_rule: as in torch. True says that JAX batches `forward`, which JAX does anyway.
     """
 
     complex_convention: ClassVar[Literal["jax", "paddle"]] = "jax"
     forward_mode: ClassVar[bool] = False
-    saved_names: ClassVar[tuple[str, ...]] = ()
+    saved_names: ClassVar[tuple[str | None, ...] | Literal[True]] = ()
     generate_vmap_rule: ClassVar[bool] = False
     _context: ClassVar[type[PyLayerContext]] = PyLayerContext
     _torch_convention: ClassVar[bool] = False  # one cotangent per output, one gradient per argument, static or not
@@ -143,8 +145,12 @@ class PyLayer:
                 "batch forward, or set generate_vmap_rule = False to have vmap called."
             )
         names: Any = cls.saved_names  # checked, although the annotation promises it
-        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-            raise TypeError(f"{cls.__qualname__}.saved_names: expected a tuple of strings, got {names!r}.")
+        is_tuple = isinstance(names, tuple) and all(isinstance(name, (str, type(None))) for name in names)
+        if names is not True and not is_tuple:
+            raise TypeError(
+                f"{cls.__qualname__}.saved_names: expected a tuple of strings (None for a value without a name), or "
+                f"True; got {names!r}."
+            )
         _rules[cls] = compile_layer(cls.__qualname__)
 
     @classmethod

@@ -127,7 +127,7 @@ def _saved(
 
 def _check_saved_names(call: LayerCall, saved: tuple[Any, ...] | None) -> None:
     names = call.layer.saved_names
-    if names and saved is not None and len(saved) != len(names):
+    if isinstance(names, tuple) and names and saved is not None and len(saved) != len(names):
         raise ValueError(
             f"{call.name}.saved_names has {plural(len(names), 'name', 'names')} {names}, but ctx.save_for_backward in "
             f"{call.name}.forward saved {plural(len(saved), 'value', 'values')}. Give one name for each value."

@@ -1,4 +1,4 @@
-"""The residuals that JAX keeps: packed if hooks are active, and named in staged code."""
+"""The residuals that JAX keeps: packed if hooks are active, and named in staged code if the class asks for it."""
 
 from __future__ import annotations
 
@@ -18,39 +18,38 @@ from .saved_state import SavedState
 def pack_residuals(
     call: LayerCall, saved: SavedState, derivative: Derivative, residuals: list[Any], outputs: list[Any]
 ) -> tuple[Derivative, list[Any], list[Any]]:
-    """Pack the residuals if hooks are active, and name them if they are staged.
+    """Pack the residuals if hooks are active, and name them if they are staged and the class has `saved_names`.
 
     Returns:
         A derivative that takes the arrays that are kept, these arrays, and the outputs bound to them.
     """
-    tensors, tracker = residuals, residual_tracker.value
-    if not saved.packable and tracker is None:
-        return derivative, residuals, outputs
+    tensors, tracker, has_names = residuals, residual_tracker.value, bool(call.layer.saved_names)
     owners: Sequence[int] = range(saved.packable)  # the tensor that each of the first arrays was packed from
-    if call.hooks is not None and active.value is not SUSPENDED:
+    if saved.packable and call.hooks is not None and active.value is not SUSPENDED:
         owner = f"{call.name}, saved tensor"
         packed, arrays, outputs = pack(call.hooks, residuals[: saved.packable], outputs, owner)
         kept = derivative.residuals - len(packed.tensors) + packed.size
         derivative = PackedDerivative.of(derivative, residuals=kept, is_packed=True, packed=packed)
         residuals, owners = [*arrays, *residuals[saved.packable :]], packed.owners
-    if not is_staging(further_out=True):
+    if (tracker is None and not has_names) or not is_staging(further_out=True):
         return derivative, residuals, outputs
-    names = _checkpoint_names(call, saved, len(tensors))
-    marked = residuals if tracker is None else tracker.mark(call, saved, tensors, residuals, owners)
-    named = [_named(x, names[i]) for x, i in zip(marked, owners, strict=False)] + list(marked[len(owners) :])
+    named = residuals if tracker is None else tracker.mark(call, saved, tensors, residuals, owners)
+    if has_names:
+        names = _checkpoint_names(call, saved, len(tensors))
+        named = [_named(x, names[i]) for x, i in zip(named, owners, strict=False)] + list(named[len(owners) :])
     # An output that is kept goes on under its name, so that a policy which saves it does not compute it twice.
     outputs = [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]
     return derivative, named, outputs
 
 
 def _named(tensor: Any, name: str) -> Any:
-    return checkpoint_name(tensor, name) if is_tracer(tensor) else tensor
+    return checkpoint_name(tensor, name) if name and is_tracer(tensor) else tensor
 
 
 def _checkpoint_names(call: LayerCall, saved: SavedState, count: int) -> list[str]:
-    """A name for each saved residual, for the policies of `jax.checkpoint`."""
+    """A name, which may be empty, for each saved residual, for the policies of `jax.checkpoint`."""
     given, layer = call.layer.saved_names, call.layer.__name__
-    return saved.residual_names(count, lambda i: given[i] if i < len(given) else f"{layer}.saved[{i}]")
+    return saved.residual_names(count, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)

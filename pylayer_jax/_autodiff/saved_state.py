@@ -51,12 +51,18 @@ class SavedState:
     read_needs_input_grad: bool  # whether `forward` read it, so that the saved values may depend on it
     perturbed_is_exact: bool  # False under JAX_REMAT3, where JAX reports every input as perturbed
 
-    def residual_names(self, count: int, name_entry: Callable[[int], str] = lambda i: f"saved[{i}]") -> list[str]:
-        """A name for each of `count` residuals; `name_entry` names the i-th value of save_for_backward."""
+    def residual_names(
+        self, count: int, name_entry: Callable[[int], str | None] = lambda i: f"saved[{i}]"
+    ) -> list[str]:
+        """A name for each of `count` residuals, or an empty one.
+
+        `name_entry` names the i-th value of save_for_backward; None leaves it without a name.
+        """
         names = [""] * count
         if isinstance(self.saved, SavedTree):
             for (entry, path), i in zip(self.saved.skeleton.tensor_entries(), self.saved.residuals, strict=True):
-                names[i] = names[i] or name_entry(entry) + path
+                if not names[i] and (name := name_entry(entry)) is not None:
+                    names[i] = name + path
         others = {"saved_for_forward": self.saved_for_jvp} | {f"ctx.{k}": v for k, v in self.attributes.items()}
         for start, value in others.items():
             if isinstance(value, SavedTree):

@@ -20,6 +20,8 @@ policies = jax.checkpoint_policies
 class Wave(PyLayer):
     """Saves an intermediate in a pytree, its output, an input, and a static."""
 
+    saved_names = True
+
     @staticmethod
     def forward(ctx, x):
         y = jnp.sin(jnp.exp(x))
@@ -37,10 +39,12 @@ class ForwardWave(Wave):
 
 
 class NamedWave(Wave):
-    saved_names = ("slope", "wave")
+    saved_names = ("slope", "wave", None, None)
 
 
 class FunctionWave(Function):
+    saved_names = True
+
     @staticmethod
     def forward(x):
         return jnp.sin(jnp.exp(x)), jnp.cos(jnp.exp(x))
@@ -158,9 +162,21 @@ def test_eager_mode_names_nothing():
     assert "saved[" not in jaxpr
 
 
-@pytest.mark.parametrize("names", ["wave", ["wave"], ("wave", 1)])
+@pytest.mark.parametrize("layer", [NamedWave, Wave])
+def test_values_without_a_name(layer):
+    class Unnamed(layer):
+        saved_names = ()
+
+    class OnlyWave(layer):
+        saved_names = (None, "wave", None, None)
+
+    assert "name[" not in str(jax.make_jaxpr(jax.grad(loss(Unnamed)))(X))
+    assert str(jax.make_jaxpr(jax.grad(loss(OnlyWave)))(X)).count("name[name=wave]") == (0 if REMAT3 else 1)
+
+
+@pytest.mark.parametrize("names", ["wave", ["wave"], ("wave", 1), False])
 def test_saved_names_must_be_a_tuple_of_strings(names):
-    with pytest.raises(TypeError, match=r"Wrong.saved_names: expected a tuple of strings, got"):
+    with pytest.raises(TypeError, match=r"Wrong.saved_names: expected a tuple of strings .*, or True; got"):
 
         class Wrong(Wave):
             saved_names = names

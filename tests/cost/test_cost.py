@@ -122,6 +122,64 @@ def test_compiled_program_is_that_of_a_hand_written_custom_vjp(program):
     assert ours.memory_analysis().temp_size_in_bytes == theirs.memory_analysis().temp_size_in_bytes
 
 
+class LinearTanh(PyLayer):
+    """Saves the scanned weights; a scan must not stack them a second time."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return jnp.tanh(x @ w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensor()
+        dy = dy * (1 - jnp.tanh(x @ w) ** 2)
+        return dy @ w.T, x.T @ dy
+
+
+class ForwardLinearTanh(LinearTanh):
+    forward_mode = True
+
+
+@jax.custom_vjp
+def linear_tanh(x, w):
+    return jnp.tanh(x @ w)
+
+
+def _linear_tanh_backward(residuals, dy):
+    x, w = residuals
+    dy = dy * (1 - jnp.tanh(x @ w) ** 2)
+    return dy @ w.T, x.T @ dy
+
+
+linear_tanh.defvjp(lambda x, w: (linear_tanh(x, w), (x, w)), _linear_tanh_backward)
+
+LOOPS = {
+    "scan": lambda f: lambda x, ws: jax.lax.scan(lambda c, w: (f(c, w), None), x, ws)[0],
+    "scan of three that share their arguments": lambda f: (
+        lambda x, ws: jax.lax.scan(lambda c, w: (f(c, w) + 2 * f(c, w) + 3 * f(c, w), None), x, ws)[0]
+    ),
+    "fori_loop": lambda f: lambda x, ws: jax.lax.fori_loop(0, 8, lambda i, c: f(c, ws[i]), x),
+    "remat of scan": lambda f: jax.checkpoint(LOOPS["scan"](f)),
+    "scan of remat": lambda f: LOOPS["scan"](jax.checkpoint(f)),
+    "scan of jit": lambda f: LOOPS["scan"](jax.jit(f)),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("layer", [LinearTanh, ForwardLinearTanh])
+@pytest.mark.parametrize("jitted_first", [False, True])
+def test_a_loop_over_layers_is_that_of_a_hand_written_custom_vjp(loop, layer, jitted_first):
+    def program(f):
+        run = LOOPS[loop](f)
+        loss = jax.jit(lambda x, ws: run(x, ws).sum()) if jitted_first else lambda x, ws: run(x, ws).sum()
+        return jax.jit(jax.grad(loss, (0, 1))).lower(X, jnp.ones((8, 8, 8))).compile()
+
+    ours, theirs = program(layer.apply), program(linear_tanh)
+    assert _instructions(ours) == _instructions(theirs)
+    assert ours.memory_analysis().temp_size_in_bytes == theirs.memory_analysis().temp_size_in_bytes
+
+
 def _instructions(compiled):
     # Opcodes of the optimized HLO, as in `%name = f32[8,8]{1,0} tanh(%x)`.
     return Counter(re.findall(r"= (?:\([^=]*\)|\S+) ([a-z][\w-]*)\(", compiled.as_text()))
