@@ -29,6 +29,7 @@ from pylayer_jax._jax import (
     concrete_value,
     is_differentiated,
     is_forward_mode,
+    prune,
     stage,
 )
 
@@ -74,6 +75,10 @@ class StagedCall:
         """The residuals, from the inputs and the results of *staged_call*."""
         by_source = {"input": inputs, "output": values, "intermediate": values[self.outputs :]}
         return [by_source[kind][i] for kind, i in self.sources]
+
+    def computing(self, used: Sequence[bool] | None) -> tuple[Any, list[bool]]:
+        """The jaxpr of the results that are used (None: of all), and a mask of the inputs that it reads."""
+        return (self.jaxpr, [True] * len(self.jaxpr.invars)) if used is None else prune(self.jaxpr, used)
 
     def without_packing(self) -> Self:
         return dataclasses.replace(self, packs=False) if self.packs else self

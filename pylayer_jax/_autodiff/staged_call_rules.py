@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,12 +50,44 @@ def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequenc
     return staged_call_p.bind(*consts, *tensors, staged=staged)
 
 
-def _evaluate(*args: Any, staged: StagedCall) -> list[Any]:
-    return eval_jaxpr(staged.jaxpr, (), *args)
+# Of an equation whose results are not all used, `used` is a mask of those that are left; it is None for all. The other
+# rules then treat the whole call.
 
 
-def _types(*_: Any, staged: StagedCall) -> tuple[list[Any], Any]:
-    return [v.aval for v in staged.jaxpr.outvars], staged.jaxpr.effects
+def _evaluate(*args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> list[Any]:
+    jaxpr, is_read = staged.computing(used)
+    return eval_jaxpr(jaxpr, (), *select(args, is_read))
+
+
+def _types(*_: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> tuple[list[Any], Any]:
+    jaxpr, _is_read = staged.computing(used)
+    return [v.aval for v in jaxpr.outvars], jaxpr.effects
+
+
+def _lower(context: Any, *args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> Any:
+    jaxpr, is_read = staged.computing(used)
+    return lower_jaxpr(context, jaxpr, *select(args, is_read))
+
+
+def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+    before = equation.params.get("used")
+    mask = tuple(used) if before is None else tuple(merge(before, used, [False] * len(before)))
+    jaxpr, _ = held_object(equation).computing(mask)
+    # Inputs stay, since a derivative may need them.
+    left = equation.replace(
+        outvars=select(equation.outvars, used), params=equation.params | {"used": mask}, effects=jaxpr.effects
+    )
+    return [True] * len(equation.invars), left
+
+
+def _of_used(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule of the whole call that returns values, and something for each, as a rule of the call that is left."""
+
+    def of_used(*args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> Any:
+        values, others = rule(*args, staged=staged)
+        return (values, others) if used is None else (select(values, used), select(others, used))
+
+    return of_used
 
 
 # -- jvp ------------------------------------------------------------------------------------------
@@ -132,7 +164,10 @@ def _intermediate_tangents(
 # -- transpose, batching --------------------------------------------------------------------------
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, staged: StagedCall) -> list[Any]:
+def _transpose(
+    cotangents: Sequence[Any], *args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None
+) -> list[Any]:
+    cotangents = cotangents if used is None else scatter(cotangents, used)
     # A layer within the backward of another layer, which forward mode transposes: it counts as the linear map that its
     # `forward` is, whatever its own rule says.
     is_used = [*staged.derivative.has_tangent, *[False] * (len(cotangents) - staged.outputs)]
@@ -151,7 +186,7 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, staged: Stage
     return staged_call_p.bind(*consts, *args, staged=batched), out_dims
 
 
-def _uses_axis(axis: Any, *, staged: StagedCall) -> bool:
+def _uses_axis(axis: Any, *, staged: StagedCall, **_: Any) -> bool:
     # Before the first differentiation nobody knows which axes `backward` uses.
     return is_named(axis) and (staged.packs or any(names_axis(e, axis) for e in staged.jaxpr.eqns))
 
@@ -160,17 +195,19 @@ register(
     staged_call_p,
     evaluate=_evaluate,
     abstract=_types,
-    jvp=_jvp,
+    jvp=_of_used(_jvp),
     transpose=_transpose,
-    batch=_batch,
+    batch=_of_used(_batch),
     uses_axis=_uses_axis,
-    lower=lambda context, *args, staged: lower_jaxpr(context, staged.jaxpr, *args),
+    lower=_lower,
+    drop_unused=_drop_unused,
 )
 
 
 def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
     staged: StagedCall = held_object(equation)
-    facts = call_of(staged.jaxpr, equation, operands)
+    jaxpr, is_read = staged.computing(equation.params.get("used"))
+    facts = call_of(jaxpr, equation, select(operands, is_read))
     return [
         f._replace(problem=f"it applies the layer {staged.name}, whose forward is not, as {f.problem}")
         if f.problem and not any(o.problem for o in operands)

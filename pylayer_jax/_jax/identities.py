@@ -8,8 +8,18 @@ from typing import Any
 import jax
 
 from .jaxprs import has_equation
+from .masks import select
 from .names import Primitive
 from .primitives import batch_axis_to_front, register
+
+
+def _drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+    """Drop unused outputs, and the operands that they are: the last ones."""
+    is_read = [True] * (len(equation.invars) - len(used)) + list(used)
+    params = equation.params | ({"count": sum(used)} if "count" in equation.params else {})
+    invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
+    return is_read, equation.replace(invars=invars, outvars=outvars, params=params)
+
 
 # -- batch_together: inputs, outputs -> outputs ----------------------------------------------------
 #
@@ -40,6 +50,7 @@ register(
     jvp=lambda primals, tangents, *, count: (batch_together_p.bind(*primals, count=count), list(tangents[-count:])),
     transpose=lambda cotangents, *args, count: [None] * (len(args) - count) + list(cotangents),
     batch=_batch_together_batch,
+    drop_unused=_drop_operands,
 )
 
 
@@ -61,6 +72,7 @@ register(
     abstract=lambda *types: (list(types), frozenset()),
     jvp=lambda primals, tangents: (compute_together_p.bind(*primals), list(tangents)),
     batch=lambda _, args, dims: (compute_together_p.bind(*args), list(dims)),
+    drop_unused=_drop_operands,
 )
 
 
@@ -112,6 +124,7 @@ register(
     jvp=_forbid_derivative_jvp,
     transpose=lambda cotangents, *_, **__: list(cotangents),
     batch=lambda _, args, dims, *, error: (forbid_derivative_p.bind(*args, error=error), list(dims)),
+    drop_unused=_drop_operands,
 )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .names import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, mlir
+from .names import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, mlir, partial_eval
 from .types import tangent_type, typeof
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
@@ -65,6 +65,7 @@ def register(
     lower: Callable[..., Any] | None = None,
     bind: Callable[..., Any] | None = None,
     uses_axis: Callable[..., bool] | None = None,
+    drop_unused: Callable[..., tuple[list[bool], Any]] | None = None,
 ) -> None:
     """Enter a primitive with several results into the rule tables of `jax.interpreters`.
 
@@ -73,6 +74,9 @@ def register(
 
     `batch(axis, args, dims, **params)` is only called if an argument is mapped, or if `uses_axis(axis, **params)` says
     that the operation uses the mapped axis itself. Otherwise `bind(*args, **params)` applies the operation again.
+
+    `drop_unused(used, equation)`, of which some outputs are not used, returns a mask of the inputs that are still read,
+    and the equation without these outputs. Otherwise all inputs of an equation count as read if an output is used.
     """
     bind = bind or primitive.bind
     opened = primitive.with_object if isinstance(primitive, HoldingPrimitive) else lambda rule: rule
@@ -98,6 +102,15 @@ def register(
         ad.primitive_transposes[primitive] = opened(_with_zeros(transpose))
     # The "fancy" table hands over the axis name, which collectives inside a layer need.
     batching.fancy_primitive_batchers[primitive] = opened(batch_rule)
+    if drop_unused is not None:
+
+        def dce_rule(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
+            equation = args[-1]  # jax 0.12 tells before it which inputs are alive
+            if any(used) or equation.effects:
+                return drop_unused(used, equation)
+            return [False] * len(equation.invars), None
+
+        partial_eval.dce_rules[primitive] = dce_rule
     # Every application has parameters of its own, so that a cached lowering could never be hit.
     lower = lower or mlir.lower_fun(evaluate, multiple_results=True)
     mlir.register_lowering(primitive, opened(lower), cacheable=False)

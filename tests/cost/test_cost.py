@@ -7,7 +7,9 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.interpreters import partial_eval
 
 from pylayer_jax import PyLayer, _layer
 from tests.kit.layers import Tanh
@@ -243,3 +245,65 @@ def test_fresh_statics_cost_no_retrace():
     for _ in range(3):
         step(X)
     assert len(traces) == count
+
+
+# -- outputs that nobody uses ---------------------------------------------------------------------
+
+
+def scan_with_output(f):
+    return lambda x: jax.lax.scan(lambda c, _: (c + 1, f(c)), x, None, length=3)[1]
+
+
+class Both(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        wave = jnp.sin(x)
+        ctx.save_for_backward(x, jnp.exp(x))
+        return jnp.tanh(x), wave
+
+    @staticmethod
+    def backward(ctx, dy, dw):
+        x, e = ctx.saved_tensor()
+        return dy * (1 - jnp.tanh(x) ** 2) + dw * jnp.cos(x) + 0 * e
+
+
+class ForwardBoth(Both):
+    forward_mode = True
+
+
+def without_unused(function, *args):
+    """The function, as JAX leaves it when it has dropped what no output needs, and that as text."""
+    closed = jax.make_jaxpr(function)(*args)
+    jaxpr, _ = partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True], instantiate=True)
+    return lambda *args: jax.core.eval_jaxpr(jaxpr, closed.consts, *args)[0], str(jaxpr)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap, scan_with_output], ids=["", "jit", "vmap", "scan"])
+def test_an_output_that_nobody_uses_leaves_the_jaxpr(around):
+    run, text = without_unused(lambda x: around(Both.apply)(x)[0], X)
+    assert "tanh" in text
+    assert "sin" not in text
+    np.testing.assert_allclose(run(X), around(Both.apply)(X)[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("layer", [Both, ForwardBoth])
+@pytest.mark.parametrize("output", [0, 1])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap, scan_with_output], ids=["", "jit", "vmap", "scan"])
+def test_what_is_left_has_the_same_derivatives(layer, output, around):
+    def loss(x):
+        return jnp.sum(around(layer.apply)(x)[output] ** 2)
+
+    left, _ = without_unused(loss, X)
+    for derivative in (jax.grad(loss), lambda x: jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)):
+        again, _ = without_unused(derivative, X)
+        np.testing.assert_allclose(again(X), derivative(X), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(left)(X), jax.grad(loss)(X), rtol=1e-5)
+    np.testing.assert_allclose(
+        jax.jvp(jax.grad(left), (X,), (X,))[1], jax.jvp(jax.grad(loss), (X,), (X,))[1], rtol=1e-4, atol=1e-6
+    )
+
+
+def test_a_call_with_forward_mode_is_left_with_one_result():
+    _, text = without_unused(lambda x: jax.jit(ForwardBoth.apply)(x)[0], X)
+    (line,) = [line for line in text.splitlines() if "staged_call" in line]
+    assert line.split("=")[0].count(":") == 1
