@@ -18,7 +18,6 @@ from pylayer_jax._jax import (
     eval_jaxpr,
     has_tangent,
     holds_hooks_block,
-    is_refused_effect,
     is_symbolic_zero,
     merge,
     scatter,
@@ -87,12 +86,7 @@ class StagedOperation:
         has_derivative = any(differentiated) and any(has_tangent(v.aval) for v in self.jaxpr.outvars)
         if self.holds_hooks_block or not has_derivative:
             return self.run(*args)
-        try:
-            return Operation(self.name, self.run, hooks, differentiated).apply(args)
-        except NotImplementedError as error:
-            if not is_refused_effect(error):
-                raise
-            return self.run(*args)  # an operation with such an effect cannot have a gradient rule of its own
+        return Operation(self.name, self.run, hooks, differentiated).apply(args)
 
 
 # -- the custom_vjp -------------------------------------------------------------------------------

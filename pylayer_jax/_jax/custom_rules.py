@@ -94,14 +94,6 @@ def custom_function_name(equation: Any) -> str | None:
     return None
 
 
-# JAX raises these two without a type of their own.
-
-
 def is_missing_forward_mode(error: TypeError) -> bool:
-    """Whether JAX says that a custom_vjp function has no forward mode."""
+    """Whether JAX says, in an error without a type of its own, that a custom_vjp function has no forward mode."""
     return "forward-mode" in str(error) and "custom_vjp" in str(error)
-
-
-def is_refused_effect(error: NotImplementedError) -> bool:
-    """Whether JAX says that a custom_vjp function has an effect that JAX cannot move."""
-    return "Effects not supported" in str(error)

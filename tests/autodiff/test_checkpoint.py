@@ -174,6 +174,26 @@ def test_values_without_a_name(layer):
     assert str(jax.make_jaxpr(jax.grad(loss(OnlyWave)))(X)).count("name[name=wave]") == (0 if REMAT3 else 1)
 
 
+def test_one_tensor_under_two_names_has_the_first():
+    class Twice(PyLayer):
+        saved_names = (None, "first", "second")
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x * 2, x, x)
+            return jnp.sin(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            _, x, same = ctx.saved_tensor()
+            return dy * jnp.cos(x) * same / x
+
+    text = str(jax.make_jaxpr(jax.grad(lambda x: Twice.apply(x).sum()))(X))
+    if not REMAT3:
+        assert (text.count("name=first"), text.count("name=second")) == (1, 0)
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: Twice.apply(x).sum()))(X), jnp.cos(X), rtol=1e-6)
+
+
 @pytest.mark.parametrize("names", ["wave", ["wave"], ("wave", 1), False])
 def test_saved_names_must_be_a_tuple_of_strings(names):
     with pytest.raises(TypeError, match=r"Wrong.saved_names: expected a tuple of strings .*, or True; got"):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayer
+from pylayer_jax import Function, PyLayer, once_differentiable
 from tests.kit.transforms import (
     assert_same,
 )
@@ -221,3 +221,39 @@ def test_tangents_that_are_python_numbers():
 
     assert jax.jvp(Add.apply, (2.0, 3.0), (1.0, 1.0)) == (5, 2)
     assert jax.jit(lambda x: jax.jvp(Add.apply, (x, 3.0), (1.0, 1.0)))(2.0) == (5, 2)
+
+
+class OnceWithJvp(PyLayer):
+    """A second derivative must not go through backward; jvp may be differentiated."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return jnp.sin(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return dy * jnp.cos(ctx.saved_tensor()[0])
+
+    @staticmethod
+    def jvp(ctx, dx):
+        return dx * jnp.cos(ctx.saved_tensor()[0])
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["", "jit"])
+def test_once_differentiable_together_with_jvp(around):
+    def loss(x):
+        return jnp.sum(OnceWithJvp.apply(x))
+
+    np.testing.assert_allclose(around(jax.grad(loss))(X), jnp.cos(X), rtol=1e-6)
+    np.testing.assert_allclose(
+        around(lambda x: jax.jvp(OnceWithJvp.apply, (x,), (x,))[1])(X), X * jnp.cos(X), rtol=1e-6
+    )
+    twice_forward = around(lambda x: jax.jvp(lambda x: jax.jvp(OnceWithJvp.apply, (x,), (X,))[1], (x,), (X,))[1])
+    np.testing.assert_allclose(twice_forward(X), -X * X * jnp.sin(X), rtol=1e-5)
+    reverse_over_forward = around(jax.grad(lambda x: jnp.sum(jax.jvp(OnceWithJvp.apply, (x,), (X,))[1])))
+    for second in (around(jax.grad(lambda x: jnp.sum(jax.grad(loss)(x)))), around(jax.hessian(loss))):
+        with pytest.raises(RuntimeError, match=r"OnceWithJvp\.backward is marked @once_differentiable"):
+            second(X)
+    np.testing.assert_allclose(reverse_over_forward(X), -X * jnp.sin(X), rtol=1e-5)

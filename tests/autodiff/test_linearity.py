@@ -353,3 +353,36 @@ def test_a_layer_of_one_argument_whose_backward_applies_layers(program, second):
 def test_forward_mode_inside_reverse_mode_still_needs_a_rule():
     with pytest.raises(TypeError, match="Multiply has no rule for forward-mode"):
         jax.grad(lambda w: jax.jvp(lambda x: Multiply.apply(x, w), (X,), (T,))[1].sum())(T)
+
+
+def test_a_backward_with_a_layer_that_saves_an_intermediate():
+    class Inner(PyLayer):
+        @staticmethod
+        def forward(ctx, x, c):
+            wave = jnp.sin(x)
+            ctx.save_for_backward(wave, jnp.cos(x))
+            return wave * c
+
+        @staticmethod
+        def backward(ctx, dy):
+            wave, slope = ctx.saved_tensor()
+            return None, dy * wave
+
+    class Outer(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return -jnp.cos(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            return Inner.apply(ctx.saved_tensor()[0], dy)
+
+    def loss(x):
+        return jnp.sum(Outer.apply(x) * x)
+
+    # The gradient of the loss is Inner(x, x) - cos(x), and the rule of Inner has a gradient for its second input alone.
+    x = jnp.asarray([0.3, 1.2])
+    for run in (lambda f: f, jax.jit):
+        for second in (jax.jacrev(jax.grad(loss)), jax.hessian(loss)):
+            np.testing.assert_allclose(run(second)(x), jnp.diag(2 * jnp.sin(x)), rtol=1e-5, atol=1e-6)

@@ -1,11 +1,15 @@
 """One staged function that is differentiated several times: for different arguments, and in several threads."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, saved_tensors_hooks
+from pylayer_jax._jax import RunLog
+from pylayer_jax.packers import save_on_disk
 from tests.kit.threads import in_threads
 
 X = jnp.asarray([0.3, -1.2, 2.0])
@@ -95,3 +99,46 @@ def plain(x):
         return (x * y + jnp.sin(x)).sum()
 
     return jax.grad(product, 1)(x, x) * x + product(x, x)
+
+
+@pytest.fixture
+def many_switches():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_threads_that_run_one_compiled_program_with_host_hooks(many_switches):
+    hooks = saved_tensors_hooks(lambda x: (x + 1,), lambda packed: packed[0] - 1, host=True)
+    step = jax.jit(jax.grad(hooks(lambda x: jnp.sum(Product.apply(x, x + 1)))))
+    expected = [np.asarray(step(X + i)) for i in range(8)]
+
+    def work(i):
+        for _ in range(40):
+            np.testing.assert_allclose(step(X + i), expected[i], rtol=1e-5)
+
+    assert in_threads(8, work) == []
+
+
+def test_threads_that_enter_runs_get_numbers_of_their_own(many_switches):
+    log = RunLog()
+    found = []
+
+    def work(i):
+        numbers = [log.add((i, k)) for k in range(300)]
+        found.extend((log.find(number), (i, k)) for k, number in enumerate(numbers))
+
+    assert in_threads(8, work) == []
+    assert len(found) == 2400
+    assert all(run == entered for run, entered in found)
+
+
+def test_threads_that_save_to_one_directory(many_switches, tmp_path):
+    def work(i):
+        for k in range(10):
+            x = X + i + k
+            gradient = jax.grad(save_on_disk(tmp_path)(lambda x: jnp.sum(Product.apply(x, x))))(x)
+            np.testing.assert_allclose(gradient, 2 * x + jnp.cos(x), rtol=1e-5)
+
+    assert in_threads(8, work) == []

@@ -113,3 +113,14 @@ def test_objects_die_with_the_vjp_function():
     del pullback
     gc.collect()
     assert len(alive) == 0
+
+
+def test_many_fresh_eager_tensors_leave_nothing_with_the_hooks_object():
+    spy = Spy()
+    for i in range(50):
+        x = X + i
+        _, pullback = jax.vjp(spy.hooks(lambda x: Tanh.apply(jnp.sin(x)).sum()), x)
+        pullback(jnp.ones(()))
+        del x, pullback
+    gc.collect()
+    assert len(spy.hooks._pair.cache._entries) == 0

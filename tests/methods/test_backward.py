@@ -294,3 +294,30 @@ def test_a_key_as_a_gradient(run):
         ValueError, match=r"Gives\.backward, gradient of 'args\[0\]': expected an array of dtype float32"
     ):
         run(jax.grad(lambda x: layer(lambda dy: jax.random.key(0)).apply(x).sum()))(X)
+
+
+# -- containers of another kind -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [tuple, list])
+@pytest.mark.parametrize("returned", [tuple, list])
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_list_for_a_tuple_argument_and_the_reverse(given, returned, around):
+    class Total(PyLayer):
+        @staticmethod
+        def forward(ctx, pair, scale):
+            ctx.save_for_backward(*pair, scale)
+            return (pair[0] + 2 * pair[1]) * scale
+
+        @staticmethod
+        def backward(ctx, dy):
+            a, b, scale = ctx.saved_tensor()
+            return returned([dy * scale, 2 * dy * scale]), dy * (a + 2 * b)
+
+    x = jnp.arange(3.0)
+    run = around(jax.grad(lambda pair, scale: Total.apply(pair, scale).sum(), (0, 1)))
+    pair, scale = run(given([x, x + 1]), x)
+    assert type(pair) is given
+    np.testing.assert_allclose(pair[0], x)
+    np.testing.assert_allclose(pair[1], 2 * x)
+    np.testing.assert_allclose(scale, 3 * x + 2)

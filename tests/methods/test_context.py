@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
+from pylayer_jax import Function, PyLayer
 from tests.kit.modes import MODES, X, modes
 
 
@@ -522,3 +522,24 @@ def test_a_numpy_value_may_change_as_soon_as_apply_returns():
         y = made.apply(x)
         x[:] = 5
         assert float(y.max()) == 1
+
+
+def test_a_function_saves_none_beside_tensors():
+    class Add(Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(None, x, None)
+            ctx.save_for_backward(None, x)  # the last call counts
+            return x + y
+
+        @staticmethod
+        def backward(ctx, dy):
+            nothing, x = ctx.saved_tensors
+            assert nothing is None
+            return dy * x, dy
+
+    for run in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(run(jax.grad(lambda x: Add.apply(x, x + 1).sum()))(X), X + 1)
+    wrong = type("Wrong", (Add,), {"forward": staticmethod(lambda ctx, x: ctx.save_for_backward(None, 3))})
+    with pytest.raises(TypeError, match=r"ctx\.save_for_backward in Wrong: expected tensors or None, .* 1 is 3"):
+        wrong.apply(X)
