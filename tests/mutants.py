@@ -91,7 +91,10 @@ def mutant(source: str, number: int, change: Callable[[Any], ast.AST]) -> tuple[
             return changed if node is target else super().visit(node)
 
     tree = ast.fix_missing_locations(Replace().visit(tree))
-    first = lambda text: text.splitlines()[0][:90]
+
+    def first(text: str) -> str:
+        return text.splitlines()[0][:90]
+
     return ast.unparse(tree), getattr(target, "lineno", 0), f"{first(before)}  ->  {first(ast.unparse(changed))}"
 
 
@@ -115,12 +118,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for the tests of one mutant")
     options = parser.parse_args()
-    files = [
-        path
-        for name in MUTATED
-        for path in ([PACKAGE / name] if name.endswith(".py") else PACKAGE.glob(f"{name}/*.py"))
-    ]
-    sources = {path: path.read_text() for path in sorted(files)}
+    paths = [path for name in MUTATED for path in [PACKAGE / name, *PACKAGE.glob(f"{name}/*.py")] if path.is_file()]
+    sources = {path: path.read_text() for path in sorted(paths)}
     found = [(path, *point) for path, source in sources.items() for point in points(ast.parse(source))]
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
     print(f"{len(found)} possible mutants, {len(chosen)} chosen", flush=True)
