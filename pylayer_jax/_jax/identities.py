@@ -50,6 +50,7 @@ register(
     jvp=lambda primals, tangents, *, count: (batch_together_p.bind(*primals, count=count), list(tangents[-count:])),
     transpose=lambda cotangents, *args, count: [None] * (len(args) - count) + list(cotangents),
     batch=_batch_together_batch,
+    lower=lambda _, *args, count: list(args[-count:]),
     drop_unused=_drop_operands,
 )
 
@@ -98,6 +99,7 @@ register(
     abstract=lambda *types: ([types[-1]], frozenset()),
     jvp=lambda primals, tangents: (with_tangent_p.bind(*primals), [tangents[0]]),
     batch=_with_tangent_batch,
+    lower=lambda _, *args: [args[-1]],
 )
 
 
@@ -124,6 +126,7 @@ register(
     jvp=_forbid_derivative_jvp,
     transpose=lambda cotangents, *_, **__: list(cotangents),
     batch=lambda _, args, dims, *, error: (forbid_derivative_p.bind(*args, error=error), list(dims)),
+    lower=lambda _, *args, **__: list(args),
     drop_unused=_drop_operands,
 )
 
