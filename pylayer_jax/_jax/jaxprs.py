@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .names import ClosedJaxpr, DebugInfo, Literal, jaxprs_in_params, partial_eval, wrap_init
+from .names import ClosedJaxpr, DebugInfo, Jaxpr, Literal, jaxprs_in_params, partial_eval, wrap_init
 
 
 def stage(
@@ -132,13 +132,19 @@ def _with_equations(jaxpr: Any, equations: list[Any], outvars: Sequence[Any]) ->
 
 
 def without_stopped_selections(jaxpr: Any) -> Any:
-    """The jaxpr without selections between a value and the same value behind `stop_gradient`.
+    """The jaxpr without selections between a value and the same value behind `stop_gradient`, at any depth.
 
     A batched `jax.lax.cond` has them, to stop the gradients of the branches that are not taken. They are equal to the
     value, but JAX cannot transpose them.
     """
     stopped: dict[Any, Any] = {}
     same: dict[Any, Any] = {}
+
+    def renamed(atoms: Sequence[Any]) -> list[Any]:
+        return [a if is_literal(a) else same.get(a, a) for a in atoms]
+
+    equations: list[Any] = []
+    changed = False
     for equation in jaxpr.eqns:
         if equation.primitive.name == "stop_gradient" and not is_literal(equation.invars[0]):
             stopped[equation.outvars[0]] = equation.invars[0]
@@ -147,12 +153,34 @@ def without_stopped_selections(jaxpr: Any) -> Any:
             if len(values) == 1:
                 (value,) = values
                 same[equation.outvars[0]] = same.get(value, value)
-    if not same:
+                continue
+        params = {name: _changed_inside(without_stopped_selections, x) for name, x in equation.params.items()}
+        changed = changed or any(params[name] is not x for name, x in equation.params.items())
+        equations.append(equation.replace(invars=renamed(equation.invars), params=params))
+    if not same and not changed:
         return jaxpr
+    return _without_dead_equations(jaxpr.replace(eqns=equations, outvars=renamed(jaxpr.outvars)))
 
-    def renamed(atoms: Sequence[Any]) -> list[Any]:
-        return [a if is_literal(a) else same.get(a, a) for a in atoms]
 
-    kept = [e.replace(invars=renamed(e.invars)) for e in jaxpr.eqns if not any(v in same for v in e.outvars)]
-    changed = jaxpr.replace(eqns=kept, outvars=renamed(jaxpr.outvars))
-    return partial_eval.dce_jaxpr(changed, [True] * len(changed.outvars), instantiate=True)[0]
+def _changed_inside(change: Callable[[Any], Any], parameter: Any) -> Any:
+    """A parameter of an equation with its jaxprs changed; the same object if none of them changes."""
+    if type(parameter) is Jaxpr:
+        return change(parameter)
+    if type(parameter) is ClosedJaxpr:  # another type before jax 0.12
+        changed = change(parameter.jaxpr)
+        return parameter if changed is parameter.jaxpr else ClosedJaxpr(changed, parameter.consts)
+    if type(parameter) is tuple:
+        each = tuple(_changed_inside(change, x) for x in parameter)
+        return each if any(a is not b for a, b in zip(each, parameter, strict=True)) else parameter
+    return parameter
+
+
+def _without_dead_equations(jaxpr: Any) -> Any:
+    # Not by `dce_jaxpr`, which would drop inputs too.
+    needed = {v for v in jaxpr.outvars if not is_literal(v)}
+    kept: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        if equation.effects or any(v in needed for v in equation.outvars):
+            kept.append(equation)
+            needed |= {v for v in equation.invars if not is_literal(v)}
+    return jaxpr.replace(eqns=kept[::-1])

@@ -386,3 +386,33 @@ def test_a_backward_with_a_layer_that_saves_an_intermediate():
     for run in (lambda f: f, jax.jit):
         for second in (jax.jacrev(jax.grad(loss)), jax.hessian(loss)):
             np.testing.assert_allclose(run(second)(x), jnp.diag(2 * jnp.sin(x)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "within",
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda d: jax.lax.scan(lambda c, _: (f(c), None), d, None, length=1)[0],
+        lambda f: lambda d: jax.lax.fori_loop(0, 1, lambda _, c: f(c), d),
+        lambda f: lambda d: jax.lax.cond(True, f, f, d),
+        lambda f: jax.jit(lambda d: jax.jit(f)(d) + 0 * d),
+        lambda f: lambda d: jax.vmap(f)(d[None])[0],
+    ],
+    ids=["top level", "jit", "checkpoint", "scan", "fori_loop", "cond", "jit of jit", "vmap"],
+)
+def test_a_cond_in_the_backward_of_a_batch(within):
+    # JAX batches a cond with `stop_gradient` on the branches that are not taken.
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensor()
+        branches = (lambda d: d * jnp.cos(x), lambda d: jnp.cos(x) * d)
+        return within(lambda d: jax.lax.cond(x > 0, *branches, d))(dy)
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return jnp.sin(x)
+
+    layer = type("Made", (PyLayer,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    for run in (lambda f: f, jax.jit):
+        np.testing.assert_allclose(run(jax.vmap(jax.hessian(layer.apply)))(T), -jnp.sin(T), rtol=1e-5)
