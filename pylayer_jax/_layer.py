@@ -220,7 +220,8 @@ class PyLayer:
             NotImplementedError: if `forward` is missing, or if a gradient is needed and `backward` is missing.
             TypeError: for arguments that do not fit `forward`, for a `jax.Ref`, and in forward mode if the class has
                 none or its `backward` is not linear.
-            ValueError: if no output of `forward` is a tensor, or if the gradients of `backward` do not fit the inputs.
+            ValueError: if no output of `forward` is a tensor, if `forward` changes a container among its arguments in
+                place, or if the gradients of `backward` do not fit the inputs.
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
         """
         if nothing_is_traced():
