@@ -52,6 +52,8 @@ def second(f):
     ],
 )  # fmt: skip
 def test_a_check_in_forward(layer, transform):
+    if layer is Log and jax.config.jax_custom_vjp3:
+        pytest.skip("under jax_custom_vjp3 JAX refuses checks in a custom_vjp function")
     checked = checkify.checkify(transform(lambda x: jnp.sum(layer.apply(x))))
     error, _ = checked(jnp.ones((2, 2)))
     assert error.get() is None

@@ -61,6 +61,8 @@ def grad(f):
     ],
 )  # fmt: skip
 def test_a_static_argument_dies_with_the_program(layer, transform):
+    if layer is Scale and jax.config.jax_custom_vjp3:
+        pytest.skip("under jax_custom_vjp3 JAX remembers the static arguments of a custom_vjp function")
     models = []
     for _ in range(3):
         model = Model()

@@ -279,6 +279,7 @@ def without_unused(function, *args):
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap, scan_with_output], ids=["", "jit", "vmap", "scan"])
+@pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="the primitive of jax_custom_vjp3 is dropped as a whole or not")
 def test_an_output_that_nobody_uses_leaves_the_jaxpr(around):
     run, text = without_unused(lambda x: around(Both.apply)(x)[0], X)
     assert "tanh" in text
