@@ -223,9 +223,11 @@ def test_generated_backwards_are_right_or_refused(steps):
         assert re.search(r"Made\.backward (is not linear|cannot be transposed)", message)
         return
     tangent, expected = found
-    np.testing.assert_allclose(tangent, expected, rtol=2e-2, atol=1e-4)  # bfloat16 among the operations
+    # bfloat16 is among the operations, and its rounding is relative to the largest value; a constant is larger.
+    np.testing.assert_allclose(tangent, expected, atol=0.03 * max(1, np.abs(expected).max()))
     # A map that is not refused is linear.
-    np.testing.assert_allclose(backward(2 * T), 2 * backward(T), rtol=2e-2, atol=1e-4)
+    twice = 2 * backward(T)
+    np.testing.assert_allclose(backward(2 * T), twice, atol=0.03 * max(1, np.abs(twice).max()))
 
 
 # -- layers within backward -----------------------------------------------------------------------
