@@ -69,6 +69,10 @@ def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
     return rule
 
 
+def _is_function(member: object) -> bool:
+    return callable(member) or isinstance(member, (staticmethod, classmethod))
+
+
 _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
 _METHODS = ("forward", "backward", "setup_context")
 
@@ -145,7 +149,7 @@ class PyLayer:
                 "batch forward, or set generate_vmap_rule = False to have vmap called."
             )
         names: Any = cls.saved_names  # checked, although the annotation promises it
-        is_tuple = isinstance(names, tuple) and all(isinstance(name, (str, type(None))) for name in names)
+        is_tuple = isinstance(names, tuple) and all(name is None or (isinstance(name, str) and name) for name in names)
         if names is not True and not is_tuple:
             raise TypeError(
                 f"{cls.__qualname__}.saved_names: expected a tuple of strings (None for a value without a name), or "
@@ -160,6 +164,8 @@ class PyLayer:
         for name in own:
             meant = name_meant(name, _FLAGS + _METHODS)
             if meant is None or name[0] == "_" or name[-1].isdigit() or not hasattr(cls, meant):
+                continue
+            if (meant in _FLAGS) == _is_function(own[name]):  # a helper such as `forward_model`
                 continue
             # Beside a method of the right name, another one is a helper.
             if meant not in own and (meant in _FLAGS or not any(meant in vars(base) for base in users)):

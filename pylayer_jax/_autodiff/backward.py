@@ -47,8 +47,8 @@ class LayerDerivative(Derivative):
         cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
         if all(c is None for c in cotangents):
             return [None] * len(call.arguments.avals)
-        needs_grad = call.arguments.perturbable(needs_grad)
-        ctx = self._context(needs_grad, residuals, saved.saved)
+        seen = self._needs_input_grad(needs_grad)
+        ctx = self._context(seen, residuals, saved.saved)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
@@ -60,16 +60,14 @@ class LayerDerivative(Derivative):
         except Exception as error:
             add_note(error, call.name, "backward")
             raise
-        gradients = match_gradients(
-            result, call.arguments, needs_grad, layer._torch_convention, saved.perturbed_is_exact
-        )
-        return conjugate(gradients)
+        gradients = match_gradients(result, call.arguments, seen, layer._torch_convention, saved.perturbed_is_exact)
+        return conjugate([g if need else None for g, need in zip(gradients, needs_grad, strict=True)])
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""
         call, saved = self.call, self.saved
-        needs_grad = call.arguments.perturbable(needs_grad)
-        ctx = self._context(needs_grad, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
+        seen = self._needs_input_grad(needs_grad)
+        ctx = self._context(seen, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
         given = argument_tangents(call.arguments, tangents, saved.materialize)
         try:
             result = call.layer._jvp_method()(ctx, *given)
@@ -77,6 +75,11 @@ class LayerDerivative(Derivative):
             add_note(error, call.name, "jvp")
             raise
         return match_tangents(result, saved.outputs, call.name)
+
+    def _needs_input_grad(self, needs_grad: Sequence[bool]) -> list[bool]:
+        """What `ctx.needs_input_grad` tells: if `forward` read it, what it told there, which the saved values fit."""
+        saved = self.saved
+        return saved.needs_grad if saved.read_needs_input_grad else self.call.arguments.perturbable(needs_grad)
 
     def second_derivative_error(self) -> Exception | None:
         make_error = second_derivative_error_of(self.call.layer.backward)

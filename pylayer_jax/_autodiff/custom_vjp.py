@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pylayer_jax._jax import (
+    NO_RESIDUAL,
     RunLog,
     as_arrays,
     batch_together,
@@ -63,7 +64,10 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple
     run = _Run(call.name, derivative, needs_grad)
     if call.log is None:
         return tuple(outputs), (Static(run), *residuals)
-    return tuple(outputs), (Static(call.log), call.log.add(run), *residuals)  # NOTE [several runs]
+    # NOTE [several runs]
+    count = len(residuals) if not saved.read_needs_input_grad else -(-len(residuals) // _PADDED_TO) * _PADDED_TO
+    padding = [NO_RESIDUAL] * (count - len(residuals))
+    return tuple(outputs), (Static(call.log), call.log.add(run), *residuals, *padding)
 
 
 def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -71,6 +75,7 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
     if isinstance(run, RunLog):
         run, arrays = run.find(arrays[0]), arrays[1:]
         _check_count(run, len(arrays))
+        arrays = arrays[: run.derivative.residuals]
     given = [None if is_symbolic_zero(c) else c for c in cotangents]
     gradients = run.derivative.gradients(run.needs_grad, arrays, given)
     if any(map(is_mapped, given)):
@@ -81,12 +86,17 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
     return None, *gradients
 
 
+# A `forward` may save more tensors for one choice of needs_input_grad than for another, but JAX keeps one structure of
+# the residuals for all runs. Their number is therefore rounded up.
+_PADDED_TO = 16
+
+
 def _check_count(run: _Run, residuals: int) -> None:
-    if residuals != run.derivative.residuals:
+    if not residuals - _PADDED_TO < run.derivative.residuals <= residuals:
         raise RuntimeError(
             f"{run.layer}.forward saved {run.derivative.residuals} tensors for one choice of needs_input_grad "
-            f"and {residuals} for another, within one jitted function that was differentiated both ways. Save "
-            "the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
+            f"and {residuals} or somewhat fewer for another, within one jitted function that was differentiated both "
+            "ways. Save the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
         )
 
 

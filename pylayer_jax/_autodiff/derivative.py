@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax import (
+    NEEDS_VALUES,
     HoldingPrimitive,
     as_array,
     held_object,
@@ -109,7 +110,13 @@ def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) 
         gradients = derivative.pull(needs_grad, residuals, scatter(cotangents, derivative.has_tangent))
         return select(gradients, needs_grad)
 
-    return transpose(derivative.name, pull, derivative.tangent_types, tangents, derivative.forward_mode)
+    try:
+        return transpose(derivative.name, pull, derivative.tangent_types, tangents, derivative.forward_mode)
+    except NEEDS_VALUES:
+        # Host code in a backward that must not be differentiated. Without forward mode this is a second derivative.
+        if not derivative.forward_mode and (error := derivative.second_derivative_error()) is not None:
+            raise error from None
+        raise
 
 
 def _types(*_: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) -> tuple[list[Any], Any]:

@@ -16,8 +16,8 @@ def function_key(function: Any) -> Any:
     """Equal for functions of the same code that read the same values.
 
     A function reads its closure, its defaults, its attributes, and the global variables that it names. Numbers and
-    strings are compared; tuples, `functools.partial` and functions in a closure are compared by what they hold in turn;
-    everything else, a global function among it, is compared by identity.
+    strings are compared; tuples, `functools.partial`, functions in a closure and global functions of the same module
+    are compared by what they hold in turn; everything else, as a dict, an object or an array, is compared by identity.
     """
     return _key(function, {})
 
@@ -44,7 +44,7 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
 def _key_of_function(function: types.FunctionType, seen: dict[int, int]) -> Any:
     variables = function.__globals__
     named = {name: variables[name] for name in _names(function.__code__) if name in variables}
-    read = {name: _key(x, seen) if type(x) in (*_PLAIN, tuple) else IdentityKey(x) for name, x in named.items()}
+    read = {name: _key(x, seen) if _is_followed(x, variables) else IdentityKey(x) for name, x in named.items()}
     return (
         function.__code__,
         IdentityKey(variables),
@@ -54,6 +54,11 @@ def _key_of_function(function: types.FunctionType, seen: dict[int, int]) -> Any:
         _items(vars(function), seen),
         tuple(read.items()),
     )
+
+
+def _is_followed(value: Any, variables: dict[str, Any]) -> bool:
+    """Whether a global variable counts by what it holds. Functions of other modules, as of jax, lead too far."""
+    return type(value) in (*_PLAIN, tuple) or getattr(value, "__globals__", None) is variables
 
 
 def _items(held: dict[str, Any], seen: dict[int, int]) -> tuple[Any, ...]:

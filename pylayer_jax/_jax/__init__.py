@@ -13,6 +13,7 @@ This file hands their names on, so that the other wings import from `pylayer_jax
 """
 
 from .custom_rules import (
+    NO_RESIDUAL,
     RunLog,
     call_with_symbolic_zeros,
     custom_function_name,
@@ -105,6 +106,7 @@ from .types import (
 
 __all__ = [
     "NEEDS_VALUES",
+    "NO_RESIDUAL",
     "HoldingPrimitive",
     "RunLog",
     "ShapedArray",

@@ -48,8 +48,11 @@ def _empty_array(number: int) -> np.ndarray:
     return np.zeros((0, number), bool)
 
 
+NO_RESIDUAL = _empty_array(0)  # fills a place among the residuals
+
+
 def is_run_number(residual: Any) -> bool:
-    """Whether a residual is the number of a run: NOTE [several runs]; or an array of them, from a loop or a batch."""
+    """Whether a residual is the number of a run, or none: NOTE [several runs]; or many, from a loop or a batch."""
     return residual.dtype == bool and residual.size == 0
 
 

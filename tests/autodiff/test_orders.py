@@ -269,3 +269,22 @@ def test_needs_input_grad_widens_at_the_outer_order():
         for outer in (grad, lambda f: jax.jit(grad(f))):
             ours = outer(build(lambda x, w: AskedLinear.apply(x, w, "static")))(w)
             np.testing.assert_allclose(ours, grad(build(lambda x, w: x @ w))(w), rtol=1e-5)
+
+
+def test_once_differentiable_wins_over_host_code_in_backward():
+    class OnHost(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return jnp.sin(x)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dy):
+            return np.asarray(dy) * np.cos(np.asarray(ctx.saved_tensor()[0]))
+
+    np.testing.assert_allclose(jax.grad(OnHost.apply)(0.3), np.cos(0.3), rtol=1e-6)
+    message = r"OnHost\.backward is marked @once_differentiable"
+    for second in (jax.hessian(OnHost.apply), lambda x: jax.jvp(jax.grad(OnHost.apply), (x,), (1.0,))):
+        with pytest.raises(RuntimeError, match=message):
+            second(0.3)

@@ -86,6 +86,66 @@ def test_a_jaxpr_that_is_differentiated_in_turn_keeps_what_each_turn_saved():
         np.testing.assert_allclose(jax.grad(f, 1)(X, X + 1), X, rtol=1e-6)
 
 
+class SavesWhatIsNeeded(PyLayer):
+    """a b^2, which saves another number of tensors for each choice of arguments."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        needs = ctx.needs_input_grad
+        if all(needs):
+            ctx.save_for_backward(a, b)
+        elif needs[0]:
+            ctx.save_for_backward(b)
+        elif needs[1]:
+            ctx.save_for_backward(a * b)
+        return a * b**2
+
+    @staticmethod
+    def backward(ctx, dy):
+        needs, saved = ctx.needs_input_grad, ctx.saved_tensor()
+        if all(needs):
+            a, b = saved
+            return dy * b**2, 2 * dy * a * b
+        return (dy * saved[0] ** 2, None) if needs[0] else (None, 2 * dy * saved[0])
+
+
+class SavesWithForwardMode(SavesWhatIsNeeded):
+    forward_mode = True
+
+
+STAGED = {
+    "jit": jax.jit,
+    "scan": lambda f: lambda a, b: jax.lax.scan(lambda c, _: (c + f(a, b), None), 0.0, None, length=1)[0],
+    "cond": lambda f: lambda a, b: jax.lax.cond(a > -9, f, lambda a, b: a, a, b),
+    "checkpoint": jax.checkpoint,
+    "fori_loop": lambda f: lambda a, b: jax.lax.fori_loop(0, 1, lambda _, c: c + f(a, b), 0.0),
+    "jit of vmap": lambda f: jax.jit(lambda a, b: jax.vmap(f, (0, None))(a[None], b)[0]),
+}
+DERIVATIVES = {
+    "grad 0": (lambda f: jax.grad(f, 0), lambda a, b: b**2),
+    "grad 1": (lambda f: jax.grad(f, 1), lambda a, b: 2 * a * b),
+    "hessian 0": (lambda f: jax.hessian(f, 0), lambda a, b: 0.0),
+    "hessian 1": (lambda f: jax.hessian(f, 1), lambda a, b: 2 * a),
+    "mixed": (lambda f: jax.jacfwd(jax.grad(f, 1), 0), lambda a, b: 2 * b),
+    "jvp of grad": (
+        lambda f: lambda a, b: jax.jvp(lambda b: jax.grad(f, 1)(a, b), (b,), (1.0,))[1],
+        lambda a, b: 2 * a,
+    ),
+    "reverse over reverse": (lambda f: jax.jacrev(jax.grad(f, 1), 0), lambda a, b: 2 * b),
+}
+
+
+@pytest.mark.parametrize("staged", STAGED)
+@pytest.mark.parametrize("layer", [SavesWhatIsNeeded, SavesWithForwardMode])
+@pytest.mark.parametrize("first", DERIVATIVES)
+def test_no_derivative_disturbs_the_next(staged, layer, first):
+    f = STAGED[staged](lambda a, b: layer.apply(a, b))
+    a, b = jnp.asarray(2.0), jnp.asarray(3.0)
+    for name in (first, *DERIVATIVES):
+        derivative, expected = DERIVATIVES[name]
+        np.testing.assert_allclose(derivative(f)(a, b), expected(a, b), rtol=1e-6, err_msg=name)
+
+
 def test_a_differentiated_value_that_staged_code_closes_over_counts_as_staged():
     def f(x):
         g = jax.jit(lambda y: Product.apply(x, y).sum())

@@ -174,6 +174,10 @@ def test_pairs_of_one_recipe_are_one_and_of_two_recipes_two(first, second):
     assert (pair(first) == pair(second)) == (repr(first) == repr(second))
 
 
+def scaled(x):
+    return x * SCALE
+
+
 def closing_over(change):
     """A hook, and a function that changes what it reads."""
     factor = 2.0
@@ -215,13 +219,23 @@ def closing_over(change):
         "keyword": (by_keyword, set_keyword),
         "attribute": (by_attribute, set_attribute),
         "global": (lambda x: x * SCALE, set_global),
+        "global of a global function": (lambda x: scaled(x), set_global),
         "global in an inner function": (lambda x: sum(x * SCALE for _ in "1"), set_global),
     }[change]
 
 
 @pytest.mark.parametrize(
     "change",
-    ["closure", "local function", "default", "keyword", "attribute", "global", "global in an inner function"],
+    [
+        "closure",
+        "local function",
+        "default",
+        "keyword",
+        "attribute",
+        "global",
+        "global of a global function",
+        "global in an inner function",
+    ],
 )
 def test_a_hook_that_reads_another_value_is_another_hook(change, monkeypatch):
     monkeypatch.setattr("tests.hooks.test_caches.SCALE", 2.0)

@@ -83,12 +83,18 @@ def test_members_that_are_set_afterwards():
     ],
 )
 def test_a_name_one_letter_off(name, meant):
-    members = {name: "jax"}
+    is_method = meant in ("forward", "backward", "setup_context")
+    members = {name: staticmethod(len) if is_method else "jax"}
     if meant is None:
         assert getattr(type("Layer", (Function,), members), name) == "jax"
         return
     with pytest.raises(TypeError, match=rf"Layer.{name}: a layer has no such attribute.*Did you mean {meant}\?"):
         type("Layer", (Function,), members)
+
+
+@pytest.mark.parametrize("name", ["forward_model", "forward_node", "saved_games", "forward_modes"])
+def test_a_helper_whose_name_is_near_that_of_a_flag(name):
+    check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: staticmethod(len)}))
 
 
 def test_a_helper_beside_the_method_of_the_right_name():
