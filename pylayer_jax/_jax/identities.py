@@ -73,7 +73,7 @@ register(
     abstract=lambda *types: (list(types), frozenset()),
     jvp=lambda primals, tangents: (compute_together_p.bind(*primals), list(tangents)),
     batch=lambda _, args, dims: (compute_together_p.bind(*args), list(dims)),
-    drop_unused=_drop_operands,
+    # A value that nobody uses stays: the others wait for it.
 )
 
 
