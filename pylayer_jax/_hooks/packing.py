@@ -6,10 +6,11 @@ values: pack and unpack count as the identity, as in torch. If an outer differen
 therefore stays beside its packed form, only for its tangent; its value is never read there, so that XLA drops it from a
 compiled program.
 
-If a layer is only staged, to be differentiated later (`jax.grad` of `jax.jit`, the body of a scan), nothing tells the
-order of that differentiation, and a tensor that stays would be an output of the compiled forward: the very memory that
-packing is meant to save. Therefore it does not stay there. A second derivative goes through the hooks themselves if the
-pair says that this is right, and is an error otherwise.
+If a program is only staged, to be differentiated later (`jax.grad` of `jax.jit`, the body of a scan), or returns its
+vjp function (`jax.jit` of `jax.vjp`), nothing tells whether a derivative of higher order follows, and a tensor that
+stays would be an output of the compiled forward: the very memory that packing is meant to save. Therefore it does not
+stay there. A second derivative goes through the hooks themselves if the pair says that this is right, and is an error
+otherwise.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pylayer_jax._jax import (
     forbid_derivative,
     has_tangent,
     is_differentiated,
+    is_differentiating,
     is_key,
     is_run_number,
     is_staged,
@@ -113,7 +115,8 @@ def _pack_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor,
 
 def _pack_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
     pair, can_move = hooks.pair, has_tangent(tensor)
-    keeps_original = can_move and (is_differentiated(tensor) or (is_staged(tensor) and not hooks.deferred))
+    is_outside = is_staged(tensor) and not hooks.deferred and is_differentiating()
+    keeps_original = can_move and (is_differentiated(tensor) or is_outside)
     packed = PackedTensor(pair, tensor, where, keeps_original)
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)

@@ -273,6 +273,28 @@ def test_bytes_that_are_kept_for_backward(packer, expected, tmp_path):
         assert kept(jax.jit(hooked), *DEEP) <= expected * plain * 1.01
 
 
+@pytest.mark.parametrize(
+    "function", [lambda x: Tanh.apply(x).sum(), lambda x: jnp.sin(x).sum()], ids=["layer", "plain"]
+)
+@pytest.mark.parametrize("packer", ["cast_saved", "quantize_saved 8"])
+def test_a_vjp_function_of_a_compiled_program_holds_what_was_packed(function, packer, tmp_path):
+    x, hooked = grid(128, 128), PACKERS[packer][0](tmp_path)(function)
+
+    def bytes_of(pullback):
+        return sum(leaf.nbytes for leaf in {id(x): x for x in jax.tree_util.tree_leaves(pullback)}.values())
+
+    compiled, eager = jax.jit(lambda x: jax.vjp(hooked, x))(x)[1], jax.vjp(hooked, x)[1]
+    assert bytes_of(compiled) == bytes_of(eager) < 0.51 * x.nbytes
+    np.testing.assert_allclose(compiled(jnp.ones(()))[0], eager(jnp.ones(()))[0], atol=0.01)
+    inner = jax.jit(lambda x: jax.vjp(hooked, x)[1](jnp.ones(()))[0].sum())
+    inner(x)  # compiled where nothing further out is differentiated
+    if packer == "cast_saved":  # which JAX can differentiate
+        np.testing.assert_allclose(jax.grad(inner)(x), jax.grad(lambda x: jax.grad(function)(x).sum())(x), atol=0.02)
+    else:
+        with pytest.raises(TypeError, match=r"a second derivative goes through .*, which a pack hook packed inside of"):
+            jax.grad(inner)(x)
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
 def test_memory_of_a_compiled_step():
     def deep(x, ws):
