@@ -200,11 +200,12 @@ def _dequantize(
 class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors in files, one file per tensor, also in compiled programs.
 
-    A file is written under a temporary name and then renamed; therefore no half-written file is ever read. A checksum
-    is kept beside it. A file is removed when nothing can read it any more: in eager mode together with the function
-    that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On `close()` the files
-    of compiled programs are removed, but not what a function of eager `jax.vjp` still holds. When the process ends, all
-    of them are; the files of a process that was killed, by the next one that uses the directory (not on Windows).
+    A file is written under a temporary name and then renamed; therefore no half-written file is ever read. The process
+    keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode together with the
+    function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On `close()`
+    the files of compiled programs are removed, but not what a function of eager `jax.vjp` still holds. When the process
+    ends, all of them are; the files of a process that was killed, by the next one that uses the directory (not on
+    Windows).
 
     Args:
         directory: the files are written to a folder of this process in this directory. It is made if it does not exist.

@@ -77,7 +77,7 @@ class LayerDerivative(Derivative):
         return match_tangents(result, saved.outputs, call.name)
 
     def _needs_input_grad(self, needs_grad: Sequence[bool]) -> list[bool]:
-        """What `ctx.needs_input_grad` tells: if `forward` read it, what it told there, which the saved values fit."""
+        """`ctx.needs_input_grad`, per tensor. If `forward` read it, the same again, since the saved values fit that."""
         saved = self.saved
         return saved.needs_grad if saved.read_needs_input_grad else self.call.arguments.perturbable(needs_grad)
 

@@ -63,8 +63,9 @@ class PackSite:
 
     Several threads may execute one program at once, and the new forward pass of one of them says nothing about the
     others. A packer is a thread and a device (devices that run the same program, as in shard_map, are told apart by
-    their index). Only its own packing drops what a packer has packed. XLA may also choose among threads of its own for
-    one execution after another; so no more than `max_packers` keep what was unpacked, the last ones.
+    their index). What a packer has packed is dropped only when that packer packs again. XLA may also choose among
+    threads of its own for one execution after another; so no more than `max_packers` keep what was unpacked, the last
+    ones.
 
     What was never unpacked is kept, up to a limit that is beyond any loop. A program that is collected takes its sites
     with it.

@@ -98,5 +98,5 @@ def custom_function_name(equation: Any) -> str | None:
 
 
 def is_missing_forward_mode(error: TypeError) -> bool:
-    """Whether JAX says, in an error without a type of its own, that a custom_vjp function has no forward mode."""
+    """Whether JAX refuses forward mode of a custom_vjp function. JAX has no type for this error."""
     return "forward-mode" in str(error) and "custom_vjp" in str(error)

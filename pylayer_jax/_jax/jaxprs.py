@@ -88,6 +88,27 @@ def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
     return partial_eval.dce_jaxpr(jaxpr, list(used))
 
 
+def _needed_equations(
+    jaxpr: Any,
+    atoms: Sequence[Any],
+    known: Sequence[Any] = (),
+    is_wanted: Callable[[Any], bool] = lambda _: False,
+) -> list[Any]:
+    """The equations that compute `atoms` from the inputs and the `known` values, and those that are wanted anyway."""
+    needed: set[Any] = set()
+
+    def need(atoms: Sequence[Any]) -> None:
+        needed.update({v for v in atoms if not is_literal(v)}.difference(known))
+
+    need(atoms)
+    kept: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        if is_wanted(equation) or any(v in needed for v in equation.outvars):
+            kept.append(equation)
+            need(equation.invars)
+    return kept[::-1]
+
+
 def from_first_outputs(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
     """The jaxpr of all outputs but the first `count`, which become inputs behind the present ones.
 
@@ -95,17 +116,9 @@ def from_first_outputs(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
     """
     is_input = [not is_literal(v) for v in jaxpr.outvars[:count]]
     outputs = [v for v in jaxpr.outvars[:count] if not is_literal(v)]
-    known = set(outputs)
-    needed = {v for v in jaxpr.outvars[count:] if not is_literal(v)} - known
-    kept: list[Any] = []
-    for equation in reversed(jaxpr.eqns):
-        if any(v in needed for v in equation.outvars):
-            kept.append(equation)
-            needed |= {v for v in equation.invars if not is_literal(v)} - known
+    kept = _needed_equations(jaxpr, jaxpr.outvars[count:], known=outputs)
     debug = DebugInfo("pylayer_jax", "intermediates", None, None)
-    rest = jaxpr.replace(
-        invars=[*jaxpr.invars, *outputs], eqns=kept[::-1], outvars=jaxpr.outvars[count:], debug_info=debug
-    )
+    rest = jaxpr.replace(invars=[*jaxpr.invars, *outputs], eqns=kept, outvars=jaxpr.outvars[count:], debug_info=debug)
     return rest, is_input
 
 
@@ -114,15 +127,15 @@ def without_checks(jaxpr: Any) -> tuple[Any, Any]:
 
     The second is None if there are no checks. Checks within a loop or a branch stay where they are.
     """
-    if not any(e.primitive.name == "check" for e in jaxpr.eqns):
+
+    def is_check(equation: Any) -> bool:
+        return equation.primitive.name == "check"
+
+    if not any(map(is_check, jaxpr.eqns)):
         return jaxpr, None
-    rest = [e for e in jaxpr.eqns if e.primitive.name != "check"]
-    checks, needed = [], set()
-    for equation in reversed(jaxpr.eqns):
-        if equation.primitive.name == "check" or any(v in needed for v in equation.outvars):
-            checks.append(equation)
-            needed |= {v for v in equation.invars if not is_literal(v)}
-    return _with_equations(jaxpr, rest, jaxpr.outvars), _with_equations(jaxpr, checks[::-1], [])
+    rest = [e for e in jaxpr.eqns if not is_check(e)]
+    checks = _needed_equations(jaxpr, [], is_wanted=is_check)
+    return _with_equations(jaxpr, rest, jaxpr.outvars), _with_equations(jaxpr, checks, [])
 
 
 def _with_equations(jaxpr: Any, equations: list[Any], outvars: Sequence[Any]) -> Any:
@@ -159,7 +172,9 @@ def without_stopped_selections(jaxpr: Any) -> Any:
         equations.append(equation.replace(invars=renamed(equation.invars), params=params))
     if not same and not changed:
         return jaxpr
-    return _without_dead_equations(jaxpr.replace(eqns=equations, outvars=renamed(jaxpr.outvars)))
+    # Not by `dce_jaxpr`, which would drop inputs too.
+    left = jaxpr.replace(eqns=equations, outvars=renamed(jaxpr.outvars))
+    return left.replace(eqns=_needed_equations(left, left.outvars, is_wanted=lambda equation: bool(equation.effects)))
 
 
 def _changed_inside(change: Callable[[Any], Any], parameter: Any) -> Any:
@@ -173,14 +188,3 @@ def _changed_inside(change: Callable[[Any], Any], parameter: Any) -> Any:
         each = tuple(_changed_inside(change, x) for x in parameter)
         return each if any(a is not b for a, b in zip(each, parameter, strict=True)) else parameter
     return parameter
-
-
-def _without_dead_equations(jaxpr: Any) -> Any:
-    # Not by `dce_jaxpr`, which would drop inputs too.
-    needed = {v for v in jaxpr.outvars if not is_literal(v)}
-    kept: list[Any] = []
-    for equation in reversed(jaxpr.eqns):
-        if equation.effects or any(v in needed for v in equation.outvars):
-            kept.append(equation)
-            needed |= {v for v in equation.invars if not is_literal(v)}
-    return jaxpr.replace(eqns=kept[::-1])

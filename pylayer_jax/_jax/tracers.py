@@ -170,13 +170,13 @@ def is_deferred(tensors: Sequence[Any]) -> bool:
 
     A differentiation outside of the jaxpr that is being made does that later: it sees the jaxpr as a whole.
     """
-    if not is_staging(further_out=True):
-        return False
     within: list[Any] = []  # the traces within the one that makes the jaxpr
     for trace in _active_traces():
         if _is_staging_trace(trace):
             break
         within.append(trace)
+    else:
+        return False  # no jaxpr is being made
     examples = filter(is_differentiated, map(_example_of, tensors))
     return not any(getattr(x, "_trace", None) is trace for x in examples for trace in within)
 

@@ -383,7 +383,7 @@ def test_a_backward_with_a_layer_that_saves_an_intermediate():
     def loss(x):
         return jnp.sum(Outer.apply(x) * x)
 
-    # The gradient of the loss is Inner(x, x) - cos(x), and the rule of Inner has a gradient for its second input alone.
+    # The gradient of the loss is Inner(x, x) - cos(x), and the rule of Inner has a gradient only for its second input.
     x = jnp.asarray([0.3, 1.2])
     for run in (lambda f: f, jax.jit):
         for second in (jax.jacrev(jax.grad(loss)), jax.hessian(loss)):

@@ -326,7 +326,7 @@ def test_an_argument_that_changed_in_place(forward, path, around):
 
 @jax.tree_util.register_pytree_node_class
 class MadeAnew:
-    """Its leaves and its static data are new objects whenever JAX asks for them; the data is equal to nothing."""
+    """Its leaves and its static data are new objects whenever JAX asks for them; the data equals no other object."""
 
     def __init__(self, w):
         self.w = w
