@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,7 @@ import numpy as np
 
 from ._hooks.block import saved_tensors_hooks
 from ._hooks.disk import File, folder_of
-from ._jax import is_sharded_explicitly, is_tracer
+from ._jax import explicit_sharding, is_tracer, shard_counts
 
 __all__ = ["cast_saved", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
@@ -106,95 +107,185 @@ class _Cast(NamedTuple):
 class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors as small integers, with a scale and an offset for each block of values.
 
-    A value v of a block with finite values from a to b is kept as round((v - a) / s), s = (b - a) / (2^bits - 2).
-    It therefore changes by at most s / 2, and by the rounding of this arithmetic, which is at most 4 machine
-    epsilons of the largest of the block. A block that spans less than 2^bits times the smallest normal number comes
-    back as its smallest value. This is uniform quantization by group, as in Chen et al., "ActNN: Reducing Training
-    Memory Footprint via 2-Bit Activation Compressed Training" (2021), but rounded to nearest. Finite values stay
-    finite. Infinities and NaN come back as NaN and do not change the other values of their block. A tensor passes
-    unchanged if it would not become smaller.
+    A value v of a block with finite values from a to b is kept as (v - a) / s, s = (b - a) / (2^bits - 2), rounded to
+    an integer. It therefore changes by at most s / 2 (by less than s if rounding is stochastic), and by the rounding of
+    this arithmetic, which is at most 4 machine epsilons of the largest of the block. A block that spans less than
+    2^bits times the smallest normal number comes back as its smallest value. This is uniform quantization by group, as
+    in Chen et al., "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (2021). Finite
+    values come back from a to b. Infinities and NaN come back as NaN and do not change the other values of their block.
+    A tensor passes unchanged if it would not become smaller, and if it has one value per row (shape [..., 1]), as a
+    mean or a scale has.
+
+    A block lies within a row along the last axis, or holds whole short rows, and it lies within a shard, so that
+    nothing is communicated. Where only the compiler knows the sharding, this holds if each axis is cut along one mesh
+    axis.
 
     Args:
         bits: bits per value, 8 or 4.
-        block_size: number of values that share a scale. Arrays with explicit sharding have one scale per row instead.
+        block_size: the largest number of values that share a scale.
+        stochastic: round up with the probability that leaves no bias, by a hash of the value and its place in the
+            block: the same tensor is always packed the same way. By default with 4 bits only, where training suffers
+            from a bias; with 8 bits the nearest integer is closer.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
     """
 
-    def __init__(self, bits: int = 8, block_size: int = 128) -> None:
+    _keeps_offsets = True
+
+    def __init__(self, bits: int = 8, block_size: int = 128, stochastic: bool | None = None) -> None:
         if bits not in (8, 4):
             raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
         if block_size < 2 or block_size % 2:
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
 
+        rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
+
         def pack(x: Any) -> Any:
-            if not _is_float(x) or _quantized_size(x, bits, block_size) >= x.size * x.dtype.itemsize:
+            if not _is_float(x) or not x.size or x.shape[-1:] in ((), (1,)):
                 return x
-            block = None if is_sharded_explicitly(x) else min(block_size, x.size + x.size % 2)
-            values, scales, offsets = _quantize(x, bits, block)
-            return _Quantized(values, scales, offsets, x.shape, x.dtype, block)
+            blocks = _Blocks.of(x, block_size)
+            if blocks.packed_size(bits) >= x.size * x.dtype.itemsize:
+                return x
+            values, low, high = _quantize(x, bits, rounds_stochastically, blocks)
+            return _Quantized(values, low, high, blocks, x.dtype)
 
         def unpack(packed: Any) -> Any:
             if not isinstance(packed, _Quantized):
                 return packed
-            return _dequantize(*packed[:3], packed.shape, packed.dtype, bits, packed.block)
+            return _dequantize(*packed[:3], packed.dtype, bits, packed.blocks)
 
         super().__init__(pack, unpack)
 
 
+class _Blocks(NamedTuple):
+    """How a tensor is divided into blocks, which lie within shards, so that no device needs what another one has.
+
+    Axis `axis` is divided into `pieces` of `length` positions, of which the last is padded. A block is such a
+    piece with all of the axes behind it. The axes before it are joined where none of them is cut: XLA then needs less
+    memory.
+    """
+
+    shape: tuple[int, ...]
+    axis: int
+    pieces: int
+    length: int
+    rows: tuple[int, ...]  # the axes of the blocks
+    sharding: Any  # of the tensor, if its axes are explicit
+    row_names: tuple[Any, ...]  # the explicit mesh axes of `rows`
+
+    @classmethod
+    def of(cls, x: Any, largest: int) -> _Blocks:
+        cuts, sharding = shard_counts(x), explicit_sharding(x)
+        if sharding is None and is_tracer(x) and x.shape[-1] < 8 * cuts[-1]:
+            cuts[-1] = 1  # hardly anyone cuts an axis as short as that
+        names = [None] * x.ndim if sharding is None else [*sharding.spec, *[None] * x.ndim][: x.ndim]
+        axis, inner = x.ndim - 1, 1
+        while axis > 0 and cuts[axis] == 1 and 2 * inner * x.shape[axis] <= largest:
+            inner *= x.shape[axis]
+            axis -= 1
+        pieces = -(-x.shape[axis] * inner // (largest * cuts[axis])) * cuts[axis]
+        rows, row_names = [1], [None]
+        for size, cut, name in zip((*x.shape[:axis], pieces), cuts, names, strict=False):
+            if cut == 1 or rows == [1]:
+                rows[-1] *= size
+                row_names[-1] = name if cut > 1 else row_names[-1]
+            else:
+                rows.append(size)
+                row_names.append(name)
+        length = -(-x.shape[axis] // pieces)
+        return cls(x.shape, axis, pieces, length, tuple(rows), sharding, tuple(row_names))
+
+    @property
+    def block(self) -> int:
+        """Values in a block."""
+        return self.length * math.prod(self.shape[self.axis + 1 :])
+
+    def packed_size(self, bits: int) -> int:
+        return math.prod(self.rows) * (8 + -(-self.block * bits // 8))
+
+    def divided(self, x: jax.Array) -> jax.Array:
+        """The tensor as [*rows, block]."""
+        missing = self.pieces * self.length - self.shape[self.axis]
+        if missing:
+            x = jnp.pad(x, [(0, missing if i == self.axis else 0) for i in range(x.ndim)], mode="edge")
+        return self._reshaped(x, (*self.rows, self.block), self.row_names)
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """The tensor from [*rows, block]."""
+        padded = [self.pieces * self.length if i == self.axis else size for i, size in enumerate(self.shape)]
+        x = self._reshaped(x, padded, () if self.sharding is None else self.sharding.spec)
+        return jax.lax.slice_in_dim(x, 0, self.shape[self.axis], axis=self.axis)
+
+    def _reshaped(self, x: jax.Array, shape: Sequence[int], names: Sequence[Any]) -> jax.Array:
+        if self.sharding is None:
+            return jnp.reshape(x, shape)
+        spec = jax.sharding.PartitionSpec(*names)
+        return jnp.reshape(x, shape, out_sharding=jax.sharding.NamedSharding(self.sharding.mesh, spec))
+
+
 class _Quantized(NamedTuple):
     values: Any
-    scales: Any
-    offsets: Any
-    shape: tuple[int, ...]
+    low: Any  # the smallest and the largest value of each block
+    high: Any
+    blocks: _Blocks
     dtype: Any
-    block: int | None  # None: one scale per row, in the shape of the tensor
 
 
-def _quantized_size(x: Any, bits: int, block: int) -> int:
-    blocks = -(-x.size // block)
-    return blocks * 8 + (x.size * bits + 7) // 8
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _quantize(x: jax.Array, bits: int, block: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    x = x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
-    if block is not None:
-        flat = x.reshape(-1)
-        x = jnp.pad(flat, (0, -flat.size % block), mode="edge").reshape(-1, block)
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _quantize(x: jax.Array, bits: int, stochastic: bool, blocks: _Blocks) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x = blocks.divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32))
     finite = jnp.isfinite(x)
-    present = jnp.any(finite, axis=-1, keepdims=True)
-    low = jnp.where(present, jnp.min(jnp.where(finite, x, jnp.inf), axis=-1, keepdims=True), 0)
-    high = jnp.where(present, jnp.max(jnp.where(finite, x, -jnp.inf), axis=-1, keepdims=True), 0)
-    # Differences may be more than the largest finite number; their halves are not.
-    scales = high / (2**bits - 2) - low / (2**bits - 2)
-    steps = jnp.clip(jnp.round((x / 2 - low / 2) / jnp.where(scales > 0, scales / 2, 1)), 0, 2**bits - 2)
-    values = jnp.where(finite, steps, 2**bits - 1).astype(jnp.uint8)  # the largest number stands for NaN
-    if bits == 4 and values.shape[-1] % 2 == 0:
+    low, high = _smallest_and_largest(x, finite)
+    steps, half = 2**bits - 2, _half_step(low, high, bits)
+    exact = (x * 0.5 - low * 0.5) * jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
+    # Rounding may lead to the next larger integer.
+    values = jnp.minimum(jnp.floor(exact + _dither(x)) if stochastic else jnp.round(exact), steps)
+    values = jnp.where(finite, values, steps + 1).astype(jnp.uint8)  # the largest number stands for NaN
+    if bits == 4:
+        if blocks.block % 2:
+            values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
         values = values[..., ::2] | (values[..., 1::2] << 4)
-    return values, scales, low
+    return values, low, high
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _dither(x: jax.Array) -> jax.Array:
+    """A number from 0 to 1 for each value, from a hash of the value and of its place in the block."""
+    place = jnp.arange(x.shape[-1], dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ place) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
+    return ((mixed ^ (mixed >> 13)) >> 8).astype(x.dtype) * 2.0**-24
+
+
+def _smallest_and_largest(x: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Of the finite values in each row; 0 and 0 if there are none."""
+    # One reduction with two results: XLA would compute, and keep, what it reads for each of two.
+    infinity = jnp.asarray(jnp.inf, x.dtype)
+    low, high = jax.lax.reduce(
+        (jnp.where(finite, x, infinity), jnp.where(finite, x, -infinity)),
+        (infinity, -infinity),
+        lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
+        (x.ndim - 1,),
+    )
+    low, high = low[..., None], high[..., None]
+    return jnp.where(low > high, 0, low), jnp.where(low > high, 0, high)
+
+
+def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
+    # The difference of two values may be more than the largest finite number; that of their halves is not.
+    return (high * 0.5 - low * 0.5) / (2**bits - 2)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
 def _dequantize(
-    values: jax.Array,
-    scales: jax.Array,
-    offsets: jax.Array,
-    shape: tuple[int, ...],
-    dtype: Any,
-    bits: int,
-    block: int | None,
+    values: jax.Array, low: jax.Array, high: jax.Array, dtype: Any, bits: int, blocks: _Blocks
 ) -> jax.Array:
-    width = shape[-1] if block is None else block
-    if bits == 4 and width % 2 == 0:
-        values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], width)
-    half = values.astype(scales.dtype) * (scales / 2)
-    limit = float(jnp.finfo(dtype).max)  # rounding might exceed it
-    x = jnp.where(values == 2**bits - 1, jnp.nan, jnp.clip(offsets + half + half, -limit, limit))
-    if block is not None:
-        x = x.reshape(-1)[: math.prod(shape)].reshape(shape)
-    return x.astype(dtype)
+    if bits == 4:
+        values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)[..., : blocks.block]
+    half = values.astype(low.dtype) * _half_step(low, high, bits)
+    # Rounding must not lead out of the block: what was positive, or less than 1, stays so.
+    x = jnp.where(values == 2**bits - 1, jnp.nan, jnp.clip(low + half + half, low, high))
+    return blocks.joined(x).astype(dtype)
 
 
 class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pylayer_jax._hooks.active import SUSPENDED, active
-from pylayer_jax._hooks.packing import LazyResiduals, PackedResiduals, pack
+from pylayer_jax._hooks.packed_residuals import LazyResiduals, PackedResiduals, pack
 from pylayer_jax._jax import checkpoint_name, is_staging, is_tracer
 
 from .call import LayerCall, residual_tracker

@@ -4,7 +4,9 @@
 - `disk`: tensors in files.
 - `function_keys`: when two hooks are one entry in jit's caches.
 - `active`: the pair that is active, and the facts that a layer takes from it.
-- `packing`: packing one tensor, or all residuals of a layer or operation; and unpacking them.
+- `packing`: packing one tensor, and unpacking it.
+- `derived`: which residuals follow from others, and how they are computed again.
+- `packed_residuals`: all residuals of a layer or operation, packed or derived.
 - `operation_rule`: one JAX operation, with packed residuals.
 - `operations`: the trace that meets every operation of a block.
 - `block`: `saved_tensors_hooks` itself.

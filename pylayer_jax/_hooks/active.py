@@ -34,24 +34,28 @@ class Pair:
         "cache",
         "differentiable",
         "host",
+        "keeps_offsets",
         "key",
         "pack",
         "store",
         "unpack",
     )
 
-    def __init__(self, pack: Hook, unpack: Hook, host: bool, differentiable: bool = False) -> None:
+    def __init__(
+        self, pack: Hook, unpack: Hook, host: bool, differentiable: bool = False, keeps_offsets: bool = False
+    ) -> None:
         self.pack = pack
         self.unpack = unpack
         self.host = host
         self.differentiable = differentiable  # whether pack, then unpack, has the derivative of the identity
+        self.keeps_offsets = keeps_offsets  # whether a constant that is added leaves the error of the hooks as it is
         self.key = self._present_key()
         self._hash = hash(self.key)
         self.store: HostStore = host_store_of(self.key)
         self.cache = PackCache()
 
     def _present_key(self) -> Any:
-        return function_key(self.pack), function_key(self.unpack), self.host, self.differentiable
+        return function_key(self.pack), function_key(self.unpack), self.host, self.differentiable, self.keeps_offsets
 
     def is_outdated(self) -> bool:
         """Whether a variable that a hook reads was bound anew."""
@@ -146,14 +150,15 @@ class PackCache:
             return None
         return packed, arrays
 
-    def put(self, tensor: Any, packed: Any, arrays: Sequence[Any]) -> None:
+    def put(self, tensor: Any, packed: Any, arrays: Sequence[Any], holds: bool = False) -> None:
+        """`holds`: whether the entry holds `packed`, which nothing else may."""
         key, entries = id(tensor), self._entries
 
         def forget(_: Any) -> None:
             entries.pop(key, None)
 
-        refs = [weakref.ref(x) for x in (current_trace(), packed, *arrays)]
-        entries[key] = (weakref.ref(tensor, forget), *refs)
+        trace, *refs = (weakref.ref(x) for x in (current_trace(), *arrays))
+        entries[key] = (weakref.ref(tensor, forget), trace, (lambda: packed) if holds else weakref.ref(packed), *refs)
 
     def forget(self, packed: Any) -> None:
         for key in [key for key, (_, _, ref, *_) in list(self._entries.items()) if ref() is packed]:

@@ -129,8 +129,10 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
 
         return hooked
 
+    _keeps_offsets = False  # of packers whose error does not depend on the size of a value
+
     def _present_pair(self) -> Pair:
-        pair = Pair(*self._hooks)
+        pair = Pair(*self._hooks, keeps_offsets=self._keeps_offsets)
         weakref.finalize(self, pair.store.release, used_only=True).atexit = False
         return pair
 

@@ -15,6 +15,7 @@ from pylayer_jax._jax import (
     RunLog,
     as_arrays,
     call_with_symbolic_zeros,
+    current_trace,
     eval_jaxpr,
     has_tangent,
     holds_hooks_block,
@@ -22,15 +23,18 @@ from pylayer_jax._jax import (
     merge,
     scatter,
     select,
+    set_current_trace,
     stage,
     tangent_type,
+    trace_below,
     typeof,
     zeros_of,
 )
 from pylayer_jax._trees import Static
 
 from .active import Hooks, hooks_suspended
-from .packing import PackedResiduals, pack
+from .derived import Recorder
+from .packed_residuals import PackedResiduals, pack
 
 Run = Callable[..., Any]  # from arrays to an array or a list of arrays
 
@@ -38,11 +42,19 @@ Run = Callable[..., Any]  # from arrays to an array or a list of arrays
 class Operation:
     """One operation of a block, as it travels through JAX inside a treedef. Holds no array."""
 
-    __slots__ = ("differentiated", "hooks", "log", "name", "run")
+    __slots__ = ("differentiated", "hooks", "log", "name", "run", "run_in_block")
 
-    def __init__(self, name: str, run: Run, hooks: Hooks, differentiated: Sequence[bool] | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Run,
+        hooks: Hooks,
+        differentiated: Sequence[bool] | None = None,
+        run_in_block: Run | None = None,
+    ) -> None:
         self.name = name
         self.run = run
+        self.run_in_block = run_in_block  # the same, if its own operations pack what they keep
         self.hooks = hooks
         self.differentiated = differentiated  # a mask of the inputs; None: the inputs that JAX perturbs
         self.log: RunLog[_OperationRun] | None = RunLog() if hooks.deferred else None
@@ -119,15 +131,19 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
         differentiated = [p.perturbed and has_tangent(typeof(p.value)) for p in primals]
 
     def run(*perturbed: Any) -> Any:
-        return operation.run(*merge(differentiated, perturbed, args))
+        return (operation.run_in_block or operation.run)(*merge(differentiated, perturbed, args))
 
-    with hooks_suspended():
+    recorder = Recorder(trace_below(current_trace()))
+    with hooks_suspended(), set_current_trace(recorder):
         result, pullback = jax.vjp(run, *select(args, differentiated))
     outputs, output_treedef = jax.tree_util.tree_flatten(result)
     residuals, vjp = jax.tree_util.tree_flatten(pullback)
-    owner = f"the operation {operation.name}, residual"
-    # JAX keeps some constants as array types of its own.
-    packed, arrays, outputs = pack(operation.hooks, as_arrays(residuals), outputs, owner)
+    arrays = as_arrays(residuals)  # JAX keeps some constants as array types of its own
+    if operation.run_in_block:
+        packed = PackedResiduals.unchanged(len(arrays))
+    else:
+        owner = f"the operation {operation.name}, residual"
+        packed, arrays, outputs = pack(operation.hooks, arrays, outputs, owner, recorder.origins)
     run_of_rule = _OperationRun(differentiated, [typeof(x) for x in outputs], output_treedef, packed, vjp)
     result = output_treedef.unflatten(outputs)
     if operation.log is None:

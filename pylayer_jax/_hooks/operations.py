@@ -31,11 +31,13 @@ from pylayer_jax._jax import (
     runs_custom_vjp_functions_once,
     set_current_trace,
     stage,
+    trace_below,
     typeof,
 )
 from pylayer_jax._trees import split
 
-from .active import Hooks, Pair, hooks_suspended
+from .active import Hooks, Pair, active, hooks_suspended
+from .derived import is_offset
 from .operation_rule import Operation, Run, StagedOperation
 
 # Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
@@ -54,10 +56,8 @@ class HooksTrace(TraceBefore):
     __slots__ = ("pair",)
 
     def __init__(self, parent_trace: Any, pair: Pair) -> None:
-        super().__init__()
-        self.parent_trace = parent_trace
+        super().__init__(parent_trace)
         self.pair = pair
-        self.requires_low = parent_trace.requires_low
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         def bind(*args: Any) -> Any:
@@ -113,12 +113,6 @@ class HooksTrace(TraceBefore):
                 return rest.fill(operation.apply([*consts, *tensors], Hooks(self.pair, tensors), is_staged))
         return function(*args, **kwargs)
 
-    def stage_value(self, val: Any) -> Any:
-        return self.parent_trace.stage_value(val)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.parent_trace, name)  # other attributes of the current trace that JAX reads, as `cur_qdd`
-
     def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
         def bind(*args: Any) -> Any:
             return getattr(current_trace(), method)(*functions, args, **params)
@@ -131,7 +125,8 @@ class HooksTrace(TraceBefore):
             # Under jit a staged value may be differentiated later; elsewhere JAX's own tracers tell.
             is_reverse = any(map(is_reverse_mode_tracer, args))
             is_chosen = is_reverse_mode_tracer if is_reverse else is_staged
-            if name in _WITHOUT_RESIDUALS or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
+            keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps_offsets and is_offset(name, args))
+            if keeps_nothing or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
                     return bind(*args)
@@ -161,14 +156,19 @@ def _packing_inside(name: str, params: dict[str, Any], pair: Pair, differentiate
     def evaluate(*args: Any) -> list[Any]:
         return eval_jaxpr(jaxpr, consts, *args)
 
+    def evaluate_in_block(*args: Any) -> list[Any]:
+        with active(pair), set_current_trace(HooksTrace(trace_below(current_trace()), pair)):
+            return evaluate(*args)
+
     def body(*args: Any) -> tuple[list[Any], None]:
-        if name == "scan":
-            # A scan that is only staged may be differentiated for different inputs in turn, for which JAX needs the
-            # same residuals.
-            chosen = None if differentiated_now else [has_tangent(typeof(x)) for x in args]
-            return Operation("body of scan", evaluate, Hooks(pair, args), chosen).apply(args), None
-        with set_current_trace(HooksTrace(current_trace(), pair)):
-            return evaluate(*args), None
+        if name != "scan":
+            return evaluate_in_block(*args), None
+        # One operation, since JAX stages the forward rules in a scan one by one, and a tensor that two of them keep
+        # would be packed twice. A scan that is only staged may be differentiated for different inputs in turn, for
+        # which JAX needs the same residuals.
+        chosen = None if differentiated_now else [has_tangent(typeof(x)) for x in args]
+        operation = Operation("body of scan", evaluate, Hooks(pair, args), chosen, evaluate_in_block)
+        return operation.apply(args), None
 
     hooked, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], name)
     same = [v.aval for v in hooked.outvars] == [v.aval for v in jaxpr.outvars]

@@ -1,4 +1,4 @@
-"""Packing tensors by a pair of hooks, and unpacking them.
+"""Packing one tensor by a pair of hooks, and unpacking it.
 
 NOTE [packed tensors]
 A packed tensor takes part in derivatives of higher order as the tensor itself would, whatever the pair does to its
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -33,8 +32,6 @@ from pylayer_jax._jax import (
     has_tangent,
     is_differentiated,
     is_differentiating,
-    is_key,
-    is_run_number,
     is_staged,
     is_tracer,
     typeof,
@@ -43,10 +40,8 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import Skeleton, describe, hiding_functions, is_tensor, split
 
-from .active import Hooks, PackCache, Pair, hooks_suspended, outside_hooks_trace
+from .active import Hooks, Pair, hooks_suspended, outside_hooks_trace
 from .host import PackSite
-
-# -- one tensor -----------------------------------------------------------------------------------
 
 
 class PackedTensor:
@@ -179,103 +174,3 @@ def _needs_no_values(hook: str, where: str) -> Generator[None]:
     except Exception as error:
         error.add_note(f"This happened in {hook}, for {where}.")
         raise
-
-
-# -- the residuals of one layer or operation ------------------------------------------------------
-
-
-class PackedResiduals:
-    """A list of packed tensors, without their arrays."""
-
-    __slots__ = ("entries", "size", "tensors")
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[PackedTensor | None, slice]] = []  # None: not packed; its arrays
-        self.tensors: list[int] = []  # the index of each tensor's entry
-        self.size = 0  # the number of arrays
-
-    def add(self, packed: PackedTensor | None, arrays: int) -> None:
-        self.entries.append((packed, slice(self.size, self.size + arrays)))
-        self.size += arrays
-
-    @property
-    def owners(self) -> list[int]:
-        """The index of the tensor that each array was packed from; of the first one if there are several."""
-        return [self.tensors.index(i) for i, (_, at) in enumerate(self.entries) for _ in range(at.start, at.stop)]
-
-    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """The tensors, by the unpack hook. The cotangents, of which some may be None, say when `backward` begins."""
-        wait_for = [c for c in cotangents if c is not None][:1]
-        unpacked = [
-            arrays[at][0] if packed is None else packed.unpack(arrays[at], wait_for) for packed, at in self.entries
-        ]
-        return [unpacked[i] for i in self.tensors]
-
-
-class LazyResiduals(Sequence[Any]):
-    """Residuals of which the first are packed. They are unpacked when one of them is asked for."""
-
-    def __init__(self, packed: PackedResiduals, arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
-        self._unpack = functools.cache(lambda: packed.unpack(arrays[: packed.size], cotangents))
-        self._rest = arrays[packed.size :]
-        self._count = len(packed.tensors)
-
-    def __len__(self) -> int:
-        return self._count + len(self._rest)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._unpack()[index] if index < self._count else self._rest[index - self._count]
-
-
-def pack(
-    hooks: Hooks, tensors: Sequence[Any], outputs: Sequence[Any], owner: str
-) -> tuple[PackedResiduals, list[Any], list[Any]]:
-    """Pack tensors, each distinct one once.
-
-    Returns:
-        The packed tensors, the arrays that JAX keeps for them, and the outputs of the operation that keeps the tensors,
-        bound to the packing.
-    """
-    cache, residuals = hooks.pair.cache, PackedResiduals()
-    rows: dict[int, int] = {}  # by the identity of a tensor, its number among the distinct ones
-    distinct: list[tuple[Any, PackedTensor | None, list[Any]]] = []
-    new: list[tuple[Any, PackedTensor, list[Any]]] = []
-    for i, tensor in enumerate(tensors):
-        if rows.setdefault(id(tensor), len(distinct)) == len(distinct):
-            if is_key(tensor) or is_run_number(tensor):  # a hook could hardly read a PRNG key
-                distinct.append((tensor, None, [tensor]))
-            elif (cached := cache.get(tensor)) is not None:
-                distinct.append((tensor, *cached))
-            else:
-                new.append((tensor, *pack_tensor(hooks, tensor, f"{owner} {i}")))
-                distinct.append(new[-1])
-        residuals.tensors.append(rows[id(tensor)])
-    outputs = _bound_to_packing(new, list(outputs), cache)
-    kept: list[Any] = []
-    for tensor, packed, arrays in distinct:
-        own = [tensor, *arrays] if packed is not None and packed.keeps_original else arrays
-        residuals.add(packed, len(own))
-        kept += own
-    return residuals, kept, outputs
-
-
-def _bound_to_packing(
-    new: Sequence[tuple[Any, PackedTensor, list[Any]]], outputs: list[Any], cache: PackCache
-) -> list[Any]:
-    """Enter the packed tensors into the cache; under jit, bind them to the outputs."""
-    # Otherwise XLA may see unpack(pack(x)) as a whole and keep x (two casts, for example, cancel out there), or pack so
-    # late that all tensors live until then.
-    staged = [x for _, packed, arrays in new if packed.site is None for x in arrays if is_staged(x)]
-    before = outputs
-    if staged:
-        bound = compute_together([*outputs, *staged])
-        outputs = bound[: len(outputs)]
-        renamed = {id(x): y for x, y in zip(staged, bound[len(outputs) :], strict=True)}
-        for _, _, arrays in new:
-            arrays[:] = [renamed.get(id(x), x) for x in arrays]
-    for tensor, packed, arrays in new:
-        cache.put(tensor, packed, arrays)
-        for old, output in zip(before, outputs, strict=True):
-            if old is tensor and output is not tensor:
-                cache.put(output, packed, arrays)
-    return outputs

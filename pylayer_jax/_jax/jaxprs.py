@@ -55,6 +55,14 @@ def has_equation(jaxpr: Any, name: str) -> bool:
     )
 
 
+def is_inlinable(params: dict[str, Any]) -> bool:
+    """Whether the operations of a jitted function may run without it: it neither places nor donates arrays."""
+    shardings = [*params["in_shardings"], *params["out_shardings"]]
+    layouts = [*params["in_layouts"], *params["out_layouts"]]
+    is_unplaced = all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and all(x is None for x in layouts)
+    return is_unplaced and not any(params["donated_invars"]) and not params["compiler_options_kvs"]
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """How many of the first operands of a scan are constants, and how many of the next ones are carried."""
     if "num_consts" in params:

@@ -104,7 +104,25 @@ class TraceBefore(Trace):
 
     __slots__ = ("parent_trace",)
 
-    parent_trace: Any
+    def __init__(self, parent_trace: Any) -> None:
+        super().__init__()
+        self.parent_trace = parent_trace
+        self.requires_low = parent_trace.requires_low
+
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_custom_jvp_call(*args, **params)
+
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_custom_vjp_call(*args, **params)
+
+    def process_shard_map(self, *args: Any, **params: Any) -> Any:
+        return self.parent_trace.process_shard_map(*args, **params)
+
+    def stage_value(self, val: Any) -> Any:
+        return self.parent_trace.stage_value(val)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.parent_trace, name)  # other attributes of the current trace that JAX reads, as `cur_qdd`
 
 
 def trace_below(trace: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .names import ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
-from .tracers import is_staged
+from .tracers import is_staged, is_tracer
 
 typeof = jax.typeof
 
@@ -92,6 +93,24 @@ def manual_axes() -> tuple[Any, ...]:
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def is_sharded_explicitly(value: Any) -> bool:
-    """Whether the sharding is part of the type (AxisType.Explicit); a reshape may then need an explicit result."""
-    return any(axis is not None for axis in typeof(value).sharding.spec)
+def explicit_sharding(value: Any) -> Any:
+    """The sharding if it is part of the type (AxisType.Explicit), or None. A reshape then has to name its result's."""
+    sharding = typeof(value).sharding
+    return sharding if any(axis is not None for axis in sharding.spec) else None
+
+
+def shard_counts(value: Any) -> list[int]:
+    """Into how many pieces each axis of an array is cut; or may be cut, where only the compiler will know."""
+    if not is_tracer(value):
+        return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
+    sharding = typeof(value).sharding
+    mesh, names = sharding.mesh, (*sharding.spec, *(None for _ in value.shape))
+    sizes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
+    automatic = [size for size, kind in sizes if kind == jax.sharding.AxisType.Auto]
+
+    def count(length: int, names: Any) -> int:
+        if names is not None:
+            return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+        return math.lcm(*(size for size in automatic if length % size == 0))
+
+    return [count(length, name) for length, name in zip(value.shape, names, strict=False)]

@@ -1,0 +1,169 @@
+"""Residuals that follow from another tensor that is kept: they are computed again, and not packed.
+
+A plain operation leaves residuals such as y and 1 - y of a tanh, the zeros of a selection, or a mask as large as what
+it masks. The recorder sees the operations that make them. A residual follows from others by steps that move values,
+compute with integers, or scale; where the error of a pair does not depend on the size of a value, also by steps that
+add a constant. A packed form whose error is a share of each value, or of each block within a row, is then about as
+good for what follows from it as for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax._jax import (
+    TraceBefore,
+    eval_jaxpr,
+    inner_jaxprs,
+    is_inlinable,
+    jaxpr_and_consts,
+    set_current_trace,
+    typeof,
+)
+
+_MOVES = frozenset(
+    ("broadcast_in_dim", "copy", "copy_p", "expand_dims", "iota", "reshape", "rev", "squeeze", "transpose")
+)
+_OF_INTEGERS = frozenset(("add", "and", "eq", "ge", "gt", "le", "lt", "mul", "ne", "not", "or", "sub", "xor"))
+_LONGEST_OPENED = 8  # equations; a longer jitted function stays one
+
+
+class Origin(NamedTuple):
+    """The equation that made a value."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: Sequence[Any]
+    value: Any  # held, so that its id stays its own
+
+
+Origins = dict[int, Origin]  # by the identity of the value
+
+
+class Recorder(TraceBefore):
+    """Runs operations on the trace below, and remembers of each simple one what made its result."""
+
+    __slots__ = ("origins",)
+
+    def __init__(self, parent_trace: Any) -> None:
+        super().__init__(parent_trace)
+        self.origins: Origins = {}
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        if primitive.name == "jit" and (opened := _opened(params)) is not None:
+            with set_current_trace(self):
+                return eval_jaxpr(*opened, *tracers)
+        with set_current_trace(self.parent_trace):
+            result = primitive.bind(*tracers, **params)
+        if not primitive.multiple_results:
+            self.origins[id(result)] = Origin(primitive, params, tracers, result)
+        return result
+
+
+def _opened(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """The jaxpr and constants of a small jitted function, such as those of jax.numpy; None for another one."""
+    jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
+    is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not any(inner_jaxprs(e.params) for e in jaxpr.eqns)
+    return (jaxpr, consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
+
+
+class Step(NamedTuple):
+    primitive: Any
+    params: dict[str, Any]
+    inputs: Sequence[tuple[int, Any]]  # an index among roots and earlier steps, or -1 and a constant
+
+
+class Expression:
+    """A tensor as a function of others, its roots. Holds no array."""
+
+    __slots__ = ("steps",)
+
+    def __init__(self, steps: Sequence[Step]) -> None:
+        self.steps = steps
+
+    @staticmethod
+    def of(tensor: Any, origins: Origins, is_kept: Callable[[Any], bool], offsets: bool) -> Any:
+        """The expression of a tensor and its roots, of which as many as possible are kept; without steps for a root.
+
+        `offsets`: whether an added constant leaves an error as it is.
+        """
+        roots: list[Any] = []
+        made: list[tuple[Any, Origin]] = []
+
+        def visit(value: Any) -> None:
+            if _is_constant(value) or any(value is x for x in roots) or any(value is x for x, _ in made):
+                return
+            origin = None if is_kept(value) else origins.get(id(value))
+            if origin is None or not _is_simple(origin, origins, offsets):
+                roots.append(value)
+                return
+            for x in origin.inputs:
+                visit(x)
+            made.append((value, origin))
+
+        visit(tensor)
+        values = [*roots, *(value for value, _ in made)]
+
+        def place(x: Any) -> tuple[int, Any]:
+            return next(((i, None) for i, value in enumerate(values) if value is x), (-1, x))
+
+        return Expression([Step(o.primitive, o.params, [place(x) for x in o.inputs]) for _, o in made]), roots
+
+    def evaluate(self, roots: Sequence[Any]) -> Any:
+        values = list(roots)
+        for primitive, params, inputs in self.steps:
+            values.append(primitive.bind(*(x if i < 0 else values[i] for i, x in inputs), **params))
+        return values[-1]
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value is a number, or a literal of JAX; not an array that may change from one run to the next."""
+    return not isinstance(value, jax.Array) and np.ndim(value) == 0
+
+
+def _is_simple(origin: Origin, origins: Origins, offsets: bool) -> bool:
+    name, inputs = origin.primitive.name, origin.inputs
+    if name in _MOVES or name == "neg":
+        return True
+    if name in _OF_INTEGERS and all(map(_is_integer, inputs)):
+        return True
+    if name == "convert_element_type":
+        return np.can_cast(_dtype(inputs[0]), origin.params["new_dtype"]) if not _is_integer(inputs[0]) else True
+    if name in ("mul", "add", "sub"):
+        allowed = name == "mul" or offsets
+        return allowed and any(_is_constant_along_rows(x, origins) for x in inputs)
+    if name == "div":
+        return _is_constant_along_rows(inputs[1], origins)
+    if name == "one_minus_square":
+        return offsets
+    return name == "square" or (name == "integer_pow" and origin.params["y"] in (2, 3))
+
+
+def is_offset(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation adds a scalar, so that its result may follow from a tensor that is kept."""
+    return name in ("add", "sub") and any(np.size(x) == 1 for x in args)
+
+
+def _dtype(value: Any) -> Any:
+    return typeof(value).dtype
+
+
+def _is_integer(value: Any) -> bool:
+    dtype = _dtype(value)
+    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _is_constant_along_rows(value: Any, origins: Origins) -> bool:
+    shape = np.shape(value)
+    if _is_constant(value) or not shape or shape[-1] == 1:
+        return True
+    origin = origins.get(id(value))
+    if origin is None or origin.primitive.name != "broadcast_in_dim":
+        return False
+    operand, dimensions = np.shape(origin.inputs[0]), origin.params["broadcast_dimensions"]
+    return not dimensions or dimensions[-1] != len(shape) - 1 or operand[-1] == 1
