@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from pylayer_jax._jax import as_arrays, has_tangent, is_tracer, typeof, zeros_of
+from pylayer_jax._jax import as_arrays, has_tangent, is_staging, is_tracer, typeof, zeros_of
 from pylayer_jax._trees import contains, describe, split
 
 from .context import ContextState
@@ -43,7 +44,8 @@ class Outputs:
         arrays = as_arrays(split(result)[0])
         self.types = [typeof(x) for x in arrays]
         self.has_tangent = tuple(i not in self.non_differentiable and has_tangent(t) for i, t in enumerate(self.types))
-        self.shardings = [None if is_tracer(x) else x.sharding for x in arrays]
+        # JAX may place an array that is not committed on any device, and so its zeros.
+        self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
         return arrays
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
@@ -62,7 +64,11 @@ class Outputs:
         return entries
 
     def _zeros(self, i: int) -> jax.Array:
-        zeros, sharding = zeros_of(self.types[i]), self.shardings[i]
-        if sharding is None or len(sharding.device_set) == 1 or is_tracer(zeros):
-            return zeros
-        return jax.device_put(zeros, sharding)
+        aval, sharding = self.types[i], self.shardings[i]
+        return zeros_of(aval) if sharding is None or is_staging(further_out=True) else _zeros_maker(aval, sharding)()
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
+    # Each device makes its own share. `jax.device_put` compares the values of all processes first.
+    return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)

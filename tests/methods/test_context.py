@@ -291,14 +291,23 @@ def test_missing_cotangents(mode, materialize):
         assert tree["n"] is None
 
 
-def test_zeros_take_the_sharding_of_the_output():
+@pytest.mark.parametrize("place", ["sharded", "another device", "anywhere"])
+def test_zeros_lie_where_the_output_lies(place):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    x = (
+        jnp.ones(8)
+        if place == "anywhere"
+        else jax.device_put(jnp.ones(8), sharded if place == "sharded" else jax.devices()[2])
+    )
     seen = []
-    made = layer(lambda ctx, x: (x * 1, x * 2), lambda ctx, a, b: (seen.append(b), a)[1])
-    jax.grad(lambda x: made.apply(x)[0].sum())(jax.device_put(jnp.ones(8), sharding))
+    made = layer(lambda ctx, x: (x * 1, x * 2), lambda ctx, a, b: (seen.append(b), a + b)[1])
+    jax.grad(lambda x: made.apply(x)[0].sum())(x)
     if not jax.config.jax_custom_vjp3:
-        assert seen[0].sharding.is_equivalent_to(sharding, 1)
+        assert seen[0].sharding.is_equivalent_to(x.sharding, 1)
+        assert seen[0].committed == x.committed
+    step = jax.grad(lambda x: made.apply(x)[0].sum())
+    assert jax.vmap(step)(x[:, None]).tolist() == jax.jit(step)(x)[:, None].tolist() == [[1]] * 8
 
 
 @modes
