@@ -3,8 +3,8 @@
     with quantize_saved(bits=8):
         loss = model(params, x)
 
-Integers, bools, complex numbers and PRNG keys pass unchanged. Every tensor comes back with its dtype, sharding and weak
-type.
+Integers, bools, complex numbers and PRNG keys pass unchanged, and so does what the predicate `only` is False for, as in
+`cast_saved(only=lambda x: x.ndim > 1)`. Every tensor comes back with its dtype, sharding and weak type.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +22,8 @@ import numpy as np
 from ._hooks.block import saved_tensors_hooks
 from ._hooks.disk import File, folder_of
 from ._jax import explicit_sharding, is_tracer, shard_counts
+
+Only = Callable[[jax.Array], bool]
 
 __all__ = ["cast_saved", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
@@ -40,7 +42,9 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
         pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
     """
 
-    def __init__(self, pin_memory: bool = False) -> None:
+    _keeps_offsets = True  # it is lossless
+
+    def __init__(self, pin_memory: bool = False, *, only: Only | None = None) -> None:
         def pack(x: Any) -> Any:
             if not _is_float(x):
                 return x
@@ -54,7 +58,7 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
             # A transfer commits an array to its device; only a NumPy array leaves the device open again.
             return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
 
-        super().__init__(pack, unpack, differentiable=True)
+        super().__init__(pack, unpack, differentiable=True, only=only)
 
 
 class _OnHost(NamedTuple):
@@ -85,7 +89,7 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         TypeError: if `dtype` is not a floating-point type.
     """
 
-    def __init__(self, dtype: Any = jnp.bfloat16) -> None:
+    def __init__(self, dtype: Any = jnp.bfloat16, *, only: Only | None = None) -> None:
         narrow = jnp.dtype(dtype)
         if not jnp.issubdtype(narrow, jnp.floating):
             raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {narrow}.")
@@ -96,7 +100,7 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         def unpack(packed: Any) -> Any:
             return packed.array.astype(packed.dtype) if isinstance(packed, _Cast) else packed
 
-        super().__init__(pack, unpack, differentiable=True)
+        super().__init__(pack, unpack, differentiable=True, only=only)
 
 
 class _Cast(NamedTuple):
@@ -133,7 +137,9 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     _keeps_offsets = True
 
-    def __init__(self, bits: int = 8, block_size: int = 128, stochastic: bool | None = None) -> None:
+    def __init__(
+        self, bits: int = 8, block_size: int = 128, stochastic: bool | None = None, *, only: Only | None = None
+    ) -> None:
         if bits not in (8, 4):
             raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
         if block_size < 2 or block_size % 2:
@@ -155,7 +161,7 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
                 return packed
             return _dequantize(*packed[:3], packed.dtype, bits, packed.blocks)
 
-        super().__init__(pack, unpack)
+        super().__init__(pack, unpack, only=only)
 
 
 class _Blocks(NamedTuple):
@@ -307,7 +313,9 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             changed, or cannot be read.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    _keeps_offsets = True  # it is lossless
+
+    def __init__(self, directory: str | os.PathLike[str], *, only: Only | None = None) -> None:
         folder = folder_of(os.path.abspath(os.fspath(directory)))
 
         def pack(x: Any) -> Any:
@@ -316,4 +324,4 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         def unpack(packed: Any) -> Any:
             return packed.read() if isinstance(packed, File) else packed
 
-        super().__init__(pack, unpack, host=True)
+        super().__init__(pack, unpack, host=True, only=only)

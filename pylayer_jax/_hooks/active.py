@@ -36,18 +36,26 @@ class Pair:
         "host",
         "keeps_offsets",
         "key",
+        "only",
         "pack",
         "store",
         "unpack",
     )
 
     def __init__(
-        self, pack: Hook, unpack: Hook, host: bool, differentiable: bool = False, keeps_offsets: bool = False
+        self,
+        pack: Hook,
+        unpack: Hook,
+        host: bool,
+        differentiable: bool = False,
+        only: Hook | None = None,
+        keeps_offsets: bool = False,
     ) -> None:
         self.pack = pack
         self.unpack = unpack
         self.host = host
         self.differentiable = differentiable  # whether pack, then unpack, has the derivative of the identity
+        self.only = only  # a predicate: tensors for which it is False are not packed
         self.keeps_offsets = keeps_offsets  # whether a constant that is added leaves the error of the hooks as it is
         self.key = self._present_key()
         self._hash = hash(self.key)
@@ -55,7 +63,8 @@ class Pair:
         self.cache = PackCache()
 
     def _present_key(self) -> Any:
-        return function_key(self.pack), function_key(self.unpack), self.host, self.differentiable, self.keeps_offsets
+        functions = (self.pack, self.unpack, *(() if self.only is None else (self.only,)))
+        return *map(function_key, functions), self.host, self.differentiable, self.keeps_offsets
 
     def is_outdated(self) -> bool:
         """Whether a variable that a hook reads was bound anew."""

@@ -10,6 +10,8 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
+import jax
+
 from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace, trace_below
 
 from .active import Disabled, Hook, Pair, active, active_pair, mark_nested
@@ -81,6 +83,8 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
             under `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
+        only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`).
+            A tensor for which it is False is not packed: JAX keeps it as without hooks.
 
     Raises:
         TypeError: for hooks that are not callable, and for a hook that needs values in traced code without `host`.
@@ -88,13 +92,21 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         RuntimeError: on entry, inside `disable_saved_tensors_hooks`.
     """
 
-    def __init__(self, pack_hook: Hook, unpack_hook: Hook, *, host: bool = False, differentiable: bool = False) -> None:
-        for name, hook in (("pack_hook", pack_hook), ("unpack_hook", unpack_hook)):
-            if not callable(hook):
+    def __init__(
+        self,
+        pack_hook: Hook,
+        unpack_hook: Hook,
+        *,
+        host: bool = False,
+        differentiable: bool = False,
+        only: Callable[[jax.Array], bool] | None = None,
+    ) -> None:
+        for name, hook in (("pack_hook", pack_hook), ("unpack_hook", unpack_hook), ("only", only)):
+            if not callable(hook) and (name != "only" or only is not None):
                 raise TypeError(
                     f"{type(self).__name__}: {name} must be callable, got {hook!r}. Pass a function of one argument."
                 )
-        self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable))
+        self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable), only)
         self._entered = threading.local()
         self._pair = self._present_pair()
 

@@ -11,7 +11,7 @@ from pylayer_jax._jax import compute_together, is_key, is_run_number, is_staged,
 
 from .active import Hooks, PackCache, hooks_suspended, outside_hooks_trace
 from .derived import Expression, Origins
-from .packing import PackedTensor, pack_tensor
+from .packing import PackedTensor, is_packed, pack_tensor
 
 
 class DerivedTensor:
@@ -165,9 +165,12 @@ class _Packing:
         if entry is None:
             entry = self._derived(tensor, index)
         if entry is None:
-            packed, arrays = pack_tensor(self._hooks, tensor, f"{self._owner} {index}")
-            entry = _Entry(tensor, packed, arrays)
-            self._new.append((tensor, entry))
+            where = f"{self._owner} {index}"
+            if is_packed(self._hooks, tensor, where):
+                entry = _Entry(tensor, *pack_tensor(self._hooks, tensor, where))
+                self._new.append((tensor, entry))
+            else:
+                entry = _Entry(tensor, None, [tensor])
         self._entries[id(tensor)] = entry
         return entry
 

@@ -101,6 +101,18 @@ def pack_tensor(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, li
         return (_pack_traced if is_tracer(tensor) else _pack_concrete)(hooks, tensor, where)
 
 
+def is_packed(hooks: Hooks, tensor: Any, where: str) -> bool:
+    """Whether the predicate of the pair, if it has one, chooses a tensor."""
+    if hooks.pair.only is None:
+        return True
+    with (
+        hooks_suspended(),
+        outside_hooks_trace(),
+        _needs_no_values("only", where, "It may read the shape, dtype and sharding of a tensor."),
+    ):
+        return bool(hooks.pair.only(tensor))
+
+
 def _pack_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
     pair, packed = hooks.pair, PackedTensor(hooks.pair, tensor, where, keeps_original=False)
     value = np.asarray(tensor) if pair.host else tensor
@@ -162,14 +174,16 @@ def _run_pack_hook(pair: Pair, value: Any, where: str) -> tuple[list[Any], Skele
     return arrays, skeleton
 
 
+_RUN_ON_HOST = "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True)."
+
+
 @contextlib.contextmanager
-def _needs_no_values(hook: str, where: str) -> Generator[None]:
+def _needs_no_values(hook: str, where: str, advice: str = _RUN_ON_HOST) -> Generator[None]:
     try:
         yield
     except NEEDS_VALUES as error:
         raise TypeError(
-            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). Run it on "
-            "the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True)."
+            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). {advice}"
         ) from error
     except Exception as error:
         error.add_note(f"This happened in {hook}, for {where}.")

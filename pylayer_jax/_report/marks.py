@@ -31,6 +31,7 @@ class MarkedArray:
     tensor_type: Any
     array_type: Any  # equals the type of the tensor if nothing was packed
     source: str
+    is_left_out: bool  # whether the predicate of the hooks is False for it
 
 
 class ResidualTracker:
@@ -83,6 +84,7 @@ class ResidualTracker:
                     typeof(tensors[i]),
                     typeof(array),
                     call.call_site,
+                    array is tensors[i] and call.hooks is not None and call.hooks.pair.only is not None,
                 )
             )
             marked.append(checkpoint_name(array, mark) if is_tracer(array) else array)

@@ -140,7 +140,9 @@ def _row(arrays: list[tuple[MarkedArray, list[_Residual]]], seen: dict[Any, str]
             note = f"the same as {seen[residuals[0].root]}"
         for residual in new:
             seen[residual.root] = f"{first.layer} {first.application}, {first.name}"
-            note = "an argument of the function" if residual.root in arguments else ""
+            is_argument, is_left_out = residual.root in arguments, array.is_left_out
+            notes = ("an argument of the function", is_argument), ("not packed, by `only`", is_left_out)
+            note = ", ".join(text for text, applies in notes if applies)
             packed += residual.times * _bytes(residual.aval)
             if _same_type(array.array_type, first.tensor_type):
                 shape = residual.aval.shape  # not packed: the shape includes the examples of a vmap

@@ -1,0 +1,76 @@
+"""`only` chooses what is packed."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import saved_tensors_hooks, saved_tensors_report
+from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from tests.kit.layers import Multiply, Tanh
+
+X, W = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), jnp.linspace(0.5, 1.0, 64)
+
+
+def loss(w, x):
+    return jnp.sum(jnp.sin(Multiply.apply(Tanh.apply(x), w * jnp.ones((64, 1)))) * w)
+
+
+def is_wide(x):
+    return x.ndim > 1
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("host", [False, True], ids=["traced", "host"])
+def test_what_the_predicate_is_false_for_is_not_packed(host, jitted):
+    seen = []
+
+    def pack(x):
+        seen.append(x.shape)
+        return x
+
+    hooks = saved_tensors_hooks(pack, lambda x: x, host=host, only=is_wide)
+    step = jax.grad(hooks(loss))
+    np.testing.assert_allclose((jax.jit(step) if jitted else step)(W, X), jax.grad(loss)(W, X), rtol=1e-5)
+    assert seen
+    assert all(len(shape) > 1 for shape in seen)
+
+
+@pytest.mark.parametrize("packer", [save_on_cpu, cast_saved, quantize_saved, save_on_disk])
+def test_every_ready_pair_takes_it(packer, tmp_path):
+    arguments = (tmp_path,) if packer is save_on_disk else ()
+    nothing, wide = (packer(*arguments, only=only) for only in (lambda x: False, is_wide))
+    expected = jax.grad(loss)(W, X)
+    np.testing.assert_array_equal(jax.grad(nothing(loss))(W, X), expected)
+    np.testing.assert_allclose(jax.jit(jax.grad(wide(loss)))(W, X), expected, atol=0.2)
+
+
+def test_another_predicate_is_another_program():
+    traced = []
+
+    @jax.jit
+    def step(x):
+        traced.append(None)
+        return jax.grad(lambda x: jnp.sum(jnp.sin(x)))(x)
+
+    for only in (None, is_wide, is_wide):
+        with cast_saved(only=only):
+            step(X)
+    assert len(traced) == 2
+
+
+def test_the_report_shows_it():
+    with cast_saved(only=lambda x: x.shape == (64, 64)):
+        report = saved_tensors_report(lambda x, y: jnp.sum(Tanh.apply(x)) + jnp.sum(Tanh.apply(y)), X, W)
+    wide, narrow = report.rows
+    assert (wide.packed_bytes, wide.note) == (X.nbytes // 2, "")
+    assert (narrow.packed_bytes, narrow.note) == (W.nbytes, "not packed, by `only`")
+
+
+def test_a_predicate_that_is_not_callable_or_asks_for_values():
+    with pytest.raises(TypeError, match=r"cast_saved: only must be callable, got 3"):
+        cast_saved(only=3)
+    with pytest.raises(TypeError, match=r"only needs concrete values, but Tanh.*It may read the shape, dtype"):
+        jax.jit(jax.grad(cast_saved(only=lambda x: x.max() > 0)(lambda x: jnp.sum(Tanh.apply(x)))))(X)
