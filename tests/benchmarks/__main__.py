@@ -1,9 +1,10 @@
 """What PyLayer costs next to other ways to write a custom gradient.
 
-    python -m tests.benchmarks [--quick] [--only NAME]
+    python -m tests.benchmarks [--quick] [--only TABLE or ROW] [--json FILE] [--plot FILE]
 
-Everything in a row is measured in one loop, in an order that is shuffled in each round, and compared
-round by round, so that a machine that slows down for a while slows all contestants down.
+The tables are `layer` (one layer, or many in a row), `models` (real models), `training` (with packed activations) and
+`saved` (what packers keep). Everything in a row is measured in one loop, in an order that is shuffled in each round,
+and compared round by round, so that a machine that slows down for a while slows all contestants down.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import saved
-from .contestants import Contestant, gather
+from . import networks, saved, training
+from .contestants import Contestant, chain, gather
+from .results import MODELS, ONE_LAYER, SAVED, TRAINING, Results
 from .timing import Call, Effort, measure, ratios
 
 
@@ -27,15 +29,6 @@ class Row(NamedTuple):
     prepare: Callable[[Contestant, Effort], Call | None]  # None where the contestant takes no part
     layers: int = 1  # that one time stands for
     heavy: bool = False  # fewer rounds
-
-
-def chain(layer: Callable[[Any], Any], depth: int) -> Callable[[Any], Any]:
-    def loss(x: Any) -> Any:
-        for _ in range(depth):
-            x = layer(x)
-        return x.sum()
-
-    return loss
 
 
 def eager(kind: str) -> Row:
@@ -48,37 +41,45 @@ def eager(kind: str) -> Row:
 
 def compiled(width: int, depth: int = 50) -> Row:
     def prepare(contestant: Contestant, effort: Effort) -> Call | None:
-        if not contestant.traced:
-            return None
-        x = contestant.array(max(8, width // effort.shrink))
-        run = jax.jit(jax.value_and_grad(chain(contestant.layer, depth // effort.shrink))).lower(x).compile()
-        return lambda: jax.block_until_ready(run(x))
+        return contestant.step(max(8, width // effort.shrink), depth // effort.shrink, True)
 
     return Row(f"jit, forward + backward, {depth} layers of {width}x{width}", "us", prepare)
 
 
-def traced(depth: int, lower: bool = False, per_layer: bool = False) -> Row:
+def eager_step(width: int, depth: int = 50) -> Row:
     def prepare(contestant: Contestant, effort: Effort) -> Call | None:
-        if not contestant.traced:
+        return contestant.step(max(8, width // effort.shrink), depth // effort.shrink, False)
+
+    return Row(f"eager, forward + backward, {depth} layers of {width}x{width}", "ms", prepare, heavy=True)
+
+
+def traced(depth: int, lower: bool = False, per_layer: bool = False, once: bool = False) -> Row:
+    def prepare(contestant: Contestant, effort: Effort) -> Call | None:
+        layer = contestant.once_differentiable if once else contestant.layer
+        if not contestant.traced or layer is None:
             return None
         x = contestant.array(8)
 
         def trace() -> Any:
             # A function object of its own each time, which jit's caches have not seen.
-            staged = jax.jit(jax.value_and_grad(chain(contestant.layer, depth // effort.shrink))).trace(x)
+            staged = jax.jit(jax.value_and_grad(chain(layer, depth // effort.shrink))).trace(x)
             return staged.lower() if lower else staged
 
         return trace
 
-    name = f"trace{' + lower' if lower else ''}, {depth} layers{', per layer' if per_layer else ''}"
+    kind = "once-differentiable layers" if once else "layers"
+    name = f"trace{' + lower' if lower else ''}, {depth} {kind}{', per layer' if per_layer else ''}"
     return Row(name, "us" if per_layer else "ms", prepare, depth if per_layer else 1, heavy=True)
 
 
 ROWS = [
     compiled(8),
     compiled(512),
+    eager_step(8),
+    eager_step(512),
     traced(50),
     traced(50, lower=True),
+    traced(50, once=True),
     eager("forward"),
     eager("gradient"),
     eager("second"),
@@ -86,36 +87,57 @@ ROWS = [
 ]
 
 
+TABLES: dict[str, Callable[[Effort, Results], None]] = {
+    MODELS: networks.report,
+    TRAINING: training.report,
+    SAVED: saved.report,
+}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few rounds of tiny cases: does it run at all")
-    parser.add_argument("--only", metavar="NAME", default="", help=f"rows whose name contains NAME, or {saved.NAME!r}")
+    tables = ", ".join((ONE_LAYER, *TABLES))
+    parser.add_argument("--only", metavar="NAME", default="", help=f"one table ({tables}), or rows with this name")
+    parser.add_argument("--json", metavar="FILE", help="write the figures, with machine and versions")
+    parser.add_argument("--plot", metavar="FILE", help="draw the figures (needs matplotlib)")
     options = parser.parse_args(arguments)
     effort = Effort(3, 0.0, shrink=10) if options.quick else Effort(41, 0.02)
+    results = Results()
 
-    if options.only != saved.NAME:
-        contest(options, effort)
-    if options.only in ("", saved.NAME):
-        saved.report(effort)
+    if options.only not in TABLES:
+        contest(effort, results, "" if options.only == ONE_LAYER else options.only)
+    for name, report in TABLES.items():
+        if options.only in ("", name):
+            report(effort, results)
+    results.print_summary()
+    if options.json:
+        results.write(options.json)
+    if options.plot:
+        results.plot(options.plot)
 
 
-def contest(options: argparse.Namespace, effort: Effort) -> None:
+def contest(effort: Effort, results: Results, only: str) -> None:
     present, absent = gather()
     base, *others = [contestant.name for contestant in present]
     gc.freeze()  # what the imports left is not for the measured code to walk through
     print(f"jax {jax.__version__} on {jax.default_backend()}. Time of {base}, and how many times that the others take:")
     print("median [quartiles]; above 1, PyLayer is faster." + (f" Absent: {', '.join(absent)}." if absent else ""))
-    if options.quick:
+    if effort.shrink > 1:
         print(f"Quick: every depth and width is {effort.shrink} times smaller than its label says.")
-    print(f"{'':44}{base:>12}" + "".join(f"{name:>22}" for name in others))
+    print(f"{'':48}{base:>12}" + "".join(f"{name:>22}" for name in others))
     for row in ROWS:
-        if options.only not in row.name:
+        if only not in row.name:
             continue
         calls = {c.name: call for c in present if (call := row.prepare(c, effort)) is not None}
         times = measure(calls, effort._replace(rounds=max(3, effort.rounds // 2)) if row.heavy else effort)
-        own = statistics.median(times[base]) * {"us": 1e6, "ms": 1e3}[row.unit] / max(1, row.layers // effort.shrink)
+        scale = {"us": 1e6, "ms": 1e3}[row.unit] / max(1, row.layers // effort.shrink)
+        own = statistics.median(times[base])
         cells = [ratios(times[name], times[base]) if name in times else "-" for name in others]
-        print(f"{row.name:44}{own:9.1f} {row.unit}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+        print(f"{row.name:48}{own * scale:9.1f} {row.unit}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+        for name, each in times.items():
+            ratio = statistics.median(a / b for a, b in zip(each, times[base], strict=True))
+            results.add(ONE_LAYER, row.name, name, own * scale * ratio, row.unit)
 
 
 if __name__ == "__main__":

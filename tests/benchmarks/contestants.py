@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, once_differentiable
 
 
 class Contestant(NamedTuple):
@@ -23,28 +23,50 @@ class Contestant(NamedTuple):
     forward: Callable[[Any], Any]
     gradient: Callable[[Any], Any]
     second: Callable[[Any], Any]  # gradient of the sum of the gradient
-    traced: bool = False  # whether jax.jit can compile it
+    step: Callable[[int, int, bool], Callable[[], Any] | None]  # forward and backward of: width, depth, compiled
+    traced: bool = False  # whether jax.jit traces it
+    once_differentiable: Callable[[Any], Any] | None = None  # the layer without a second derivative
 
 
 def _values(width: int) -> np.ndarray:
     return np.linspace(-1.0, 1.0, width * width, dtype=np.float32).reshape(width, width)
 
 
-def _in_jax(name: str, layer: Callable[[jax.Array], jax.Array]) -> Contestant:
+def chain(layer: Callable[[Any], Any], depth: int) -> Callable[[Any], Any]:
+    def loss(x: Any) -> Any:
+        for _ in range(depth):
+            x = layer(x)
+        return x.sum()
+
+    return loss
+
+
+def _in_jax(name: str, layer: Any, once_differentiable: Any = None) -> Contestant:
+    def step(width: int, depth: int, compiled: bool) -> Callable[[], Any]:
+        x, run = array(width), jax.value_and_grad(chain(layer, depth))
+        if compiled:
+            run = jax.jit(run).lower(x).compile()
+        return lambda: jax.block_until_ready(run(x))
+
+    def array(width: int) -> jax.Array:
+        return jnp.asarray(_values(width))
+
     gradient = jax.grad(lambda x: layer(x).sum())
     second = jax.grad(lambda x: gradient(x).sum())
     return Contestant(
         name,
         layer,
-        lambda width: jnp.asarray(_values(width)),
+        array,
         lambda x: layer(x).block_until_ready(),
         lambda x: gradient(x).block_until_ready(),
         lambda x: second(x).block_until_ready(),
+        step,
         traced=True,
+        once_differentiable=once_differentiable,
     )
 
 
-def pylayer() -> Contestant:
+def _pylayer() -> type[PyLayer]:
     class Tanh(PyLayer):
         @staticmethod
         def forward(ctx, x):
@@ -57,7 +79,18 @@ def pylayer() -> Contestant:
             (y,) = ctx.saved_tensor()
             return dy * (1 - y * y)
 
-    return _in_jax("PyLayer", Tanh.apply)
+    return Tanh
+
+
+def pylayer() -> Contestant:
+    tanh = _pylayer()
+    once = type("OnceTanh", (tanh,), {"backward": staticmethod(once_differentiable(tanh.backward))})
+    return _in_jax("PyLayer", tanh.apply, once.apply)
+
+
+def jitted_pylayer() -> Contestant:
+    """The same within an inner jax.jit, which traces a repeated layer once."""
+    return _in_jax("jit(PyLayer)", jax.jit(_pylayer().apply))
 
 
 def custom_vjp() -> Contestant:
@@ -70,7 +103,7 @@ def custom_vjp() -> Contestant:
         return y, y
 
     tanh.defvjp(forward, lambda y, dy: (dy * (1 - y * y),))
-    return _in_jax("custom_vjp", tanh)
+    return _in_jax("custom_vjp", tanh, tanh)
 
 
 def equinox() -> Contestant:
@@ -112,6 +145,12 @@ def torch() -> Contestant:
         (first,) = torch.autograd.grad(Tanh.apply(x).sum(), x, create_graph=again)
         return torch.autograd.grad(first.sum(), x) if again else first
 
+    def step(width, depth, compiled):
+        x = torch.from_numpy(_values(width)).requires_grad_()
+        run = chain(Tanh.apply, depth)
+        run = torch.compile(run) if compiled else run
+        return _unless_it_fails(lambda: torch.autograd.grad(run(x), x))
+
     return Contestant(
         "torch",
         Tanh.apply,
@@ -119,6 +158,7 @@ def torch() -> Contestant:
         Tanh.apply,
         gradient,
         lambda x: gradient(x, again=True),
+        step,
     )
 
 
@@ -143,6 +183,12 @@ def paddle() -> Contestant:
         (first,) = paddle.grad(Tanh.apply(x).sum(), x, create_graph=again)
         return paddle.grad(first.sum(), x) if again else first
 
+    def step(width, depth, compiled):
+        x = paddle.to_tensor(_values(width), stop_gradient=False)
+        run = chain(Tanh.apply, depth)
+        run = paddle.jit.to_static(run) if compiled else run
+        return _unless_it_fails(lambda: paddle.grad(run(x), x))
+
     return Contestant(
         "paddle",
         Tanh.apply,
@@ -150,12 +196,23 @@ def paddle() -> Contestant:
         Tanh.apply,
         gradient,
         lambda x: gradient(x, again=True),
+        step,
     )
+
+
+def _unless_it_fails(call: Callable[[], Any]) -> Callable[[], Any] | None:
+    """The call; None if its framework cannot compile here (a C++ compiler may be missing)."""
+    try:
+        call()
+    except Exception as error:
+        print(f"(left out: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]})")
+        return None
+    return call
 
 
 def gather() -> tuple[list[Contestant], list[str]]:
     """PyLayer and the contestants that are installed, and the names of those that are not."""
-    present, absent = [pylayer(), custom_vjp()], []
+    present, absent = [pylayer(), custom_vjp(), jitted_pylayer()], []
     for build in (equinox, torch, paddle):
         try:
             with warnings.catch_warnings():

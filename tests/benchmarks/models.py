@@ -1,0 +1,238 @@
+"""Models as people train them: a character transformer on English text, and an MLP.
+
+Their activations, norms and losses are functions with a gradient of their own, in each of the ways to write one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pydoc_data.topics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax import PyLayer
+
+Array = jax.Array
+Params = dict[str, Any]
+
+
+class Parts(NamedTuple):
+    """The functions of a model that have a gradient of their own, in one way to write them."""
+
+    activation: Callable[[Array], Array]
+    norm: Callable[[Array], Array]  # each row to mean 0 and variance 1
+    loss: Callable[[Array, Array], Array]  # from logits [..., classes] and integer targets [...] to losses [...]
+
+
+class Transformer(NamedTuple):
+    """A transformer that predicts the next character; pre-norm, causal, without biases."""
+
+    depth: int
+    width: int = 64
+    heads: int = 4
+    length: int = 64
+    batch: int = 32
+    characters: int = 96
+
+    def init(self, seed: int = 0) -> Params:
+        wide = self.width
+        sizes = {"q": (wide, wide), "k": (wide, wide), "v": (wide, wide), "out": (wide, wide)}
+        sizes |= {"up": (wide, 4 * wide), "down": (4 * wide, wide)}
+        keys = iter(jax.random.split(jax.random.key(seed), 3 + len(sizes)))
+
+        def normal(*shape: int) -> Array:
+            return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
+
+        return {
+            "embedding": normal(self.characters, wide),
+            "position": normal(self.length, wide),
+            "head": normal(wide, self.characters),
+            "blocks": {name: normal(self.depth, *shape) for name, shape in sizes.items()},
+        }
+
+    def data(self, steps: int) -> Array:
+        """Characters [steps, batch, length + 1] of Python's own documentation."""
+        text = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
+        numbers = np.clip(np.frombuffer(text, np.uint8).astype(np.int32) - 31, 0, self.characters - 1)
+        starts = np.random.default_rng(0).integers(0, len(numbers) - self.length - 1, (steps, self.batch, 1))
+        return jnp.asarray(numbers[starts + np.arange(self.length + 1)])
+
+    def loss(self, parts: Parts, scan: bool = False, block: Callable[[Any], Any] = lambda f: f) -> Callable[..., Array]:
+        """The mean loss as a function of parameters and characters [batch, length + 1].
+
+        `scan`: whether the blocks run in a scan over layers; otherwise in a Python loop. `block` wraps the function of
+        one block, as jax.checkpoint.
+        """
+
+        @block
+        def run(x: Array, w: Params) -> Array:
+            h = parts.norm(x)
+            q, k, v = (self._split(h @ w[name]) for name in ("q", "k", "v"))
+            scores = jnp.einsum("bhqd,bhkd->bhqk", q, k) / q.shape[-1] ** 0.5
+            scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e30)
+            mixed = jnp.einsum("bhqk,bhkd->bhqd", jax.nn.softmax(scores, axis=-1), v)
+            x = x + mixed.swapaxes(1, 2).reshape(x.shape) @ w["out"]
+            return x + parts.activation(parts.norm(x) @ w["up"]) @ w["down"]
+
+        def loss(params: Params, characters: Array) -> Array:
+            x = params["embedding"][characters[:, :-1]] + params["position"]
+            x = _repeated(run, x, params["blocks"], scan)
+            return jnp.mean(parts.loss(parts.norm(x) @ params["head"], characters[:, 1:]))
+
+        return loss
+
+    def _split(self, x: Array) -> Array:
+        return x.reshape(*x.shape[:2], self.heads, self.width // self.heads).swapaxes(1, 2)
+
+
+class MLP(NamedTuple):
+    """A classifier of rows of numbers."""
+
+    depth: int
+    width: int = 128
+    batch: int = 512
+    classes: int = 10
+
+    def init(self, seed: int = 0) -> Params:
+        keys = jax.random.split(jax.random.key(seed))
+        shape = (self.depth, self.width, self.width)
+        return {
+            "layers": jax.random.normal(keys[0], shape) / self.width**0.5,
+            "head": jax.random.normal(keys[1], (self.width, self.classes)) / self.width**0.5,
+        }
+
+    def data(self, steps: int) -> tuple[Array, Array]:
+        rows = jax.random.normal(jax.random.key(1), (steps, self.batch, self.width))
+        return rows, jnp.argmax(rows[..., : self.classes], axis=-1)
+
+    def loss(self, parts: Parts, scan: bool = False) -> Callable[..., Array]:
+        def loss(params: Params, batch: tuple[Array, Array]) -> Array:
+            x, targets = batch
+            x = _repeated(lambda x, w: parts.activation(parts.norm(x @ w)), x, params["layers"], scan)
+            return jnp.mean(parts.loss(x @ params["head"], targets))
+
+        return loss
+
+
+def _repeated(layer: Callable[..., Array], x: Array, weights: Any, scan: bool) -> Array:
+    if scan:
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
+    for i in range(len(jax.tree.leaves(weights)[0])):
+        x = layer(x, jax.tree.map(lambda w, i=i: w[i], weights))
+    return x
+
+
+# -- the same maths, once -------------------------------------------------------------------------
+
+
+def _gelu(x: Array) -> tuple[Array, tuple[Array, ...]]:
+    t = jnp.tanh(0.7978845608 * (x + 0.044715 * x**3))
+    return 0.5 * x * (1 + t), (x, t)
+
+
+def _gelu_gradient(kept: tuple[Array, ...], dy: Array) -> Array:
+    x, t = kept
+    return dy * (0.5 * (1 + t) + 0.5 * x * (1 - t**2) * 0.7978845608 * (1 + 0.134145 * x**2))
+
+
+def _norm(x: Array) -> tuple[Array, tuple[Array, ...]]:
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    scale = jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-6)
+    return centred * scale, (centred * scale, scale)
+
+
+def _norm_gradient(kept: tuple[Array, ...], dy: Array) -> Array:
+    y, scale = kept
+    return scale * (dy - jnp.mean(dy, axis=-1, keepdims=True) - y * jnp.mean(dy * y, axis=-1, keepdims=True))
+
+
+def _cross_entropy(logits: Array, targets: Array) -> tuple[Array, tuple[Array, ...]]:
+    total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)
+    return (total - picked)[..., 0], (jnp.exp(logits - total), targets)
+
+
+def _cross_entropy_gradient(kept: tuple[Array, ...], dy: Array) -> Array:
+    probabilities, targets = kept
+    return dy[..., None] * (probabilities - jax.nn.one_hot(targets, probabilities.shape[-1]))
+
+
+# -- in each of the ways to write it --------------------------------------------------------------
+
+
+def autodiff() -> Parts:
+    """JAX's own derivatives."""
+    return Parts(lambda x: _gelu(x)[0], lambda x: _norm(x)[0], lambda x, targets: _cross_entropy(x, targets)[0])
+
+
+def pylayer() -> Parts:
+    class Gelu(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            y, kept = _gelu(x)
+            ctx.save_for_backward(*kept)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return _gelu_gradient(ctx.saved_tensor(), dy)
+
+    class Norm(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            y, kept = _norm(x)
+            ctx.save_for_backward(*kept)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return _norm_gradient(ctx.saved_tensor(), dy)
+
+    class CrossEntropy(PyLayer):
+        @staticmethod
+        def forward(ctx, logits, targets):
+            y, kept = _cross_entropy(logits, targets)
+            ctx.save_for_backward(*kept)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return _cross_entropy_gradient(ctx.saved_tensor(), dy), None
+
+    return Parts(Gelu.apply, Norm.apply, CrossEntropy.apply)
+
+
+def custom_vjp() -> Parts:
+    gelu, norm = jax.custom_vjp(lambda x: _gelu(x)[0]), jax.custom_vjp(lambda x: _norm(x)[0])
+    loss = jax.custom_vjp(lambda x, targets: _cross_entropy(x, targets)[0])
+    gelu.defvjp(_gelu, lambda kept, dy: (_gelu_gradient(kept, dy),))
+    norm.defvjp(_norm, lambda kept, dy: (_norm_gradient(kept, dy),))
+    loss.defvjp(_cross_entropy, lambda kept, dy: (_cross_entropy_gradient(kept, dy), None))
+    return Parts(gelu, norm, loss)
+
+
+def equinox() -> Parts:
+    eqx = importlib.import_module("equinox")
+
+    def of(run: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
+        @eqx.filter_custom_vjp
+        def function(x, *rest):
+            return run(x, *rest)[0]
+
+        function.def_fwd(lambda perturbed, x, *rest: run(x, *rest))
+        function.def_bwd(lambda kept, dy, perturbed, x, *rest: gradient(kept, dy))
+        return function
+
+    return Parts(of(_gelu, _gelu_gradient), of(_norm, _norm_gradient), of(_cross_entropy, _cross_entropy_gradient))
+
+
+WAYS: dict[str, Callable[[], Parts]] = {
+    "PyLayer": pylayer,
+    "custom_vjp": custom_vjp,
+    "equinox": equinox,
+    "plain autodiff": autodiff,
+}

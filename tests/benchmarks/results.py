@@ -1,0 +1,126 @@
+"""What was measured: printed as it comes, compared with the goals at the end, and written to a file if asked for."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from typing import Any, NamedTuple
+
+import jax
+
+
+class Figure(NamedTuple):
+    """One measured figure."""
+
+    table: str
+    row: str
+    contestant: str
+    value: float
+    unit: str  # "x" for a ratio
+
+
+class Goal(NamedTuple):
+    """A bound on the figure of one contestant divided by that of another, or on the figure itself."""
+
+    table: str
+    row: str
+    contestant: str
+    against: str | None  # None: the bound is on the figure itself
+    at_most: float
+
+    @property
+    def name(self) -> str:
+        of = f"{self.contestant} of {self.against}" if self.against else self.contestant
+        return f"{self.table}: {self.row}, {of}"
+
+
+PYLAYER, BY_HAND = "PyLayer", "custom_vjp"
+ONE_LAYER, MODELS, TRAINING, SAVED = "layer", "models", "training", "saved"
+GOALS = [
+    Goal(ONE_LAYER, "jit, forward + backward, 50 layers of 512x512", PYLAYER, BY_HAND, 1.05),
+    Goal(ONE_LAYER, "trace, 50 layers", PYLAYER, BY_HAND, 1.35),
+    Goal(ONE_LAYER, "trace + lower, 50 layers", PYLAYER, BY_HAND, 1.25),
+    Goal(ONE_LAYER, "trace, 50 layers", "jit(PyLayer)", BY_HAND, 0.75),
+    Goal(ONE_LAYER, "trace, 50 once-differentiable layers", PYLAYER, BY_HAND, 1.25),
+    Goal(ONE_LAYER, "eager forward, 8x8", PYLAYER, BY_HAND, 0.2),
+    Goal(ONE_LAYER, "eager gradient, 8x8", PYLAYER, BY_HAND, 1.1),
+    *(
+        Goal(MODELS, f"{model}, {loop}: {row}", PYLAYER, BY_HAND, bound)
+        for model in ("12-layer transformer", "50-layer MLP")
+        for loop in ("Python loop", "scan")
+        for row, bound in (("step", 1.05), ("memory", 1.0), ("first step", 1.05))
+    ),
+    Goal(TRAINING, "Python loop: memory", "quantize_saved(8)", "plain", 0.32),
+    Goal(TRAINING, "scan: memory", "quantize_saved(8)", "plain", 0.35),
+    Goal(TRAINING, "Python loop: compile", "quantize_saved(8)", "plain", 2.0),
+    Goal(TRAINING, "Python loop: loss above plain", "quantize_saved(8)", None, 0.005),
+]
+
+
+class Results:
+    """Figures in the order in which they were measured."""
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+
+    def add(self, table: str, row: str, contestant: str, value: float, unit: str) -> None:
+        self.figures.append(Figure(table, row, contestant, value, unit))
+
+    def value(self, table: str, row: str, contestant: str) -> float | None:
+        return next((f.value for f in self.figures if f[:3] == (table, row, contestant)), None)
+
+    def ratio(self, goal: Goal) -> float | None:
+        value = self.value(goal.table, goal.row, goal.contestant)
+        other = 1.0 if goal.against is None else self.value(goal.table, goal.row, goal.against)
+        return None if value is None or not other else value / other
+
+    def print_summary(self) -> None:
+        """One line for each goal whose figures were measured."""
+        print("\nGoals: what PyLayer takes, in terms of the other contestant")
+        for goal in GOALS:
+            ratio = self.ratio(goal)
+            if ratio is not None:
+                print(f"{'✓' if ratio <= goal.at_most else '✗'} {goal.name:88}{ratio:8.3f}   at most {goal.at_most}")
+
+    def write(self, file: str) -> None:
+        with open(file, "w", encoding="utf-8") as stream:
+            json.dump({"machine": machine(), "figures": [f._asdict() for f in self.figures]}, stream, indent=1)
+
+    def plot(self, file: str) -> None:
+        """Two charts (matplotlib): time in terms of the hand-written rule, and memory and time of compression."""
+        from matplotlib.figure import Figure as Canvas
+
+        canvas = Canvas(figsize=(10, 4.6), layout="constrained")
+        left, right = canvas.subplots(1, 2)
+        rows = [g for g in GOALS if g.contestant == PYLAYER and g.against == BY_HAND and self.ratio(g) is not None]
+        ratios = [self.ratio(g) or 0.0 for g in rows]
+        left.barh([g.row for g in rows], ratios, color="tab:blue")
+        left.axvline(1.0, color="black", linewidth=0.8)
+        left.invert_yaxis()
+        left.set_title("PyLayer, in terms of a hand-written custom_vjp", fontsize=10)
+        left.tick_params(labelsize=7)
+        names = dict.fromkeys(f.contestant for f in self.figures if f.table == TRAINING)
+        for loop, marker in (("Python loop", "o"), ("scan", "s")):
+            for name in names:
+                memory, step = (self.value(TRAINING, f"{loop}: {row}", name) for row in ("memory", "step"))
+                if memory is not None and step is not None:
+                    right.plot(memory, step, marker, color="tab:blue" if "_saved" in name else "tab:gray")
+                    right.annotate(name, (memory, step), fontsize=7, xytext=(4, 3), textcoords="offset points")
+        right.set_xlabel("temporary memory of a training step, MiB (circles: Python loop, squares: scan)", fontsize=8)
+        right.set_ylabel("time of a step, ms", fontsize=8)
+        right.set_title("4-layer transformer: what to keep for backward", fontsize=10)
+        right.set_xlim(left=0)
+        right.set_ylim(bottom=0)
+        canvas.savefig(file)
+
+
+def machine() -> dict[str, Any]:
+    return {
+        "jax": jax.__version__,
+        "python": platform.python_version(),
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(terse=True),
+    }
