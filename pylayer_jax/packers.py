@@ -121,15 +121,15 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     mean or a scale has.
 
     A block lies within a row along the last axis, or holds whole short rows, and it lies within a shard, so that
-    nothing is communicated. Where only the compiler knows the sharding, this holds if each axis is cut along one mesh
-    axis.
+    nothing is communicated. Where only the compiler knows the sharding, blocks are as short as shards could be if each
+    axis is cut along one mesh axis; they are longer with explicit axes, where the type of a tensor tells.
 
     Args:
         bits: bits per value, 8 or 4.
         block_size: the largest number of values that share a scale.
         stochastic: round up with the probability that leaves no bias, by a hash of the value and its place in the
-            block: the same tensor is always packed the same way. By default with 4 bits only, where training suffers
-            from a bias; with 8 bits the nearest integer is closer.
+            block: one program packs the same tensor the same way each time. By default with 4 bits only, where training
+            suffers from a bias; with 8 bits the nearest integer is closer.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -167,13 +167,14 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 class _Blocks(NamedTuple):
     """How a tensor is divided into blocks, which lie within shards, so that no device needs what another one has.
 
-    Axis `axis` is divided into `pieces` of `length` positions, of which the last is padded. A block is such a
-    piece with all of the axes behind it. The axes before it are joined where none of them is cut: XLA then needs less
-    memory.
+    Axis `axis` is cut into `shards`, and each of these into `pieces` of `length` positions, of which the last is
+    padded. A block is such a piece with all of the axes behind it. The axes before it are joined where none of them is
+    cut: XLA then needs less memory.
     """
 
     shape: tuple[int, ...]
     axis: int
+    shards: int
     pieces: int
     length: int
     rows: tuple[int, ...]  # the axes of the blocks
@@ -183,24 +184,23 @@ class _Blocks(NamedTuple):
     @classmethod
     def of(cls, x: Any, largest: int) -> _Blocks:
         cuts, sharding = shard_counts(x), explicit_sharding(x)
-        if sharding is None and is_tracer(x) and x.shape[-1] < 8 * cuts[-1]:
-            cuts[-1] = 1  # hardly anyone cuts an axis as short as that
         names = [None] * x.ndim if sharding is None else [*sharding.spec, *[None] * x.ndim][: x.ndim]
         axis, inner = x.ndim - 1, 1
         while axis > 0 and cuts[axis] == 1 and 2 * inner * x.shape[axis] <= largest:
             inner *= x.shape[axis]
             axis -= 1
-        pieces = -(-x.shape[axis] * inner // (largest * cuts[axis])) * cuts[axis]
+        positions = x.shape[axis] // cuts[axis]  # of a shard
+        pieces = -(-positions * inner // largest)
         rows, row_names = [1], [None]
-        for size, cut, name in zip((*x.shape[:axis], pieces), cuts, names, strict=False):
+        for size, cut, name in zip((*x.shape[:axis], cuts[axis] * pieces), cuts, names, strict=False):
             if cut == 1 or rows == [1]:
                 rows[-1] *= size
                 row_names[-1] = name if cut > 1 else row_names[-1]
             else:
                 rows.append(size)
                 row_names.append(name)
-        length = -(-x.shape[axis] // pieces)
-        return cls(x.shape, axis, pieces, length, tuple(rows), sharding, tuple(row_names))
+        length = -(-positions // pieces)
+        return cls(x.shape, axis, cuts[axis], pieces, length, tuple(rows), sharding, tuple(row_names))
 
     @property
     def block(self) -> int:
@@ -212,16 +212,26 @@ class _Blocks(NamedTuple):
 
     def divided(self, x: jax.Array) -> jax.Array:
         """The tensor as [*rows, block]."""
-        missing = self.pieces * self.length - self.shape[self.axis]
+        missing = self.pieces * self.length - self.shape[self.axis] // self.shards
         if missing:
-            x = jnp.pad(x, [(0, missing if i == self.axis else 0) for i in range(x.ndim)], mode="edge")
+            x = self._reshaped(x, *self._by_shard(self.shape[self.axis] // self.shards))
+            # NaN has no part in the scale of a block.
+            x = jax.lax.pad(
+                x, jnp.asarray(jnp.nan, x.dtype), [(0, missing * (i == self.axis + 1), 0) for i in range(x.ndim)]
+            )
         return self._reshaped(x, (*self.rows, self.block), self.row_names)
 
     def joined(self, x: jax.Array) -> jax.Array:
         """The tensor from [*rows, block]."""
-        padded = [self.pieces * self.length if i == self.axis else size for i, size in enumerate(self.shape)]
-        x = self._reshaped(x, padded, () if self.sharding is None else self.sharding.spec)
-        return jax.lax.slice_in_dim(x, 0, self.shape[self.axis], axis=self.axis)
+        if self.shards * self.pieces * self.length != self.shape[self.axis]:
+            x = self._reshaped(x, *self._by_shard(self.pieces * self.length))
+            x = jax.lax.slice_in_dim(x, 0, self.shape[self.axis] // self.shards, axis=self.axis + 1)
+        return self._reshaped(x, self.shape, () if self.sharding is None else self.sharding.spec)
+
+    def _by_shard(self, positions: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """The shape with shards and their positions as axes of their own, and the mesh axes of each."""
+        names = () if self.sharding is None else (*self.sharding.spec, *[None] * len(self.shape))[: self.axis + 1]
+        return (*self.shape[: self.axis], self.shards, positions, *self.shape[self.axis + 1 :]), names
 
     def _reshaped(self, x: jax.Array, shape: Sequence[int], names: Sequence[Any]) -> jax.Array:
         if self.sharding is None:

@@ -87,26 +87,16 @@ class Expression:
         self.steps = steps
 
     @staticmethod
-    def of(tensor: Any, origins: Origins, is_kept: Callable[[Any], bool], offsets: bool) -> Any:
+    def of(
+        tensor: Any, origins: Origins, is_kept: Callable[[Any], bool], offsets: bool
+    ) -> tuple[Expression, list[Any]]:
         """The expression of a tensor and its roots, of which as many as possible are kept; without steps for a root.
 
         `offsets`: whether an added constant leaves an error as it is.
         """
         roots: list[Any] = []
         made: list[tuple[Any, Origin]] = []
-
-        def visit(value: Any) -> None:
-            if _is_constant(value) or any(value is x for x in roots) or any(value is x for x, _ in made):
-                return
-            origin = None if is_kept(value) else origins.get(id(value))
-            if origin is None or not _is_simple(origin, origins, offsets):
-                roots.append(value)
-                return
-            for x in origin.inputs:
-                visit(x)
-            made.append((value, origin))
-
-        visit(tensor)
+        _follow_back(tensor, origins, is_kept, offsets, roots, made)
         values = [*roots, *(value for value, _ in made)]
 
         def place(x: Any) -> tuple[int, Any]:
@@ -119,6 +109,29 @@ class Expression:
         for primitive, params, inputs in self.steps:
             values.append(primitive.bind(*(x if i < 0 else values[i] for i, x in inputs), **params))
         return values[-1]
+
+
+def _follow_back(
+    value: Any,
+    origins: Origins,
+    is_kept: Callable[[Any], bool],
+    offsets: bool,
+    roots: list[Any],
+    made: list[tuple[Any, Origin]],
+) -> None:
+    """Add to `roots` what a value follows from, and to `made` what is made of them, in order.
+
+    Not a nested function: one that calls itself is a reference cycle, which would hold the arrays for a while.
+    """
+    if _is_constant(value) or any(value is x for x in roots) or any(value is x for x, _ in made):
+        return
+    origin = None if is_kept(value) else origins.get(id(value))
+    if origin is None or not _is_simple(origin, origins, offsets):
+        roots.append(value)
+        return
+    for x in origin.inputs:
+        _follow_back(x, origins, is_kept, offsets, roots, made)
+    made.append((value, origin))
 
 
 def _is_constant(value: Any) -> bool:

@@ -23,6 +23,7 @@ from pylayer_jax._jax import (
     has_tangent,
     holds_hooks_block,
     inner_jaxprs,
+    is_differentiated_twice,
     is_reverse_mode_tracer,
     is_staged,
     is_staged_below,
@@ -66,7 +67,9 @@ class HooksTrace(TraceBefore):
         if any(map(holds_hooks_block, inner_jaxprs(params))):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
-        if any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
+        # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
+        is_once = not any(map(is_differentiated_twice, tracers))
+        if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
             jaxpr = _packing_inside(primitive.name, params, self.pair, any(map(is_reverse_mode_tracer, tracers)))
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):

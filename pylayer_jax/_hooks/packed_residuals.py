@@ -61,21 +61,22 @@ class PackedResiduals:
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The tensors, by the unpack hook. The cotangents, of which some may be None, say when `backward` begins."""
         wait_for = [c for c in cotangents if c is not None][:1]
-        found: dict[tuple[int, ...], Any] = {}  # several tensors may follow from one
-
-        def unpacked(packed: Kept, arrays: Sequence[Any]) -> Any:
-            key = (id(packed), *map(id, arrays))
-            if key not in found:
-                if packed is None:
-                    found[key] = arrays[0]
-                elif isinstance(packed, DerivedTensor):
-                    found[key] = packed.evaluate([unpacked(root, arrays[at]) for root, at in packed.roots])
-                else:
-                    found[key] = packed.unpack(arrays, wait_for)
-            return found[key]
-
-        values = [unpacked(packed, arrays[at]) for packed, at in self.entries]
+        found: dict[tuple[int, ...], Any] = {}
+        values = [_unpacked(packed, arrays[at], wait_for, found) for packed, at in self.entries]
         return [values[i] for i in self.tensors]
+
+
+def _unpacked(packed: Kept, arrays: Sequence[Any], wait_for: list[Any], found: dict[tuple[int, ...], Any]) -> Any:
+    """One tensor; `found` has those that were unpacked before, since several may follow from one."""
+    key = (id(packed), *map(id, arrays))
+    if key not in found:
+        if packed is None:
+            found[key] = arrays[0]
+        elif isinstance(packed, DerivedTensor):
+            found[key] = packed.evaluate([_unpacked(root, arrays[at], wait_for, found) for root, at in packed.roots])
+        else:
+            found[key] = packed.unpack(arrays, wait_for)
+    return found[key]
 
 
 class LazyResiduals(Sequence[Any]):

@@ -86,6 +86,12 @@ def is_staged_below(value: object) -> bool:
     return is_staged(getattr(value, "primal", None) if is_reverse_mode_tracer(value) else value)
 
 
+def is_differentiated_twice(value: object) -> bool:
+    """Whether a reverse-mode differentiation stands within another differentiation of the same value."""
+    value = _example_of(value)
+    return is_reverse_mode_tracer(value) and is_differentiated(getattr(value, "primal", None))
+
+
 def concrete_value(value: Any) -> Any:
     """The number below any stack of differentiations; raises ConcretizationTypeError under jit and vmap."""
     return concrete_or_error(None, value, "pylayer_jax needs the value")

@@ -89,9 +89,11 @@ class Results:
 
     def plot(self, file: str) -> None:
         """Two charts (matplotlib): time in terms of the hand-written rule, and memory and time of compression."""
+        import matplotlib as mpl
         from matplotlib.figure import Figure as Canvas
 
-        canvas = Canvas(figsize=(10, 4.6), layout="constrained")
+        mpl.rcParams["svg.fonttype"] = "none"  # text as text
+        canvas = Canvas(figsize=(11, 4.6), layout="constrained")
         left, right = canvas.subplots(1, 2)
         rows = [g for g in GOALS if g.contestant == PYLAYER and g.against == BY_HAND and self.ratio(g) is not None]
         ratios = [self.ratio(g) or 0.0 for g in rows]
@@ -100,18 +102,21 @@ class Results:
         left.invert_yaxis()
         left.set_title("PyLayer, in terms of a hand-written custom_vjp", fontsize=10)
         left.tick_params(labelsize=7)
-        names = dict.fromkeys(f.contestant for f in self.figures if f.table == TRAINING)
-        for loop, marker in (("Python loop", "o"), ("scan", "s")):
-            for name in names:
-                memory, step = (self.value(TRAINING, f"{loop}: {row}", name) for row in ("memory", "step"))
-                if memory is not None and step is not None:
-                    right.plot(memory, step, marker, color="tab:blue" if "_saved" in name else "tab:gray")
-                    right.annotate(name, (memory, step), fontsize=7, xytext=(4, 3), textcoords="offset points")
-        right.set_xlabel("temporary memory of a training step, MiB (circles: Python loop, squares: scan)", fontsize=8)
-        right.set_ylabel("time of a step, ms", fontsize=8)
-        right.set_title("4-layer transformer: what to keep for backward", fontsize=10)
-        right.set_xlim(left=0)
-        right.set_ylim(bottom=0)
+        names = list(dict.fromkeys(f.contestant for f in self.figures if f.table == TRAINING))
+        for loop, shift, color in (("Python loop", -0.2, "tab:blue"), ("scan", 0.2, "tab:cyan")):
+            memory, step = (
+                [self.value(TRAINING, f"{loop}: {row}", n) or 0.0 for n in names] for row in ("memory", "step")
+            )
+            places = [i + shift for i in range(len(names))]
+            right.barh(places, memory, height=0.38, color=color, label=loop)
+            for place, size, time in zip(places, memory, step, strict=True):
+                right.text(size + 1, place, f"{time:.0f} ms", va="center", fontsize=6)
+        right.set_yticks(range(len(names)), names)
+        right.invert_yaxis()
+        right.tick_params(labelsize=7)
+        right.margins(x=0.12)
+        right.legend(fontsize=7)
+        right.set_title("4-layer transformer: MiB, ms of a step", fontsize=10)
         canvas.savefig(file)
 
 

@@ -140,6 +140,25 @@ def test_a_packed_tensor_is_never_larger(shape, sharded):
         np.testing.assert_allclose(pullback(jnp.ones_like(y))[0], 1 - y**2, atol=0.02)
 
 
+@pytest.mark.parametrize("shape", [(1024, 10), (100, 10), (8, 12), (8, 2), (6, 7, 8), (52, 6), (1000, 16), (4, 1018)])
+@pytest.mark.parametrize("spec", [("data",), ("data", "model"), (None, "model")], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_shapes_communicate_nothing(kind, spec, shape):
+    mesh = mesh_of(kind)
+    spec = (*spec[:1], *[None] * (len(shape) - len(spec)), *spec[1:]) if len(spec) > 1 else spec
+    if any(name and size % 2 for size, name in zip(shape, spec, strict=False)):
+        pytest.skip("not divisible")
+    with entered(mesh):
+        x = random(mesh, shape, *spec)
+        step = jax.jit(jax.grad(quantize_saved(8, block_size=64)(lambda x: jnp.sum(jnp.sin(jnp.tanh(x) * 2.0)))))
+        compiled = step.lower(x).compile()
+        assert not collectives(compiled)
+        got = compiled(x)
+    assert got.sharding.is_equivalent_to(x.sharding, len(shape))
+    y = np.tanh(np.asarray(x))
+    np.testing.assert_allclose(got, 2 * np.cos(2 * y) * (1 - y**2), atol=0.05)
+
+
 def test_values_of_another_shard_have_no_part_in_a_block():
     # Numbers a million times as large on the other devices.
     mesh = mesh_of("automatic")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,3 +164,52 @@ def test_memory_of_a_compiled_scan(hooks, share):
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert memory(hooks()(scanned)) < share * memory(scanned)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("transform", ["reverse", "forward"])
+def test_second_derivatives_of_a_scan_in_a_block(transform, jitted):
+    def loss(x):
+        return jnp.sum(jax.lax.scan(lambda c, k: (jnp.tanh(c) * k, None), x, jnp.linspace(0.5, 1.0, 3))[0] ** 2)
+
+    def twice(loss):
+        gradient = jax.grad(loss)
+        if transform == "forward":
+            return jax.jit(jax.hessian(loss)) if jitted else jax.hessian(loss)
+        second = jax.grad(lambda x: jnp.sum(jnp.sin(gradient(x))))
+        return jax.jit(second) if jitted else second
+
+    x = jnp.linspace(-1.0, 1.0, 64)
+    exact = saved_tensors_hooks(lambda x: {"kept": x}, lambda packed: packed["kept"])
+    for hooks, atol in ((exact, 1e-5), (save_on_cpu(), 1e-5), (cast_saved(), 0.02), (quantize_saved(8), 0.02)):
+        np.testing.assert_allclose(twice(hooks(loss))(x), twice(loss)(x), rtol=1e-5, atol=atol)
+
+
+# -- what is held ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", ["vjp", "grad"])
+def test_arrays_go_with_the_vjp_function_and_do_not_wait_for_the_garbage_collector(transform):
+    def loss(x, w):
+        return jnp.sum(jax.nn.gelu(normalize(x) @ w) + Tanh.apply(x @ w))
+
+    def held():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    w = WS[0]
+    for hooks in (cast_saved(), quantize_saved(8), saved_tensors_hooks(lambda x: [x], lambda packed: packed[0])):
+        f = hooks(loss)
+        jax.vjp(f, X, w)
+        gc.collect()
+        gc.disable()
+        try:
+            before = held()
+            for _ in range(3):
+                if transform == "vjp":
+                    value, pullback = jax.vjp(f, X, w)
+                    del value, pullback
+                else:
+                    jax.grad(f)(X, w)
+            assert held() == before
+        finally:
+            gc.enable()

@@ -33,7 +33,7 @@ def test_what_the_predicate_is_false_for_is_not_packed(host, jitted):
 
     hooks = saved_tensors_hooks(pack, lambda x: x, host=host, only=is_wide)
     step = jax.grad(hooks(loss))
-    np.testing.assert_allclose((jax.jit(step) if jitted else step)(W, X), jax.grad(loss)(W, X), rtol=1e-5)
+    np.testing.assert_allclose((jax.jit(step) if jitted else step)(W, X), jax.grad(loss)(W, X), rtol=1e-5, atol=1e-4)
     assert seen
     assert all(len(shape) > 1 for shape in seen)
 
