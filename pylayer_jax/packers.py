@@ -20,10 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._hooks.block import saved_tensors_hooks
+from ._hooks.derived import Errors
 from ._hooks.disk import File, folder_of
 from ._jax import explicit_sharding, is_tracer, shard_counts
 
 Only = Callable[[jax.Array], bool]
+
+_NO_ERRORS = Errors(keep_offsets=True, shortest_scaled_row=0)
 
 __all__ = ["cast_saved", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
@@ -42,7 +45,7 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
         pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
     """
 
-    _keeps_offsets = True  # it is lossless
+    _errors = _NO_ERRORS
 
     def __init__(self, pin_memory: bool = False, *, only: Only | None = None) -> None:
         def pack(x: Any) -> Any:
@@ -89,6 +92,8 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         TypeError: if `dtype` is not a floating-point type.
     """
 
+    _errors = Errors(shortest_scaled_row=0)
+
     def __init__(self, dtype: Any = jnp.bfloat16, *, only: Only | None = None) -> None:
         narrow = jnp.dtype(dtype)
         if not jnp.issubdtype(narrow, jnp.floating):
@@ -120,9 +125,9 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     A tensor passes unchanged if it would not become smaller, and if it has one value per row (shape [..., 1]), as a
     mean or a scale has.
 
-    A block lies within a row along the last axis, or holds whole short rows, and it lies within a shard, so that
-    nothing is communicated. Where only the compiler knows the sharding, blocks are as short as shards could be if each
-    axis is cut along one mesh axis; they are longer with explicit axes, where the type of a tensor tells.
+    A block lies within a row along the last axis, or holds whole short rows. It lies within a shard, so that nothing is
+    communicated. Where only the compiler knows the sharding, blocks are as short as shards could be if each axis is cut
+    along one mesh axis; they are longer with explicit axes, where the type of a tensor tells.
 
     Args:
         bits: bits per value, 8 or 4.
@@ -135,8 +140,6 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
     """
 
-    _keeps_offsets = True
-
     def __init__(
         self, bits: int = 8, block_size: int = 128, stochastic: bool | None = None, *, only: Only | None = None
     ) -> None:
@@ -145,6 +148,8 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         if block_size < 2 or block_size % 2:
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
 
+        # Shorter rows share a block.
+        self._errors = Errors(keep_offsets=True, shortest_scaled_row=block_size // 2 + 1)
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
 
         def pack(x: Any) -> Any:
@@ -323,7 +328,7 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             changed, or cannot be read.
     """
 
-    _keeps_offsets = True  # it is lossless
+    _errors = _NO_ERRORS
 
     def __init__(self, directory: str | os.PathLike[str], *, only: Only | None = None) -> None:
         folder = folder_of(os.path.abspath(os.fspath(directory)))

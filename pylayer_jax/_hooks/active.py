@@ -19,6 +19,7 @@ from pylayer_jax._jax import (
     trace_below,
 )
 
+from .derived import Errors
 from .function_keys import function_key
 from .host import HostStore, host_store_of
 
@@ -33,8 +34,8 @@ class Pair:
         "_hash",
         "cache",
         "differentiable",
+        "errors",
         "host",
-        "keeps_offsets",
         "key",
         "only",
         "pack",
@@ -49,14 +50,14 @@ class Pair:
         host: bool,
         differentiable: bool = False,
         only: Hook | None = None,
-        keeps_offsets: bool = False,
+        errors: Errors = Errors(),  # noqa: B008 - immutable
     ) -> None:
         self.pack = pack
         self.unpack = unpack
         self.host = host
         self.differentiable = differentiable  # whether pack, then unpack, has the derivative of the identity
         self.only = only  # a predicate: tensors for which it is False are not packed
-        self.keeps_offsets = keeps_offsets  # whether a constant that is added leaves the error of the hooks as it is
+        self.errors = errors
         self.key = self._present_key()
         self._hash = hash(self.key)
         self.store: HostStore = host_store_of(self.key)
@@ -64,7 +65,7 @@ class Pair:
 
     def _present_key(self) -> Any:
         functions = (self.pack, self.unpack, *(() if self.only is None else (self.only,)))
-        return *map(function_key, functions), self.host, self.differentiable, self.keeps_offsets
+        return *map(function_key, functions), self.host, self.differentiable, self.errors
 
     def is_outdated(self) -> bool:
         """Whether a variable that a hook reads was bound anew."""

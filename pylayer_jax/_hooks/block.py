@@ -15,6 +15,7 @@ import jax
 from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace, trace_below
 
 from .active import Disabled, Hook, Pair, active, active_pair, mark_nested
+from .derived import Errors
 from .operations import HooksTrace
 
 _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
@@ -141,10 +142,10 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
 
         return hooked
 
-    _keeps_offsets = False  # of packers whose error does not depend on the size of a value
+    _errors = Errors()  # nothing is known of the hooks of a user
 
     def _present_pair(self) -> Pair:
-        pair = Pair(*self._hooks, keeps_offsets=self._keeps_offsets)
+        pair = Pair(*self._hooks, errors=self._errors)
         weakref.finalize(self, pair.store.release, used_only=True).atexit = False
         return pair
 

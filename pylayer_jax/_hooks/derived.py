@@ -2,9 +2,8 @@
 
 A plain operation leaves residuals such as y and 1 - y of a tanh, the zeros of a selection, or a mask as large as what
 it masks. The recorder sees the operations that make them. A residual follows from others by steps that move values,
-compute with integers, or scale; where the error of a pair does not depend on the size of a value, also by steps that
-add a constant. A packed form whose error is a share of each value, or of each block within a row, is then about as
-good for what follows from it as for itself.
+compute with integers, or scale everything alike: the error of a packed form is then scaled with it. `Errors` says
+whether a pair allows more.
 """
 
 from __future__ import annotations
@@ -31,6 +30,16 @@ _MOVES = frozenset(
 )
 _OF_INTEGERS = frozenset(("add", "and", "eq", "ge", "gt", "le", "lt", "mul", "ne", "not", "or", "sub", "xor"))
 _LONGEST_OPENED = 8  # equations; a longer jitted function stays one
+
+
+class Errors(NamedTuple):
+    """What is known of the error that a pair of hooks makes."""
+
+    # Whether it stays as it is where a constant is added: it does not depend on the size of a value, or there is none.
+    keep_offsets: bool = False
+    # The shortest row along the last axis that may be scaled by a number of its own, since no other row has a part in
+    # the error of its values; None if there is no such row.
+    shortest_scaled_row: int | None = None
 
 
 class Origin(NamedTuple):
@@ -60,7 +69,7 @@ class Recorder(TraceBefore):
                 return eval_jaxpr(*opened, *tracers)
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*tracers, **params)
-        if not primitive.multiple_results:
+        if not primitive.multiple_results and not any(result is x for x in tracers):
             self.origins[id(result)] = Origin(primitive, params, tracers, result)
         return result
 
@@ -88,15 +97,12 @@ class Expression:
 
     @staticmethod
     def of(
-        tensor: Any, origins: Origins, is_kept: Callable[[Any], bool], offsets: bool
+        tensor: Any, origins: Origins, is_kept: Callable[[Any], bool], errors: Errors
     ) -> tuple[Expression, list[Any]]:
-        """The expression of a tensor and its roots, of which as many as possible are kept; without steps for a root.
-
-        `offsets`: whether an added constant leaves an error as it is.
-        """
+        """The expression of a tensor and its roots, of which as many as possible are kept; without steps for a root."""
         roots: list[Any] = []
         made: list[tuple[Any, Origin]] = []
-        _follow_back(tensor, origins, is_kept, offsets, roots, made)
+        _follow_back(tensor, origins, is_kept, errors, roots, made)
         values = [*roots, *(value for value, _ in made)]
 
         def place(x: Any) -> tuple[int, Any]:
@@ -115,7 +121,7 @@ def _follow_back(
     value: Any,
     origins: Origins,
     is_kept: Callable[[Any], bool],
-    offsets: bool,
+    errors: Errors,
     roots: list[Any],
     made: list[tuple[Any, Origin]],
 ) -> None:
@@ -126,11 +132,11 @@ def _follow_back(
     if _is_constant(value) or any(value is x for x in roots) or any(value is x for x, _ in made):
         return
     origin = None if is_kept(value) else origins.get(id(value))
-    if origin is None or not _is_simple(origin, origins, offsets):
+    if origin is None or not _is_simple(origin, origins, errors):
         roots.append(value)
         return
     for x in origin.inputs:
-        _follow_back(x, origins, is_kept, offsets, roots, made)
+        _follow_back(x, origins, is_kept, errors, roots, made)
     made.append((value, origin))
 
 
@@ -139,21 +145,21 @@ def _is_constant(value: Any) -> bool:
     return not isinstance(value, jax.Array) and np.ndim(value) == 0
 
 
-def _is_simple(origin: Origin, origins: Origins, offsets: bool) -> bool:
+def _is_simple(origin: Origin, origins: Origins, errors: Errors) -> bool:
     name, inputs = origin.primitive.name, origin.inputs
     if name in _MOVES or name == "neg":
         return True
     if name in _OF_INTEGERS and all(map(_is_integer, inputs)):
         return True
     if name == "convert_element_type":
-        return np.can_cast(_dtype(inputs[0]), origin.params["new_dtype"]) if not _is_integer(inputs[0]) else True
-    if name in ("mul", "add", "sub"):
-        allowed = name == "mul" or offsets
-        return allowed and any(_is_constant_along_rows(x, origins) for x in inputs)
-    if name == "div":
-        return _is_constant_along_rows(inputs[1], origins)
+        return _is_integer(inputs[0]) or np.can_cast(_dtype(inputs[0]), origin.params["new_dtype"])
+    if name in ("mul", "div") or (name in ("add", "sub") and errors.keep_offsets):
+        shortest, shape = errors.shortest_scaled_row, np.shape(origin.value)
+        by_row = shortest is not None and (not shape or shape[-1] >= shortest)
+        is_uniform = _is_constant_along_rows if by_row else _is_one_number
+        return any(is_uniform(x, origins) for x in (inputs[1:] if name == "div" else inputs))
     if name == "one_minus_square":
-        return offsets
+        return errors.keep_offsets
     return name == "square" or (name == "integer_pow" and origin.params["y"] in (2, 3))
 
 
@@ -171,9 +177,16 @@ def _is_integer(value: Any) -> bool:
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
 
 
+def _is_one_number(value: Any, origins: Origins) -> bool:
+    origin = origins.get(id(value))
+    if origin is not None and origin.primitive.name == "broadcast_in_dim":
+        value = origin.inputs[0]
+    return np.size(value) == 1
+
+
 def _is_constant_along_rows(value: Any, origins: Origins) -> bool:
     shape = np.shape(value)
-    if _is_constant(value) or not shape or shape[-1] == 1:
+    if _is_one_number(value, origins) or shape[-1] == 1:
         return True
     origin = origins.get(id(value))
     if origin is None or origin.primitive.name != "broadcast_in_dim":

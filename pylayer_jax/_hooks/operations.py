@@ -128,7 +128,7 @@ class HooksTrace(TraceBefore):
             # Under jit a staged value may be differentiated later; elsewhere JAX's own tracers tell.
             is_reverse = any(map(is_reverse_mode_tracer, args))
             is_chosen = is_reverse_mode_tracer if is_reverse else is_staged
-            keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps_offsets and is_offset(name, args))
+            keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.errors.keep_offsets and is_offset(name, args))
             if keeps_nothing or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():

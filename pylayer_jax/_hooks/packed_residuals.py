@@ -185,7 +185,7 @@ class _Packing:
 
     def _derived(self, tensor: Any, index: int | None = None) -> _Entry | None:
         """The entry of a tensor that follows from known ones; with an index, also from others that are no larger."""
-        expression, roots = Expression.of(tensor, self._origins, self._is_known, self._hooks.pair.keeps_offsets)
+        expression, roots = Expression.of(tensor, self._origins, self._is_known, self._hooks.pair.errors)
         missing = [root for root in roots if not self._is_known(root)]
         if not expression.steps or (missing and index is None):
             return None
