@@ -160,15 +160,15 @@ class PackCache:
             return None
         return packed, arrays
 
-    def put(self, tensor: Any, packed: Any, arrays: Sequence[Any], holds: bool = False) -> None:
-        """`holds`: whether the entry holds `packed`, which nothing else may."""
+    def put(self, tensor: Any, packed: Callable[[], Any], arrays: Sequence[Any]) -> None:
+        """`packed` is a weak reference to the packed tensor, or finds it in another way that holds nothing."""
         key, entries = id(tensor), self._entries
 
         def forget(_: Any) -> None:
             entries.pop(key, None)
 
         trace, *refs = (weakref.ref(x) for x in (current_trace(), *arrays))
-        entries[key] = (weakref.ref(tensor, forget), trace, (lambda: packed) if holds else weakref.ref(packed), *refs)
+        entries[key] = (weakref.ref(tensor, forget), trace, packed, *refs)
 
     def forget(self, packed: Any) -> None:
         for key in [key for key, (_, _, ref, *_) in list(self._entries.items()) if ref() is packed]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax import compute_together, is_key, is_run_number, is_staged, typeof
@@ -26,6 +27,25 @@ class DerivedTensor:
     def evaluate(self, roots: Sequence[Any]) -> Any:
         with hooks_suspended(), outside_hooks_trace():
             return self._expression.evaluate(roots)
+
+    def reference(self) -> Callable[[], DerivedTensor | None]:
+        """A function that finds the tensor again, as long as everything that it follows from is there."""
+        expression = self._expression
+        roots = [(None if kept is None else _reference(kept), at) for kept, at in self.roots]
+
+        def found() -> DerivedTensor | None:
+            present = [(None if find is None else find(), at) for find, at in roots]
+            is_gone = any(
+                find is not None and kept is None for (find, _), (kept, _) in zip(roots, present, strict=True)
+            )
+            return None if is_gone else DerivedTensor(expression, present)
+
+        return found
+
+
+def _reference(kept: PackedTensor | DerivedTensor) -> Callable[[], Any]:
+    # A packed tensor may hold objects on the host, or files, which go with the function that `jax.vjp` returned.
+    return weakref.ref(kept) if isinstance(kept, PackedTensor) else kept.reference()
 
 
 Kept = PackedTensor | DerivedTensor | None  # None: the tensor itself
@@ -141,10 +161,9 @@ class _Entry:
         return [self._tensor, *self.arrays] if keeps_original else self.arrays
 
     def put(self, cache: PackCache, tensor: Any) -> None:
-        if isinstance(self.packed, DerivedTensor):
-            cache.put(tensor, self.packed, self.kept, holds=True)
-        elif self.packed is not None:
-            cache.put(tensor, self.packed, self.arrays)
+        if self.packed is not None:
+            arrays = self.kept if isinstance(self.packed, DerivedTensor) else self.arrays
+            cache.put(tensor, _reference(self.packed), arrays)
 
 
 class _Packing:

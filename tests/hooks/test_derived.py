@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -213,3 +214,22 @@ def test_arrays_go_with_the_vjp_function_and_do_not_wait_for_the_garbage_collect
             assert held() == before
         finally:
             gc.enable()
+
+
+def test_objects_of_the_host_go_with_the_vjp_function_though_an_output_follows_from_them():
+    class Held:
+        def __init__(self, x):
+            self.x = x
+
+    held = weakref.WeakSet()
+
+    def pack(x):
+        held.add(packed := Held(np.asarray(x)))
+        return packed
+
+    f = saved_tensors_hooks(pack, lambda packed: jnp.asarray(packed.x))(lambda x: 2.0 * jnp.square(x))
+    y, pullback = jax.vjp(f, X)
+    assert held
+    del pullback
+    assert not held
+    np.testing.assert_allclose(y, 2 * X**2, rtol=1e-6)
