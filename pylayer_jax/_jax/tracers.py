@@ -114,6 +114,10 @@ class TraceBefore(Trace):
         super().__init__()
         self.parent_trace = parent_trace
         self.requires_low = parent_trace.requires_low
+        # What libraries compare to see whether a value belongs to the running transformation (flax.nnx): it is that of
+        # the trace below, since this one transforms nothing.
+        if hasattr(parent_trace, "_weakref"):
+            self._weakref = parent_trace._weakref
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         return self.parent_trace.process_custom_jvp_call(*args, **params)

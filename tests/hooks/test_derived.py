@@ -51,17 +51,8 @@ FUNCTIONS = {
 }
 
 
-def packs_of(function, hooks_of, *args):
-    """Shapes and dtypes that a pair packs."""
-    packed = []
-
-    def pack(x):
-        packed.append(x)
-        return x
-
-    pair = hooks_of(pack)
-    value, pullback = jax.vjp(pair(function), *args)
-    return packed, pullback(value)
+def largest(x):
+    return max(1.0, float(jnp.abs(x).max()))
 
 
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
@@ -74,9 +65,9 @@ def test_gradients_of_two_orders_are_those_without_hooks(name, jitted):
     expected = jax.grad(function)(X)
     second = jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(function)(x))))(X)
     for f in (hooked, offsets):
-        np.testing.assert_allclose(transform(jax.grad(f))(X), expected, rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(transform(jax.grad(f))(X), expected, rtol=2e-5, atol=1e-5 * largest(expected))
         twice = jax.grad(lambda x, f=f: jnp.sum(jnp.sin(jax.grad(f)(x))))
-        np.testing.assert_allclose(transform(twice)(X), second, rtol=2e-4, atol=1e-4)
+        np.testing.assert_allclose(transform(twice)(X), second, rtol=2e-4, atol=5e-5 * largest(second))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, count) in FUNCTIONS.items() if count is not None])
