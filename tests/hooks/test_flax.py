@@ -24,7 +24,7 @@ def trained(hooks, transform):
         def __call__(self, x):
             return self.dropout(jnp.tanh(self.norm(self.linear(x))))
 
-    model, x = Model(nnx.Rngs(0)), jnp.linspace(-1, 1, 32).reshape(4, 8)
+    model, x = Model(nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (64, 8))
 
     def loss(model):
         if hooks is None:
@@ -44,7 +44,8 @@ def test_dropout_and_batch_norm_in_a_block(packer, jitted):
     value, gradient, state = trained(None, transform)
     got, packed_gradient, packed_state = trained(packer(), transform)
     np.testing.assert_allclose(got, value, rtol=1e-6)
+    largest = max(float(jnp.abs(x).max()) for x in gradient)  # that of a bias before the norm is zero
     for a, b in zip(packed_gradient, gradient, strict=True):
-        np.testing.assert_allclose(a, b, atol=0.03 * max(float(jnp.abs(b).max()), 1e-3))
+        np.testing.assert_allclose(a, b, atol=0.03 * largest)
     for a, b in zip(packed_state, state, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
