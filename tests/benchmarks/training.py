@@ -74,7 +74,8 @@ def _trained(model: Transformer, scan: bool, text: Any, effort: Effort) -> dict[
 
             def step(params: Any, state: Any, characters: Any, loss: Any = loss) -> Any:
                 value, gradient = jax.value_and_grad(loss)(params, characters)
-                updates, state = optimizer.update(gradient, state)
+                with jax.numpy_dtype_promotion("standard"):  # optax multiplies its count by numbers
+                    updates, state = optimizer.update(gradient, state)
                 return optax.apply_updates(params, updates), state, value
 
             start = time.perf_counter()
