@@ -212,25 +212,33 @@ class _Blocks(NamedTuple):
         """Values in a block."""
         return self.length * math.prod(self.shape[self.axis + 1 :])
 
+    @property
+    def _positions(self) -> int:
+        """Positions of a shard along the axis."""
+        return self.shape[self.axis] // self.shards
+
+    @property
+    def _padding(self) -> int:
+        """Positions that are added to those of a shard."""
+        return self.pieces * self.length - self._positions
+
     def packed_size(self, bits: int) -> int:
         return math.prod(self.rows) * (8 + -(-self.block * bits // 8))
 
     def divided(self, x: jax.Array) -> jax.Array:
         """The tensor as [*rows, block]."""
-        missing = self.pieces * self.length - self.shape[self.axis] // self.shards
-        if missing:
-            x = self._reshaped(x, *self._by_shard(self.shape[self.axis] // self.shards))
+        if self._padding:
+            x = self._reshaped(x, *self._by_shard(self._positions))
             # NaN has no part in the scale of a block.
-            x = jax.lax.pad(
-                x, jnp.asarray(jnp.nan, x.dtype), [(0, missing * (i == self.axis + 1), 0) for i in range(x.ndim)]
-            )
+            ends = [(0, self._padding if i == self.axis + 1 else 0, 0) for i in range(x.ndim)]
+            x = jax.lax.pad(x, jnp.asarray(jnp.nan, x.dtype), ends)
         return self._reshaped(x, (*self.rows, self.block), self.row_names)
 
     def joined(self, x: jax.Array) -> jax.Array:
         """The tensor from [*rows, block]."""
-        if self.shards * self.pieces * self.length != self.shape[self.axis]:
-            x = self._reshaped(x, *self._by_shard(self.pieces * self.length))
-            x = jax.lax.slice_in_dim(x, 0, self.shape[self.axis] // self.shards, axis=self.axis + 1)
+        if self._padding:
+            x = self._reshaped(x, *self._by_shard(self._positions + self._padding))
+            x = jax.lax.slice_in_dim(x, 0, self._positions, axis=self.axis + 1)
         return self._reshaped(x, self.shape, () if self.sharding is None else self.sharding.spec)
 
     def _by_shard(self, positions: int) -> tuple[tuple[int, ...], tuple[Any, ...]]:

@@ -102,8 +102,9 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         differentiable: bool = False,
         only: Callable[[jax.Array], bool] | None = None,
     ) -> None:
-        for name, hook in (("pack_hook", pack_hook), ("unpack_hook", unpack_hook), ("only", only)):
-            if not callable(hook) and (name != "only" or only is not None):
+        functions = {"pack_hook": pack_hook, "unpack_hook": unpack_hook} | ({} if only is None else {"only": only})
+        for name, hook in functions.items():
+            if not callable(hook):
                 raise TypeError(
                     f"{type(self).__name__}: {name} must be callable, got {hook!r}. Pass a function of one argument."
                 )
@@ -111,6 +112,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         self._entered = threading.local()
         self._pair = self._present_pair()
 
+    _errors = Errors()  # nothing is known of the hooks of a user
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of __init__
 
     def __new__(cls, *args: Any, **kwargs: Any) -> saved_tensors_hooks:
@@ -141,8 +143,6 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
                 return function(*args, **kwargs)
 
         return hooked
-
-    _errors = Errors()  # nothing is known of the hooks of a user
 
     def _present_pair(self) -> Pair:
         pair = Pair(*self._hooks, errors=self._errors)

@@ -37,8 +37,8 @@ class Errors(NamedTuple):
 
     # Whether it stays as it is where a constant is added: it does not depend on the size of a value, or there is none.
     keep_offsets: bool = False
-    # The shortest row along the last axis that may be scaled by a number of its own, since no other row has a part in
-    # the error of its values; None if there is no such row.
+    # How many values a row along the last axis has at least, if it may be scaled by a number of its own: the error of
+    # its values then comes from that row only. None if no row may.
     shortest_scaled_row: int | None = None
 
 
@@ -55,7 +55,7 @@ Origins = dict[int, Origin]  # by the identity of the value
 
 
 class Recorder(TraceBefore):
-    """Runs operations on the trace below, and remembers of each simple one what made its result."""
+    """Runs operations on the trace below, and remembers of each one that has one result what made it."""
 
     __slots__ = ("origins",)
 

@@ -144,10 +144,10 @@ def pack(
 class _Entry:
     """One tensor among those that a layer or an operation keeps."""
 
-    __slots__ = ("_tensor", "arrays", "packed", "roots")
+    __slots__ = ("arrays", "packed", "roots", "tensor")
 
     def __init__(self, tensor: Any, packed: Kept, arrays: list[Any], roots: Sequence[_Entry] = ()) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self.packed = packed
         self.arrays = arrays
         self.roots = roots  # what it follows from
@@ -158,7 +158,7 @@ class _Entry:
         if self.roots:
             return [x for root in self.roots for x in root.kept]
         keeps_original = isinstance(self.packed, PackedTensor) and self.packed.keeps_original
-        return [self._tensor, *self.arrays] if keeps_original else self.arrays
+        return [self.tensor, *self.arrays] if keeps_original else self.arrays
 
     def put(self, cache: PackCache, tensor: Any) -> None:
         if self.packed is not None:
@@ -175,7 +175,7 @@ class _Packing:
         self._owner = owner
         self._origins = origins
         self._entries: dict[int, _Entry] = {}  # by the identity of the tensor
-        self._new: list[tuple[Any, _Entry]] = []  # tensors that were packed here
+        self._new: list[_Entry] = []  # of tensors that were packed here
 
     def entry(self, tensor: Any, index: int) -> _Entry:
         """The entry of a tensor, which is packed if it does not follow from others that are no larger."""
@@ -188,7 +188,7 @@ class _Packing:
             where = f"{self._owner} {index}"
             if is_packed(self._hooks, tensor, where):
                 entry = _Entry(tensor, *pack_tensor(self._hooks, tensor, where))
-                self._new.append((tensor, entry))
+                self._new.append(entry)
             else:
                 entry = _Entry(tensor, None, [tensor])
         self._entries[id(tensor)] = entry
@@ -220,7 +220,7 @@ class _Packing:
         """Enter the packed tensors, and outputs that follow from them, into the cache; under jit, bind them."""
         # Otherwise XLA may see unpack(pack(x)) as a whole and keep x (two casts, for example, cancel out there), or
         # pack so late that all tensors live until then.
-        new = [entry for _, entry in self._new if isinstance(entry.packed, PackedTensor) and entry.packed.site is None]
+        new = [entry for entry in self._new if isinstance(entry.packed, PackedTensor) and entry.packed.site is None]
         staged = [x for entry in new for x in entry.arrays if is_staged(x)]
         bound = list(outputs)
         if staged:
@@ -229,8 +229,8 @@ class _Packing:
             renamed = {id(x): y for x, y in zip(staged, values[len(bound) :], strict=True)}
             for entry in new:
                 entry.arrays[:] = [renamed.get(id(x), x) for x in entry.arrays]
-        for tensor, entry in self._new:
-            entry.put(self._cache, tensor)
+        for entry in self._new:
+            entry.put(self._cache, entry.tensor)
         for old, output in zip(outputs, bound, strict=True):
             entry = self._entries.get(id(old)) or self._derived(old)
             if entry is not None and self._cache.get(output) is None:

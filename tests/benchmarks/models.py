@@ -170,27 +170,19 @@ def autodiff() -> Parts:
 
 
 def pylayer() -> Parts:
-    class Gelu(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            y, kept = _gelu(x)
-            ctx.save_for_backward(*kept)
-            return y
+    def of(run: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
+        class Layer(PyLayer):
+            @staticmethod
+            def forward(ctx, x):
+                y, kept = run(x)
+                ctx.save_for_backward(*kept)
+                return y
 
-        @staticmethod
-        def backward(ctx, dy):
-            return _gelu_gradient(ctx.saved_tensor(), dy)
+            @staticmethod
+            def backward(ctx, dy):
+                return gradient(ctx.saved_tensor(), dy)
 
-    class Norm(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            y, kept = _norm(x)
-            ctx.save_for_backward(*kept)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            return _norm_gradient(ctx.saved_tensor(), dy)
+        return Layer.apply
 
     class CrossEntropy(PyLayer):
         @staticmethod
@@ -203,7 +195,7 @@ def pylayer() -> Parts:
         def backward(ctx, dy):
             return _cross_entropy_gradient(ctx.saved_tensor(), dy), None
 
-    return Parts(Gelu.apply, Norm.apply, CrossEntropy.apply)
+    return Parts(of(_gelu, _gelu_gradient), of(_norm, _norm_gradient), CrossEntropy.apply)
 
 
 def custom_vjp() -> Parts:

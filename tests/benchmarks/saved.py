@@ -57,7 +57,7 @@ def report(effort: Effort, results: Results) -> None:
 def _measured(
     loss: Loss, pairs: dict[str, Any], params: Any, data: Any, effort: Effort
 ) -> tuple[list[float], dict[str, tuple[float, ...]]]:
-    """MiB of the plain model, and the figures of each pair beside it."""
+    """The MiB that the plain model keeps, and the figures of each pair of hooks relative to it."""
     losses = {"plain": loss} | {pair: hooks(loss) for pair, hooks in pairs.items()}
     sizes: dict[str, list[float]] = {}
     compiled = {pair: jax.jit(jax.grad(f)).lower(params, data).compile() for pair, f in losses.items()}

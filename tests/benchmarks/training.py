@@ -1,4 +1,4 @@
-"""Training a transformer with packed activations, beside jax.checkpoint: which to pick when."""
+"""Training a transformer with packed activations, and with jax.checkpoint, to tell which one to pick."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_only_what_does_not_follow_is_kept(name):
 
 
 def test_a_pair_with_a_relative_error_keeps_differences():
-    # 1 - y is exact beside y, but not from what a cast has left of y.
+    # The difference 1 - y is exact, but not if it is computed from y after a cast.
     x = jnp.full((8, 64), 1e-4)
 
     def loss(x):
