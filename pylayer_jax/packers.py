@@ -53,7 +53,10 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
                 return x
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            return _OnHost(_to_host(x), placed=x.committed) if pin_memory else np.asarray(x)
+            # No process can read all of an array that is spread over several.
+            if pin_memory or not x.is_fully_addressable:
+                return _OnHost(_to_host(x), placed=x.committed)
+            return np.asarray(x)
 
         def unpack(packed: Any) -> Any:
             if not isinstance(packed, _OnHost):

@@ -13,6 +13,8 @@ import numpy as np
 
 from pylayer_jax._jax import io_callback, manual_axes, typeof, with_varying_axes
 
+from .shards import Division
+
 
 class HostStore:
     """Everything that equal pairs of hooks hold for compiled programs."""
@@ -64,8 +66,8 @@ class PackSite:
     Several threads may execute one program at once, and the new forward pass of one of them says nothing about the
     others. A packer is a thread and a device (devices that run the same program, as in shard_map, are told apart by
     their index). What a packer has packed is dropped only when that packer packs again. XLA may also choose among
-    threads of its own for one execution after another; so no more than `max_packers` keep what was unpacked, the last
-    ones.
+    threads of its own for one execution after another; so no more than `max_packers` of a device keep what was
+    unpacked, the last ones.
 
     What was never unpacked is kept, up to a limit that is beyond any loop. A program that is collected takes its sites
     with it.
@@ -74,10 +76,18 @@ class PackSite:
     max_waiting = 2**20  # tensors that are packed and that no backward has asked for yet
     max_packers = 8
 
-    def __init__(self, store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], where: str) -> None:
+    def __init__(
+        self,
+        store: HostStore,
+        pack: Callable[[Any], Any],
+        unpack: Callable[[Any], Any],
+        division: Division,
+        where: str,
+    ) -> None:
         self._pack = pack
         self._unpack = unpack
         self._where = where
+        self._division = division
         self._store = store
         self._lock = threading.Lock()
         self._next = 0
@@ -88,14 +98,20 @@ class PackSite:
     # -- in traced code -------------------------------------------------------------------------
 
     def token(self, tensor: Any) -> jax.Array:
-        """The number under which the host keeps a traced tensor."""
+        """The number under which the host keeps a traced tensor; of several devices, one for each of them."""
+        return self._division.number_pieces(self._token, tensor)
+
+    def restored(self, token: Any) -> jax.Array:
+        """The tensor of a traced number, or of several."""
+        return self._division.join_pieces(self._piece, token)
+
+    def _token(self, tensor: Any) -> jax.Array:
         device = _device_index()
         token = io_callback(self._put, jax.ShapeDtypeStruct((), np.uint32), tensor, device)
         return with_varying_axes(token, typeof(device))
 
-    def restored(self, token: Any, aval: Any) -> jax.Array:
-        """The tensor of a traced number."""
-        return io_callback(self._get, jax.ShapeDtypeStruct(aval.shape, aval.dtype), token)
+    def _piece(self, token: Any) -> jax.Array:
+        return io_callback(self._get, self._division.piece, token)
 
     # -- on the host ----------------------------------------------------------------------------
 
@@ -106,8 +122,8 @@ class PackSite:
         with self._lock:
             dropped = [self._used.pop(packer, None)]
             self._used[packer] = {}
-            while len(self._used) > self.max_packers:
-                dropped.append(self._used.pop(next(iter(self._used))))
+            on_device = [other for other in self._used if other[1] == packer[1]]
+            dropped += [self._used.pop(other) for other in on_device[: -self.max_packers]]
             token, self._next = self._next, (self._next + 1) % 2**32
             self._waiting[token] = packer, packed
             oldest = self._waiting.pop(next(iter(self._waiting))) if len(self._waiting) > self.max_waiting else None

@@ -40,14 +40,25 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import Skeleton, describe, hiding_functions, is_tensor, split
 
-from .active import Hooks, Pair, hooks_suspended, outside_hooks_trace
+from .active import Hook, Hooks, Pair, hooks_suspended, outside_hooks_trace
 from .host import PackSite
+from .shards import Division, from_local_shards, is_in_this_process, local_shards
 
 
 class PackedTensor:
     """One packed tensor, without its arrays."""
 
-    __slots__ = ("__weakref__", "aval", "keeps_original", "pair", "sharding", "site", "skeleton", "where")
+    __slots__ = (
+        "__weakref__",
+        "aval",
+        "is_in_shards",
+        "keeps_original",
+        "pair",
+        "sharding",
+        "site",
+        "skeleton",
+        "where",
+    )
 
     def __init__(self, pair: Pair, tensor: Any, where: str, keeps_original: bool) -> None:
         self.pair = pair
@@ -56,6 +67,7 @@ class PackedTensor:
         self.sharding = None if is_tracer(tensor) or not getattr(tensor, "committed", False) else tensor.sharding
         self.where = where  # the layer or operation, and the number of the tensor, for messages
         self.keeps_original = keeps_original  # whether the tensor itself is kept, for its tangent
+        self.is_in_shards = False  # whether its shards in this process are packed, each by itself
         self.site: PackSite | None = None
         self.skeleton: Skeleton
 
@@ -71,11 +83,11 @@ class PackedTensor:
     def _run_unpack_hook(self, arrays: Sequence[Any]) -> jax.Array:
         with hooks_suspended(), outside_hooks_trace():
             if self.site is not None:
-                return with_type(self.site.restored(arrays[0], self.aval), self.aval)
+                return with_type(self.site.restored(arrays[0]), self.aval)
             packed = self.skeleton.fill(arrays)
             try:
                 with _needs_no_values("unpack_hook", self.where):
-                    value = self.pair.unpack(packed)
+                    value = self._joined(packed) if self.is_in_shards else self.pair.unpack(packed)
             except Exception:
                 self.pair.cache.forget(self)  # what is broken must not serve the next operation that keeps the tensor
                 raise
@@ -83,6 +95,17 @@ class PackedTensor:
             if self.sharding is not None and not is_tracer(value) and value.sharding != self.sharding:
                 value = jax.device_put(value, self.sharding)
             return with_type(value, self.aval)
+
+    def _joined(self, packed: Sequence[Any]) -> jax.Array:
+        """The tensor whose shards in this process are packed."""
+        shape = self.aval.shape
+        shard = jax.ShapeDtypeStruct(self.sharding.shard_shape(shape), self.aval.dtype)
+        unpack = _checking(self.pair.unpack, shard, self.where)
+        return from_local_shards([unpack(x) for x in packed], shape, self.sharding)
+
+
+def _checking(unpack: Hook, aval: Any, where: str) -> Hook:
+    return lambda packed: _checked(unpack(packed), aval, where)
 
 
 def _checked(value: Any, aval: Any, where: str) -> Any:
@@ -115,8 +138,14 @@ def is_packed(hooks: Hooks, tensor: Any, where: str) -> bool:
 
 def _pack_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
     pair, packed = hooks.pair, PackedTensor(hooks.pair, tensor, where, keeps_original=False)
-    value = np.asarray(tensor) if pair.host else tensor
-    arrays, packed.skeleton = _run_pack_hook(pair, value, where)
+    packed.is_in_shards = pair.host and not is_in_this_process(tensor)
+    if packed.is_in_shards:
+        arrays, packed.skeleton = _run_pack_hook(
+            lambda shards: [pair.pack(x) for x in shards], local_shards(tensor), where
+        )
+    else:
+        value = np.asarray(tensor) if pair.host else tensor
+        arrays, packed.skeleton = _run_pack_hook(pair.pack, value, where)
     return packed, arrays
 
 
@@ -138,11 +167,12 @@ def _pack_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, l
                 f"{where} cannot be packed on the host inside of jax.checkpoint, which refuses effects. Put the hooks "
                 "block around the checkpointed function instead of inside, or use hooks without host=True."
             )
-        aval = packed.aval
-        packed.site = PackSite(pair.store, pair.pack, lambda x: _checked(pair.unpack(x), aval, where), where)
+        division = Division.of(value)
+        unpack = _checking(pair.unpack, division.piece, where)
+        packed.site = PackSite(pair.store, pair.pack, unpack, division, where)
         arrays = [packed.site.token(value)]
     else:
-        arrays, packed.skeleton = _run_pack_hook(pair, value, where)
+        arrays, packed.skeleton = _run_pack_hook(pair.pack, value, where)
     return packed, arrays
 
 
@@ -161,9 +191,9 @@ class _PackedWhenStaged:
         )
 
 
-def _run_pack_hook(pair: Pair, value: Any, where: str) -> tuple[list[Any], Skeleton]:
+def _run_pack_hook(pack: Hook, value: Any, where: str) -> tuple[list[Any], Skeleton]:
     with _needs_no_values("pack_hook", where):
-        packed = pair.pack(value)
+        packed = pack(value)
     # A NumPy array stays on the host, and is released with the vjp function, as every other object is.
     arrays, skeleton = split(packed, lambda leaf: isinstance(leaf, jax.Array))
     for path, names in hiding_functions(skeleton):

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from .jaxprs import has_equation
-from .masks import select
-from .names import Primitive
+from .masks import merge, select
+from .names import Primitive, partial_eval
 from .primitives import batch_axis_to_front, register
 
 
@@ -63,7 +63,7 @@ compute_together_p = Primitive("compute_together")
 
 
 def compute_together(values: Sequence[Any]) -> list[Any]:
-    """The values; XLA computes each of them only where it has all of them."""
+    """The values; XLA computes each of them only where it has all of them that change in a loop."""
     return compute_together_p.bind(*values)
 
 
@@ -75,6 +75,15 @@ register(
     batch=lambda _, args, dims: (compute_together_p.bind(*args), list(dims)),
     # A value that nobody uses stays: the others wait for it.
 )
+
+
+def _compute_together_partial_eval(trace: Any, *tracers: Any) -> list[Any]:
+    # JAX moves out of a scan what is the same in each iteration, and stacks the rest. There, such values are known.
+    unknown = [not tracer.is_known() for tracer in tracers]
+    return merge(unknown, trace.default_process_primitive(compute_together_p, select(tracers, unknown), {}), tracers)
+
+
+partial_eval.custom_partial_eval_rules[compute_together_p] = _compute_together_partial_eval
 
 
 # -- with_tangent: tensor, value -> value ----------------------------------------------------------
