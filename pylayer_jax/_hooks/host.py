@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pylayer_jax._jax import io_callback, manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax import host_call, manual_axes, typeof, with_varying_axes
 
 from .shards import Division
 
@@ -107,11 +107,11 @@ class PackSite:
 
     def _token(self, tensor: Any) -> jax.Array:
         device = _device_index()
-        token = io_callback(self._put, jax.ShapeDtypeStruct((), np.uint32), tensor, device)
+        token = host_call(self._put, jax.ShapeDtypeStruct((), np.uint32), tensor, device)
         return with_varying_axes(token, typeof(device))
 
     def _piece(self, token: Any) -> jax.Array:
-        return io_callback(self._get, self._division.piece, token)
+        return host_call(self._get, self._division.piece, token)
 
     # -- on the host ----------------------------------------------------------------------------
 

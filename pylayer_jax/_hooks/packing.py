@@ -98,6 +98,7 @@ class PackedTensor:
 
     def _joined(self, packed: Sequence[Any]) -> jax.Array:
         """The tensor whose shards in this process are packed."""
+        assert self.sharding is not None
         shape = self.aval.shape
         shard = jax.ShapeDtypeStruct(self.sharding.shard_shape(shape), self.aval.dtype)
         unpack = _checking(self.pair.unpack, shard, self.where)

@@ -8,6 +8,7 @@
 - `primitives`: entering a primitive into the rule tables of JAX.
 - `custom_rules`: functions with custom rules, and the log of their runs.
 - `identities`: primitives that compute nothing.
+- `host_calls`: the primitive that runs a function on the host.
 
 This file hands their names on, so that the other wings import from `pylayer_jax._jax`.
 """
@@ -23,6 +24,7 @@ from .custom_rules import (
     keep_one_result,
     runs_custom_vjp_functions_once,
 )
+from .host_calls import host_call
 from .identities import (
     batch_together,
     compute_together,
@@ -53,7 +55,6 @@ from .names import (
     ShapedArray,
     checkpoint_name,
     eval_jaxpr,
-    io_callback,
     set_current_trace,
 )
 from .primitives import (
@@ -135,8 +136,8 @@ __all__ = [
     "has_tangent",
     "held_object",
     "holds_hooks_block",
+    "host_call",
     "inner_jaxprs",
-    "io_callback",
     "is_deferred",
     "is_differentiated",
     "is_differentiated_twice",

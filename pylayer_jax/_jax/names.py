@@ -7,6 +7,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import ShapedArray, Trace, Tracer, eval_context, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -37,6 +38,7 @@ __all__ = [
     "Tracer",
     "ad",
     "batching",
+    "buffer_callback",
     "checkpoint_name",
     "concrete_or_error",
     "convert_element_type_p",
