@@ -85,7 +85,7 @@ def _yes(fact: bool) -> str:
 def _main_without_traceback() -> int:
     # An exception would be lost where Ctrl-C falls into a function that C++ calls, as while JAX compiles.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(INTERRUPTED))
+        signal.signal(signal.SIGINT, _stop)
     try:
         try:
             return main()
@@ -94,6 +94,12 @@ def _main_without_traceback() -> int:
     except BrokenPipeError:  # the reader has left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
+
+
+def _stop(*_: object) -> None:
+    if sys.stderr.isatty():
+        os.write(sys.stderr.fileno(), b"\n")  # below the line that shows the progress
+    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":
