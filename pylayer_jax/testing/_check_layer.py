@@ -130,7 +130,7 @@ def check_layer(
     Args:
         layer: a layer class, or a function of `args` that applies one.
         *args: any pytrees. Floating-point and complex arrays are differentiated; the layer gets statics unchanged.
-            This process must hold them completely.
+            They must lie on devices of this process.
         kwargs: arguments that are passed by keyword, checked as `args` are.
         reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, as in
             `assert_equivalent`. It declares a gradient that is meant to differ from that of forward, as that of a
@@ -147,8 +147,8 @@ def check_layer(
 
     Raises:
         AssertionError: with the whole report, unless `raises` is False.
-        TypeError, ValueError: if there is nothing to check, if other processes hold a part of an argument, or if `skip`
-            has an unknown name.
+        TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, or if
+            `skip` has an unknown name.
     """
     _, flat = flat_function("check_layer", layer, args, kwargs)
     flat_reference = None if reference is None else flat_function("check_layer", reference, args, kwargs)[1]

@@ -143,7 +143,7 @@ def flat_function(
 
     Raises:
         TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.
-        ValueError: if no argument can be differentiated, or other processes hold a part of one.
+        ValueError: if no argument can be differentiated, or an array lies on devices of other processes too.
     """
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
@@ -159,7 +159,7 @@ def flat_function(
     for path, x in zip(flat.paths, flat.tensors, strict=True):
         if not is_tracer(x) and not x.is_fully_addressable:
             raise ValueError(
-                f"{name}: other processes hold a part of {path}, which is {type_of(x)} with {x.sharding}; but {name} "
+                f"{name}: {path} lies on devices of other processes too ({type_of(x)} with {x.sharding}); but {name} "
                 "compares every entry in one process, and expects arrays of this process. Pass a small array on "
                 "jax.local_devices(), or np.asarray(x) if x is fully replicated."
             )
