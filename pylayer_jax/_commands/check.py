@@ -46,8 +46,8 @@ def check(arguments: list[str]) -> tuple[bool, str]:
     """Whether the layer that the arguments name is right, and the report. Exits with 2 if an argument is not usable."""
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax check",
-        description="Check a layer under each transform of JAX, and its gradients against numerical ones. Prints one "
-        "line per property; the exit status is 0 if the layer has them all, 1 if not.",
+        description="Check a layer under each transform of JAX, and its gradients against numerical ones.\n"
+        "Prints one line per property; the exit status is 0 if the layer has them all, 1 if not.",
         epilog=_SPECS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
