@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._autodiff.call import residual_tracker
-from pylayer_jax._jax import compute_together_p, inner_jaxprs, is_key, is_literal
+from pylayer_jax._jax import compute_together_p, inner_jaxprs, is_key, is_literal, is_tracer, typeof
 from pylayer_jax._trees import is_tensor, split
 
 from .marks import MarkedArray, ResidualTracker, number_of
@@ -28,6 +28,12 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     One row is one tensor that `save_for_backward` or an attribute of ctx keeps: its type, its bytes before and after
     packing, the number of scan iterations that each keep one, and the line that applies the layer. If several
     applications keep the same tensor, it counts once. If `jax.checkpoint` computes a tensor again, it counts 0 bytes.
+
+    Bytes are those of the whole array, and those on each device as far as the sharding is known while `fun` is traced:
+    from the type of an array (explicit axes), from an argument that is saved as it is, and inside `jax.shard_map`,
+    where the type in a row is that of one device. With automatic axes, the compiler chooses the shardings of
+    intermediates after the trace: such a tensor counts in full on each device, so that the bytes per device are an
+    upper bound.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -62,7 +68,10 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         residual = _resolve(jaxpr, atom, producers)
         if residual.mark is not None:
             by_mark.setdefault(residual.mark, []).append(residual)
-    return SavedTensorsReport(_rows(tracker.marked, by_mark, set(jaxpr.invars)))
+    arguments = dict(zip(jaxpr.invars, tensors, strict=True))
+    for residual in (r for found in by_mark.values() for r in found if r.root in arguments):
+        residual.shape_on_device = _shape_on_device(arguments[residual.root])
+    return SavedTensorsReport(_rows(tracker.marked, by_mark, set(arguments)))
 
 
 # -- marks in the jaxpr ---------------------------------------------------------------------------
@@ -74,7 +83,9 @@ class _Residual:
 
     mark: int | None
     aval: Any  # of the marked array
+    shape_on_device: tuple[int, ...]  # of the part of the marked array on one device
     times: int
+    shards: int  # the devices of a shard_map that each keep another one
     root: Any  # the variable that was copied or named, with the calls around it; the same array has the same root
 
 
@@ -93,7 +104,9 @@ def _resolve(jaxpr: Any, atom: Any, producers: dict[int, Any]) -> _Residual:
         name = _checkpoint_name(equation)
         if mark is None and (mark := number_of(name)) is not None:
             aval = atom.aval
-        if name or equation.primitive.name in _PASS_ON:
+        # A scalar leaves a shard_map as an array with one entry per device.
+        from_scalar = mark is None and equation.primitive.name == "broadcast_in_dim" and atom.aval.size == 1
+        if name or equation.primitive.name in _PASS_ON or from_scalar:
             atom = equation.invars[i]
             continue
         inner = inner_jaxprs(equation.params)
@@ -104,11 +117,16 @@ def _resolve(jaxpr: Any, atom: Any, producers: dict[int, Any]) -> _Residual:
                     # A scan stacks the residuals of its iterations; its carry has the same shape as in its body.
                     stacked = len(atom.aval.shape) > len(body.outvars[i].aval.shape)
                     if found.mark is not None:
-                        times = found.times * (atom.aval.shape[0] if stacked else 1)
+                        times, shards, inside = found.times, found.shards, body.outvars[i].aval
+                        if equation.primitive.name == "shard_map":
+                            shards *= atom.aval.size // max(inside.size, 1)
+                        elif stacked:
+                            times *= atom.aval.shape[0]
                         # A jitted function that is called twice has one jaxpr: the equation tells the calls apart.
-                        return dataclasses.replace(found, times=times, root=(id(equation), found.root))
+                        root = (id(equation), found.root)
+                        return dataclasses.replace(found, times=times, shards=shards, root=root)
         break
-    return _Residual(mark, aval, 1, None if is_literal(atom) else atom)
+    return _Residual(mark, aval, _shape_on_device(aval), 1, 1, None if is_literal(atom) else atom)
 
 
 def _checkpoint_name(equation: Any) -> str:
@@ -132,7 +150,8 @@ def _rows(marked: list[MarkedArray], by_mark: dict[int, list[_Residual]], argume
 def _row(arrays: list[tuple[MarkedArray, list[_Residual]]], seen: dict[Any, str], arguments: set[Any]) -> SavedTensor:
     """The row of one tensor, from the arrays that it was packed to. `seen` has a name for each root counted so far."""
     first = arrays[0][0]
-    shape, times, examples, packed = first.tensor_type.shape, 0, 1, 0
+    shape, shape_on_device = first.tensor_type.shape, _shape_on_device(first.tensor_type)
+    times, examples, examples_on_device, shards, packed, packed_on_device = 0, 1, 1, 1, 0, 0
     note = "" if any(residuals for _, residuals in arrays) else "computed again, or not needed"
     for array, residuals in arrays:
         new = [residual for residual in residuals if residual.root not in seen]
@@ -143,24 +162,30 @@ def _row(arrays: list[tuple[MarkedArray, list[_Residual]]], seen: dict[Any, str]
             is_argument, is_left_out = residual.root in arguments, array.is_left_out
             notes = ("an argument of the function", is_argument), ("not packed, by `only`", is_left_out)
             note = ", ".join(text for text, applies in notes if applies)
-            packed += residual.times * _bytes(residual.aval)
+            packed += residual.times * residual.shards * _bytes(residual.aval, residual.aval.shape)
+            packed_on_device += residual.times * _bytes(residual.aval, residual.shape_on_device)
+            shards = max(shards, residual.shards)
             if _same_type(array.array_type, first.tensor_type):
-                shape = residual.aval.shape  # not packed: the shape includes the examples of a vmap
+                # Not packed: the shape includes the examples of a vmap.
+                shape, shape_on_device = residual.aval.shape, residual.shape_on_device
             else:
-                examples = residual.aval.size // max(array.array_type.size, 1)
+                each, each_on_device = array.array_type.size, math.prod(_shape_on_device(array.array_type))
+                examples = residual.aval.size // max(each, 1)
+                examples_on_device = math.prod(residual.shape_on_device) // max(each_on_device, 1)
         times = max(times, sum(residual.times for residual in new))
-    size = times * examples * _bytes(jax.ShapeDtypeStruct(shape, first.tensor_type.dtype))
     return SavedTensor(
-        first.layer,
-        first.application,
-        first.name,
-        tuple(shape),
-        str(first.tensor_type.dtype),
-        max(times, 1) * examples,
-        size,
-        packed,
-        first.source,
-        note,
+        layer=first.layer,
+        application=first.application,
+        name=first.name,
+        shape=tuple(shape),
+        dtype=str(first.tensor_type.dtype),
+        times=max(times, 1) * examples,
+        bytes=times * examples * shards * _bytes(first.tensor_type, shape),
+        bytes_per_device=times * examples_on_device * _bytes(first.tensor_type, shape_on_device),
+        packed_bytes=packed,
+        packed_bytes_per_device=packed_on_device,
+        source=first.source,
+        note=note,
     )
 
 
@@ -168,7 +193,19 @@ def _same_type(array: Any, tensor: Any) -> bool:
     return array.shape == tensor.shape and array.dtype == tensor.dtype
 
 
-def _bytes(aval: Any) -> int:
+def _bytes(aval: Any, shape: tuple[int, ...]) -> int:
+    """The bytes of an array of this shape, with the dtype of `aval`."""
     if is_key(aval):
-        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(aval.shape, aval.dtype)).size * 4
-    return math.prod(aval.shape) * aval.dtype.itemsize
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype)).size * 4
+    return math.prod(shape) * aval.dtype.itemsize
+
+
+def _shape_on_device(array: Any) -> tuple[int, ...]:
+    """The shape of the part on one device, by the sharding of an array or of a type."""
+    shape, sharding = tuple(array.shape), getattr(typeof(array) if is_tracer(array) else array, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return shape if sharding is None else sharding.shard_shape(shape)
+    # `shard_shape` refuses the type of an array inside of a shard_map.
+    names = [(axes,) if isinstance(axes, str) else axes or () for axes in (*sharding.spec, *(None for _ in shape))]
+    cuts = [math.prod(sharding.mesh.shape[name] for name in axes) for axes in names]
+    return tuple(-(-length // cut) for length, cut in zip(shape, cuts, strict=False))

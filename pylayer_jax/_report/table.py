@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-_COLUMNS = ("layer", "saved", "type", "times", "bytes", "packed", "where", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +19,9 @@ class SavedTensor:
     dtype: str
     times: int  # scan iterations that each keep one; if it is packed, also times the examples of a vmap
     bytes: int  # of all iterations, before packing; 0 if the tensor is not kept, or already counted
+    bytes_per_device: int  # the part of `bytes` on each device; all of them if no sharding is known
     packed_bytes: int  # of all iterations, after the active hooks packed them
+    packed_bytes_per_device: int  # the part of `packed_bytes` on each device
     source: str  # file and line of the call of apply
     note: str  # why the tensor does not count, or that it is an argument of the function
 
@@ -38,14 +38,25 @@ class SavedTensorsReport:
         return sum(row.bytes for row in self.rows)
 
     @property
+    def total_bytes_per_device(self) -> int:
+        """Bytes of all tensors on each device before packing; a tensor whose sharding is not known counts in full."""
+        return sum(row.bytes_per_device for row in self.rows)
+
+    @property
     def total_packed_bytes(self) -> int:
         """Bytes of all tensors after packing, each counted once."""
         return sum(row.packed_bytes for row in self.rows)
 
+    @property
+    def total_packed_bytes_per_device(self) -> int:
+        """Bytes of all tensors on each device after packing; a tensor whose sharding is not known counts in full."""
+        return sum(row.packed_bytes_per_device for row in self.rows)
+
     def __str__(self) -> str:
-        cells = [_COLUMNS, *map(_cells, self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
-        align = [str.rjust if name in ("times", "bytes", "packed") else str.ljust for name in _COLUMNS]
+        columns = self._columns()
+        cells = [list(columns), *([cell(row) for cell in columns.values()] for row in self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        align = [str.rjust if name in _NUMBERS else str.ljust for name in columns]
         lines = ["  ".join(a(c, w) for a, c, w in zip(align, row, widths, strict=True)) for row in cells]
         return "\n".join(line.rstrip() for line in [*lines, self._total()])
 
@@ -55,14 +66,29 @@ class SavedTensorsReport:
         def line(tag: str, cells: Sequence[str]) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-        body = "".join(line("td", _cells(row)) for row in self.rows)
+        columns = self._columns()
+        body = "".join(line("td", [cell(row) for cell in columns.values()]) for row in self.rows)
         caption = f"<caption>{html.escape(self._total())}</caption>"
-        return f"<table>{caption}<thead>{line('th', _COLUMNS)}</thead><tbody>{body}</tbody></table>"
+        return f"<table>{caption}<thead>{line('th', list(columns))}</thead><tbody>{body}</tbody></table>"
+
+    def _columns(self) -> dict[str, Callable[[SavedTensor], str]]:
+        """The columns that say something: the sizes after packing, and on each device, only if these differ."""
+        packed = any(row.packed_bytes != row.bytes for row in self.rows)
+        sharded = any(
+            row.bytes_per_device != row.bytes or row.packed_bytes_per_device != row.packed_bytes for row in self.rows
+        )
+        left_out = {"packed": not packed, "per device": not sharded, "packed per device": not (packed and sharded)}
+        return {name: cell for name, cell in _COLUMNS.items() if not left_out.get(name)}
 
     def _total(self) -> str:
+        columns = self._columns()
         kept = f"{self.total_bytes:,} bytes are saved for backward"
-        if self.total_packed_bytes != self.total_bytes:
+        if "per device" in columns:
+            kept += f" ({self.total_bytes_per_device:,} per device)"
+        if "packed" in columns:
             kept += f", {self.total_packed_bytes:,} as they are packed"
+        if "packed per device" in columns:
+            kept += f" ({self.total_packed_bytes_per_device:,} per device)"
         count = len({row.application for row in self.rows})
         return f"{kept}, in {count} application{'' if count == 1 else 's'} of layers."
 
@@ -96,7 +122,16 @@ class SavedTensorsReport:
         return ax
 
 
-def _cells(row: SavedTensor) -> tuple[str, ...]:
-    kind = f"{row.dtype}[{','.join(map(str, row.shape))}]"
-    sizes = f"{row.times}", f"{row.bytes:,}", f"{row.packed_bytes:,}"
-    return row.layer, row.name, kind, *sizes, row.source, row.note
+_NUMBERS = ("times", "bytes", "per device", "packed", "packed per device")
+_COLUMNS: dict[str, Callable[[SavedTensor], str]] = {
+    "layer": lambda row: row.layer,
+    "saved": lambda row: row.name,
+    "type": lambda row: f"{row.dtype}[{','.join(map(str, row.shape))}]",
+    "times": lambda row: f"{row.times}",
+    "bytes": lambda row: f"{row.bytes:,}",
+    "per device": lambda row: f"{row.bytes_per_device:,}",
+    "packed": lambda row: f"{row.packed_bytes:,}",
+    "packed per device": lambda row: f"{row.packed_bytes_per_device:,}",
+    "where": lambda row: row.source,
+    "": lambda row: row.note,
+}

@@ -9,6 +9,7 @@ The rooms, each of which imports only rooms above it:
 - `_equivalence`: outputs and derivatives against those of a reference in plain JAX;
 - `_layer_under_test`: a layer with its results in eager mode. `_transforms` compares these with the results under jit,
   vmap, scan and other transforms, `_forward_mode` with tangents;
+- `_progress`: the line that shows what `check_layer` tests;
 - `_check_layer`: the table of all properties, and the report.
 """
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
 from . import _forward_mode, _transforms
 from ._comparison import MismatchError, first_line, type_of
@@ -15,6 +17,7 @@ from ._equivalence import compare_with_reference
 from ._flat_function import flat_function, name_of
 from ._layer_under_test import LayerUnderTest
 from ._numerical import Settings, compare_numerically
+from ._progress import progress_line
 from ._variants import jitted_without_leaks
 
 
@@ -25,6 +28,7 @@ class Row:
     name: str
     passed: bool
     message: str
+    kind: type[Exception] | None = None  # of the error, if the property failed
 
     def __str__(self) -> str:
         return f"{'✓' if self.passed else '✗'} {self.name:<{_WIDTH}}  {self.message}"
@@ -36,6 +40,7 @@ class LayerReport:
 
     layer: str
     rows: tuple[Row, ...]
+    has_reference: bool = False
 
     @property
     def passed(self) -> bool:
@@ -48,7 +53,26 @@ class LayerReport:
         return next(row for row in self.rows if row.name == name)
 
     def __str__(self) -> str:
-        return "\n".join([self.layer, *map(str, self.rows)])
+        hint = self.hint("reference=FUNCTION", lambda names: f"skip={names}")
+        return "\n".join([self.layer, *map(str, self.rows), *([hint] if hint else [])])
+
+    def hint(self, reference: str, skip: Callable[[list[str]], str]) -> str:
+        """How a failure that is meant is declared; empty if nothing failed that can be meant.
+
+        Args:
+            reference: how a reference is given.
+            skip: how a list of properties is left out.
+        """
+        failed = [row for row in self.rows if not row.passed and row.name in ("gradients", "second order")]
+        once = [row.name for row in failed if issubclass(row.kind or Exception, OnceDifferentiableError)]
+        differ = [row.name for row in failed if issubclass(row.kind or Exception, MismatchError)]
+        if differ and not self.has_reference:
+            return (
+                f"Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
+                f"{reference}: plain JAX with\nthe meant gradient, as in lambda x: x + jax.lax.stop_gradient("
+                f"jnp.round(x) - x); or {skip(differ + once)}."
+            )
+        return f"Is the layer meant to have no second derivative? Then pass {skip(once)}." if once else ""
 
 
 def _public_type(error: Exception) -> type:
@@ -60,17 +84,18 @@ def row_of(name: str, test: Callable[[], str]) -> Row:
     try:
         return Row(name, True, test())
     except MismatchError as error:
-        return Row(name, False, first_line(error))
+        return Row(name, False, first_line(error), type(error))
     except Exception as error:
         # A note that begins with dashes is the one of JAX about its traceback.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
-        return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}")
+        return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}", type(error))
 
 
 def check_layer(
     layer: Callable[..., Any],
     *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
     reference: Callable[..., Any] | None = None,
     skip: Sequence[str] = (),
     rtol: float | None = None,
@@ -78,6 +103,7 @@ def check_layer(
     seed: int = 0,
     float64: bool = True,
     raises: bool = True,
+    verbose: bool = False,
 ) -> LayerReport:
     """Check a layer under each transform of JAX, and its derivatives in both modes.
 
@@ -92,7 +118,8 @@ def check_layer(
       forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer that refuses forward over reverse passes, and the row gives the reason;
-    - arguments: the gradient of an argument is the same if only this argument is differentiated;
+    - arguments: the gradient of an argument is the same if only this argument is differentiated. The row says how many
+      arguments are differentiable, because they hold floating-point or complex arrays;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
     - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
     - leaks: no traced value outlives its trace;
@@ -103,9 +130,12 @@ def check_layer(
     Args:
         layer: a layer class, or a function of `args` that applies one.
         *args: any pytrees. Floating-point and complex arrays are differentiated; the layer gets statics unchanged.
+            They must lie on devices of this process.
+        kwargs: arguments that are passed by keyword, checked as `args` are.
         reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, as in
-            `assert_equivalent`. Needed if backward is not the gradient of forward.
-        skip: names of properties that are not tested.
+            `assert_equivalent`. It declares a gradient that is meant to differ from that of forward, as that of a
+            straight-through estimator does.
+        skip: names of properties that are not tested, as in `skip=["second order"]`.
         rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
             default of `gradcheck`.
         atol: absolute tolerance; by default that of `assert_equivalent`, and for numerical derivatives that of
@@ -113,22 +143,26 @@ def check_layer(
         seed: seed of the cotangents and tangents.
         float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.
         raises: if True, raise an error if a property fails or cannot be tested.
+        verbose: show the property that is being tested on stderr, in one line that is rewritten and at the end removed.
 
     Raises:
         AssertionError: with the whole report, unless `raises` is False.
-        TypeError, ValueError: if there is nothing to check, or `skip` has an unknown name.
+        TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, or if
+            `skip` has an unknown name.
     """
-    _, flat = flat_function("check_layer", layer, args)
-    flat_reference = None if reference is None else flat_function("check_layer", reference, args)[1]
+    _, flat = flat_function("check_layer", layer, args, kwargs)
+    flat_reference = None if reference is None else flat_function("check_layer", reference, args, kwargs)[1]
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
     under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
-    rows = [row_of("eager", under_test.run)]
-    if rows[0].passed:
-        rows += [
-            row_of(name, lambda test=test: test(under_test)) for name, test in PROPERTIES.items() if name not in skip
-        ]
-    report = LayerReport(name_of(layer), tuple(rows))
+    tests = {name: test for name, test in PROPERTIES.items() if name not in skip}
+    with progress_line(name_of(layer), len(tests) + 1, verbose) as show:
+        show("eager")
+        rows = [row_of("eager", under_test.run)]
+        for name, test in tests.items() if rows[0].passed else ():
+            show(name)
+            rows.append(row_of(name, lambda test=test: test(under_test)))
+    report = LayerReport(name_of(layer), tuple(rows), reference is not None)
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
     return report
@@ -141,7 +175,10 @@ def _arguments(layer: LayerUnderTest) -> str:
         names = [layer.gradient_names[j] for j in group]
         alone = flat.grads(layer.cotangents, group)
         layer.comparison.of_all(alone, [layer.gradients[j] for j in group], names, "when it alone is differentiated")
-    return "each has the same gradient alone" if len(flat.names) > 1 else "there is one"
+    arguments, arrays = len(groups), len(flat.names)
+    count = f"{arguments} of {flat.argument_count} {'is' if arguments == 1 else 'are'} differentiable"
+    held = f", with {arrays} arrays" if arrays > arguments else ""
+    return f"{count}{held}" + ("; each has the same gradient alone" if arrays > 1 else "")
 
 
 def _cotangents(layer: LayerUnderTest) -> str:

@@ -31,7 +31,7 @@ def assert_equivalent(
     Args:
         layer: a layer class, or a function of `args`.
         reference: a function of the same `args` that returns the same tensors, in any containers.
-        args: any pytrees, as a tuple.
+        args: any pytrees, as a tuple. The arrays must lie on devices of this process.
         orders: the orders of differentiation to compare, from 0 to 3: 0 compares outputs, 1 gradients, 2 gradients of
             gradients.
         rtol: relative tolerance; the square root of the machine epsilon by default.
@@ -41,7 +41,7 @@ def assert_equivalent(
 
     Raises:
         AssertionError: if the layer differs. The message names the output or argument, the index, and both values.
-        TypeError, ValueError: if there is nothing to compare.
+        TypeError, ValueError: if there is nothing to compare, or an argument lies on devices of other processes.
     """
     name, flat = flat_function("assert_equivalent", layer, args)
     flat_reference = flat_function("assert_equivalent", reference, args)[1]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax import has_tangent, is_differentiated
+from pylayer_jax._jax import has_tangent, is_differentiated, is_tracer
 from pylayer_jax._trees import split
+
+from ._comparison import type_of
 
 
 class FlatFunction:
@@ -26,10 +28,11 @@ class FlatFunction:
         self.function = function
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
         self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
-        self.paths = names or [f"args{path}" for path in self.skeleton.tensor_paths()]
+        entries = self.skeleton.tensor_entries()
+        self.paths = names or [f"args[{owner}]{path}" for owner, path in entries]
         self.names = [self.paths[i] for i in self.differentiated]
-        owners = [owner for owner, _ in self.skeleton.tensor_entries()]
-        self.owners = [owners[i] for i in self.differentiated]  # the argument that holds each of them
+        self.owners = [entries[i][0] for i in self.differentiated]  # the argument that holds each of them
+        self.argument_count = len(args)
 
     @property
     def values(self) -> list[Any]:
@@ -133,25 +136,45 @@ def _where(applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> Call
     return lambda x: change(x) if applies(x) else x
 
 
-def flat_function(name: str, function: Any, args: Any) -> tuple[str, FlatFunction]:
+def flat_function(
+    name: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None
+) -> tuple[str, FlatFunction]:
     """A name for the messages of a checker, and the flat function of the arguments of the checker.
 
     Raises:
         TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.
-        ValueError: if no argument can be differentiated.
+        ValueError: if no argument can be differentiated, or an array lies on devices of other processes too.
     """
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
         raise TypeError(f"{name}: expected a layer or a function, got {function!r}.")
     if not isinstance(args, (tuple, list)):
         raise TypeError(f"{name}: expected the arguments as a tuple, got {type(args).__name__}. Pass (x,) for one x.")
-    flat = FlatFunction(call, tuple(args))
+    flat = FlatFunction(call, tuple(args)) if not kwargs else _with_keywords(call, tuple(args), kwargs)
     if not flat.differentiated:
         raise ValueError(
             f"{name}: none of the arguments holds an array of floating-point or complex numbers, so that there is no "
             "gradient to check. Python numbers are statics: pass jnp.float32(1.5) for 1.5."
         )
+    for path, x in zip(flat.paths, flat.tensors, strict=True):
+        if not is_tracer(x) and not x.is_fully_addressable:
+            raise ValueError(
+                f"{name}: {path} lies on devices of other processes too ({type_of(x)} with {x.sharding}); but {name} "
+                "compares every entry in one process, and expects arrays of this process. Pass a small array on "
+                "jax.local_devices(), or np.asarray(x) if x is fully replicated."
+            )
     return f"{name} of {name_of(function)}", flat
+
+
+def _with_keywords(call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> FlatFunction:
+    count, keywords = len(args), list(kwargs)
+
+    def run(*values: Any) -> Any:
+        return call(*values[:count], **dict(zip(keywords, values[count:], strict=True)))
+
+    values = (*args, *kwargs.values())
+    names = [*(f"args[{i}]" for i in range(count)), *keywords]
+    return FlatFunction(run, values, [names[owner] + path for owner, path in split(values)[1].tensor_entries()])
 
 
 def name_of(function: Any) -> str:

@@ -31,7 +31,7 @@ def gradcheck(
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
-        args: any pytrees, as a tuple. `fun` gets statics unchanged.
+        args: any pytrees, as a tuple. `fun` gets statics unchanged. The arrays must lie on devices of this process.
         rtol: relative tolerance; the cube root of the machine epsilon by default.
         atol: absolute tolerance; the square root of the machine epsilon by default.
         step: the distance by which an entry is perturbed, times the size of the entry if that is above 1; the cube root
@@ -49,7 +49,7 @@ def gradcheck(
     Raises:
         AssertionError: if a gradient is wrong. The message names the argument and the index with the largest error,
             both values and the tolerance.
-        TypeError, ValueError: if there is nothing to check.
+        TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
     """
     settings = Settings(rtol, atol, step, limit, seed, float64)
     return _gradcheck(*flat_function("gradcheck", fun, args), (1,), settings)

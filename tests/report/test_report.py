@@ -195,13 +195,23 @@ def test_with_a_function_and_its_own_error():
 def test_as_text_and_as_html():
     report = saved_tensors_report(lambda x: Mixed.apply(x * 2, x * 3).sum(), X)
     lines = str(report).splitlines()
-    assert lines[0].split() == ["layer", "saved", "type", "times", "bytes", "packed", "where"]
-    assert lines[1].split()[:6] == ["Mixed", "saved[0]", "float32[8,4]", "1", "128", "128"]
+    assert lines[0].split() == ["layer", "saved", "type", "times", "bytes", "where"]
+    assert lines[1].split()[:5] == ["Mixed", "saved[0]", "float32[8,4]", "1", "128"]
     assert lines[-1] == "384 bytes are saved for backward, in 1 application of layers."
     assert repr(report) == str(report)
     page = report._repr_html_()
     assert "<td>saved[1][&#x27;b&#x27;]</td>" in page
     assert page.count("<tr>") == 4
+    assert "packed" not in page
+
+
+def test_sizes_after_packing_have_a_column_where_something_is_packed():
+    with cast_saved():
+        report = saved_tensors_report(lambda x: Mixed.apply(x * 2, x * 3).sum(), X)
+    lines = str(report).splitlines()
+    assert lines[0].split() == ["layer", "saved", "type", "times", "bytes", "packed", "where"]
+    assert [line.split()[4:6] for line in lines[1:4]] == [["128", "64"], ["128", "64"], ["128", "128"]]
+    assert "<th>bytes</th><th>packed</th><th>where</th>" in report._repr_html_()
 
 
 def test_plot():

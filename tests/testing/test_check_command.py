@@ -59,6 +59,11 @@ class Select(PyLayer):
 def narrow(x):
     return Scale.apply(x.astype(jnp.bfloat16), 2.0).astype(x.dtype)
 
+def linear(parameters, x, scale=1.0, how=None, *, axis=None, steps=()):
+    assert (how, axis, steps) in ((None, None, ()), ("a[]", -1, (2, [3])))
+    assert type(scale) is float or scale.shape == ()
+    return Scale.apply(x @ parameters["w"] + parameters["b"][0], 2.0) * scale
+
 class Inside:
     Scale = Scale
 
@@ -99,10 +104,36 @@ def test_a_right_layer_has_a_tick_per_property(module, capsys):
 
 def test_a_wrong_layer_has_the_reason(capsys):
     assert check("checked_layers:Wrong", "f32[3]", "0.5", *FAST) == 1
-    wrong = [line for line in capsys.readouterr().out.splitlines() if line.startswith("✗")]
+    out, err = capsys.readouterr()
+    wrong = [line for line in out.splitlines() if line.startswith("✗")]
     assert len(wrong) == 1
     assert "✗ gradients " in wrong[0]
     assert "the gradient of args[0] at index (" in wrong[0]
+    assert err == ""  # no progress, because this is no terminal
+
+
+def test_a_wrong_gradient_says_how_a_meant_one_is_declared(capsys):
+    assert check("checked_layers:Wrong", "f32[3]", "0.5", *FAST) == 1
+    hint = " ".join(capsys.readouterr().out.splitlines()[-2:])
+    assert hint.startswith("Is backward meant to give another gradient (straight-through, reversed, clipped)?")
+    assert "Then pass --reference MODULE:FUNCTION: plain JAX with the meant gradient" in hint
+    assert hint.endswith("or --skip gradients.")
+    assert check("checked_layers:Wrong", "f32[3]", "0.5", *only("jit"), "--skip", "gradients") == 0
+    assert "Is backward meant" not in capsys.readouterr().out
+    assert check(f"{wrong_layers.__name__}:WrongAtSecondOrder", "f32[2]", *only("second order")) == 1
+    assert "or --skip 'second order'." in capsys.readouterr().out
+
+
+def test_a_terminal_shows_what_is_tested(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert check("checked_layers:Scale", "f32[2,3]", "0.5", *FAST) == 0
+    out, err = capsys.readouterr()
+    assert "(" not in out.splitlines()[0]
+    assert "\n" not in err
+    shown = [line for line in err.split("\r") if line.strip()]
+    names = ["eager", "jit", "gradients", "arguments", "cotangents", "saved"]
+    assert shown == [f"Scale: {name} ({i} of 6)" for i, name in enumerate(names, 1)]
+    assert err.endswith(f"\r{' ' * len(shown[-1])}\r")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -111,7 +142,7 @@ def test_a_terminal_without_ticks(encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", written)
     assert check("checked_layers:Wrong", "f32[3]", "0.5", *FAST) == 1
     written.flush()
-    lines = written.buffer.getvalue().decode(encoding).splitlines()[1:]
+    lines = written.buffer.getvalue().decode(encoding).splitlines()[1:-2]  # without the hint
     starts = [line[:7] for line in lines]
     assert starts.count("FAILED ") == 1
     assert starts.count("ok     ") == len(lines) - 1
@@ -143,7 +174,7 @@ def test_a_wrong_layer_fails_by_the_property_that_it_lacks(layer, wrong, capsys)
         assert check(f"{wrong_layers.__name__}:{layer}", "f32[2,3]", *only("arguments", wrong)) == 1
     finally:
         wrong_layers.LEAKED.clear()
-    marks = {line[2:].split("  ")[0]: line[0] for line in capsys.readouterr().out.splitlines()[1:]}
+    marks = {line[2:].split("  ")[0]: line[0] for line in capsys.readouterr().out.splitlines() if line[0] in "✓✗"}
     assert marks == {"eager": "✓", "arguments": "✓", wrong: "✗"}
 
 
@@ -181,6 +212,69 @@ def test_integers_keys_and_strings(capsys):
     assert check("checked_layers:Select", "f32[4]", "i32[2]", "key[]", "'text'", *FAST) == 0
 
 
+def test_trees_and_keywords(capsys):
+    tree = "{'w': f32[4,2], 'b': [f32[2], (i32[3], 'text')]}"
+    assert check("checked_layers:linear", tree, "f32[3, 4]", *FAST) == 0
+    out = capsys.readouterr().out
+    assert "returns float32[3,2]; gradients of args[0]['b'][0], args[0]['w'], args[1]\n" in out
+    assert "2 of 2 are differentiable, with 3 arrays; each has the same gradient alone" in out
+    statics = ["how='a[]'", "axis=-1", "steps=(2, [3])"]
+    assert check("checked_layers:linear", f"parameters={tree}", "scale=f32[]", "x = f32[3,4]", *statics, *FAST) == 0
+    out = capsys.readouterr().out
+    assert "gradients of parameters['b'][0], parameters['w'], scale, x" in out
+    assert "3 of 6 are differentiable, with 4 arrays" in out
+    reference = ["--reference", "checked_layers:straight_through"]
+    assert check("checked_layers:Round", "x=float32[3]", *reference, *FAST) == 0
+    assert check("checked_layers:Scale", "F32[3]", "factor=-2", *FAST) == 0
+    assert "1 of 2 is differentiable\n" in capsys.readouterr().out
+    assert check("checked_layers:Scale", "x={'a': f64[2]}", "-1", *only("vmap")) == 1  # a dict times a number
+
+
+GENERAL = r"Expected an array such as \"f32\[8,8\]\" or \"f32\[\]\", a Python literal"
+
+
+@pytest.mark.parametrize(
+    ("spec", "meant"),
+    [
+        ("f32[8x8]", "f32[8,8]"),
+        ("f32(8,8)", "f32[8,8]"),
+        ("f32[8 8]", "f32[8,8]"),
+        ("f32[8,8", "f32[8,8]"),
+        ("f32 8 8", "f32[8,8]"),
+        ("f32:8,8", "f32[8,8]"),
+        ("f33[8,8]", "f32[8,8]"),
+        ("fp32[8,8]", "f32[8,8]"),
+        ("float[8]", "f32[8]"),
+        ("jnp.float16[8]", "f16[8]"),
+        ("floot64(8)", "f64[8]"),
+        ("f32", "f32[]"),
+        ("int32()", "i32[]"),
+        ("key", "key[]"),
+        ("8x8", "f32[8,8]"),
+        ("8,8", 'f32[8,8]" or "(8,8)'),
+        ("g32[2]", 'f32[2]" or "i32[2]" or "u32[2]'),
+        ("x=f32(3)", "x=f32[3]"),
+        ("{'w': f32[8x8], 'b': [f32(8), 3]}", "{'w': f32[8,8], 'b': [f32[8], 3]}"),
+    ],
+)
+def test_a_spec_that_is_nearly_right_shows_the_right_one(spec, meant, capsys):
+    with pytest.raises(SystemExit):
+        check("checked_layers:Scale", spec, "0.5")
+    assert f'error: {spec}: did you mean "{meant}"? ' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["__import__('os').abort()", "f()", "{**{}}", "x=", "{w: f32[8]}", "f32[8][8]", "{[1]: 2}", "{1: 2, 'a': 3}"],
+)
+def test_only_literals_and_arrays_are_read(spec, capsys):
+    with pytest.raises(SystemExit):
+        check("checked_layers:Scale", spec, "0.5")
+    error = capsys.readouterr().err
+    assert f"error: {spec}: Expected an array such as" in error
+    assert "did you mean" not in error
+
+
 def test_the_seed_chooses_the_numbers():
     arguments = ["checked_layers:Scale", "f32[2]", "None", "--skip=jit"]
     assert check(*arguments) == check(*arguments, "--seed", "3") == 1  # None is no number
@@ -197,9 +291,12 @@ def test_the_seed_chooses_the_numbers():
         (["checked_layers:Scales"], r"checked_layers has no Scales\. It has PyLayer, Scale, Wrong"),
         (["checked_layers:NUMBER"], r"expected a layer class or a function, got 3"),
         (["checked_layers:Inside"], r"expected a layer class or a function, got <class"),
-        (["checked_layers:Scale", "f32[2"], r"f32\[2: expected an array such as \"f32\[8,8\]\""),
-        (["checked_layers:Scale", "g32[2]"], r"g32\[2\]: unknown dtype 'g32'; expected one of f16, bf16, f32"),
-        (["checked_layers:Scale", "text"], r"text: expected .* For a string, quote it twice: '\"text\"'"),
+        (["checked_layers:Scale", "f32[2"], GENERAL),
+        (["checked_layers:Scale", "g32[2]"], r"\? Unknown dtype 'g32'; expected one of f16, bf16, f32"),
+        (["checked_layers:Scale", "text"], r"text: Expected .* For a string, quote it twice: '\"text\"'"),
+        (["checked_layers:Scale", "f32[n]"], r"f32\[n\]: Expected whole numbers as sizes, as in f32\[8,8\]"),
+        (["checked_layers:Scale", "key[2]"], r"key\[2\]: Expected one PRNG key: key\[\]"),
+        (["checked_layers:Scale", "x=f32[2]", "x=3"], r"x=3: the keyword x is given twice"),
         (["checked_layers:Scale", "3"], r"none of the arguments holds an array"),
         (["checked_layers:Scale", "f32[2]", "1", "--skip=speed"], r"skip=\['speed'\]: expected names among jit"),
         (["checked_layers:Round", "f32[2]", "--reference", "x"], r"x: Expected MODULE:NAME"),
@@ -233,4 +330,8 @@ def test_help_says_how_arrays_are_written(capsys):
     with pytest.raises(SystemExit) as stop:
         check("--help")
     assert stop.value.code == 0
-    assert '"f32[8,8]"' in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert '"f32[8,8]"' in out
+    assert "\"{'w': f32[8,8], 'b': f32[8]}\"" in out
+    assert "scale=f32[] axis=-1" in out
+    assert "forward over reverse" in out  # the names for --skip

@@ -226,8 +226,10 @@ def test_once_differentiable_says_so():
         def backward(ctx, dy):
             return dy * jnp.cos(ctx.saved_tensors[0])
 
-    with pytest.raises(AssertionError, match=r"✗ second order +RuntimeError: .*once_differentiable"):
+    with pytest.raises(AssertionError, match=r"✗ second order +RuntimeError: .*once_differentiable") as caught:
         check_layer(Once, X, skip=STAGED)
+    last = str(caught.value).splitlines()[-1]
+    assert last == "Is the layer meant to have no second derivative? Then pass skip=['second order']."
     assert check_layer(Once, X, skip=["second order", *STAGED]).passed
 
 
@@ -247,3 +249,67 @@ def test_the_report_is_a_line_per_property():
         check_layer(WrongSign, X, skip=STAGED)
     with pytest.raises(ValueError, match=r"skip=\['speed'\]: expected names among jit, vmap"):
         check_layer(Tanh, X, skip=["speed"])
+
+
+def test_a_wrong_gradient_says_how_a_meant_one_is_declared():
+    case = CASE["Round"]
+    with pytest.raises(AssertionError) as caught:
+        check_layer(case.layer, *case.args, skip=all_but("gradients", "second order"))
+    hint = " ".join(str(caught.value).splitlines()[-2:])
+    assert hint.startswith("Is backward meant to give another gradient (straight-through, reversed, clipped)?")
+    assert "Then pass reference=FUNCTION: plain JAX with the meant gradient, as in lambda x: " in hint
+    assert hint.endswith("or skip=['gradients'].")
+    check_layer(case.layer, *case.args, skip=all_but("second order", "jit"))
+    # Beside a reference, or where another property fails, there is nothing to declare.
+    args = {"skip": all_but("gradients", "jit"), "raises": False}
+    assert "meant" not in str(check_layer(WrongSign, X, reference=jnp.sin, **args))
+    assert "meant" not in str(check_layer(WRONG["jit"][0], *WRONG["jit"][2], skip=all_but("jit"), raises=False))
+
+
+def test_keywords_are_arguments():
+    def scaled(x, *, factor, how):
+        assert how == "twice"
+        return Tanh.apply(2 * x) * factor["f"]
+
+    keywords = {"factor": {"f": jnp.float32(3)}, "how": "twice"}
+    report = check_layer(scaled, X, kwargs=keywords, skip=all_but("jit", "gradients", "arguments", "repeatable"))
+    assert report["eager"].message == "returns float32[2,3]; gradients of args[0], factor['f']"
+    assert report["arguments"].message == "2 of 3 are differentiable; each has the same gradient alone"
+    reference = lambda x, *, factor, how: jnp.tanh(2 * x) * factor["f"]  # noqa: E731
+    assert check_layer(scaled, X, kwargs=keywords, reference=reference, skip=all_but("gradients")).passed
+    wrong = check_layer(
+        lambda x, *, y: WrongSign.apply(y) * x, X, kwargs={"y": X}, skip=all_but("gradients"), raises=False
+    )
+    assert "the gradient of y at index" in wrong["gradients"].message
+    with pytest.raises(TypeError, match="expected a layer or a function, got 3"):
+        check_layer(3, kwargs={"x": X})
+
+
+@pytest.mark.parametrize(
+    ("layer", "args", "message"),
+    [
+        (Tanh, (X,), "1 of 1 is differentiable"),
+        (lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "1 of 3 is differentiable"),
+        (lambda t: Multiply.apply(*t), ((X, 2 * X),), "1 of 1 is differentiable, with 2 arrays; each has the same "),
+        (lambda t, x: Multiply.apply(*t) + x, ((X, 2 * X), X), "2 of 2 are differentiable, with 3 arrays; each has "),
+    ],
+)
+def test_the_arguments_that_are_differentiable_are_counted(layer, args, message):
+    assert check_layer(layer, *args, skip=all_but("arguments"))["arguments"].message.startswith(message)
+
+
+def test_progress_is_shown_if_asked_for(capsys):
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    assert capsys.readouterr() == ("", "")
+    check_layer(Tanh, X, skip=all_but("jit", "saved"), verbose=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.split("\r")[2::2][:3] == ["Tanh: eager (1 of 3)", "Tanh: jit (2 of 3)", "Tanh: saved (3 of 3)"]
+    assert err.endswith(f"\r{' ' * len('Tanh: saved (3 of 3)')}\r")
+    with pytest.raises(KeyboardInterrupt):
+        check_layer(_interrupted, X, verbose=True)
+    assert capsys.readouterr().err.endswith(" \r")
+
+
+def _interrupted(x):
+    raise KeyboardInterrupt
