@@ -1,0 +1,96 @@
+"""Hooks on the host see the shard of each device, and nothing is gathered for them."""
+
+from __future__ import annotations
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import saved_tensors_hooks
+from pylayer_jax.packers import save_on_disk
+from tests.kit.layers import Tanh
+
+from .sharded_transformer import KINDS, collectives, entered, mesh_of, random, transformer
+
+
+class Host:
+    """A pair that runs on the host, and the shapes that it packed."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        self.hooks = saved_tensors_hooks(self.pack, lambda packed: packed[0] / 2, host=True)
+
+    def pack(self, x):
+        assert type(x) is np.ndarray
+        self.shapes.append(x.shape)
+        return (x * 2,)
+
+
+def test_a_transformer_with_explicit_axes_communicates_no_more_than_without_hooks(tmp_path):
+    mesh = mesh_of("explicit")
+    with entered(mesh):
+        loss, weights, x = transformer(mesh)
+        plain = jax.jit(jax.grad(loss)).lower(weights, x).compile()
+        expected = plain(weights, x)
+        for hooks in (Host().hooks, save_on_disk(tmp_path)):
+            packed = jax.jit(jax.grad(hooks(loss))).lower(weights, x).compile()
+            assert collectives(packed) == collectives(plain)
+            got = packed(weights, x)
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+                assert a.sharding == b.sharding
+                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_along_an_automatic_axis_is_not_gathered():
+    mesh = mesh_of("automatic")
+    x = random(mesh, (8, 6, 16), "data", None, "model")
+    host = Host()
+    compiled = jax.jit(jax.grad(host.hooks(lambda x: jnp.sum(jnp.sin(x) * x)))).lower(x).compile()
+    assert set(collectives(compiled)) <= {"all-reduce"}
+    np.testing.assert_allclose(compiled(x), np.sin(x) + x * np.cos(x), rtol=1e-5, atol=1e-6)
+    assert set(host.shapes) == {(4, 6, 8)}
+
+
+@pytest.mark.parametrize("spec", [("data", "model"), ("data", None), (None, None), (None, ("data", "model"))], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients(kind, spec):
+    mesh, host = mesh_of(kind), Host()
+    with entered(mesh):
+        x = random(mesh, (4, 4, 8), None, *spec)
+        for f in (Tanh.apply, jnp.tanh):
+            for transformed in (f, jax.vmap(f), lambda x, f=f: jax.lax.map(f, x)):
+                hooked = host.hooks(transformed)
+                y, pullback = jax.jit(lambda x, hooked=hooked: jax.vjp(hooked, x))(x)
+                (gradient,) = pullback(jnp.ones_like(y))
+                np.testing.assert_allclose(gradient, 1 - np.tanh(x) ** 2, rtol=1e-5, atol=1e-6)
+                if kind == "explicit":
+                    assert gradient.sharding.is_equivalent_to(x.sharding, 3)
+    pieces = np.prod([mesh.shape[name] for names in spec for name in np.atleast_1d(names or [])], dtype=int)
+    if kind == "explicit":
+        assert {np.prod(shape[-2:]) for shape in host.shapes} == {4 * 8 // pieces}
+
+
+def test_eager_mode_packs_a_whole_tensor_of_one_process():
+    mesh, host = mesh_of("automatic"), Host()
+    x = random(mesh, (4, 8), "data", "model")
+    gradient = jax.grad(host.hooks(lambda x: jnp.sum(Tanh.apply(x))))(x)
+    assert host.shapes == [(4, 8)]
+    assert gradient.sharding.is_equivalent_to(x.sharding, 2)
+    np.testing.assert_allclose(gradient, 1 - np.tanh(x) ** 2, rtol=1e-5)
+
+
+def test_as_many_large_tensors_at_once_as_there_are_threads():
+    # JAX's own callbacks stop for ever here: each waits for a copy that needs a thread, and they hold all of these.
+    mesh, host = mesh_of("explicit"), Host()
+    with entered(mesh):
+        x = random(mesh, (512, 512), "data", "model")
+        loss = host.hooks(lambda x: sum(jnp.sum(jnp.tanh(x * i)) for i in range(1, 9)))
+        gradient = []
+        thread = threading.Thread(target=lambda: gradient.append(jax.jit(jax.grad(loss))(x)), daemon=True)
+        thread.start()
+        thread.join(120)
+    expected = sum(i * (1 - np.tanh(np.asarray(x) * i) ** 2) for i in range(1, 9))
+    np.testing.assert_allclose(gradient[0], expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,68 @@
+"""Two processes with two devices each train as one process with four devices does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from .two_processes import packers, results
+
+TIME_LIMIT = 300  # seconds
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def run_two_processes(module, *args):
+    """What each of two processes prints; both have ended when this returns."""
+    flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    port = free_port()
+    command = [sys.executable, "-W", "error", "-m", module]
+    processes = [
+        subprocess.Popen([*command, str(i), port, *args], env=environment, stdout=subprocess.PIPE, text=True)
+        for i in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIME_LIMIT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0]
+    return outputs
+
+
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory):
+    directory = str(tmp_path_factory.mktemp("saved"))
+    outputs = run_two_processes("tests.devices.two_processes", directory)
+    assert os.listdir(directory) == []  # the files went with the processes
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def of_one_process(tmp_path_factory):
+    return results(str(tmp_path_factory.mktemp("saved")))
+
+
+@pytest.mark.parametrize("name", packers(""))
+@pytest.mark.parametrize("way", ["explicit", "automatic", "eager"])
+def test_losses_and_gradients(of_two_processes, of_one_process, way, name):
+    first, second = (found[f"{way} {name}"] for found in of_two_processes)
+    assert first == second
+    expected = of_one_process[f"{way} {name}"]
+    # Sums over devices have another order, and the blocks of a quantizer in eager mode other borders.
+    tolerance = 2e-2 if name in ("cast_saved", "quantize_saved") else 1e-4
+    for got, wanted in zip(first, expected, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=tolerance)
+    assert first[0][-1] < 0.9 * first[0][0]
