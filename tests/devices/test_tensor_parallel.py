@@ -1,0 +1,62 @@
+"""A transformer on a mesh of data and model parallelism has the loss and the derivatives of the one on one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+from tests.kit.transforms import assert_same
+
+from . import tensor_parallel as network
+from .ranks import VMA
+
+
+def mesh_of(data: int, model: int) -> Any:
+    return jax.make_mesh((data, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+MESHES = {
+    "4": lambda: jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,)),
+    "2x2": lambda: mesh_of(2, 2),
+    "4x1": lambda: mesh_of(4, 1),
+}
+# The sequence is shared out, or not; every combination with the mesh of two axes, some with others.
+CASES = pytest.mark.parametrize(
+    ("mesh", "sequence"),
+    [("2x2", False), ("2x2", True), ("4", False), ("4x1", True)],
+    ids=["2x2", "2x2-sequence", "4", "4x1-sequence"],
+)
+
+
+def ways(params: Any) -> Any:
+    return jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size, dtype=jnp.float32)).reshape(p.shape), params)
+
+
+@functools.cache
+def expected() -> Any:
+    params, batch = network.params(), network.data()
+    return jax.jit(lambda p, w: network.derivatives(lambda p: network.unsharded_loss(p, *batch), p, w))(
+        params, ways(params)
+    )
+
+
+@CASES
+@VMA
+def test_differentiated_outside(mesh, sequence, check_vma):
+    params, batch = network.params(), network.data()
+    loss = network.mapped_loss(MESHES[mesh](), sequence=sequence, check_vma=check_vma)
+    ours = jax.jit(lambda p, w: network.derivatives(lambda p: loss(p, *batch), p, w))(params, ways(params))
+    assert_same(ours, expected())
+
+
+@CASES
+@VMA
+def test_differentiated_on_each_device(mesh, sequence, check_vma):
+    params, batch = network.params(), network.data()
+    ours = network.derivatives_on_each_device(MESHES[mesh](), sequence=sequence, check_vma=check_vma)
+    assert_same(jax.jit(ours)(params, ways(params), *batch), expected())
