@@ -58,6 +58,11 @@ def as_input(layer: str, parameter: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
+def accumulated(x: jax.Array) -> jax.Array:
+    """x in the dtype of sums over its entries: float32, if its own is narrower."""
+    return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+
+
 # -- kinds of values ------------------------------------------------------------------------------
 
 

@@ -11,7 +11,17 @@ import jax.numpy as jnp
 from pylayer_jax._layer import PyLayer
 from pylayer_jax._methods.context import PyLayerContext
 
-from ._axes import Axes, AxisName, array_axis, as_input, as_varying, check_replicated, mesh_axes, vary_alike
+from ._axes import (
+    Axes,
+    AxisName,
+    accumulated,
+    array_axis,
+    as_input,
+    as_varying,
+    check_replicated,
+    mesh_axes,
+    vary_alike,
+)
 from ._collectives import CopyTo, ReduceFrom
 
 
@@ -39,22 +49,22 @@ class SyncBatchNorm(PyLayer):
         ctx.axes, ctx.channel_axis, ctx.epsilon = axes, channel_axis, epsilon
         count = _count(x, channel_axis, axes)
         # Two all-reduces: a variance out of one, as the mean of squares less the square of the mean, cancels.
-        mean = ReduceFrom.apply(_own_sum(ctx, _accumulated(x)), axes) / count
-        centered = _accumulated(x) - _beside(ctx, mean, x)
+        mean = ReduceFrom.apply(_own_sum(ctx, accumulated(x)), axes) / count
+        centered = accumulated(x) - _beside(ctx, mean, x)
         variance = ReduceFrom.apply(_own_sum(ctx, centered**2), axes) / count
-        slope = jax.lax.rsqrt(variance + epsilon) * _accumulated(scale)
-        y = centered * _beside(ctx, slope, x) + _beside(ctx, _accumulated(bias), x)
+        slope = jax.lax.rsqrt(variance + epsilon) * scale.astype(variance.dtype)
+        y = centered * _beside(ctx, slope, x) + _beside(ctx, bias.astype(variance.dtype), x)
         ctx.save_for_backward(x, scale, mean, variance)
         return y.astype(x.dtype), mean, variance
 
     @staticmethod
     def backward(ctx: PyLayerContext, dy: jax.Array, dmean: jax.Array, dvariance: jax.Array) -> Any:
         x, scale, mean, variance = ctx.saved_tensors
-        dy, centered = _accumulated(dy), _accumulated(x) - _beside(ctx, mean, x)
+        dy, centered = accumulated(dy), accumulated(x) - _beside(ctx, mean, x)
         inv = jax.lax.rsqrt(variance + ctx.epsilon)
         sums = jnp.stack([_own_sum(ctx, dy), _own_sum(ctx, dy * centered)])
         dbias, total = ReduceFrom.apply(sums, ctx.axes)
-        dscale, slope = total * inv, inv * _accumulated(scale)
+        dscale, slope = total * inv, inv * scale.astype(variance.dtype)
         count = _count(x, ctx.channel_axis, ctx.axes)
         m = (dmean - slope * dbias) / count
         v = (2 * dvariance - inv * slope * dscale) / count
@@ -64,25 +74,21 @@ class SyncBatchNorm(PyLayer):
     @staticmethod
     def jvp(ctx: PyLayerContext, dx: jax.Array, dscale: jax.Array, dbias: jax.Array, *_: None) -> Any:
         x, scale, mean, variance = ctx.saved_tensors
-        dx, centered = _accumulated(dx), _accumulated(x) - _beside(ctx, mean, x)
+        dx, centered = accumulated(dx), accumulated(x) - _beside(ctx, mean, x)
         inv, count = jax.lax.rsqrt(variance + ctx.epsilon), _count(x, ctx.channel_axis, ctx.axes)
         sums = jnp.stack([_own_sum(ctx, dx), _own_sum(ctx, dx * centered)])
         dmean, dvariance = ReduceFrom.apply(sums, ctx.axes) / count
         dvariance = 2 * dvariance
-        slope = inv * _accumulated(scale)
-        dslope = inv * _accumulated(dscale) - slope * inv**2 * dvariance / 2
-        dshift = _accumulated(dbias) - slope * dmean
+        slope = inv * scale.astype(variance.dtype)
+        dslope = inv * dscale.astype(variance.dtype) - slope * inv**2 * dvariance / 2
+        dshift = dbias.astype(variance.dtype) - slope * dmean
         dy = dx * _beside(ctx, slope, x) + centered * _beside(ctx, dslope, x) + _beside(ctx, dshift, x)
         return dy.astype(x.dtype), dmean, dvariance
 
 
-def _accumulated(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _count(x: jax.Array, channel_axis: int, axes: Axes) -> int:
     """How many numbers of each channel all devices hold."""
-    return math.prod(x.shape) // x.shape[channel_axis] * int(jax.lax.axis_size(axes))
+    return math.prod(n for axis, n in enumerate(x.shape) if axis != channel_axis) * int(jax.lax.axis_size(axes))
 
 
 def _own_sum(ctx: PyLayerContext, x: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pylayer_jax._layer import PyLayer
 from pylayer_jax._methods.context import PyLayerContext
 
-from ._axes import Axes, AxisName, as_input, as_varying, check_replicated, mesh_axes, vary_alike
+from ._axes import Axes, AxisName, accumulated, as_input, as_varying, check_replicated, mesh_axes, vary_alike
 from ._collectives import CopyTo, ReduceFrom
 
 
@@ -29,7 +29,7 @@ class VocabParallelCrossEntropy(PyLayer):
 
     @staticmethod
     def forward(ctx: PyLayerContext, logits: jax.Array, labels: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
-        z = _accumulated(logits)
+        z = accumulated(logits)
         # JAX has no derivative of pmax, and a value that is subtracted and added again needs none.
         highest = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), axes)
         shifted = z - as_varying(highest, axes)[..., None]
@@ -59,18 +59,14 @@ class VocabParallelCrossEntropy(PyLayer):
         if dlogits is None:
             return None, None
         logits, labels, log_sum = ctx.saved_tensors
-        dz = _accumulated(dlogits)
+        dz = accumulated(dlogits)
         dlog_sum = (_softmax(logits, log_sum, ctx.axes) * dz).sum(-1)
         dlog_sum, dpicked = _reduced(ctx.axes, dlog_sum, _picked(dz, labels, ctx.axes))
         return _where_valid(dlog_sum - dpicked, labels, logits, ctx.axes), dlog_sum
 
 
-def _accumulated(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 def _softmax(logits: jax.Array, log_sum: jax.Array, axes: Axes) -> jax.Array:
-    return jnp.exp(_accumulated(logits) - CopyTo.apply(log_sum, axes)[..., None])
+    return jnp.exp(accumulated(logits) - CopyTo.apply(log_sum, axes)[..., None])
 
 
 def _reduced(axes: Axes, *parts: jax.Array) -> jax.Array:
@@ -79,8 +75,6 @@ def _reduced(axes: Axes, *parts: jax.Array) -> jax.Array:
 
 def _own_label(labels: jax.Array, size: int, axes: Axes) -> jax.Array:
     """The labels, counted from the first one that this device holds."""
-    if labels.dtype not in (jnp.int32, jnp.int64):  # int8 would overflow, and unsigned labels wrap around
-        labels = labels.astype(jnp.int32)
     return as_varying(labels, axes) - jax.lax.axis_index(axes).astype(labels.dtype) * size
 
 
@@ -147,6 +141,8 @@ def vocab_parallel_cross_entropy(logits: jax.Array, labels: jax.Array, axis_name
             f"got {labels.shape}. Give one label for each row of logits."
         )
     check_replicated(name, "labels", labels, axes)
+    # Narrower integers may not hold the size of the vocabulary, and unsigned ones no label before that of a device.
+    labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     logits, labels = vary_alike(axes, logits, labels)
     losses, _ = VocabParallelCrossEntropy.apply(as_varying(logits, axes), labels, axes)
     return losses

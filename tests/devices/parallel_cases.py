@@ -1,7 +1,7 @@
 """Functions of the shards of one device, built from `pylayer_jax.parallel`, beside the maths of the whole arrays.
 
-A shard is described by one letter per axis of the array: M where the axis is cut along the mesh axes of the layer, D where
-it is cut along the axis of data parallelism (if the mesh has one), a dot where it is whole.
+A shard is described by one letter per axis of the array: M where the axis is cut along the mesh axes of the layer, D
+where it is cut along the axis of data parallelism (if the mesh has one), a dot where it is whole.
 """
 
 from __future__ import annotations
@@ -82,6 +82,22 @@ class Case:
 # -- cases ----------------------------------------------------------------------------------------
 
 
+def network(x, a, b):
+    return jnp.tanh(x @ a) @ b
+
+
+def network_of_columns(x, a, b):
+    return a @ jnp.tanh(b @ x)
+
+
+def scaled(x, w):
+    return jnp.tanh(x) * w
+
+
+def summed(x, w):
+    return jnp.tanh(jnp.cumsum(x, 0)) * w
+
+
 def columns_and_rows(axis, x, a, b):
     return parallel.reduce_from(jnp.tanh(parallel.copy_to(x, axis) @ a) @ b, axis)
 
@@ -98,7 +114,7 @@ def sequence(axis, x, a, b):
     return parallel.reduce_scatter(jnp.tanh(parallel.all_gather(x, axis) @ a) @ b, axis)
 
 
-def sequence_of_columns(axis, x, a, b):
+def columns(axis, x, a, b):
     return parallel.reduce_scatter(a @ jnp.tanh(b @ parallel.all_gather(x, axis, 1)), axis, axis=-1)
 
 
@@ -112,8 +128,7 @@ def blocks_of_rows(axis, x, w):
 
 
 def whole_blocks_of_rows(x, w):
-    n = 4
-    return jnp.sin(x).reshape(n, n, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape) * w
+    return jnp.sin(x).reshape(4, 4, -1, *x.shape[1:]).swapaxes(0, 1).reshape(x.shape) * w
 
 
 LABELS = jnp.array([2, 7, -100, 0, 8, 5])
@@ -138,49 +153,72 @@ def batch_norm(x, scale, bias):
 
 def parallel_batch_norm(axis, x, scale, bias):
     y, mean, variance = parallel.sync_batch_norm(x, scale, bias, axis, channel_axis=1)
-    return y * parallel.copy_to(1 + jnp.sin(mean) + variance**2, axis)[:, None]
+    factor = parallel.copy_to(1 + jnp.sin(mean) + variance**2, axis)[:, None]
+    return y * factor.astype(y.dtype)
+
+
+# -- of the same, in other places
+
+
+def in_a_scan(local):
+    def repeated(axis, x, a, b):
+        step = jax.checkpoint(lambda x: x + local(axis, jnp.sin(x), a, b))
+        return jax.lax.scan(lambda x, _: (step(x), None), x, None, length=2)[0]
+
+    return repeated
+
+
+def in_a_scan_of_whole(whole):
+    return lambda *args: in_a_scan(lambda axis, *args: whole(*args))(None, *args)
+
+
+def batch_of_losses(axis, logits):
+    return jax.vmap(lambda z: parallel_cross_entropy(axis, z))(logits)
+
+
+def batch_of_networks(axis, x, a, b):
+    return jax.vmap(lambda x: columns_and_rows(axis, x, a, b))(x)
+
+
+def batch_of_whole_networks(x, a, b):
+    return jax.vmap(lambda x: network(x, a, b))(x)
+
+
+def batch_of_norms(axis, x, scale, bias):
+    return jax.vmap(lambda *args: parallel_batch_norm(axis, *args))(x, scale, bias)
+
+
+def norm_of_two_batches(x, scale, bias):
+    return jnp.concatenate([batch_norm(part, scale, bias) for part in jnp.split(x, 2, 2)], 2)
 
 
 X, WEIGHT = grid(4, 8), grid(4, 8, low=0.4, high=1.9)
-A, B = grid(8, 4, low=-0.8, high=0.9), grid(4, 8, low=-0.7, high=0.8)
+A, B, C = grid(8, 4, low=-0.8, high=0.9), grid(4, 8, low=-0.7, high=0.8), grid(4, 4)
+ROWS, IMAGES = grid(16, 2), grid(8, 2, 3)
+X3, IMAGES3, GROUPS = grid(3, 4, 8), grid(3, 8, 2, 3), grid(4, 3, 6)
+S, S3 = grid(3), grid(3, 2)
 
 CASES = [
-    Case(
-        "copy_to-reduce_from",
-        columns_and_rows,
-        lambda x, a, b: jnp.tanh(x @ a) @ b,
-        (X, A, B),
-        ("D.", ".M", "M."),
-        "D.",
-    ),
-    Case("scatter_to-gather_from", part_of_features, lambda x, w: jnp.tanh(x) * w, (X, WEIGHT), ("D.", "DM"), "D."),
-    Case("scatter_to-gather_from-rows", part_of_rows, lambda x, w: jnp.tanh(x) * w, (X, WEIGHT), (".D", "MD"), ".D"),
-    Case(
-        "all_gather-reduce_scatter", sequence, lambda x, a, b: jnp.tanh(x @ a) @ b, (X, A, B), ("M.", ".M", "M."), "M."
-    ),
-    Case(
-        "all_gather-reduce_scatter-columns",
-        sequence_of_columns,
-        lambda x, a, b: a @ jnp.tanh(b @ x),
-        (X, A, grid(4, 4)),
-        (".M", ".M", "M."),
-        ".M",
-    ),
-    Case(
-        "all_to_all",
-        heads_of_whole_sequences,
-        lambda x, w: jnp.tanh(jnp.cumsum(x, 0)) * w,
-        (X, WEIGHT),
-        ("M.", "M."),
-        "M.",
-    ),
+    Case("copy_to-reduce_from", columns_and_rows, network, (X, A, B), ("D.", ".M", "M."), "D."),
+    Case("scatter_to-gather_from", part_of_features, scaled, (X, WEIGHT), ("D.", "DM"), "D."),
+    Case("scatter_to-gather_from-rows", part_of_rows, scaled, (X, WEIGHT), (".D", "MD"), ".D"),
+    Case("all_gather-reduce_scatter", sequence, network, (X, A, B), ("M.", ".M", "M."), "M."),
+    Case("all_gather-reduce_scatter-columns", columns, network_of_columns, (X, A, C), (".M", ".M", "M."), ".M"),
+    Case("all_to_all", heads_of_whole_sequences, summed, (X, WEIGHT), ("M.", "M."), "M."),
     Case("cross_entropy", parallel_cross_entropy, cross_entropy, (grid(6, 8),), (".M",), "."),
-    Case(
-        "batch_norm", parallel_batch_norm, batch_norm, (grid(8, 2, 3), grid(2), grid(2) * 2), ("MD.", "D", "D"), "MD."
-    ),
+    Case("batch_norm", parallel_batch_norm, batch_norm, (IMAGES, grid(2), grid(2) * 2), ("MD.", "D", "D"), "MD."),
 ]
-BLOCKS = Case(
-    "all_to_all-one-axis", blocks_of_rows, whole_blocks_of_rows, (grid(16, 2), grid(16, 2)), ("M.", "M."), "M."
+# These mean what they say on one mesh: with four pieces, or with two batches along D.
+ON_ONE_AXIS = [
+    Case("all_to_all-one-axis", blocks_of_rows, whole_blocks_of_rows, (ROWS, ROWS * 2), ("M.", "M."), "M."),
+    Case("in-a-scan", in_a_scan(columns_and_rows), in_a_scan_of_whole(network), (X, A, B), ("..", ".M", "M."), ".."),
+    Case("sequence-in-a-scan", in_a_scan(sequence), in_a_scan_of_whole(network), (X, A, B), ("M.", ".M", "M."), "M."),
+    Case("cross_entropy-in-a-batch", batch_of_losses, jax.vmap(cross_entropy), (grid(3, 6, 8),), ("..M",), ".."),
+    Case("network-in-a-batch", batch_of_networks, batch_of_whole_networks, (X3, A, B), ("...", ".M", "M."), "..."),
+    Case("norm-in-a-batch", batch_of_norms, jax.vmap(batch_norm), (IMAGES3, S3, S3 * 2), (".M..", "..", ".."), ".M.."),
+]
+TWO_BATCHES = Case(
+    "two-batches", parallel_batch_norm, norm_of_two_batches, (GROUPS, S, S * 2), ("M.D", ".", "."), "M.D"
 )
 
 
