@@ -160,8 +160,8 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Arra
 def all_to_all(x: jax.Array, axis_name: AxisName, split_axis: int = 0, concat_axis: int = 0) -> jax.Array:
     """Each device sends piece i of its array to device i, and joins the pieces that it gets.
 
-    Megatron: `all_to_all` with equal split sizes, `all_to_all_sp2hp`, `all_to_all_hp2sp`. Paddle:
-    `paddle.distributed.alltoall` with equal sizes.
+    Megatron: `all_to_all` with equal split sizes, `all_to_all_sp2hp` (split_axis=-1, concat_axis=0), `all_to_all_hp2sp`
+    (split_axis=0, concat_axis=-1). Paddle: `paddle.distributed.alltoall` with equal sizes.
 
     An all-to-all forward, and an all-to-all of the cotangents with the axes exchanged backward.
 

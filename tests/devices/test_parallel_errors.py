@@ -12,6 +12,8 @@ from pylayer_jax import parallel
 
 from .ranks import VMA
 
+pytestmark = pytest.mark.own_primitive
+
 LAYERS = {
     "copy_to": parallel.copy_to,
     "reduce_from": parallel.reduce_from,

@@ -22,6 +22,8 @@ from pylayer_jax import parallel
 from .ranks import VMA
 from .tensor_parallel import HEAD, WIDTH, attention, mlp
 
+pytestmark = pytest.mark.own_primitive
+
 OWN, ALL = P("model"), P()
 SIZES = (8, 64, 512)
 BATCH, LENGTH, HIDDEN = 2, 16, 8  # HIDDEN of each device

@@ -27,6 +27,8 @@ from .parallel_cases import (
 )
 from .ranks import VMA
 
+pytestmark = pytest.mark.own_primitive
+
 ONE_AXIS = LAYOUTS["one axis"]
 SIDES = pytest.mark.parametrize("side", [outside, on_each_device], ids=lambda side: side.__name__)
 ONE_OF_EACH = pytest.mark.parametrize(("side", "check_vma"), [(outside, True), (on_each_device, False)])

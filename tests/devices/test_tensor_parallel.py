@@ -8,12 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from tests.kit.transforms import assert_same
 
 from . import tensor_parallel as network
 from .ranks import VMA
+
+pytestmark = pytest.mark.own_primitive
 
 
 def mesh_of(data: int, model: int) -> Any:
@@ -25,7 +27,7 @@ MESHES = {
     "2x2": lambda: mesh_of(2, 2),
     "4x1": lambda: mesh_of(4, 1),
 }
-# The sequence is shared out, or not; every combination with the mesh of two axes, some with others.
+# With the sequence shared out, or not: both on the mesh of two axes, one on each other.
 CASES = pytest.mark.parametrize(
     ("mesh", "sequence"),
     [("2x2", False), ("2x2", True), ("4", False), ("4x1", True)],
@@ -60,3 +62,22 @@ def test_differentiated_on_each_device(mesh, sequence, check_vma):
     params, batch = network.params(), network.data()
     ours = network.derivatives_on_each_device(MESHES[mesh](), sequence=sequence, check_vma=check_vma)
     assert_same(jax.jit(ours)(params, ways(params), *batch), expected())
+
+
+@VMA
+def test_shardings_of_gradients_on_an_explicit_mesh(check_vma):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    params = jax.tree.map(put, network.params(), network.param_specs())
+    batch = [put(x, PartitionSpec("data")) for x in network.data()]
+    loss = network.mapped_loss(mesh, check_vma=check_vma)
+    slopes = jax.jit(jax.grad(lambda p: loss(p, *batch)))(params)
+    assert_same(jax.device_get(slopes), jax.device_get(expected()[1]))
+    jax.tree.map(lambda p, s: s.sharding.is_equivalent_to(p.sharding, p.ndim) or pytest.fail(str(s)), params, slopes)
+
+
+def test_copy_to_may_be_left_out_where_types_say_what_varies(monkeypatch):
+    monkeypatch.setattr(network.parallel, "copy_to", lambda x, axis_name: x)
+    params, batch = network.params(), network.data()
+    loss = network.mapped_loss(MESHES["2x2"]())
+    assert_same(jax.jit(jax.grad(lambda p: loss(p, *batch)))(params), expected()[1])
