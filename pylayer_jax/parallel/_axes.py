@@ -98,8 +98,8 @@ def check_replicated(layer: str, parameter: str, x: jax.Array, axes: Axes) -> No
     if found:
         raise ValueError(
             f"parallel.{layer}: {parameter}: expected a value that is replicated over {axes!r}; got "
-            f"{typeof(x).str_short()}, which varies over {found}: each device has a value of its own, which a copy of "
-            f"one value has to be. If {parameter} is a shard, gather it (parallel.gather_from); if it is a part of a "
+            f"{typeof(x).str_short()}, which varies over {found}: each device has a value of its own, where copies of "
+            f"one value are needed. If {parameter} is a shard, gather it (parallel.gather_from); if it is a part of a "
             "sum, add it up (parallel.reduce_from); if all copies are equal, leave out the cast (jax.lax.pcast), or "
             "the in_specs, that made it varying."
         )

@@ -102,9 +102,9 @@ def vocab_parallel_cross_entropy(logits: jax.Array, labels: jax.Array, axis_name
 
     Megatron: `vocab_parallel_cross_entropy`. Paddle's fleet: `_c_softmax_with_cross_entropy` (`ParallelCrossEntropy`).
 
-    Forward, all-reduces one maximum per label, then two numbers per label. Backward, communicates nothing. Of these
-    N devices' logits, saves those that a device holds, the labels, and one number per label. The maximum is subtracted
-    before exponentials are taken; bfloat16 and float16 are computed in float32.
+    Forward, all-reduces one maximum per label, then two numbers per label. Backward, communicates nothing. Each device
+    saves its own logits, the labels, and one number per label. The maximum is subtracted before exponentials are taken;
+    bfloat16 and float16 are computed in float32.
 
     A label outside of [0, vocabulary) has the loss 0 and no gradient, on every device: -100, or any other negative
     number, marks labels to leave out, as `ignore_index` does in Paddle and torch. (Megatron leaves the log-sum-exp
