@@ -24,6 +24,7 @@ WINGS = (
     "_report",
     "__init__",
     "packers",
+    "parallel",
     "testing",
     "_commands",
     "__main__",
