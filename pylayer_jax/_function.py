@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ._layer import PyLayer, one_object
 from ._methods.context import PyLayerContext, own_copy
-from ._trees import describe, is_tensor
+from ._trees import describe, is_box, is_tensor
 
 
 class FunctionCtx(PyLayerContext):
@@ -59,9 +59,10 @@ class FunctionCtx(PyLayerContext):
     def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
         for i, value in enumerate(values):
             if value is not None and not is_tensor(value):
+                advice = "Save its array: param[...]" if is_box(value) else "Keep it as an attribute: ctx.name = value"
                 raise TypeError(
                     f"ctx.{call} in {self._state.layer}: expected tensors or None, but argument {i} is "
-                    f"{describe(value)}. Keep it as an attribute: ctx.name = value."
+                    f"{describe(value)}. {advice}."
                 )
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from pylayer_jax._jax import is_differentiating, is_staging
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
+from pylayer_jax._methods.mistakes import backward_arity_error, jvp_arity_error, warn_of_missing_return
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note
@@ -58,9 +59,13 @@ class LayerDerivative(Derivative):
             with no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext():
                 result = layer.backward(ctx, *given)
         except Exception as error:
+            if misfit := backward_arity_error(error, call.name, layer.backward, (ctx, *given), saved.outputs):
+                raise misfit from error
             add_note(error, call.name, "backward")
             raise
         gradients = match_gradients(result, call.arguments, seen, layer._torch_convention, saved.perturbed_is_exact)
+        if result is None and any(seen):
+            warn_of_missing_return(layer, call.name, layer.backward)
         return conjugate([g if need else None for g, need in zip(gradients, needs_grad, strict=True)])
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -69,9 +74,12 @@ class LayerDerivative(Derivative):
         seen = self._needs_input_grad(needs_grad)
         ctx = self._context(seen, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
         given = argument_tangents(call.arguments, tangents, saved.materialize)
+        jvp = call.layer._jvp_method()
         try:
-            result = call.layer._jvp_method()(ctx, *given)
+            result = jvp(ctx, *given)
         except Exception as error:
+            if misfit := jvp_arity_error(error, call.name, jvp, (ctx, *given), [a.name for a in call.arguments.arguments]):
+                raise misfit from error
             add_note(error, call.name, "jvp")
             raise
         return match_tangents(result, saved.outputs, call.name)

@@ -45,7 +45,8 @@ class LayerCall:
         names = traced_names(self.layer.forward, predicate)
         for argument in self.arguments.arguments:
             for leaf in argument.skeleton.statics():
-                found = traced_names(leaf, predicate) if callable(leaf) else traced_attributes(leaf, predicate)
+                found = traced_names(leaf, predicate) if callable(leaf) else []
+                found += traced_attributes(leaf, predicate)
                 names += [f"{name} (in argument {argument.name})" for name in found]
         return names
 
@@ -53,7 +54,7 @@ class LayerCall:
         """The error for a value that is differentiated, and that `forward` reaches other than by an argument."""
         for argument in self.arguments.arguments:
             for path, leaf in argument.skeleton.static_paths():
-                if not callable(leaf) and (held := traced_attributes(leaf)):
+                if held := traced_attributes(leaf):
                     return jax.errors.UnexpectedTracerError(
                         f"{self.name}.apply: argument {argument.name}{path} holds a traced value in {held[0]}, but "
                         f"its type {type(leaf).__qualname__} is no pytree, so that its gradient would be lost. "

@@ -106,7 +106,9 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
         first = next(iter(signature.parameters), None)
-        context = "" if first == "ctx" else f" The first parameter of forward, {first!r}, takes the context."
+        context = ""
+        if first != "ctx":
+            context = f" The first parameter of forward, {first!r}, takes the context: forward(ctx, ...)."
         static = " Is @staticmethod missing?" if first == "self" else ""
         raise TypeError(
             f"{layer}.apply: {error}. It takes the arguments of forward without the context: "
@@ -129,6 +131,17 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if declared.context_by_name:
         del positional[0]
     return Arguments(layer, positional, keywords)
+
+
+def call_of_apply(layer: Any) -> str:
+    """How the layer is called, as in `Tanh.apply(x)`."""
+    try:
+        signature = _without_context(_declared(layer._forward_with_ctx()))
+    except (TypeError, ValueError):  # a forward whose signature is not known
+        parameters = "..."
+    else:
+        parameters = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
+    return f"{layer.__qualname__}.apply({parameters})"
 
 
 def _without_context(declared: _Declared) -> inspect.Signature:
