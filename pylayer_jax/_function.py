@@ -116,6 +116,7 @@ class Function(PyLayer):
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""
+        __tracebackhide__ = True
         if cls._has_setup_context() and (kwargs or len(args) < len(cls._parameters.parameters)):
             args, kwargs = cls._with_defaults(args, kwargs)
         return super().apply(*args, **kwargs)
@@ -139,12 +140,14 @@ class Function(PyLayer):
 
     @classmethod
     def _run_setup_context(cls, output: Any, ctx: FunctionCtx, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
         cls.setup_context(ctx, (*args, *kwargs.values()), output)
 
 
 def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
     @functools.wraps(layer.forward)
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         output = layer.forward(*args, **kwargs)
         layer._run_setup_context(output, ctx, *args, **kwargs)
         return output

@@ -66,7 +66,7 @@ _rules: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakre
 def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
     rule = _rules.get(layer)
     if rule is None:  # PyLayer itself, which no __init_subclass__ saw
-        rule = _rules[layer] = compile_layer(layer.__qualname__)
+        rule = _rules[layer] = compile_layer(layer)
     return rule
 
 
@@ -140,7 +140,7 @@ class PyLayer:
             return following(cls)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            following = getattr(super(), "__call__", None)
+            following = getattr(super(), "__call__", None)  # noqa: B004 - of a class that stands behind this one
             if following is not None:
                 return following(*args, **kwargs)
             layer = type(self)
@@ -152,7 +152,7 @@ class PyLayer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_declarations(cls)
-        _rules[cls] = compile_layer(cls.__qualname__)
+        _rules[cls] = compile_layer(cls)
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:
@@ -210,12 +210,14 @@ class PyLayer:
                 place, or if the gradients of `backward` do not fit the inputs.
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
         """
+        __tracebackhide__ = True
         if nothing_is_traced():
             return run_directly(cls, args, kwargs)
         return _run_traced(cls, args, kwargs)
 
 
 def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    __tracebackhide__ = True
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
     has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax import is_differentiating, is_staging
@@ -44,6 +45,7 @@ class LayerDerivative(Derivative):
 
     def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero)."""
+        __tracebackhide__ = True
         call, saved, layer = self.call, self.saved, self.call.layer
         cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
         if all(c is None for c in cotangents):
@@ -54,10 +56,17 @@ class LayerDerivative(Derivative):
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
         # anew.
-        may_be_transposed = is_staging(further_out=True) or is_differentiating()
+        is_staged = is_staging(further_out=True)
+        may_be_transposed = is_staged or is_differentiating()
+        backward = call.backward_that_checks_closures() if is_staged else layer.backward
         try:
             with no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext():
-                result = layer.backward(ctx, *given)
+                result = backward(ctx, *given)
+        except jax.errors.UnexpectedTracerError as error:
+            if names := call.names_closed_over_by_backward():
+                raise call.closed_over_by_backward_error(names) from error
+            add_note(error, call.name, "backward")
+            raise
         except Exception as error:
             if misfit := backward_arity_error(error, call.name, layer.backward, (ctx, *given), saved.outputs):
                 raise misfit from error
@@ -70,6 +79,7 @@ class LayerDerivative(Derivative):
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""
+        __tracebackhide__ = True
         call, saved = self.call, self.saved
         seen = self._needs_input_grad(needs_grad)
         ctx = self._context(seen, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
@@ -78,7 +88,8 @@ class LayerDerivative(Derivative):
         try:
             result = jvp(ctx, *given)
         except Exception as error:
-            if misfit := jvp_arity_error(error, call.name, jvp, (ctx, *given), [a.name for a in call.arguments.arguments]):
+            names = [a.name for a in call.arguments.arguments]
+            if misfit := jvp_arity_error(error, call.name, jvp, (ctx, *given), names):
                 raise misfit from error
             add_note(error, call.name, "jvp")
             raise

@@ -135,7 +135,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
                 )
             if (misfit := _misfit(hook)) is not None:
                 raise TypeError(
-                    f"{type(self).__name__}: {name} takes one argument, {_TAKES[name]}; but {hook!r} does not: {misfit}."
+                    f"{type(self).__name__}: {name} takes one argument, {_TAKES[name]}; {hook!r} does not: {misfit}."
                 )
         self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable), only)
         self._entered = threading.local()
@@ -165,6 +165,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
 
         @functools.wraps(function)
         def hooked(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             with self:
                 trace = current_trace()
                 if isinstance(trace, HooksTrace):

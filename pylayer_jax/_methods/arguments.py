@@ -13,6 +13,8 @@ import jax
 from pylayer_jax._jax import as_arrays, has_tangent, typeof
 from pylayer_jax._trees import Skeleton, Watched, flatten, split
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 class Argument:
     """One argument of a call; a *slot* if it holds a tensor."""
@@ -64,6 +66,7 @@ class Arguments:
         Raises:
             ValueError: if it changed a container among the arguments in place.
         """
+        __tracebackhide__ = True
         values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
         watched = [(a.name, Watched(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container]
         result = function(

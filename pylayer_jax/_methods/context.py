@@ -11,6 +11,8 @@ import numpy as np
 
 from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 class Phase(enum.Enum):
     """Where in its life a context is; it takes values and flags only in `FORWARD`."""

@@ -14,6 +14,8 @@ from pylayer_jax._trees import LEAF, collect_like, describe, is_box, is_tensor, 
 
 from .arguments import Argument, Arguments
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 def match_gradients(
     result: Any, arguments: Arguments, needs_grad: Sequence[bool], per_argument: bool, is_exact: bool

@@ -16,6 +16,8 @@ from pylayer_jax._trees import innermost, plural
 
 from .outputs import Outputs
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 # -- backward without a return --------------------------------------------------------------------
 
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
