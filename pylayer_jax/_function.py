@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from ._layer import PyLayer, one_object
 from ._methods.context import PyLayerContext, own_copy
-from ._trees import describe, is_tensor
+from ._trees import describe, is_box, is_tensor
 
 
 class FunctionCtx(PyLayerContext):
@@ -59,9 +59,10 @@ class FunctionCtx(PyLayerContext):
     def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
         for i, value in enumerate(values):
             if value is not None and not is_tensor(value):
+                advice = "Save its array: param[...]" if is_box(value) else "Keep it as an attribute: ctx.name = value"
                 raise TypeError(
                     f"ctx.{call} in {self._state.layer}: expected tensors or None, but argument {i} is "
-                    f"{describe(value)}. Keep it as an attribute: ctx.name = value."
+                    f"{describe(value)}. {advice}."
                 )
 
 
@@ -115,6 +116,7 @@ class Function(PyLayer):
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""
+        __tracebackhide__ = True
         if cls._has_setup_context() and (kwargs or len(args) < len(cls._parameters.parameters)):
             args, kwargs = cls._with_defaults(args, kwargs)
         return super().apply(*args, **kwargs)
@@ -138,12 +140,14 @@ class Function(PyLayer):
 
     @classmethod
     def _run_setup_context(cls, output: Any, ctx: FunctionCtx, *args: Any, **kwargs: Any) -> None:
+        __tracebackhide__ = True
         cls.setup_context(ctx, (*args, *kwargs.values()), output)
 
 
 def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
     @functools.wraps(layer.forward)
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         output = layer.forward(*args, **kwargs)
         layer._run_setup_context(output, ctx, *args, **kwargs)
         return output

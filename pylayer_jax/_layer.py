@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 import jax
 
@@ -28,9 +28,10 @@ from ._jax import (
     nothing_is_traced,
     trace_below,
 )
-from ._methods.arguments import bind
+from ._methods.arguments import bind, call_of_apply
 from ._methods.context import PyLayerContext
-from ._trees import Static, name_meant
+from ._methods.declarations import check_declarations
+from ._trees import Static
 
 
 class _OneObject(classmethod):
@@ -65,16 +66,8 @@ _rules: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakre
 def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
     rule = _rules.get(layer)
     if rule is None:  # PyLayer itself, which no __init_subclass__ saw
-        rule = _rules[layer] = compile_layer(layer.__qualname__)
+        rule = _rules[layer] = compile_layer(layer)
     return rule
-
-
-def _is_function(member: object) -> bool:
-    return callable(member) or isinstance(member, (staticmethod, classmethod))
-
-
-_FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
-_METHODS = ("forward", "backward", "setup_context")
 
 
 class PyLayer:
@@ -136,43 +129,30 @@ class PyLayer:
     _context: ClassVar[type[PyLayerContext]] = PyLayerContext
     _torch_convention: ClassVar[bool] = False  # one cotangent per output, one gradient per argument, static or not
 
+    if not TYPE_CHECKING:  # a type checker flags these calls if the class defines neither
+
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            following = super().__new__
+            if following is not object.__new__:  # of a class that stands behind this one
+                return following(cls, *args, **kwargs)
+            if (args or kwargs) and cls.__init__ is object.__init__:
+                raise TypeError(f"{cls.__qualname__}(...) does not run the layer: use {call_of_apply(cls)}.")
+            return following(cls)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            following = getattr(super(), "__call__", None)  # noqa: B004 - of a class that stands behind this one
+            if following is not None:
+                return following(*args, **kwargs)
+            layer = type(self)
+            raise TypeError(
+                f"an object of the layer {layer.__qualname__} is not called: use {call_of_apply(layer)}, on the class "
+                "or on an object."
+            )
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._refuse_misspelled_names()
-        if cls.complex_convention not in ("jax", "paddle"):
-            raise ValueError(
-                f"{cls.__qualname__}.complex_convention: expected 'jax' or 'paddle', got {cls.complex_convention!r}."
-            )
-        if cls.generate_vmap_rule and cls._has_vmap_method():
-            raise RuntimeError(
-                f"{cls.__qualname__} has both generate_vmap_rule = True and a vmap method. Remove vmap to let JAX "
-                "batch forward, or set generate_vmap_rule = False to have vmap called."
-            )
-        names: Any = cls.saved_names  # checked, although the annotation promises it
-        is_tuple = isinstance(names, tuple) and all(name is None or (isinstance(name, str) and name) for name in names)
-        if names is not True and not is_tuple:
-            raise TypeError(
-                f"{cls.__qualname__}.saved_names: expected a tuple of strings (None for a value without a name), or "
-                f"True; got {names!r}."
-            )
-        _rules[cls] = compile_layer(cls.__qualname__)
-
-    @classmethod
-    def _refuse_misspelled_names(cls) -> None:
-        own = vars(cls)
-        users = [base for base in cls.__mro__ if base.__module__ not in (PyLayer.__module__, "pylayer_jax._function")]
-        for name in own:
-            meant = name_meant(name, _FLAGS + _METHODS)
-            if meant is None or name[0] == "_" or name[-1].isdigit() or not hasattr(cls, meant):
-                continue
-            if (meant in _FLAGS) == _is_function(own[name]):  # a helper such as `forward_model`
-                continue
-            # Beside a method of the right name, another one is a helper.
-            if meant not in own and (meant in _FLAGS or not any(meant in vars(base) for base in users)):
-                raise TypeError(
-                    f"{cls.__qualname__}.{name}: a layer has no such attribute, and {meant} is not set. Did you mean "
-                    f"{meant}? Rename it, or give it a name that differs by more than one letter."
-                )
+        check_declarations(cls)
+        _rules[cls] = compile_layer(cls)
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:
@@ -230,12 +210,14 @@ class PyLayer:
                 place, or if the gradients of `backward` do not fit the inputs.
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
         """
+        __tracebackhide__ = True
         if nothing_is_traced():
             return run_directly(cls, args, kwargs)
         return _run_traced(cls, args, kwargs)
 
 
 def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    __tracebackhide__ = True
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
     has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value

@@ -7,11 +7,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax import is_differentiating, is_staging
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
+from pylayer_jax._methods.mistakes import backward_arity_error, jvp_arity_error, warn_of_missing_return
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note
@@ -43,6 +45,7 @@ class LayerDerivative(Derivative):
 
     def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero)."""
+        __tracebackhide__ = True
         call, saved, layer = self.call, self.saved, self.call.layer
         cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
         if all(c is None for c in cotangents):
@@ -53,25 +56,41 @@ class LayerDerivative(Derivative):
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
         # anew.
-        may_be_transposed = is_staging(further_out=True) or is_differentiating()
+        is_staged = is_staging(further_out=True)
+        may_be_transposed = is_staged or is_differentiating()
+        backward = call.backward_that_checks_closures() if is_staged else layer.backward
         try:
             with no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext():
-                result = layer.backward(ctx, *given)
+                result = backward(ctx, *given)
+        except jax.errors.UnexpectedTracerError as error:
+            if names := call.names_closed_over_by_backward():
+                raise call.closed_over_by_backward_error(names) from error
+            add_note(error, call.name, "backward")
+            raise
         except Exception as error:
+            if misfit := backward_arity_error(error, call.name, layer.backward, (ctx, *given), saved.outputs):
+                raise misfit from error
             add_note(error, call.name, "backward")
             raise
         gradients = match_gradients(result, call.arguments, seen, layer._torch_convention, saved.perturbed_is_exact)
+        if result is None and any(seen):
+            warn_of_missing_return(layer, call.name, layer.backward)
         return conjugate([g if need else None for g, need in zip(gradients, needs_grad, strict=True)])
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""
+        __tracebackhide__ = True
         call, saved = self.call, self.saved
         seen = self._needs_input_grad(needs_grad)
         ctx = self._context(seen, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
         given = argument_tangents(call.arguments, tangents, saved.materialize)
+        jvp = call.layer._jvp_method()
         try:
-            result = call.layer._jvp_method()(ctx, *given)
+            result = jvp(ctx, *given)
         except Exception as error:
+            names = [a.name for a in call.arguments.arguments]
+            if misfit := jvp_arity_error(error, call.name, jvp, (ctx, *given), names):
+                raise misfit from error
             add_note(error, call.name, "jvp")
             raise
         return match_tangents(result, saved.outputs, call.name)

@@ -8,10 +8,10 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._hooks.active import Hooks
-from pylayer_jax._jax import RunLog, is_tracer
+from pylayer_jax._jax import RunLog, eval_jaxpr, is_leaked, is_tracer, stage
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import traced_attributes, traced_names
+from pylayer_jax._trees import innermost, source_of, split, traced_attributes, traced_names
 
 # The tracker that marks every array that a layer keeps, for a report. It is part of jit's cache key, so that staged
 # code is traced anew for it.
@@ -40,20 +40,60 @@ class LayerCall:
         self.outputs: Outputs | None = None  # set by the binding that ran the layer
         self.call_site = "" if residual_tracker.value is None else residual_tracker.value.call_site()
 
+    @property
+    def source(self) -> str:
+        """The class, and where its `forward` is defined: JAX's errors name it for code that is staged."""
+        return self.name + source_of(self.layer.forward)
+
     def names_closed_over(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
         """The names under which `forward`, or a static argument, reaches traced values for which `predicate` holds."""
         names = traced_names(self.layer.forward, predicate)
         for argument in self.arguments.arguments:
             for leaf in argument.skeleton.statics():
-                found = traced_names(leaf, predicate) if callable(leaf) else traced_attributes(leaf, predicate)
+                found = traced_names(leaf, predicate) if callable(leaf) else []
+                found += traced_attributes(leaf, predicate)
                 names += [f"{name} (in argument {argument.name})" for name in found]
         return names
+
+    def names_closed_over_by_backward(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
+        return traced_names(innermost(self.layer.backward), predicate)
+
+    def closed_over_by_backward_error(self, names: list[str]) -> Exception:
+        return jax.errors.UnexpectedTracerError(
+            f"{self.name}.backward uses a traced value that it closes over ({', '.join(names)}). Its trace has ended "
+            f"when backward runs. Pass it as an argument: {self.name}.apply(..., {names[0].split()[0]}). Let forward "
+            "keep it for backward with ctx.save_for_backward."
+        )
+
+    def backward_that_checks_closures(self) -> Callable[..., Any]:
+        """`backward`; if it closes over values of a jaxpr that is complete, as one that raises where it uses them.
+
+        JAX notices them only when it compiles the program, without a name.
+        """
+        backward = self.layer.backward
+        if not self.names_closed_over_by_backward(is_leaked):
+            return backward
+
+        def checked(*args: Any) -> Any:
+            __tracebackhide__ = True
+
+            def run() -> tuple[list[Any], Any]:
+                __tracebackhide__ = True
+                return split(backward(*args))
+
+            jaxpr, consts, skeleton = stage(run, [], f"{self.name}.backward")
+            if any(map(is_leaked, consts)):
+                names = self.names_closed_over_by_backward(lambda x: any(x is c for c in consts) and is_leaked(x))
+                raise self.closed_over_by_backward_error(names or self.names_closed_over_by_backward(is_leaked))
+            return skeleton.fill(eval_jaxpr(jaxpr, (), *consts))
+
+        return checked
 
     def closed_over_error(self) -> Exception:
         """The error for a value that is differentiated, and that `forward` reaches other than by an argument."""
         for argument in self.arguments.arguments:
             for path, leaf in argument.skeleton.static_paths():
-                if not callable(leaf) and (held := traced_attributes(leaf)):
+                if held := traced_attributes(leaf):
                     return jax.errors.UnexpectedTracerError(
                         f"{self.name}.apply: argument {argument.name}{path} holds a traced value in {held[0]}, but "
                         f"its type {type(leaf).__qualname__} is no pytree, so that its gradient would be lost. "

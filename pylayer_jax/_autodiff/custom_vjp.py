@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +22,7 @@ from pylayer_jax._jax import (
     scatter,
     select,
 )
-from pylayer_jax._trees import Static
+from pylayer_jax._trees import Static, innermost
 
 from .call import LayerCall
 from .derivative import Derivative
@@ -27,13 +30,30 @@ from .differentiate import differentiate
 from .forward import run_undifferentiated
 
 
-def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
+class _Forward:
+    """Stands for the `forward` of a class where JAX asks what it traces, which its errors name with file and line."""
+
+    def __init__(self, layer: type, otherwise: Callable[..., Any]) -> None:
+        self.__name__ = layer.__qualname__  # jaxprs, profiles and errors show it
+        self._layer = weakref.ref(layer)
+        self._otherwise = otherwise.__code__
+
+    @functools.cached_property
+    def __code__(self) -> types.CodeType:
+        # Not before the first call: the members of an unpickled class are set after it was made.
+        forward = innermost(getattr(self._layer(), "forward", None))
+        return getattr(forward, "__code__", self._otherwise)
+
+
+def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
     """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
 
     def primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
+        __tracebackhide__ = True
         return _primal(static, *tensors)
 
-    primal.__name__ = primal.__qualname__ = name  # jaxprs, profiles and errors show it
+    primal.__name__ = primal.__qualname__ = layer.__qualname__
+    primal.__wrapped__ = _Forward(layer, primal)  # pyright: ignore[reportFunctionMemberAccess]
     _set_signature(primal, _PRIMAL)
     rule = jax.custom_vjp(primal)
     rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
@@ -49,12 +69,14 @@ class _Run(NamedTuple):
 
 
 def _primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
+    __tracebackhide__ = True
     call: LayerCall = static.value
     call.outputs, values = run_undifferentiated(call, tensors)
     return tuple(batch_together(tensors, values))
 
 
 def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    __tracebackhide__ = True
     call: LayerCall = static.value
     tensors = as_arrays([p.value for p in primals])  # jax.grad(f)(2.0) hands on the Python number
     needs_grad = call.arguments.perturbable([p.perturbed for p in primals])
@@ -71,6 +93,7 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple
 
 
 def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    __tracebackhide__ = True
     run, arrays = residuals[0].value, residuals[1:]
     if isinstance(run, RunLog):
         run, arrays = run.find(arrays[0]), arrays[1:]

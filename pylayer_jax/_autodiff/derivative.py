@@ -82,11 +82,13 @@ class Derivative:
 
     def gradients(self, needs_grad: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of all inputs from the arrays that are kept and cotangents of all outputs."""
+        __tracebackhide__ = True
         cotangents = [as_array(c, a) for c, a in zip(cotangents, self.output_types, strict=True)]
         return self.pull(needs_grad, self.unpack(arrays, cotangents), cotangents)
 
     def tangents(self, needs_grad: Sequence[bool], arrays: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of all outputs from the arrays that are kept and the tangents of the inputs that are set."""
+        __tracebackhide__ = True
         pushed = tangent_map_p.bind(*arrays, *tangents, derivative=self, needs_grad=tuple(needs_grad))
         return scatter(pushed, self.has_tangent)
 
@@ -101,12 +103,14 @@ tangent_map_p = HoldingPrimitive("tangent_map", "derivative")
 
 
 def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) -> list[Any]:
+    __tracebackhide__ = True
     residuals, tangents = derivative.unpack(args[: derivative.residuals], ()), args[derivative.residuals :]
     if derivative.has_pushforward:
         pushed = derivative.push(needs_grad, residuals, scatter(tangents, needs_grad))
         return [zeros_of(a) if t is None else t for a, t in zip(derivative.tangent_types, pushed, strict=True)]
 
     def pull(*cotangents: Any) -> list[Any]:
+        __tracebackhide__ = True
         gradients = derivative.pull(needs_grad, residuals, scatter(cotangents, derivative.has_tangent))
         return select(gradients, needs_grad)
 
@@ -151,6 +155,7 @@ def _jvp(
 def _transpose(
     cotangents: Sequence[Any], *args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]
 ) -> list[Any]:
+    __tracebackhide__ = True
     arrays = args[: derivative.residuals]
     gradients = derivative.gradients(needs_grad, arrays, scatter(cotangents, derivative.has_tangent))
     return [*(None for _ in arrays), *select(gradients, needs_grad)]
@@ -159,6 +164,7 @@ def _transpose(
 def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, derivative: Derivative, needs_grad: tuple[bool, ...]
 ) -> tuple[list[Any], list[Any]]:
+    __tracebackhide__ = True
     count = derivative.residuals
     batched = BatchedDerivative.of(
         derivative,
@@ -242,11 +248,13 @@ class BatchedDerivative(WrappedDerivative):
         return 0 if self.is_packed else list(self.array_dims)  # unpacked residuals have the axis in front
 
     def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        __tracebackhide__ = True
         given = [c is not None for c in cotangents]
         if not any(given):
             return [None] * len(self.input_dims)
 
         def pull_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            __tracebackhide__ = True
             gradients = self.inner.pull(needs_grad, residuals, scatter(cotangents, given))
             nonzero = [g is not None for g in gradients]
             return select(gradients, nonzero), Static(nonzero)

@@ -43,6 +43,7 @@ def differentiate(
     call: LayerCall, tensors: Sequence[Any], needs_grad: list[bool], perturbed_is_exact: bool = True
 ) -> Differentiated:
     """Run `forward` so that its derivative holds at every order: NOTE [orders]."""
+    __tracebackhide__ = True
     if any(map(is_tracer, tensors)):
         staged, consts = stage_call(call, [typeof(x) for x in tensors], needs_grad, tensors, perturbed_is_exact)
         values = bind_staged_call(staged, consts, tensors)

@@ -88,10 +88,12 @@ class SingleCall:
         return self.call.name  # as jaxprs show it
 
     def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
+        __tracebackhide__ = True
         outputs, values = run_undifferentiated(self.call, tensors)
         return values, outputs
 
     def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+        __tracebackhide__ = True
         if not self.call.layer._has_vmap_method():
             return _vmap_run(self, axis, dims, tensors)
         outputs, values = map_outputs(self.call.layer.vmap, self.call.arguments, axis, dims, as_arrays(tensors))
@@ -102,7 +104,7 @@ class SingleCall:
     def _output_types(self, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any] | None:
         """The types of the outputs of one example; None if they cannot be known here."""
         try:
-            jaxpr, _consts, _outputs = stage(self.run, self.types, self.call.name)
+            jaxpr, _consts, _outputs = stage(self.run, self.types, self.call.source)
             return [v.aval for v in jaxpr.outvars]
         except NEEDS_VALUES:
             pass
@@ -113,6 +115,7 @@ class SingleCall:
             return None
 
     def stage(self, needs_grad: list[bool], tensors: Sequence[Any] = ()) -> tuple[StagedCall, list[Any]]:
+        __tracebackhide__ = True
         staged, consts = stage_call(self.call, self.types, needs_grad, tensors)
         staged.packs = self.packs
         return staged, consts
@@ -140,12 +143,14 @@ class BatchedCall:
         return self.call.name
 
     def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
+        __tracebackhide__ = True
         return self.inner.run_batch(self.axis, self.dims, tensors)
 
     def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
         return _vmap_run(self, axis, dims, tensors)
 
     def stage(self, needs_grad: list[bool], tensors: Sequence[Any] = ()) -> tuple[StagedCall, list[Any]]:
+        __tracebackhide__ = True
         del tensors  # the values of a batch do not help to stage one call
         staged, consts = self.inner.stage(needs_grad)
         types = [*map(typeof, consts), *self.types]
@@ -179,7 +184,10 @@ class BatchedCall:
 
 
 def _vmap_run(eager: EagerCall, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
+    __tracebackhide__ = True
+
     def run(*tensors: Any) -> tuple[list[Any], Static]:
+        __tracebackhide__ = True
         values, outputs = eager.run(*tensors)
         return values, Static(outputs)
 
@@ -194,6 +202,7 @@ eager_call_p = HoldingPrimitive("eager_call", "eager")
 
 def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:
     """The outputs of a call under all transformations that are active."""
+    __tracebackhide__ = True
     # A rule of ours would lose values that `forward` closes over; staged, they become inputs.
     if not is_staging() and not eager.call.names_closed_over():
         return eager_call_p.bind(*tensors, eager=eager)
@@ -204,16 +213,18 @@ def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(*tensors: Any, eager: EagerCall) -> list[Any]:
+    __tracebackhide__ = True
     values, eager.call.outputs = eager.run(*tensors)
     return values
 
 
 def _types(*_: Any, eager: EagerCall) -> tuple[list[Any], Any]:
-    jaxpr, _consts, eager.call.outputs = stage(eager.run, eager.types, eager.call.name)
+    jaxpr, _consts, eager.call.outputs = stage(eager.run, eager.types, eager.call.source)
     return [v.aval for v in jaxpr.outvars], jaxpr.effects
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, eager: EagerCall) -> tuple[list[Any], list[Any]]:
+    __tracebackhide__ = True
     perturbed = nonzero_tangents(primals, tangents)
     if not any(perturbed):
         values = bind(eager, primals)
@@ -223,6 +234,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, eager: EagerCall) -
 
 
 def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Differentiated:
+    __tracebackhide__ = True
     call, traced = eager.call, any(map(is_tracer, tensors))
     if isinstance(eager, SingleCall) and not traced:
         found = differentiate(call, tensors, needs_grad)
@@ -246,6 +258,7 @@ def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool])
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, eager: EagerCall) -> tuple[list[Any], list[Any]]:
+    __tracebackhide__ = True
     values = bind(BatchedCall(eager, axis, dims, eager.packs), args)
     return values, [0] * len(values)
 

@@ -25,6 +25,7 @@ _TO_CONVERT_OR_REFUSE = (np.ndarray, np.generic, jax.Ref)
 
 def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `forward` when nothing is traced, so that nothing is differentiated: no rule, no binding of arguments."""
+    __tracebackhide__ = True
     name, forward = layer.__qualname__, layer._forward_with_ctx()
     leaves, treedef = flatten((args, kwargs))
     count = len(args) + len(kwargs)
@@ -40,6 +41,7 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
             inputs = (args, kwargs)
 
         def function(ctx: PyLayerContext) -> Any:
+            __tracebackhide__ = True
             return forward(ctx, *args, **kwargs)
 
     state = ContextState(name, Phase.FORWARD, lambda: (False,) * count, inputs)
@@ -56,6 +58,7 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 def run_undifferentiated(call: LayerCall, tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
     """Run `forward` when nothing is differentiated, though it may be later. Returns the outputs and their tensors."""
+    __tracebackhide__ = True
     # Since it may be differentiated later, every gradient counts as needed.
     needs_grad = call.arguments.perturbable([True] * len(tensors))
     ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), as_arrays(tensors), needs_grad)
@@ -67,6 +70,7 @@ def run_and_save(
     call: LayerCall, tensors: Sequence[Any], needs_grad: list[bool], perturbed_is_exact: bool = True
 ) -> tuple[SavedState, list[Any], list[Any]]:
     """Run `forward`. Returns its saved state, the output tensors, and the residuals."""
+    __tracebackhide__ = True
     ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
     return _saved(call, ctx, result, needs_grad, perturbed_is_exact)
 
@@ -85,17 +89,24 @@ def run_setup_context(
 def _run_call(
     call: LayerCall, method: str, function: Callable[..., Any], tensors: Sequence[Any], needs_grad: list[bool]
 ) -> tuple[PyLayerContext, Any]:
+    __tracebackhide__ = True
     arguments = call.arguments
     state = ContextState(call.name, Phase.FORWARD, lambda: arguments.needs(needs_grad), tensors)
+
+    def run(ctx: PyLayerContext) -> Any:
+        __tracebackhide__ = True
+        return arguments.call(method, function, ctx, tensors)
+
     # Inside `forward` only `ctx` saves tensors, and an active pair would give every eager operation its own entry in
     # the compile cache.
     with contextlib.nullcontext() if call.hooks is None else hooks_suspended():
-        return _run(call.layer, state, method, lambda ctx: arguments.call(method, function, ctx, tensors))
+        return _run(call.layer, state, method, run)
 
 
 def _run(
     layer: Any, state: ContextState, method: str, function: Callable[[PyLayerContext], Any]
 ) -> tuple[PyLayerContext, Any]:
+    __tracebackhide__ = True
     ctx = layer._context(state)
     try:
         result = function(ctx)

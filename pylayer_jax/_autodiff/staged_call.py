@@ -117,16 +117,18 @@ def stage_call(
 
     A `forward` that cannot be staged runs on the values of `tensors`, if they are given and concrete.
     """
+    __tracebackhide__ = True
     is_traceable = True
 
     def forward(*inputs: Any) -> tuple[list[Any], tuple[SavedState, tuple[Source, ...]]]:
+        __tracebackhide__ = True
         saved, outputs, residuals = run_and_save(call, inputs, needs_grad, perturbed_is_exact)
         sources, intermediates = _sources(inputs, outputs, residuals)
         return [*outputs, *intermediates], (saved, sources)
 
     try:
         with no_custom_vjp(True) if is_forward_mode() else contextlib.nullcontext():
-            jaxpr, consts, (saved, sources) = stage(forward, types, call.name)
+            jaxpr, consts, (saved, sources) = stage(forward, types, call.source)
     except NEEDS_VALUES as error:
         # Host code in `forward`. Under eager differentiation the numbers are there, below the tracers.
         if not tensors:
@@ -136,7 +138,7 @@ def stage_call(
         except jax.errors.ConcretizationTypeError:
             raise error from None
         results, is_traceable = forward(*inputs), False
-        jaxpr, consts, (saved, sources) = stage(lambda *_: results, types, call.name)
+        jaxpr, consts, (saved, sources) = stage(lambda *_: results, types, call.source)
     if any(map(is_differentiated, consts)):
         raise call.closed_over_error()
     derivative = LayerDerivative.of(call, saved, len(sources))

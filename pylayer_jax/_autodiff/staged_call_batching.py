@@ -40,6 +40,7 @@ def batch_staged_call(
 
     `types` and `dims` are those of all consts and inputs.
     """
+    __tracebackhide__ = True
     # Every output gets the mapped axis: NOTE [shared outputs]. An intermediate has no cotangent and stays as it is.
     is_mapped = [d is not None for d in dims]
     depends = dependence(staged.jaxpr, is_mapped, lambda equation: names_axis(equation, axis))
@@ -49,7 +50,12 @@ def batch_staged_call(
         mapped = _by_vmap_method(staged, axis, dims, out_dims)
     else:
         mapped = vmap_over(axis, lambda *xs: eval_jaxpr(staged.jaxpr, (), *xs), tuple(dims), out_dims)
-    jaxpr, consts, _ = stage(lambda *args: (mapped(*args), None), types, staged.name)
+
+    def batch(*args: Any) -> tuple[list[Any], None]:
+        __tracebackhide__ = True
+        return mapped(*args), None
+
+    jaxpr, consts, _ = stage(batch, types, staged.name)
     by_source = {"input": dims[staged.consts :], "output": out_dims, "intermediate": out_dims[staged.outputs :]}
     derivative = BatchedDerivative.of(
         staged.derivative,
@@ -80,6 +86,7 @@ def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any], out_dims: li
     intermediates, is_input = from_first_outputs(staged.jaxpr, staged.outputs)
 
     def mapped(*args: Any) -> list[Any]:
+        __tracebackhide__ = True
         inputs = args[staged.consts :]
         vmap, arguments = staged.call.layer.vmap, staged.call.arguments
         _, outputs = map_outputs(vmap, arguments, axis, dims[staged.consts :], inputs)

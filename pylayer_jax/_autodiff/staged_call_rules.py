@@ -42,6 +42,7 @@ staged_call_p = HoldingPrimitive("staged_call", "staged")
 
 def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """The outputs and intermediates of a call that was staged."""
+    __tracebackhide__ = True
     # `checkify` does not look into an operation that it does not know.
     jaxpr, checks = without_checks(staged.jaxpr)
     if checks is not None:
@@ -84,6 +85,7 @@ def _of_used(rule: Callable[..., Any]) -> Callable[..., Any]:
     """A rule of the whole call that returns values, and something for each, as a rule of the call that is left."""
 
     def of_used(*args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> Any:
+        __tracebackhide__ = True
         values, others = rule(*args, staged=staged)
         return (values, others) if used is None else (select(values, used), select(others, used))
 
@@ -94,6 +96,7 @@ def _of_used(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall) -> tuple[list[Any], list[Any]]:
+    __tracebackhide__ = True
     nonzero = nonzero_tangents(primals, tangents)
     if any(nonzero[: staged.consts]):
         raise staged.call.closed_over_error()

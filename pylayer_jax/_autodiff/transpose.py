@@ -37,7 +37,10 @@ def transpose(
         NotDerivableError: if `pull` is not linear, or JAX cannot transpose it.
     """
 
+    __tracebackhide__ = True
+
     def nonzero_gradients(*cotangents: Any) -> tuple[list[Any], list[bool]]:
+        __tracebackhide__ = True
         gradients = pull(*cotangents)
         nonzero = [g is not None for g in gradients]
         return select(gradients, nonzero), nonzero

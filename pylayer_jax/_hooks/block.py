@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -37,6 +38,29 @@ _open_blocks = _OpenBlocks()
 
 def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[str, Any]) -> saved_tensors_hooks:
     return kind(*args, **kwargs)
+
+
+_TAKES = {
+    "pack_hook": "the tensor that is saved, and returns what is kept of it",
+    "unpack_hook": "the value that pack_hook returned, and returns the tensor",
+    "only": "a tensor, and returns whether it is packed",
+}
+
+
+def _misfit(hook: Callable[..., Any]) -> TypeError | None:
+    """Why a function cannot be called with one argument; None if it can, or if that cannot be known."""
+    if isinstance(hook, types.FunctionType) and hook.__code__.co_argcount == 1 and not hook.__code__.co_kwonlyargcount:
+        return None  # nearly every hook, without the cost of a signature
+    try:
+        # A decorator of Python may change the arguments.
+        signature = inspect.signature(hook, follow_wrapped=not isinstance(hook, types.FunctionType))
+    except (TypeError, ValueError):  # an object of C
+        return None
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        return error
+    return None
 
 
 class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
@@ -88,7 +112,8 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
             A tensor for which it is False is not packed: JAX keeps it as without hooks.
 
     Raises:
-        TypeError: for hooks that are not callable, and for a hook that needs values in traced code without `host`.
+        TypeError: for hooks that are not callable or do not take one argument, and for a hook that needs values in
+            traced code without `host`.
         ValueError: if `unpack_hook` returns another shape or dtype.
         RuntimeError: on entry, inside `disable_saved_tensors_hooks`.
     """
@@ -107,6 +132,10 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
             if not callable(hook):
                 raise TypeError(
                     f"{type(self).__name__}: {name} must be callable, got {hook!r}. Pass a function of one argument."
+                )
+            if (misfit := _misfit(hook)) is not None:
+                raise TypeError(
+                    f"{type(self).__name__}: {name} takes one argument, {_TAKES[name]}; {hook!r} does not: {misfit}."
                 )
         self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable), only)
         self._entered = threading.local()
@@ -136,6 +165,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
 
         @functools.wraps(function)
         def hooked(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
             with self:
                 trace = current_trace()
                 if isinstance(trace, HooksTrace):

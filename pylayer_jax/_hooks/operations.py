@@ -100,6 +100,7 @@ class HooksTrace(TraceBefore):
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a decorated function. In staged code it is one operation, which packs each tensor once."""
+        __tracebackhide__ = True
         tensors, skeleton = split((args, kwargs))
         if any(map(is_reverse_mode_tracer, tensors)) or not any(map(is_staged, tensors)):
             return function(*args, **kwargs)

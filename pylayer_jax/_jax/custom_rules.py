@@ -58,6 +58,7 @@ def is_run_number(residual: Any) -> bool:
 
 def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Sequence[Any]) -> Any:
     """Call a `custom_vjp` function that was defined with `symbolic_zeros=True`."""
+    __tracebackhide__ = True
     try:
         return rule(static, *tensors)
     except NotImplementedError as error:

@@ -28,6 +28,7 @@ class HoldingPrimitive(Primitive):
         self.parameter = parameter
 
     def bind(self, *args: Any, **params: Any) -> Any:
+        __tracebackhide__ = True
         held = params[self.parameter]
         if type(held) is not Jaxpr:  # an equation that JAX binds again has the jaxpr already
             key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
@@ -39,6 +40,7 @@ class HoldingPrimitive(Primitive):
         """A rule of the primitive, for a function that takes the object as the parameter."""
 
         def with_key(*args: Any, name: str, **params: Any) -> Any:
+            __tracebackhide__ = True
             del name  # for those who read a jaxpr
             return rule(*args, **{**params, self.parameter: _held_objects[params[self.parameter]]})
 
@@ -82,12 +84,14 @@ def register(
     opened = primitive.with_object if isinstance(primitive, HoldingPrimitive) else lambda rule: rule
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+        __tracebackhide__ = True
         values, out_tangents = jvp(primals, [None if type(t) is ad.Zero else t for t in tangents], **params)
         return values, [
             ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, out_tangents, strict=True)
         ]
 
     def batch_rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+        __tracebackhide__ = True
         # JAX calls a batching rule even if nothing is mapped, when the axis is named.
         if all(d is None for d in dims) and not (uses_axis is not None and uses_axis(axis, **params)):
             values = bind(*args, **params)
@@ -118,6 +122,7 @@ def register(
 
 def _with_zeros(transpose: Callable[..., Any]) -> Callable[..., list[Any]]:
     def transpose_rule(cotangents: Sequence[Any], *args: Any, **params: Any) -> list[Any]:
+        __tracebackhide__ = True
         found = transpose([None if type(c) is ad.Zero else c for c in cotangents], *args, **params)
         return [
             (ad.Zero(x.aval) if c is None else c) if is_undefined(x) else None for c, x in zip(found, args, strict=True)

@@ -147,6 +147,15 @@ def _active_traces() -> Iterator[Any]:
         trace = trace_below(getattr(trace, "parent_trace", None))
 
 
+def is_leaked(value: object) -> bool:
+    """Whether a value belongs to a transformation that has ended, so that no operation can use it."""
+    if not is_tracer(value):
+        return False
+    traces = list(_active_traces())
+    # If a trace does not tell what is further out, nothing is known.
+    return type(traces[-1]).__name__ == "EvalTrace" and not any(getattr(value, "_trace", None) is t for t in traces)
+
+
 # A JaxprTrace runs the jvp rules of a function that jax.linearize takes apart.
 _EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace", "JaxprTrace"})
 

@@ -6,6 +6,8 @@
 - `gradients`: the gradients that `backward` returned, matched to the arguments.
 - `tangents`: the tangents that `jvp` gets, and those that it returned.
 - `batches`: the batch that `vmap` gets, and the outputs that it returned.
+- `declarations`: the flags and names of a class, checked when it is made.
+- `mistakes`: warnings and errors for a forgotten return, and for parameters too few or too many.
 - `once_differentiable`: the decorator for a `backward` without a derivative.
 
 Nothing in here knows how JAX differentiates. Each room checks values that a user gave, and raises errors about them.

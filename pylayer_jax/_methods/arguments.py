@@ -13,6 +13,8 @@ import jax
 from pylayer_jax._jax import as_arrays, has_tangent, typeof
 from pylayer_jax._trees import Skeleton, Watched, flatten, split
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 class Argument:
     """One argument of a call; a *slot* if it holds a tensor."""
@@ -64,6 +66,7 @@ class Arguments:
         Raises:
             ValueError: if it changed a container among the arguments in place.
         """
+        __tracebackhide__ = True
         values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
         watched = [(a.name, Watched(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container]
         result = function(
@@ -106,7 +109,9 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
         first = next(iter(signature.parameters), None)
-        context = "" if first == "ctx" else f" The first parameter of forward, {first!r}, takes the context."
+        context = ""
+        if first != "ctx":
+            context = f" The first parameter of forward, {first!r}, takes the context: forward(ctx, ...)."
         static = " Is @staticmethod missing?" if first == "self" else ""
         raise TypeError(
             f"{layer}.apply: {error}. It takes the arguments of forward without the context: "
@@ -129,6 +134,17 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if declared.context_by_name:
         del positional[0]
     return Arguments(layer, positional, keywords)
+
+
+def call_of_apply(layer: Any) -> str:
+    """How the layer is called, as in `Tanh.apply(x)`."""
+    try:
+        signature = _without_context(_declared(layer._forward_with_ctx()))
+    except (TypeError, ValueError):  # a forward whose signature is not known
+        parameters = "..."
+    else:
+        parameters = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
+    return f"{layer.__qualname__}.apply({parameters})"
 
 
 def _without_context(declared: _Declared) -> inspect.Signature:

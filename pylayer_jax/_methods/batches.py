@@ -14,6 +14,8 @@ from pylayer_jax._trees import add_note, describe, is_tensor
 from .arguments import Arguments
 from .outputs import Outputs
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 class VmapInfo(NamedTuple):
     """The batch, as a layer's `vmap` gets it."""
@@ -32,9 +34,11 @@ def map_outputs(
     Raises:
         ValueError: if `vmap` does not return a pair, or its out_dims do not fit the outputs.
     """
+    __tracebackhide__ = True
     layer, in_dims = arguments.layer, tuple(arguments.per_argument(dims))
 
     def call(_: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
         return vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
 
     try:

@@ -11,6 +11,8 @@ import numpy as np
 
 from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 class Phase(enum.Enum):
     """Where in its life a context is; it takes values and flags only in `FORWARD`."""
@@ -101,7 +103,14 @@ class PyLayerContext:
         else:
             advice = f"{state.layer} has not set it yet"
         meant = name_meant(name, (*(x for x in dir(type(self)) if x[0] != "_"), *vars(self)))
-        hint = "" if meant is None else f" Did you mean ctx.{meant}?"
+        if meant is not None:
+            hint = f" Did you mean ctx.{meant}?"
+        elif name in _OF_FUNCTION:
+            hint = f" The context of a pylayer_jax.Function has {name}."
+        elif hasattr(jax.Array, name):
+            hint = " It is an attribute of arrays. Is ctx, which comes first, missing in the parameters of a method?"
+        else:
+            hint = ""
         raise AttributeError(f"ctx.{name} does not exist: {advice}.{hint}")
 
     # -- saving ---------------------------------------------------------------------------------
@@ -222,6 +231,7 @@ def backward_context(
     return ctx
 
 
+_OF_FUNCTION = ("mark_dirty", "save_for_forward")
 _RESERVED = {"_state": "", "saved_tensors": ", or keep tensors with ctx.save_for_backward(...)"}
 
 

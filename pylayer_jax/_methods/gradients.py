@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax import as_arrays, has_tangent, is_key, typeof, varying_axes
-from pylayer_jax._trees import LEAF, collect_like, describe, is_tensor, plural
+from pylayer_jax._trees import LEAF, collect_like, describe, is_box, is_tensor, plural, unboxed
 
 from .arguments import Argument, Arguments
+
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
 
 def match_gradients(
@@ -54,7 +56,8 @@ def _pair(result: Any, arguments: Arguments, needs_grad: Sequence[bool]) -> list
     left_out = slots[len(entries) :]
     if len(entries) < len(slots) and not any(any(needs_grad[a.span]) for a in left_out):
         return list(zip(slots, entries, strict=False))
-    raise ValueError(_count_message(entries, slots, arguments, [a for a in left_out if any(needs_grad[a.span])]))
+    message = _count_message(entries, slots, arguments, [a for a in left_out if any(needs_grad[a.span])])
+    raise ValueError(message if result is not None else f"{message} Did you forget return?")
 
 
 def _pair_all(result: Any, arguments: Arguments) -> list[tuple[Argument, Any]]:
@@ -62,9 +65,10 @@ def _pair_all(result: Any, arguments: Arguments) -> list[tuple[Argument, Any]]:
     if len(entries) < count or any(e is not None for e in entries[count:]):
         names = ", ".join(a.name for a in arguments.arguments)
         hint = "; a list is one gradient, return a tuple" if isinstance(result, list) else ""
+        hint += ". Did you forget return?" if result is None else "."
         raise ValueError(
             f"{arguments.layer}.backward returned {plural(len(entries), 'gradient', 'gradients')}; expected {count}, "
-            f"one per argument passed ({names}), of which None is zero{hint}."
+            f"one per argument passed ({names}), of which None is zero{hint}"
         )
     return _pair_tensors(entries[:count], arguments)
 
@@ -121,6 +125,8 @@ def _fit(gradient: Any, aval: Any, where: str, name: str) -> Any:
     if gradient is None or not has_tangent(aval):
         return None
     if not is_tensor(gradient) or is_key(gradient):
+        if is_box(gradient):
+            return _fit(unboxed(gradient), aval, where, name)
         raise ValueError(
             f"{where}{name!r}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for "
             f"zero; got {describe(gradient)}."

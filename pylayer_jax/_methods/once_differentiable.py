@@ -44,6 +44,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def guarded(*args: Any) -> Any:
+        __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
         ctx, cotangents = args[first], args[first + 1 :]
         # What goes in raises before host code does, and what comes out for the values that `backward` closes over. What

@@ -13,6 +13,8 @@ from pylayer_jax._trees import contains, describe, split
 
 from .context import ContextState
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 class Outputs:
     """The outputs of one run of `forward`, without its tensors."""

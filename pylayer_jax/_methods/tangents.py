@@ -13,6 +13,8 @@ from pylayer_jax._trees import LEAF, collect_like, describe, is_tensor
 from .arguments import Arguments
 from .outputs import Outputs
 
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
 
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
     """The tangents for `jvp`: one entry per argument of the call, None if the argument holds no tensor.

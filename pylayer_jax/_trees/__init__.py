@@ -13,8 +13,8 @@ This file hands their names on, so that the wings above import from `pylayer_jax
 from .changes import Watched
 from .closures import content, hiding_functions, traced_attributes, traced_names
 from .matching import collect_like
-from .messages import add_note, describe, name_meant, plural
-from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_tensor, split
+from .messages import add_note, describe, innermost, name_meant, plural, source_of
+from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_box, is_tensor, split, unboxed
 from .static import IdentityKey, Static
 
 __all__ = [
@@ -31,10 +31,14 @@ __all__ = [
     "describe",
     "flatten",
     "hiding_functions",
+    "innermost",
+    "is_box",
     "is_tensor",
     "name_meant",
     "plural",
+    "source_of",
     "split",
     "traced_attributes",
     "traced_names",
+    "unboxed",
 ]

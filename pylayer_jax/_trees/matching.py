@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .messages import describe, plural
-from .partition import Skeleton
+from .partition import Skeleton, is_box, is_tensor, unboxed
 
 _ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
 
@@ -43,6 +43,9 @@ def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[
     if entry is None or level is None:  # None is zero for the whole subtree; a static has no gradient
         return
     children, aux = list(level[0]), level[1]
+    if len(children) == 1 and is_box(model) and (is_tensor(entry) or is_box(entry)):
+        yield from _numbered_leaves(unboxed(entry), children[0], path, where)
+        return
     other = _ONE_LEVEL(entry)
     kinds = {type(model), type(entry)}
     at = f" at {path}" if path else ""

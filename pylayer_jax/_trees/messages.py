@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import re
+import traceback
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -33,8 +37,30 @@ def name_meant(name: str, known: Iterable[str]) -> str | None:
     return next((other for other in known if other != name and is_near(other)), None)
 
 
+def innermost(function: Any) -> Any:
+    """The function inside of decorators, partials and methods, as far as they tell it."""
+    for _ in range(100):  # a wrapper may name itself
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif not isinstance(function, type) and hasattr(type(function).__call__, "__code__"):  # an object
+            function = type(function).__call__
+        else:
+            break
+    return function
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """Where a function is defined, as in ` at layers.py:12`; empty if that is not known."""
+    code = getattr(innermost(function), "__code__", None)
+    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+
+
 def add_note(error: Exception, layer: str, method: str) -> None:
-    """Add the class and the method to a user's exception, which keeps its type."""
+    """Add the class and the method to a user's exception, which keeps its type, and what was meant if that is plain."""
     note = f"This happened in {layer}.{method}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
@@ -43,3 +69,18 @@ def add_note(error: Exception, layer: str, method: str) -> None:
         )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+        if isinstance(error, TypeError) and (hint := _what_was_meant(error, method)):
+            error.add_note(hint)
+
+
+def _what_was_meant(error: TypeError, method: str) -> str:
+    """A hint for the misuse of a context that ends in a TypeError of Python or JAX; empty for any other error."""
+    text = str(error)
+    if "PyLayerContext" in text or "FunctionCtx" in text:
+        return f"A context was used as a value. The first parameter of {method} takes it: def {method}(ctx, ...)."
+    names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
+    if "saved_tensors" in names and "'tuple' object is not callable" in text:
+        return "Is it ctx.saved_tensors()? That is a property, without parentheses: ctx.saved_tensors."
+    if "saved_tensor" in names and re.search(r"\bmethod\b", text):
+        return "Is it ctx.saved_tensor? That is a method, with parentheses: ctx.saved_tensor()."
+    return ""

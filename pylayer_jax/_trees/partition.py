@@ -25,6 +25,16 @@ def is_tensor(leaf: object) -> bool:
     return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMERIC_KINDS
 
 
+def is_box(value: object) -> bool:
+    """Whether a value stands for the array that it holds, as `flax.nnx.Param` does."""
+    return not isinstance(value, jax.Array) and hasattr(type(value), "__jax_array__")
+
+
+def unboxed(value: Any) -> Any:
+    """The array that a box holds; any other value itself."""
+    return value.__jax_array__() if is_box(value) else value
+
+
 class Skeleton:
     """A pytree without its tensors; `fill` puts other tensors where they were.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,58 @@ def test_hooks_must_be_callable():
             saved_tensors_hooks(*pair)
     with pytest.raises(TypeError, match="saved_tensors_hooks decorates a function, got 3"):
         bits()(3)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda x, y: x,
+        lambda: 1,
+        lambda x, *, level: x,
+        functools.partial(lambda level, x: x),
+        jax.jit(lambda x, y: x),
+        bits().close,
+    ],
+)
+def test_hooks_take_one_argument(hook):
+    same = lambda x: x  # noqa: E731
+    for pair, only, message in (
+        ((hook, same), None, "pack_hook takes one argument, the tensor that is saved"),
+        ((same, hook), None, "unpack_hook takes one argument, the value that pack_hook returned"),
+        ((same, same), hook, "only takes one argument, a tensor"),
+    ):
+        with pytest.raises(TypeError, match=f"saved_tensors_hooks: {message}.* does not: "):
+            saved_tensors_hooks(*pair, only=only)
+
+
+class Method:
+    def hook(self, x):
+        return x
+
+    def __call__(self, x, level=3):
+        return x
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        np.asarray,
+        jnp.asarray,
+        np.positive,
+        abs,
+        Method(),
+        Method().hook,
+        functools.partial(lambda level, x: x, 3),
+        functools.wraps(jnp.add)(lambda *args: args[0]),
+        lambda x, level=3: x,
+    ],
+)
+def test_what_takes_one_argument_is_a_hook(hook):
+    def loss(x):
+        with saved_tensors_hooks(hook, lambda x: x):
+            return Tanh.apply(x).sum()
+
+    assert jax.grad(loss)(X).shape == X.shape
 
 
 @pytest.mark.parametrize("needy", [np.asarray, lambda x: x if x.sum() > 0 else -x, lambda x: float(x.sum())])

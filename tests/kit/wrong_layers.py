@@ -62,7 +62,7 @@ class DropsNone(PyLayer):
     @staticmethod
     def backward(ctx, ds, dq):
         (x,) = ctx.saved_tensors
-        return None if ds is None or dq is None else ds * jnp.cos(x) + dq * 2 * x
+        return (None,) if ds is None or dq is None else ds * jnp.cos(x) + dq * 2 * x
 
 
 class DropsAnArgument(Multiply):

@@ -165,7 +165,7 @@ def test_a_list_argument_takes_a_list(run):
         (lambda dy: {"a": dy, "b": (2 * dy, [3 * dy])}, [1, 2, 3]),
         (lambda dy: {"a": None, "b": (2 * dy, [None])}, [0, 2, 0]),
         (lambda dy: {"a": dy, "b": None}, [1, 0, 0]),
-        (lambda dy: None, [0, 0, 0]),
+        (lambda dy: (None,), [0, 0, 0]),
     ],
 )
 def test_structures_with_none_anywhere(run, entry, expected):

@@ -24,7 +24,7 @@ def layer(forward, backward=lambda ctx, *dys: dys[0]):
 
 def test_nothing_saved_reads_none_as_in_paddle_and_empty_as_in_torch():
     seen = []
-    made = layer(lambda ctx, x: x * 1, lambda ctx, dy: seen.append((ctx.saved_tensor(), ctx.saved_tensors)))
+    made = layer(lambda ctx, x: x * 1, lambda ctx, dy: (seen.append((ctx.saved_tensor(), ctx.saved_tensors)),))
     jax.grad(lambda x: made.apply(x).sum())(X)
     assert seen == [(None, ())]
 

@@ -75,7 +75,7 @@ GIVEN_FOR_A_LIST = {
     "two entries": (ValueError, ValueError, lambda dy: (dy, dy)),
     "one too few": (SystemError, ValueError, lambda dy: [dy]),
     # None is zero for the whole argument here.
-    "None": (ValueError, [0, 0], lambda dy: None),
+    "None": (ValueError, [0, 0], lambda dy: (None,)),
 }
 
 for name, (their, our, give) in GIVEN_FOR_A_LIST.items():

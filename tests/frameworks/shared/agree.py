@@ -139,7 +139,7 @@ def none_for_an_input(of):
 
 @SHARED.add()
 def none_for_the_only_input(of):
-    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: None)
+    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: (None,))
     return lambda x: layer.apply(x) + x
 
 

@@ -44,7 +44,10 @@ from .sides import (
 )
 
 # torch's own: its first use of forward mode compiles rules by what it calls deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning",
+    "ignore:NoGradient.backward returned None:UserWarning",  # as the original does, on purpose
+)
 CASES: list[Port] = []
 
 

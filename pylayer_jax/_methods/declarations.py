@@ -1,0 +1,62 @@
+"""What a class declares: its flags, and the names of its methods. Checked when the class is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pylayer_jax._trees import name_meant
+
+_FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
+_METHODS = ("forward", "backward", "setup_context")
+
+
+def check_declarations(layer: Any) -> None:
+    """Refuse flags of values that mean nothing, methods that the class does not have, and misspelled names.
+
+    Raises:
+        TypeError: for a misspelled name, for `saved_names` of another type, and for `setup_context` on a `PyLayer`.
+        ValueError: for an unknown `complex_convention`.
+        RuntimeError: for both ways to batch at once.
+    """
+    name = layer.__qualname__
+    _refuse_misspelled_names(layer)
+    if not layer._torch_convention and hasattr(layer, "setup_context"):
+        raise TypeError(
+            f"{name}.setup_context: it belongs to Function. Derive the class from pylayer_jax.Function; or let "
+            "forward(ctx, ...) keep on ctx what backward needs, and give setup_context another name."
+        )
+    if layer.complex_convention not in ("jax", "paddle"):
+        raise ValueError(f"{name}.complex_convention: expected 'jax' or 'paddle', got {layer.complex_convention!r}.")
+    if layer.generate_vmap_rule and layer._has_vmap_method():
+        raise RuntimeError(
+            f"{name} has both generate_vmap_rule = True and a vmap method. Remove vmap to let JAX batch forward, or "
+            "set generate_vmap_rule = False to have vmap called."
+        )
+    names = layer.saved_names
+    is_tuple = isinstance(names, tuple) and all(name is None or (isinstance(name, str) and name) for name in names)
+    if names is not True and not is_tuple:
+        raise TypeError(
+            f"{name}.saved_names: expected a tuple of strings (None for a value without a name), or True; got "
+            f"{names!r}."
+        )
+
+
+def _refuse_misspelled_names(layer: Any) -> None:
+    own = vars(layer)
+    users = [base for base in layer.__mro__ if base.__module__ not in ("pylayer_jax._layer", "pylayer_jax._function")]
+    for name in own:
+        meant = name_meant(name, _FLAGS + _METHODS)
+        if meant is None or name[0] == "_" or name[-1].isdigit() or not hasattr(layer, meant):
+            continue
+        if (meant in _FLAGS) == _is_function(own[name]):  # a helper such as `forward_model`
+            continue
+        # Beside a method of the right name, another one is a helper.
+        if meant not in own and (meant in _FLAGS or not any(meant in vars(base) for base in users)):
+            raise TypeError(
+                f"{layer.__qualname__}.{name}: a layer has no such attribute, and {meant} is not set. Did you mean "
+                f"{meant}? Rename it, or give it a name that differs by more than one letter."
+            )
+
+
+def _is_function(member: object) -> bool:
+    return callable(member) or isinstance(member, (staticmethod, classmethod))

@@ -1,0 +1,227 @@
+"""Where errors point: to the lines of the user, and not to those of the library."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+
+import jax
+import pytest
+
+import pylayer_jax
+from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
+from tests.kit.modes import X
+
+PACKAGE = str(Path(pylayer_jax.__file__).parent)
+
+
+class BoomError(Exception):
+    pass
+
+
+def boom(*args, **kwargs):
+    raise BoomError
+
+
+class InForward(PyLayer):
+    forward = staticmethod(boom)
+
+
+class InBackward(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    backward = staticmethod(boom)
+
+
+class InVmap(InBackward):
+    vmap = staticmethod(boom)
+
+
+class InJvp(InBackward):
+    jvp = staticmethod(boom)
+
+
+class InSetup(Function):
+    @staticmethod
+    def forward(x):
+        return x * 2
+
+    setup_context = staticmethod(boom)
+
+
+def with_forward_mode(layer):
+    return type("WithForwardMode", (layer,), {"forward_mode": True})
+
+
+ONCE = type("Once", (InBackward,), {"backward": staticmethod(once_differentiable(boom))})
+
+
+def hooks():
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def in_block(f):
+    def blocked(x):
+        with hooks():
+            return f(x)
+
+    return blocked
+
+
+RUNS = {
+    "eager": lambda f: f(X),
+    "jit": lambda f: jax.jit(f)(X),
+    "vmap": lambda f: jax.vmap(f)(X[None]),
+    "container": lambda f: f({"x": [X]}),
+}
+REVERSE = {
+    "grad": lambda f: jax.grad(f)(X),
+    "jit-grad": lambda f: jax.jit(jax.grad(f))(X),
+    "grad-jit": lambda f: jax.grad(jax.jit(f))(X),
+    "vmap-grad": lambda f: jax.vmap(jax.grad(f))(X[None]),
+    "grad-vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x[None]).sum())(X),
+    "second": lambda f: jax.jacrev(jax.grad(f))(X),
+    "hessian": lambda f: jax.hessian(f)(X),
+    "scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=1)[0])(X),
+    "remat": lambda f: jax.grad(jax.checkpoint(f))(X),
+    "block": lambda f: jax.grad(in_block(f))(X),
+    "jit-block": lambda f: jax.jit(jax.grad(in_block(f)))(X),
+    "decorated": lambda f: jax.grad(hooks()(f))(X),
+}
+FORWARD = {"jvp": lambda f: jax.jvp(f, (X,), (X,)), "jit-jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)}
+CASES = [
+    *((layer, run) for layer in (InForward, with_forward_mode(InForward)) for run in (RUNS | REVERSE).items()),
+    *((InSetup, run) for run in (RUNS | REVERSE).items() if run[0] != "container"),
+    *((layer, run) for layer in (InBackward, with_forward_mode(InBackward), ONCE) for run in REVERSE.items()),
+    *((layer, run) for layer in (InJvp, with_forward_mode(InBackward)) for run in FORWARD.items()),
+    *((InVmap, (name, run)) for name, run in {**RUNS, **REVERSE}.items() if name in ("vmap", "grad-vmap")),
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "run"), [(c, r[1]) for c, r in CASES], ids=[f"{c.__name__}-{r[0]}" for c, r in CASES]
+)
+def test_frames_between_the_call_and_the_method_hide_themselves(layer, run):
+    with pytest.raises(BoomError) as caught:
+        run(lambda x: layer.apply(x).sum())
+    shown = [
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(caught.value.__traceback__)
+        if frame.f_code.co_filename.startswith(PACKAGE) and not frame.f_locals.get("__tracebackhide__")
+    ]
+    assert shown == []
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "boom"
+
+
+# Run in a file of its own, as by a user. `--tb=short` shows each frame that is not hidden, with its file.
+FAILING = """
+    import jax, jax.numpy as jnp
+    from pylayer_jax import PyLayer
+
+    class Fails(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensor()
+            return MISTAKE
+
+    def test_fails():
+        jax.grad(lambda x: Fails.apply(x).sum())(jnp.ones(3))
+"""
+
+
+@pytest.mark.parametrize("mistake", ["dy * ctx.nothing", "{}['key']"])
+def test_pytest_shows_the_lines_of_the_user(mistake, tmp_path):
+    file = tmp_path / "test_fails.py"
+    file.write_text(textwrap.dedent(FAILING).replace("MISTAKE", mistake))
+    command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", str(file)]
+    environment = os.environ | {"PYTHONPATH": str(Path(PACKAGE).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    # Before it JAX shows where the operation was applied. These frames have no variables, by which they could hide.
+    shown = done.stdout.rpartition("was the direct cause of")[2]
+    assert f"return {mistake}" in shown
+    assert "jax.grad(lambda x: Fails.apply(x).sum())" in shown
+    assert "pylayer_jax/_" not in shown
+
+
+# -- JAX's errors about tracers -------------------------------------------------------------------
+
+
+class Branches(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        return x if x.sum() > 0 else -x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+FORWARD_LINE = inspect.getsourcelines(Branches.forward)[1]
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("mode", [jax.jit, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))])
+def test_a_number_that_forward_asks_for(mode, forward_mode):
+    layer = type("Branches", (Branches,), {"forward_mode": forward_mode})
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        mode(lambda x: layer.apply(x).sum())(X)
+    assert f"tracing the function Branches at {__file__}:{FORWARD_LINE} for" in str(caught.value)
+
+
+def test_a_value_that_becomes_a_tracer_is_traced_to_the_lines_of_the_user():
+    layer = with_forward_mode(Branches)
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jax.lax.scan(lambda c, _: (c + layer.apply(X * c).sum(), None), 1.0, None, length=1)
+    assert __file__ in str(caught.value)
+    assert PACKAGE not in str(caught.value)
+
+
+def test_a_value_that_leaves_forward_was_made_at_a_line_of_the_user():
+    kept = []
+
+    class Keeps(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            kept.append(x * 2)
+            return x
+
+    jax.jit(Keeps.apply)(X)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        kept[0] + 1
+    line = inspect.getsourcelines(Keeps.forward)[1]
+    assert f"Keeps at {__file__}:{line} traced for" in str(caught.value)
+    assert f"created on line {__file__}:{line + 2}" in str(caught.value)
+    assert PACKAGE not in str(caught.value)
+
+
+def test_the_place_of_a_layer_whose_members_are_set_afterwards():
+    made = type("Branches", (PyLayer,), {})
+    for name in ("forward", "backward"):  # as cloudpickle does
+        setattr(made, name, vars(Branches)[name])
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=f"Branches at .*test_tracebacks.py:{FORWARD_LINE}"):
+        jax.jit(made.apply)(X)
+
+
+def test_jaxprs_still_show_the_name_of_the_class():
+    assert "name=InBackward" in str(jax.make_jaxpr(InBackward.apply)(X))
+    assert "name=AsObject" in str(jax.make_jaxpr(type("AsObject", (PyLayer,), {"forward": abs_of()}).apply)(X))
+
+
+def abs_of():
+    class Abs:
+        def __call__(self, ctx, x):
+            return abs(x)
+
+    return Abs()
