@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from .two_processes import packers, results
+from .two_processes import TRANSFORMERS, packers, results
 
 TIME_LIMIT = 300  # seconds
 
@@ -66,3 +66,10 @@ def test_losses_and_gradients(of_two_processes, of_one_process, way, name):
     for got, wanted in zip(first, expected, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=tolerance)
     assert first[0][-1] < 0.9 * first[0][0]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_a_tensor_parallel_transformer(of_two_processes, of_one_process, name):
+    first, second = (found[name] for found in of_two_processes)
+    assert first == second
+    np.testing.assert_allclose(first, of_one_process[name], rtol=1e-3, atol=1e-5)
