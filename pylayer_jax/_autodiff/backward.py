@@ -53,9 +53,13 @@ class LayerDerivative(Derivative):
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
         # anew.
-        may_be_transposed = is_staging(further_out=True) or is_differentiating()
+        is_staged = is_staging(further_out=True)
+        may_be_transposed = is_staged or is_differentiating()
         try:
-            with no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext():
+            with (
+                no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext(),
+                call.staged_scope("backward") if is_staged else contextlib.nullcontext(),
+            ):
                 result = layer.backward(ctx, *given)
         except Exception as error:
             add_note(error, call.name, "backward")
@@ -70,7 +74,8 @@ class LayerDerivative(Derivative):
         ctx = self._context(seen, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
         given = argument_tangents(call.arguments, tangents, saved.materialize)
         try:
-            result = call.layer._jvp_method()(ctx, *given)
+            with call.scope("jvp"):
+                result = call.layer._jvp_method()(ctx, *given)
         except Exception as error:
             add_note(error, call.name, "jvp")
             raise

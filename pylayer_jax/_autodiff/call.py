@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 
 from pylayer_jax._hooks.active import Hooks
-from pylayer_jax._jax import RunLog, is_tracer
+from pylayer_jax._jax import RunLog, is_staging, is_tracer
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import traced_attributes, traced_names
@@ -39,6 +40,15 @@ class LayerCall:
         self.log: RunLog[Any] | None = RunLog() if deferred else None
         self.outputs: Outputs | None = None  # set by the binding that ran the layer
         self.call_site = "" if residual_tracker.value is None else residual_tracker.value.call_site()
+
+    def scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
+        """The operations of a method as `Tanh/forward` in compiled programs and profiles."""
+        # JAX compiles an operation of eager mode by itself, without the scopes around it.
+        return self.staged_scope(method) if is_staging(further_out=True) else contextlib.nullcontext()
+
+    def staged_scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
+        """The same in code that is known to be staged."""
+        return jax.named_scope(f"{self.layer.__name__}/{method}")
 
     def names_closed_over(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
         """The names under which `forward`, or a static argument, reaches traced values for which `predicate` holds."""
