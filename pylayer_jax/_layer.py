@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -28,34 +28,10 @@ from ._jax import (
     nothing_is_traced,
     trace_below,
 )
+from ._methods.apply import Apply
 from ._methods.arguments import bind
 from ._methods.context import PyLayerContext
 from ._trees import Static, name_meant
-
-
-class _OneObject(classmethod):
-    def __init__(self, function: Any) -> None:
-        super().__init__(function)
-        self._name = f"_bound_{id(self)}"  # a subclass may define an `apply` that calls this one
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        owner = type(instance) if owner is None else owner
-        bound = vars(owner).get(self._name)
-        # A class may be made from the members of another one, this one among them.
-        if bound is None or bound.__self__ is not owner or bound.__func__ is not self.__func__:
-            bound = super().__get__(instance, owner)
-            setattr(owner, self._name, bound)
-        return bound
-
-
-_Method = TypeVar("_Method")
-
-
-def one_object(method: _Method) -> _Method:
-    """A class method that is the same object at each access: `jax.jit(Tanh.apply)` compiles once per object."""
-    found: Any = method
-    return cast(_Method, _OneObject(found.__func__))
-
 
 # The `jax.custom_vjp` function of each class. Not an attribute, which a class made from the members of another one, or
 # unpickled, would take over.
@@ -211,7 +187,7 @@ class PyLayer:
             "@staticmethod def backward(ctx, dy): ..."
         )
 
-    @one_object
+    @Apply
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on the arguments of `forward`, without the context.
