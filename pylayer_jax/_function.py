@@ -89,7 +89,7 @@ class Function(PyLayer):
     _forward_and_setup: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
     _parameters: ClassVar[inspect.Signature]
 
-    if TYPE_CHECKING:  # with a context or without one: `_methods.apply`, NOTE [types of apply]
+    if TYPE_CHECKING:  # with a context, or without one
 
         @staticmethod
         def forward(*args: Any, **kwargs: Any) -> Any: ...
@@ -110,7 +110,7 @@ class Function(PyLayer):
             cls._forward_and_setup = staticmethod(_with_setup_context(cls))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
         """Keep on `ctx` the values that `backward` needs, if `forward` takes no context.
 
         `inputs` are the arguments of `forward`, defaults included, and `output` is its result.

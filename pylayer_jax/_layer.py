@@ -173,14 +173,14 @@ class PyLayer:
         return hasattr(cls, "vmap")
 
     @staticmethod
-    def forward(ctx: PyLayerContext, *args: Any, **kwargs: Any) -> Any:
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs, and keep on `ctx` the values that `backward` needs. Every layer defines it."""
         raise NotImplementedError(
             f"{ctx._state.layer}.forward is not defined. Add to the class: @staticmethod def forward(ctx, x): ..."
         )
 
     @staticmethod
-    def backward(ctx: PyLayerContext, *args: Any, **kwargs: Any) -> Any:
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Turn one cotangent per output into one gradient per input. Every differentiated layer defines it."""
         raise NotImplementedError(
             f"{ctx._state.layer}.backward is not defined, but its gradient was asked for. Add to the class: "

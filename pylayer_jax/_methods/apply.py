@@ -2,8 +2,8 @@
 
 NOTE [types of apply]
 Type checkers read the types of `apply` off `forward`, by the overloads of `Apply.__get__`. The first parameter of
-`forward` is the context, unless the class defines `setup_context`. They tell that by its result: `Function` declares
-Any, which may be `_Undefined`; a `setup_context` of a user returns None, which is not.
+`forward` is the context, unless the class defines `setup_context`. The number of its parameters tells: the one of
+`Function` takes any number of arguments, and one of a user takes three.
 """
 
 from __future__ import annotations
@@ -16,10 +16,6 @@ P = ParamSpec("P")
 R = TypeVar("R", covariant=True)
 
 
-class _Undefined:
-    """The result of a `setup_context` that no class defines."""
-
-
 class _Layer(Protocol[P, R]):
     @property
     def forward(self) -> Callable[Concatenate[Any, P], R]: ...
@@ -29,7 +25,7 @@ class _FunctionWithContext(Protocol[P, R]):
     @property
     def forward(self) -> Callable[Concatenate[Any, P], R]: ...
     @property
-    def setup_context(self) -> Callable[[Any, Any, Any], _Undefined]: ...
+    def setup_context(self) -> Callable[[Any, Any, Any, Any], Any]: ...
 
 
 class _FunctionWithSetup(Protocol[P, R]):
