@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator
 from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
+import numpy as np
 
 from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace, trace_below
 
@@ -42,8 +43,17 @@ def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[s
     return kind(*args, **kwargs)
 
 
+def _shown(value: Any) -> str:
+    """An argument in one line; a function or a dtype by its name."""
+    name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
+    return " ".join(repr(value).split()) if name is None else str(name)
+
+
 class _MadeWith:
-    """Remembers the arguments of `__init__`, also those of a subclass."""
+    """Remembers the arguments of `__init__`, also those of a subclass.
+
+    A base of its own: where a class has both, `inspect.signature` reads `__new__` and not `__init__`.
+    """
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -127,6 +137,13 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         self._pair = self._present_pair()
 
     _errors = Errors()  # nothing is known of the hooks of a user
+
+    def __repr__(self) -> str:
+        args, kwargs = self._made_with
+        made = inspect.signature(type(self)).bind(*args, **kwargs)
+        made.apply_defaults()
+        shown = [f"{name}={_shown(x)}" for name, x in made.arguments.items() if x is not None and x is not False]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Open blocks belong to a thread, and what programs hold belongs to a process: a copy has neither.

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pylayer_jax._trees import plural
+
 from . import _forward_mode, _transforms
 from ._comparison import MismatchError, first_line, type_of
 from ._equivalence import compare_with_reference
@@ -32,7 +34,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """The results of `check_layer`; prints as one line per property."""
+    """The results of `check_layer`; prints as one line per property. Its `repr` is one line."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -49,6 +51,11 @@ class LayerReport:
 
     def __str__(self) -> str:
         return "\n".join([self.layer, *map(str, self.rows)])
+
+    def __repr__(self) -> str:
+        failed = [row.name for row in self.rows if not row.passed]
+        verdict = f"failed: {', '.join(failed)}" if failed else "passed"
+        return f"<{type(self).__name__} of {self.layer}: {plural(len(self.rows), 'property', 'properties')}, {verdict}>"
 
 
 def _public_type(error: Exception) -> type:
