@@ -596,7 +596,8 @@ def shown_by(layer, x):
 def test_repr_of_a_context_says_in_one_line_what_it_holds(layer):
     kind = "PyLayerContext" if layer is PyLayer else "FunctionCtx"
     name = "shown_by.<locals>.Shown"
-    assert [text for text, _ in shown_by(layer, jnp.ones(2))] == [
+    # Under JAX_CUSTOM_VJP3 forward runs twice.
+    assert list(dict.fromkeys(text for text, _ in shown_by(layer, jnp.ones(2)))) == [
         f"<{kind} of {name}, in forward: 0 values saved>",
         f"<{kind} of {name}, in forward: 2 values saved, ctx.scale>",
         f"<{kind} of {name}, after forward: 2 values saved, ctx.scale>",
