@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ._layer import PyLayer, one_object
+from ._layer import PyLayer
+from ._methods.apply import Apply
 from ._methods.context import PyLayerContext, own_copy
 from ._trees import describe, is_box, is_tensor
 
@@ -89,6 +90,11 @@ class Function(PyLayer):
     _forward_and_setup: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
     _parameters: ClassVar[inspect.Signature]
 
+    if TYPE_CHECKING:  # with a context, or without one
+
+        @staticmethod
+        def forward(*args: Any, **kwargs: Any) -> Any: ...
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "vjp" in vars(cls):
             if vars(cls).get("backward", vars(cls)["vjp"]) is not vars(cls)["vjp"]:
@@ -105,14 +111,14 @@ class Function(PyLayer):
             cls._forward_and_setup = staticmethod(_with_setup_context(cls))
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
         """Keep on `ctx` the values that `backward` needs, if `forward` takes no context.
 
         `inputs` are the arguments of `forward`, defaults included, and `output` is its result.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 
-    @one_object
+    @Apply
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""

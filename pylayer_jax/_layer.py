@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
@@ -28,35 +28,11 @@ from ._jax import (
     nothing_is_traced,
     trace_below,
 )
+from ._methods.apply import Apply
 from ._methods.arguments import bind, call_of_apply
 from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
 from ._trees import Static
-
-
-class _OneObject(classmethod):
-    def __init__(self, function: Any) -> None:
-        super().__init__(function)
-        self._name = f"_bound_{id(self)}"  # a subclass may define an `apply` that calls this one
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        owner = type(instance) if owner is None else owner
-        bound = vars(owner).get(self._name)
-        # A class may be made from the members of another one, this one among them.
-        if bound is None or bound.__self__ is not owner or bound.__func__ is not self.__func__:
-            bound = super().__get__(instance, owner)
-            setattr(owner, self._name, bound)
-        return bound
-
-
-_Method = TypeVar("_Method")
-
-
-def one_object(method: _Method) -> _Method:
-    """A class method that is the same object at each access: `jax.jit(Tanh.apply)` compiles once per object."""
-    found: Any = method
-    return cast(_Method, _OneObject(found.__func__))
-
 
 # The `jax.custom_vjp` function of each class. Not an attribute, which a class made from the members of another one, or
 # unpickled, would take over.
@@ -108,6 +84,8 @@ class PyLayer:
     `saved_names` gives saved tensors names for the policies of `jax.checkpoint` (`save_only_these_names`, offloading).
     A tensor within a pytree has its path behind the name, as in `y['w']`. Without it they have none, since a named
     tensor is a new value to JAX: a scan would stack it beside the tensor itself.
+
+    Compiled programs and profiles show the operations of both methods as `Tanh/forward` and `Tanh/backward`.
 
     In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit` would; a
     `forward` that needs numbers runs on concrete values instead. Under `jax.vmap` every output is mapped as soon as one
@@ -177,21 +155,21 @@ class PyLayer:
         return hasattr(cls, "vmap")
 
     @staticmethod
-    def forward(ctx: PyLayerContext, *args: Any, **kwargs: Any) -> Any:
+    def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the outputs, and keep on `ctx` the values that `backward` needs. Every layer defines it."""
         raise NotImplementedError(
             f"{ctx._state.layer}.forward is not defined. Add to the class: @staticmethod def forward(ctx, x): ..."
         )
 
     @staticmethod
-    def backward(ctx: PyLayerContext, *args: Any, **kwargs: Any) -> Any:
+    def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
         """Turn one cotangent per output into one gradient per input. Every differentiated layer defines it."""
         raise NotImplementedError(
             f"{ctx._state.layer}.backward is not defined, but its gradient was asked for. Add to the class: "
             "@staticmethod def backward(ctx, dy): ..."
         )
 
-    @one_object
+    @Apply
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on the arguments of `forward`, without the context.

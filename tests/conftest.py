@@ -22,13 +22,13 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-frameworks",
         action="store_true",
-        help="fail where real Paddle or torch is absent, instead of skipping",
+        help="fail where real Paddle or torch, or pyright, is absent, instead of skipping",
     )
 
 
 @pytest.fixture
 def framework(request):
-    """Imports Paddle or torch; skips the test where it is absent, unless it is required."""
+    """Imports Paddle, torch or pyright; skips the test where it is absent, unless it is required."""
 
     def load(name):
         try:

@@ -60,7 +60,10 @@ class LayerDerivative(Derivative):
         may_be_transposed = is_staged or is_differentiating()
         backward = call.backward_that_checks_closures() if is_staged else layer.backward
         try:
-            with no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext():
+            with (
+                no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext(),
+                call.staged_scope("backward") if is_staged else contextlib.nullcontext(),
+            ):
                 result = backward(ctx, *given)
         except jax.errors.UnexpectedTracerError as error:
             if names := call.names_closed_over_by_backward():
@@ -86,7 +89,8 @@ class LayerDerivative(Derivative):
         given = argument_tangents(call.arguments, tangents, saved.materialize)
         jvp = call.layer._jvp_method()
         try:
-            result = jvp(ctx, *given)
+            with call.scope("jvp"):
+                result = jvp(ctx, *given)
         except Exception as error:
             names = [a.name for a in call.arguments.arguments]
             if misfit := jvp_arity_error(error, call.name, jvp, (ctx, *given), names):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Final
 
 import jax
 
 from pylayer_jax._hooks.active import Hooks
-from pylayer_jax._jax import RunLog, eval_jaxpr, is_leaked, is_tracer, stage
+from pylayer_jax._jax import RunLog, eval_jaxpr, is_leaked, is_staging, is_tracer, stage
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import innermost, source_of, split, traced_attributes, traced_names
@@ -44,6 +45,15 @@ class LayerCall:
     def source(self) -> str:
         """The class, and where its `forward` is defined: JAX's errors name it for code that is staged."""
         return self.name + source_of(self.layer.forward)
+
+    def scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
+        """The operations of a method as `Tanh/forward` in compiled programs and profiles."""
+        # JAX compiles an operation of eager mode by itself, without the scopes around it.
+        return self.staged_scope(method) if is_staging(further_out=True) else contextlib.nullcontext()
+
+    def staged_scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
+        """The same in code that is known to be staged."""
+        return jax.named_scope(f"{self.layer.__name__}/{method}")
 
     def names_closed_over(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
         """The names under which `forward`, or a static argument, reaches traced values for which `predicate` holds."""

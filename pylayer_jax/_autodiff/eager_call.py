@@ -96,7 +96,8 @@ class SingleCall:
         __tracebackhide__ = True
         if not self.call.layer._has_vmap_method():
             return _vmap_run(self, axis, dims, tensors)
-        outputs, values = map_outputs(self.call.layer.vmap, self.call.arguments, axis, dims, as_arrays(tensors))
+        with self.call.scope("vmap"):
+            outputs, values = map_outputs(self.call.layer.vmap, self.call.arguments, axis, dims, as_arrays(tensors))
         if axis.size and (types := self._output_types(dims, tensors)) is not None:
             check_mapped(self.call.name, axis, values, types)
         return values, outputs

@@ -99,7 +99,7 @@ def _run_call(
 
     # Inside `forward` only `ctx` saves tensors, and an active pair would give every eager operation its own entry in
     # the compile cache.
-    with contextlib.nullcontext() if call.hooks is None else hooks_suspended():
+    with contextlib.nullcontext() if call.hooks is None else hooks_suspended(), call.scope(method):
         return _run(call.layer, state, method, run)
 
 

@@ -89,7 +89,8 @@ def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any], out_dims: li
         __tracebackhide__ = True
         inputs = args[staged.consts :]
         vmap, arguments = staged.call.layer.vmap, staged.call.arguments
-        _, outputs = map_outputs(vmap, arguments, axis, dims[staged.consts :], inputs)
+        with staged.call.scope("vmap"):
+            _, outputs = map_outputs(vmap, arguments, axis, dims[staged.consts :], inputs)
         check_mapped(staged.name, axis, outputs, [v.aval for v in staged.jaxpr.outvars[: staged.outputs]])
         if len(out_dims) == staged.outputs:
             return outputs

@@ -9,15 +9,19 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
+import numpy as np
 
 from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace, trace_below
 
 from .active import Disabled, Hook, Pair, active, active_pair, mark_nested
 from .derived import Errors
 from .operations import HooksTrace
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
@@ -63,7 +67,27 @@ def _misfit(hook: Callable[..., Any]) -> TypeError | None:
     return None
 
 
-class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
+def _shown(value: Any) -> str:
+    """An argument in one line; a function or a dtype by its name."""
+    name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
+    return " ".join(repr(value).split()) if name is None else str(name)
+
+
+class _MadeWith:
+    """Remembers the arguments of `__init__`, also those of a subclass.
+
+    A base of its own: where a class has both, `inspect.signature` reads `__new__` and not `__init__`.
+    """
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self._made_with = (args, kwargs)
+        return self
+
+
+class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and torch
     """Pack the tensors that are saved for backward inside a block or a function, and unpack them for backward.
 
         def pack(x):
@@ -142,18 +166,19 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         self._pair = self._present_pair()
 
     _errors = Errors()  # nothing is known of the hooks of a user
-    _made_with: tuple[tuple[Any, ...], dict[str, Any]]  # the arguments of __init__
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> saved_tensors_hooks:
-        self = super().__new__(cls)
-        self._made_with = (args, kwargs)
-        return self
+    def __repr__(self) -> str:
+        args, kwargs = self._made_with
+        made = inspect.signature(type(self)).bind(*args, **kwargs)
+        made.apply_defaults()
+        shown = [f"{name}={_shown(x)}" for name, x in made.arguments.items() if x is not None and x is not False]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Open blocks belong to a thread, and what programs hold belongs to a process: a copy has neither.
         return _make, (type(self), *self._made_with)
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """`function`, which then runs inside a block."""
         if not callable(function):
             raise TypeError(f"{type(self).__name__} decorates a function, got {function!r}. Or use it in `with`.")
@@ -164,7 +189,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
             )
 
         @functools.wraps(function)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
+        def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True
             with self:
                 trace = current_trace()
@@ -179,7 +204,7 @@ class saved_tensors_hooks:  # noqa: N801 - the name in Paddle and torch
         weakref.finalize(self, pair.store.release, used_only=True).atexit = False
         return pair
 
-    def __enter__(self) -> saved_tensors_hooks:
+    def __enter__(self) -> Self:
         if isinstance(active.value, Disabled):
             raise RuntimeError(active.value.message)
         if self._pair.is_outdated():  # a variable that a hook reads was bound anew

@@ -1,5 +1,6 @@
 """The methods that a user writes on a class: one room for each, with the values that it takes and returns.
 
+- `apply`: the method that users call, with the signature and the types of `forward`.
 - `arguments`: the arguments of `forward`, bound to its signature.
 - `context`: the `ctx` that carries values from `forward` to `backward`.
 - `outputs`: the outputs of `forward`, and the cotangents for `backward`.

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant
+from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant, plural
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
@@ -17,9 +17,9 @@ __tracebackhide__ = True  # for pytest: errors raised here are about values of t
 class Phase(enum.Enum):
     """Where in its life a context is; it takes values and flags only in `FORWARD`."""
 
-    FORWARD = "forward"
-    RETURNED = "returned"
-    BACKWARD = "backward"
+    FORWARD = "in forward"
+    RETURNED = "after forward"
+    BACKWARD = "in backward"
 
 
 class ContextState:
@@ -112,6 +112,18 @@ class PyLayerContext:
         else:
             hint = ""
         raise AttributeError(f"ctx.{name} does not exist: {advice}.{hint}")
+
+    def __repr__(self) -> str:
+        state = self._state
+        parts: list[str] = []
+        if state.load is None:  # otherwise they would be unpacked only to be counted
+            parts.append(f"{plural(len(state.saved or ()), 'value', 'values')} saved")
+        parts += [f"ctx.{name}" for name in vars(self)]
+        contents = ", ".join(parts)
+        return f"<{type(self).__name__} of {state.layer}, {state.phase.value}{': ' if contents else ''}{contents}>"
+
+    def __dir__(self) -> list[str]:
+        return [*(name for name in dir(type(self)) if name[0] != "_"), *vars(self)]
 
     # -- saving ---------------------------------------------------------------------------------
 

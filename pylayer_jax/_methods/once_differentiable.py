@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from pylayer_jax._jax import forbid_derivative, has_tangent, is_tracer, merge, select
 from pylayer_jax._trees import split
 
 from .context import PyLayerContext
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
 
 class OnceDifferentiableError(RuntimeError):
     """A second derivative goes through a decorated `backward`."""
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Method) -> Method:
     """Decorate `backward` to say that its own derivative is not defined.
 
     For a `backward` in host code, or one whose derivative would be wrong. Put it below `@staticmethod`.
@@ -52,8 +54,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
         contents, given = forbid(ctx._contents()), forbid(cotangents)
         return forbid(backward(*args[:first], ctx._with_contents(contents), *given))
 
-    guarded.second_derivative_error = second_derivative_error  # pyright: ignore[reportAttributeAccessIssue]
-    return guarded
+    decorated: Any = guarded
+    decorated.second_derivative_error = second_derivative_error
+    return decorated
 
 
 def second_derivative_error_of(backward: Callable[..., Any]) -> Callable[[], OnceDifferentiableError] | None:

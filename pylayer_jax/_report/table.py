@@ -27,7 +27,7 @@ class SavedTensor:
 
 
 class SavedTensorsReport:
-    """The rows of a report; prints as a table, in a terminal and in a notebook."""
+    """The rows of a report. `print` shows a table, as does a notebook or IPython; its `repr` is one line."""
 
     def __init__(self, rows: list[SavedTensor]) -> None:
         self.rows = rows
@@ -60,7 +60,12 @@ class SavedTensorsReport:
         lines = ["  ".join(a(c, w) for a, c, w in zip(align, row, widths, strict=True)) for row in cells]
         return "\n".join(line.rstrip() for line in [*lines, self._total()])
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._total()}>"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        del cycle  # a report does not hold itself
+        printer.text(str(self))  # where IPython shows the value of a line
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
+from pylayer_jax._trees import plural
 
 from . import _forward_mode, _transforms
 from ._comparison import MismatchError, first_line, type_of
@@ -36,7 +37,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """The results of `check_layer`; prints as one line per property."""
+    """The results of `check_layer`; prints as one line per property. Its `repr` is one line."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -73,6 +74,11 @@ class LayerReport:
                 f"jnp.round(x) - x); or {skip(differ + once)}."
             )
         return f"Is the layer meant to have no second derivative? Then pass {skip(once)}." if once else ""
+
+    def __repr__(self) -> str:
+        failed = [row.name for row in self.rows if not row.passed]
+        verdict = f"failed: {', '.join(failed)}" if failed else "passed"
+        return f"<{type(self).__name__} of {self.layer}: {plural(len(self.rows), 'property', 'properties')}, {verdict}>"
 
 
 def _public_type(error: Exception) -> type:

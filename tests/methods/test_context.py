@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayer
+from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 from tests.kit.modes import MODES, X, modes
 
 
@@ -557,3 +557,82 @@ def test_a_function_saves_none_beside_tensors():
     wrong = type("Wrong", (Add,), {"forward": staticmethod(lambda ctx, x: ctx.save_for_backward(None, 3))})
     with pytest.raises(TypeError, match=r"ctx\.save_for_backward in Wrong: expected tensors or None, .* 1 is 3"):
         wrong.apply(X)
+
+
+# -- how a context shows itself -------------------------------------------------------------------
+
+
+def shown_by(layer, x):
+    """The context as it shows itself in forward, after it, and in backward before and after the saved tensors are read.
+
+    `dir` of the context comes with each.
+    """
+    seen, kept = [], []
+
+    class Shown(layer):
+        @staticmethod
+        def forward(ctx, x):
+            seen.append((repr(ctx), dir(ctx)))
+            ctx.save_for_backward(x, None)
+            ctx.scale = 2.0
+            seen.append((repr(ctx), dir(ctx)))
+            kept.append(ctx)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append((repr(ctx), dir(ctx)))
+            assert len(ctx.saved_tensors) == 2
+            seen.append((repr(ctx), dir(ctx)))
+            return dy * 2
+
+    _, pull = jax.vjp(Shown.apply, x)
+    seen.append((repr(kept[0]), dir(kept[0])))
+    pull(x)
+    return seen
+
+
+@pytest.mark.parametrize("layer", [PyLayer, Function])
+def test_repr_of_a_context_says_in_one_line_what_it_holds(layer):
+    kind = "PyLayerContext" if layer is PyLayer else "FunctionCtx"
+    name = "shown_by.<locals>.Shown"
+    # Under JAX_CUSTOM_VJP3 forward runs twice.
+    assert list(dict.fromkeys(text for text, _ in shown_by(layer, jnp.ones(2)))) == [
+        f"<{kind} of {name}, in forward: 0 values saved>",
+        f"<{kind} of {name}, in forward: 2 values saved, ctx.scale>",
+        f"<{kind} of {name}, after forward: 2 values saved, ctx.scale>",
+        f"<{kind} of {name}, in backward: ctx.scale>",
+        f"<{kind} of {name}, in backward: 2 values saved, ctx.scale>",
+    ]
+
+
+def test_repr_does_not_unpack():
+    unpacked = []
+
+    class Shown(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            assert "Shown, in backward>" in repr(ctx)
+            assert "saved_tensors" in dir(ctx)
+            return dy
+
+    with saved_tensors_hooks(lambda x: x, lambda x: unpacked.append(x) or x):
+        jax.grad(lambda x: Shown.apply(x).sum())(jnp.ones(2))
+    assert not unpacked
+
+
+@pytest.mark.parametrize("layer", [PyLayer, Function])
+def test_dir_of_a_context_lists_what_users_use(layer):
+    first, *_, last = (names for _, names in shown_by(layer, jnp.ones(2)))
+    expected = {
+        *("mark_non_differentiable", "mark_not_inplace", "needs_input_grad", "save_for_backward", "saved_tensor"),
+        *("saved_tensors", "set_materialize_grads"),
+        *(() if layer is PyLayer else ("mark_dirty", "save_for_forward")),
+    }
+    assert set(first) == expected
+    assert set(last) == expected | {"scale"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -198,7 +200,10 @@ def test_as_text_and_as_html():
     assert lines[0].split() == ["layer", "saved", "type", "times", "bytes", "where"]
     assert lines[1].split()[:5] == ["Mixed", "saved[0]", "float32[8,4]", "1", "128"]
     assert lines[-1] == "384 bytes are saved for backward, in 1 application of layers."
-    assert repr(report) == str(report)
+    assert repr(report) == f"<SavedTensorsReport: {lines[-1]}>"
+    shown = types.SimpleNamespace(text=lambda text: lines.append(text))  # the printer of IPython
+    report._repr_pretty_(shown, False)
+    assert lines[-1] == str(report)
     page = report._repr_html_()
     assert "<td>saved[1][&#x27;b&#x27;]</td>" in page
     assert page.count("<tr>") == 4

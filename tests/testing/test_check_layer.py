@@ -239,6 +239,13 @@ def test_a_layer_that_does_not_run_has_one_row():
     assert "TypeError: Tanh.apply: " in str(report)
 
 
+def test_repr_of_the_report_is_one_line():
+    skipped = all_but("jit", "gradients")
+    assert repr(check_layer(Tanh, X, skip=skipped)) == "<LayerReport of Tanh: 3 properties, passed>"
+    failed = check_layer(WrongSign, X, skip=skipped, raises=False)
+    assert repr(failed) == "<LayerReport of WrongSign: 3 properties, failed: gradients>"
+
+
 def test_the_report_is_a_line_per_property():
     lines = str(check_layer(Multiply, X, 2 * X)).splitlines()
     assert lines[0] == "Multiply"

@@ -1,0 +1,74 @@
+"""`apply` as an attribute of a class: one object for each class, which looks like the `forward` of that class.
+
+NOTE [types of apply]
+Type checkers read the types of `apply` off `forward`, by the overloads of `Apply.__get__`. The first parameter of
+`forward` is the context, unless the class defines `setup_context`. The number of its parameters tells: the one of
+`Function` takes any number of arguments, and one of a user takes three.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class _Layer(Protocol[P, R]):
+    @property
+    def forward(self) -> Callable[Concatenate[Any, P], R]: ...
+
+
+class _FunctionWithContext(Protocol[P, R]):
+    @property
+    def forward(self) -> Callable[Concatenate[Any, P], R]: ...
+    @property
+    def setup_context(self) -> Callable[[Any, Any, Any, Any], Any]: ...
+
+
+class _FunctionWithSetup(Protocol[P, R]):
+    @property
+    def forward(self) -> Callable[P, R]: ...
+    @property
+    def setup_context(self) -> Callable[[Any, Any, Any], Any]: ...
+
+
+class Apply(classmethod):
+    """A class method that is the same object at each access: `jax.jit(Tanh.apply)` compiles once per object.
+
+    The object has the signature, the types and the docstring of `forward` without its context.
+    """
+
+    def __init__(self, method: Any) -> None:
+        super().__init__(method.__func__)
+        self._code = method.__func__.__code__
+        self._name = f"_bound_{method.__func__.__qualname__}"  # a subclass may define an `apply` that calls this one
+
+    @overload
+    def __get__(self, instance: Any, owner: type[_FunctionWithContext[P, R]]) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, instance: Any, owner: type[_FunctionWithSetup[P, R]]) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, instance: Any, owner: type[_Layer[P, R]]) -> Callable[P, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        owner = type(instance) if owner is None else owner
+        bound = owner.__dict__.get(self._name)
+        # A class may be made from the members of another one, this one among them, or from those of another process.
+        if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
+            bound = types.MethodType(self._function_of(owner), owner)
+            setattr(owner, self._name, bound)
+        return bound
+
+    def _function_of(self, owner: Any) -> Callable[..., Any]:
+        """The function of this class method with the face that `forward` of the class has."""
+        shared: Any = self.__func__
+        function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
+        function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
+        # `inspect.signature` follows it, and takes the first parameter away, as for every method: here the context.
+        function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
+        defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
+        is_own = not isinstance(defined_in.get(shared.__name__), Apply)
+        function.__doc__ = (forward.__doc__ if is_own else None) or shared.__doc__
+        return function

@@ -1,0 +1,248 @@
+"""`apply` as users look at it: its signature, its docstring, and which object it is."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pickle
+import pydoc
+
+import cloudpickle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
+from pylayer_jax.packers import cast_saved
+from tests.kit.layers import Tanh
+
+X = jnp.array([0.3, -0.7])
+
+
+class Scaled(PyLayer):
+    @staticmethod
+    def forward(ctx, x: jax.Array, scale: float = 2.0, *, mode: str = "same") -> jax.Array:
+        """Multiply `x` by `scale`."""
+        return scale * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+class OwnBackward(Scaled):
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 3
+
+
+class OwnForward(Scaled):
+    @staticmethod
+    def forward(ctx, z):
+        return z
+
+
+class OfClass(PyLayer):
+    @classmethod
+    def forward(cls, ctx, x, n=1):
+        """Of a class."""
+        return x
+
+
+class Variadic(PyLayer):
+    @staticmethod
+    def forward(ctx, *xs, **sizes):
+        return xs[0]
+
+
+class WithoutParameters(PyLayer):
+    @staticmethod
+    def forward(*args):
+        return args[1]
+
+
+class Split(Function):
+    @staticmethod
+    def forward(x, n=2):
+        """Raise `x` to the power `n`."""
+        return x**n
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.n = inputs[1]
+
+    @staticmethod
+    def vjp(ctx, dy):
+        return dy * ctx.n, None
+
+
+class Joined(Function):
+    @staticmethod
+    def forward(ctx, x, n=2):
+        """Raise `x` to the power `n`."""
+        return x**n
+
+
+class Multiplied:
+    def __call__(self, ctx, x, by=2):
+        return by * x
+
+
+Made = type("Made", (PyLayer,), {"forward": staticmethod(lambda ctx, x, y: x)})
+MadeOfAnObject = type("MadeOfAnObject", (PyLayer,), {"forward": Multiplied()})
+MadeOfAPart = type("MadeOfAPart", (PyLayer,), {"forward": functools.partial(lambda k, ctx, x: k * x, 2.0)})
+SIGNATURES = {
+    PyLayer: "(*args, **kwargs)",
+    Function: "(*args, **kwargs)",
+    Scaled: "(x, scale=2.0, *, mode='same')",
+    OwnBackward: "(x, scale=2.0, *, mode='same')",
+    OwnForward: "(z)",
+    OfClass: "(x, n=1)",
+    Variadic: "(*xs, **sizes)",
+    WithoutParameters: "(*args)",
+    Split: "(x, n=2)",
+    Joined: "(x, n=2)",
+    Made: "(x, y)",
+    MadeOfAnObject: "(x, by=2)",
+    MadeOfAPart: "(x)",
+}
+
+
+def signature_of(function):
+    signature = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
+
+
+@pytest.mark.parametrize("layer", SIGNATURES)
+def test_the_signature_is_that_of_forward_without_the_context(layer):
+    assert signature_of(layer.apply) == SIGNATURES[layer]
+    assert signature_of(layer().apply) == SIGNATURES[layer]
+    assert signature_of(jax.jit(layer.apply)) == SIGNATURES[layer]
+    assert signature_of(jax.vmap(layer.apply)) == SIGNATURES[layer]
+
+
+def test_annotations_stay():
+    parameters = inspect.signature(Scaled.apply, eval_str=True).parameters
+    assert [p.annotation for p in parameters.values()] == [jax.Array, float, str]
+    assert inspect.signature(Scaled.apply, eval_str=True).return_annotation is jax.Array
+
+
+def test_the_docstring_is_that_of_forward():
+    assert Scaled.apply.__doc__ == OwnBackward.apply.__doc__ == "Multiply `x` by `scale`."
+    assert OfClass.apply.__doc__ == "Of a class."
+    assert Split.apply.__doc__ == Joined.apply.__doc__ == "Raise `x` to the power `n`."
+
+
+@pytest.mark.parametrize("layer", [PyLayer, Tanh, OwnForward, Function])
+def test_without_a_docstring_it_is_one_for_all_layers(layer):
+    assert layer.apply.__doc__.startswith("Run the ")
+
+
+def test_help_shows_both():
+    text = pydoc.render_doc(Scaled.apply, renderer=pydoc.plaintext)
+    assert "apply(x: 'jax.Array', scale: 'float' = 2.0, *, mode: 'str' = 'same')" in text
+    assert "Multiply `x` by `scale`." in text
+    assert "method of" in text
+    of_class = pydoc.render_doc(Scaled, renderer=pydoc.plaintext)
+    assert "apply(x: 'jax.Array', scale: 'float' = 2.0, *, mode: 'str' = 'same')" in of_class
+
+
+def test_its_repr_names_the_class():
+    assert repr(Scaled.apply).startswith("<bound method Scaled.apply of <class ")
+
+
+def test_names_of_arguments_reach_the_program():
+    text = jax.jit(Scaled.apply).lower(X).as_text(debug_info=True)
+    assert 'loc("x")' in text
+
+
+# -- one object -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", SIGNATURES)
+def test_it_is_one_object_for_each_class(layer):
+    assert layer.apply is layer.apply
+    assert layer().apply is layer.apply
+    assert layer.apply.__self__ is layer
+    others = [other.apply for other in SIGNATURES if other is not layer]
+    assert layer.apply not in others
+
+
+@pytest.mark.parametrize("layer", [Scaled, OwnBackward, OfClass, Split, Joined])
+def test_it_is_pickled_by_its_name(layer):
+    assert pickle.loads(pickle.dumps(layer.apply)) is layer.apply
+    np.testing.assert_array_equal(cloudpickle.loads(cloudpickle.dumps(layer.apply))(X), layer.apply(X))
+
+
+@pytest.mark.parametrize("base", [PyLayer, Function])
+def test_a_class_that_is_pickled_by_value(base):
+    class Local(base):
+        @staticmethod
+        def forward(ctx, x, by=3):
+            """Of a local class."""
+            return by * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 5 * dy
+
+    Local.apply(X)
+    loaded, apply = cloudpickle.loads(cloudpickle.dumps((Local, Local.apply)))
+    for layer in (loaded, cloudpickle.loads(cloudpickle.dumps(loaded))):
+        assert layer.apply is layer.apply
+        assert layer.apply.__self__ is layer
+        assert signature_of(layer.apply) == signature_of(apply) == "(x, by=3)"
+        assert layer.apply.__doc__ == "Of a local class."
+        np.testing.assert_allclose(jax.vjp(layer.apply, X)[1](X)[0], 5 * X)
+    np.testing.assert_array_equal(apply(X), 3 * X)
+
+
+def test_a_class_made_from_the_members_of_another():
+    second = type("Second", (PyLayer,), {**vars(Scaled), **vars(OwnForward)})
+    assert Scaled.apply
+    assert signature_of(second.apply) == "(z)"
+    assert second.apply.__self__ is second
+
+
+def test_a_method_of_the_same_name_that_calls_it():
+    class Shifted(Scaled):
+        @classmethod
+        def apply(cls, x, by):
+            """Shifted."""
+            return super().apply(x) + by
+
+    assert signature_of(Shifted.apply) == "(x, by)"
+    assert Shifted.apply.__doc__ == "Shifted."
+    np.testing.assert_allclose(Shifted.apply(X, 1.0), 2 * X + 1)
+
+
+# -- decorators of the package --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decorator", [cast_saved(), saved_tensors_hooks(lambda x: x, lambda x: x)])
+def test_a_function_that_is_decorated_with_hooks(decorator):
+    @decorator
+    def loss(x: jax.Array, power: int = 2) -> jax.Array:
+        """The loss."""
+        return jnp.sum(x**power)
+
+    assert signature_of(loss) == "(x, power=2)"
+    assert signature_of(jax.grad(loss)) == "(x, power=2)"
+    assert loss.__doc__ == "The loss."
+    assert loss.__name__ == "loss"
+
+
+def test_once_differentiable():
+    @once_differentiable
+    def backward(ctx, dy, dz=None):
+        """The rule."""
+
+    assert signature_of(backward) == "(ctx, dy, dz=None)"
+    assert backward.__doc__ == "The rule."
+
+
+def test_signatures_of_hooks():
+    assert list(inspect.signature(saved_tensors_hooks).parameters)[:3] == ["pack_hook", "unpack_hook", "host"]
+    assert list(inspect.signature(cast_saved).parameters) == ["dtype", "only"]
