@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,11 +14,13 @@ from pylayer_jax._jax import (
     RunLog,
     as_arrays,
     batch_together,
+    copy_function,
     is_mapped,
     is_rematerialization_tracer,
     is_symbolic_zero,
     scatter,
     select,
+    set_forward_mode_error,
 )
 from pylayer_jax._trees import Static
 
@@ -25,6 +28,7 @@ from .call import LayerCall
 from .derivative import Derivative
 from .differentiate import differentiate
 from .forward import run_undifferentiated
+from .refusals import NoForwardModeError
 
 
 def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
@@ -35,8 +39,11 @@ def compile_layer(name: str) -> Callable[..., tuple[Any, ...]]:
 
     primal.__name__ = primal.__qualname__ = name  # jaxprs, profiles and errors show it
     _set_signature(primal, _PRIMAL)
+    backward_rule = copy_function(_backward_rule)
+    _set_signature(backward_rule, _BACKWARD)
+    set_forward_mode_error(backward_rule, functools.partial(NoForwardModeError, name))
     rule = jax.custom_vjp(primal)
-    rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+    rule.defvjp(_forward_rule, backward_rule, symbolic_zeros=True)
     return rule
 
 
@@ -107,4 +114,4 @@ def _set_signature(function: Callable[..., Any], signature: inspect.Signature) -
 
 _PRIMAL = inspect.signature(_primal)
 _set_signature(_forward_rule, inspect.signature(_forward_rule))
-_set_signature(_backward_rule, inspect.signature(_backward_rule))
+_BACKWARD = inspect.signature(_backward_rule)
