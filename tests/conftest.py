@@ -24,6 +24,11 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail where real Paddle or torch, or pyright, is absent, instead of skipping",
     )
+    parser.addoption(
+        "--require-ecosystem",
+        action="store_true",
+        help="fail where flax, equinox or another library of tests/ecosystem is absent, instead of skipping",
+    )
 
 
 @pytest.fixture

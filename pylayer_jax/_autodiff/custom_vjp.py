@@ -16,11 +16,13 @@ from pylayer_jax._jax import (
     RunLog,
     as_arrays,
     batch_together,
+    copy_function,
     is_mapped,
     is_rematerialization_tracer,
     is_symbolic_zero,
     scatter,
     select,
+    set_forward_mode_error,
 )
 from pylayer_jax._trees import Static, innermost
 
@@ -28,6 +30,7 @@ from .call import LayerCall
 from .derivative import Derivative
 from .differentiate import differentiate
 from .forward import run_undifferentiated
+from .refusals import NoForwardModeError
 
 
 class _Forward:
@@ -55,8 +58,11 @@ def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
     primal.__name__ = primal.__qualname__ = layer.__qualname__
     primal.__wrapped__ = _Forward(layer, primal)  # pyright: ignore[reportFunctionMemberAccess]
     _set_signature(primal, _PRIMAL)
+    backward_rule = copy_function(_backward_rule)
+    _set_signature(backward_rule, _BACKWARD)
+    set_forward_mode_error(backward_rule, functools.partial(NoForwardModeError, name))
     rule = jax.custom_vjp(primal)
-    rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+    rule.defvjp(_forward_rule, backward_rule, symbolic_zeros=True)
     return rule
 
 
@@ -130,4 +136,4 @@ def _set_signature(function: Callable[..., Any], signature: inspect.Signature) -
 
 _PRIMAL = inspect.signature(_primal)
 _set_signature(_forward_rule, inspect.signature(_forward_rule))
-_set_signature(_backward_rule, inspect.signature(_backward_rule))
+_BACKWARD = inspect.signature(_backward_rule)

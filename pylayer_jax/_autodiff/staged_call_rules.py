@@ -32,7 +32,7 @@ from pylayer_jax._jax import (
 )
 
 from .linearity import Fact, add_rule, call_of
-from .refusals import NotDerivableError
+from .refusals import NoForwardModeError, NotDerivableError
 from .staged_call import StagedCall
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
@@ -153,7 +153,7 @@ def _intermediate_tangents(
     try:
         _, derived = jax.jvp(compute, select(primals, nonzero), select(tangents, nonzero))
     except TypeError as error:
-        if not is_missing_forward_mode(error):
+        if not isinstance(error, NoForwardModeError) and not is_missing_forward_mode(error):
             raise
         raise NotDerivableError(
             f"{staged.name}.forward saved a tensor that another layer computed within it, and that is neither an input "

@@ -24,6 +24,7 @@ from pylayer_jax._jax import (
     scatter,
     select,
     set_current_trace,
+    set_forward_mode_error,
     stage,
     tangent_type,
     trace_below,
@@ -167,5 +168,15 @@ def _zeros(aval: Any) -> Any:
     return zeros_of(tangent_type(aval)) if has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
+def _forward_mode_error() -> TypeError:
+    return TypeError(
+        "saved_tensors_hooks: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize, the implicit gradient "
+        "of a solver) of staged code (jax.jit, a loop, jax.checkpoint) with a block of hooks inside. Packing is for "
+        "reverse mode: an operation that is staged within a block has no forward mode. Put the block around the staged "
+        "code or the solver instead of inside it, or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
+    )
+
+
+set_forward_mode_error(_backward_rule, _forward_mode_error)
 _rule = jax.custom_vjp(_primal)
 _rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)

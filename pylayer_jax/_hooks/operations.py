@@ -23,6 +23,7 @@ from pylayer_jax._jax import (
     has_tangent,
     holds_hooks_block,
     inner_jaxprs,
+    is_deferred,
     is_differentiated_twice,
     is_reverse_mode_tracer,
     is_staged,
@@ -70,7 +71,9 @@ class HooksTrace(TraceBefore):
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
         is_once = not any(map(is_differentiated_twice, tracers))
         if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
-            jaxpr = _packing_inside(primitive.name, params, self.pair, any(map(is_reverse_mode_tracer, tracers)))
+            with set_current_trace(self.parent_trace):
+                differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not is_deferred(tracers)
+            jaxpr = _packing_inside(primitive.name, params, self.pair, differentiated_now)
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
@@ -135,10 +138,18 @@ class HooksTrace(TraceBefore):
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
                     return bind(*args)
             hooks = Hooks(self.pair, args)
-            if is_reverse and (runs_again or runs_custom_vjp_functions_once()):
+            if hooks.deferred:
+                # A staged operation may be differentiated for different inputs in turn, for which JAX needs the same
+                # residuals. An operand from outside of the jaxpr counts too: it becomes an input of the jaxpr.
+                is_chosen = _may_be_differentiated
+            elif is_reverse and (runs_again or runs_custom_vjp_functions_once()):
                 return Operation(name, bind, hooks).apply(args)
             operation, consts, _ = StagedOperation.of(name, lambda *args: (bind(*args), None), args)
             return operation.apply([*consts, *args], hooks, is_chosen)
+
+
+def _may_be_differentiated(value: object) -> bool:
+    return is_staged(value) or is_reverse_mode_tracer(value)
 
 
 def _is_plain_array(value: Any) -> bool:

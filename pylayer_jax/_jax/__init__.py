@@ -17,12 +17,14 @@ from .custom_rules import (
     NO_RESIDUAL,
     RunLog,
     call_with_symbolic_zeros,
+    copy_function,
     custom_function_name,
     is_missing_forward_mode,
     is_run_number,
     is_symbolic_zero,
     keep_one_result,
     runs_custom_vjp_functions_once,
+    set_forward_mode_error,
 )
 from .host_calls import host_call
 from .identities import (
@@ -126,6 +128,7 @@ __all__ = [
     "compute_together",
     "compute_together_p",
     "concrete_value",
+    "copy_function",
     "current_trace",
     "custom_function_name",
     "dependence",
@@ -180,6 +183,7 @@ __all__ = [
     "scatter",
     "select",
     "set_current_trace",
+    "set_forward_mode_error",
     "shard_counts",
     "stage",
     "tangent_type",

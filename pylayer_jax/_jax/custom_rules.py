@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import jax
 import numpy as np
 
-from .names import SymbolicZero
+from .names import SymbolicZero, batching, mlir
 
 _Run = TypeVar("_Run")
 
@@ -101,3 +103,64 @@ def custom_function_name(equation: Any) -> str | None:
 def is_missing_forward_mode(error: TypeError) -> bool:
     """Whether JAX refuses forward mode of a custom_vjp function. JAX has no type for this error."""
     return "forward-mode" in str(error) and "custom_vjp" in str(error)
+
+
+# -- forward mode that there is not -----------------------------------------------------------------
+#
+# NOTE [no forward mode]
+# JAX differentiates a custom_vjp function forward as one linear operation, which it then transposes. If nothing
+# transposes it, JAX refuses to evaluate, batch or lower it, long after the call of the function has returned, and the
+# error has no name: "can't apply forward-mode autodiff (jvp) to a custom_vjp function". Nobody knows earlier that
+# nothing will transpose it. Therefore the rules of that operation raise, in place of this error, the one that our
+# backward rules carry. They change nothing else, and nothing for functions of other libraries.
+
+_LINEAR_OPERATIONS = ("custom_lin", "call_hi_primitive_linearized")  # the second one under jax_custom_vjp3
+
+
+def copy_function(function: Callable[..., Any]) -> Any:
+    """A function of the same code, with attributes of its own."""
+    return types.FunctionType(function.__code__, function.__globals__, function.__name__)
+
+
+def set_forward_mode_error(backward_rule: Any, error: Callable[[], Exception]) -> None:
+    """Raise `error()` where JAX refuses forward mode of a custom_vjp function that has this backward rule."""
+    backward_rule.forward_mode_error = error
+
+
+def _with_our_error(rule: Callable[..., Any]) -> Callable[..., Any]:
+    def translated(*args: Any, **params: Any) -> Any:
+        try:
+            return rule(*args, **params)
+        except TypeError as error:
+            ours = _forward_mode_error_of(
+                params["bwd"] if "bwd" in params else getattr(params.get("_prim"), "bwd", None)
+            )
+            if ours is None or not is_missing_forward_mode(error):
+                raise
+            raise ours() from None
+
+    return translated
+
+
+def _forward_mode_error_of(backward: Any, depth: int = 8) -> Callable[[], Exception] | None:
+    """The error that a backward rule carries. JAX wraps the rule in functions of its own, for each vmap in two."""
+    if depth == 0 or hasattr(backward, "forward_mode_error"):
+        return getattr(backward, "forward_mode_error", None)
+    variables = inspect.getclosurevars(backward).nonlocals.values() if inspect.isfunction(backward) else ()
+    found = (_forward_mode_error_of(x, depth - 1) for x in (getattr(backward, "f", None), *variables))
+    return next((error for error in found if error is not None), None)
+
+
+def _translate_errors() -> None:
+    rules = batching.fancy_primitive_batchers
+    for operation in [p for p in rules if p.name in _LINEAR_OPERATIONS]:
+        rules[operation] = _with_our_error(rules[operation])
+        if "to_lojax" in vars(operation):
+            operation.to_lojax = _with_our_error(operation.to_lojax)
+        else:
+            refuse = _with_our_error(operation.impl)
+            operation.def_impl(refuse)
+            mlir.register_lowering(operation, refuse, cacheable=False)
+
+
+_translate_errors()

@@ -21,7 +21,10 @@ class Watched:
 
     def change(self) -> str | None:
         """The path of the first change, as in `['w']`; None if nothing changed."""
-        leaves, treedef = flatten(self._tree)
+        try:
+            leaves, treedef = flatten(self._tree)
+        except Exception:
+            return None  # used up: an `equinox.nn.State` may not be read after another state was made from it
         if self._is_same(leaves, treedef):
             return None
         # Some nodes make their leaves, or their static data, anew whenever they are flattened.

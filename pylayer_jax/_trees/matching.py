@@ -49,6 +49,12 @@ def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[
     other = _ONE_LEVEL(entry)
     kinds = {type(model), type(entry)}
     at = f" at {path}" if path else ""
+    if other is not None and other[1] != aux and type(entry) is type(model) and not isinstance(model, dict):
+        kind = type(model).__name__
+        raise ValueError(
+            f"{where}: expected a {kind}{at} with the static data of the argument, {_short(aux)}, or None; got a "
+            f"{kind} with {_short(other[1])}. Build the gradient from the argument, so that only its arrays differ."
+        )
     if other is None or other[1] != aux or (len(kinds) > 1 and not kinds <= {list, tuple}):
         raise ValueError(
             f"{where}: expected the structure of the argument, {_structure(model)}{at}, or None; got {describe(entry)}."
@@ -60,5 +66,27 @@ def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[
         yield from _numbered_leaves(part, child, f"{path}[{i}]", where)
 
 
-def _structure(model: Any) -> str:
-    return str(jax.tree_util.tree_map(lambda _: "*", model)).replace("'*'", "*")
+def _structure(node: Any) -> str:
+    # Not the repr: many nodes have none without their arrays, such as a sparse matrix.
+    if isinstance(node, _NumberedLeaf):
+        return "*"
+    if _ONE_LEVEL(node) is None:
+        return repr(node)
+    children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    parts = [_name(path[0]) + _structure(child) for path, child in children]
+    if type(node) is tuple:
+        return f"({', '.join(parts)}{',' * (len(parts) == 1)})"
+    brackets = {dict: "{}", list: "[]"}.get(type(node), "()")
+    name = "" if type(node) in (dict, list) else type(node).__name__
+    return name + brackets[0] + ", ".join(parts) + brackets[1]
+
+
+def _name(key: Any) -> str:
+    if isinstance(key, jax.tree_util.GetAttrKey):
+        return f"{key.name}="
+    return f"{key.key!r}: " if isinstance(key, jax.tree_util.DictKey) else ""
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

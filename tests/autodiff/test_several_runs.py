@@ -202,3 +202,39 @@ def test_threads_that_save_to_one_directory(many_switches, tmp_path):
             np.testing.assert_allclose(gradient, 2 * x + jnp.cos(x), rtol=1e-5)
 
     assert in_threads(8, work) == []
+
+
+HOOKED = {
+    "operation": lambda x, w: x @ w,
+    "scan": lambda x, w: jax.lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=2)[0],
+}
+
+
+@pytest.mark.parametrize("function", HOOKED.values(), ids=HOOKED)
+def test_staged_code_with_a_block_is_differentiated_for_a_value_that_it_closes_over_in_turn(function):
+    # A checkpointed loop of equinox does this. The second run of the forward rule keeps more than the first one.
+    hooks = saved_tensors_hooks(lambda x: x * 2, lambda x: x / 2)
+
+    def loss(hook):
+        def total(w, x):
+            staged = jax.make_jaxpr(hook(lambda x: function(x, w)))(x)
+
+            def run(consts, x):
+                return jax.core.eval_jaxpr(staged.jaxpr, consts, x)[0]
+
+            stop = jax.lax.stop_gradient
+            product = run([stop(c) for c in staged.consts], x) * run(staged.consts, stop(x))
+            return jnp.sum(product + run(staged.consts, x))
+
+        return jax.grad(total, (0, 1))
+
+    def blocked(function):
+        def run(x):
+            with hooks:
+                return function(x)
+
+        return run
+
+    arguments = jnp.linspace(-0.5, 0.8, 9).reshape(3, 3), jnp.linspace(0.2, -0.9, 6).reshape(2, 3)
+    for got, want in zip(loss(blocked)(*arguments), loss(lambda f: f)(*arguments), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)

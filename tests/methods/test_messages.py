@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import pylayer_jax
-from pylayer_jax import Function, PyLayer
+from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 from tests.kit.modes import X
 
 FIRST = {"eager": lambda f: f, "grad": jax.grad, "jit": jax.jit, "jit-grad": lambda f: jax.jit(jax.grad(f))}
@@ -169,9 +169,48 @@ def test_forward_mode_without_a_rule(run):
         run(lambda x: Linear.apply(x))
 
 
-def test_forward_mode_of_a_jitted_layer_is_an_error_too():
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(jax.jit(Linear.apply), (X,), (X,))
+STAGED = {
+    "jit": jax.jit,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+    "checkpoint": jax.checkpoint,
+    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, f, x),
+    "vmap of jit": lambda f: jax.vmap(jax.jit(f)),
+    "jit of vmap of vmap": lambda f: lambda x: jax.jit(jax.vmap(jax.vmap(f)))(x[None, None])[0, 0],
+}
+
+
+@pytest.mark.parametrize("staged", STAGED.values(), ids=STAGED)
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: jax.jvp(f, (X,), (X,)),
+        lambda f: jax.linearize(f, X)[1](X),
+        lambda f: jax.jit(jax.jacfwd(f))(X),
+    ],
+    ids=["jvp", "linearize", "jit of jacfwd"],
+)
+def test_forward_mode_without_a_rule_of_staged_code(run, staged):
+    # JAX notices when it compiles or runs the tangents, long after `apply` has returned.
+    with pytest.raises(TypeError, match=r"Linear has no rule for forward.*Add forward_mode = True.* jvp\(ctx"):
+        run(staged(Linear.apply))
+
+
+def test_forward_mode_of_staged_code_with_a_block_inside():
+    def blocked(x):
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            return jnp.sin(x)
+
+    with pytest.raises(TypeError, match=r"saved_tensors_hooks: forward-mode .* Put the block around the staged code"):
+        jax.jvp(jax.jit(blocked), (X,), (X,))
+
+
+def test_forward_mode_of_other_functions_keeps_the_error_of_jax():
+    function = jax.custom_vjp(jnp.sin)
+    function.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
+    with pytest.raises(TypeError, match="custom_vjp") as raised:
+        jax.jvp(jax.jit(function), (X,), (X,))
+    assert type(raised.value) is TypeError
+    assert "has no rule" not in str(raised.value)
 
 
 def test_both_styles_of_forward_at_once():
