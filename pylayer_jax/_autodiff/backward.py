@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pylayer_jax._jax import is_differentiating, is_staging
+from pylayer_jax._jax import is_differentiating, is_staging, kernels_may_run, naming_kernels
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
@@ -18,6 +18,7 @@ from pylayer_jax._trees import add_note
 
 from .call import LayerCall, no_custom_vjp
 from .derivative import Derivative
+from .refusals import KernelInBackward
 from .saved_state import SavedState, SavedTree, fresh
 
 
@@ -54,8 +55,12 @@ class LayerDerivative(Derivative):
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
         # anew.
         may_be_transposed = is_staging(further_out=True) or is_differentiating()
+        may_meet_kernels = may_be_transposed and kernels_may_run()
         try:
-            with no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext():
+            with (
+                no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext(),
+                naming_kernels(KernelInBackward(call.name)) if may_meet_kernels else contextlib.nullcontext(),
+            ):
                 result = layer.backward(ctx, *given)
         except Exception as error:
             add_note(error, call.name, "backward")

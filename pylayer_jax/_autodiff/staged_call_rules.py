@@ -10,6 +10,7 @@ import jax
 
 from pylayer_jax._jax import (
     HoldingPrimitive,
+    computing_only,
     dependence,
     eval_jaxpr,
     from_first_outputs,
@@ -18,9 +19,14 @@ from pylayer_jax._jax import (
     is_missing_forward_mode,
     is_named,
     is_undefined,
+    kernels_may_run,
+    kernels_of_outputs,
     lower_jaxpr,
     merge,
     names_axis,
+    no_tangents,
+    not_transposable,
+    one_hot,
     prune,
     register,
     scatter,
@@ -30,9 +36,10 @@ from pylayer_jax._jax import (
     without_checks,
     zeros_of,
 )
+from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
 from .linearity import Fact, add_rule, call_of
-from .refusals import NotDerivableError
+from .refusals import KernelInForward, NoForwardModeError, NoKernelRuleError, NotDerivableError
 from .staged_call import StagedCall
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
@@ -142,23 +149,54 @@ def _intermediate_tangents(
         return [None] * len(intermediates)
     if not staged.is_traceable:
         raise staged.derivative.second_derivative_error() or staged.not_traceable_error()
-    jaxpr, is_read = prune(jaxpr, wanted)
+    kernels = kernels_of_outputs(jaxpr, nonzero) if kernels_may_run() else [None] * len(wanted)
+    plain = [w and k is None for w, k in zip(wanted, kernels, strict=True)]
+    derived = scatter(_derived(staged.name, computing_only(jaxpr, plain), primals, tangents), plain)
+    for i, kernel in enumerate(kernels):
+        if wanted[i] and kernel is not None:
+            part = computing_only(jaxpr, one_hot(i, len(wanted)))
+            derived[i] = _derived_by_kernel(staged, part, kernel, primals, tangents)
+    return derived
+
+
+def _derived(layer: str, jaxpr: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """The tangents of the results of a jaxpr."""
+    nonzero = nonzero_tangents(primals, tangents)
+    jaxpr, is_read = prune(jaxpr, [True] * len(jaxpr.outvars))  # within loops and calls too
 
     def compute(*perturbed: Any) -> list[Any]:
         return eval_jaxpr(jaxpr, (), *select(merge(nonzero, perturbed, primals), is_read))
 
     try:
-        _, derived = jax.jvp(compute, select(primals, nonzero), select(tangents, nonzero))
+        return list(jax.jvp(compute, select(primals, nonzero), select(tangents, nonzero))[1])
     except TypeError as error:
         if not is_missing_forward_mode(error):
             raise
         raise NotDerivableError(
-            f"{staged.name}.forward saved a tensor that another layer computed within it, and that is neither an input "
-            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
-            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
-            "over reverse: jax.jacrev(jax.grad(f))."
+            f"{layer}.forward saved a tensor that another layer computed within it, and that is neither an input nor "
+            "an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) needs "
+            "forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse over "
+            "reverse: jax.jacrev(jax.grad(f))."
         ) from error
-    return scatter(derived, wanted)
+
+
+def _derived_by_kernel(
+    staged: StagedCall, jaxpr: Any, kernel: str, primals: Sequence[Any], tangents: Sequence[Any]
+) -> Any:
+    """The tangent of the result of a jaxpr, which a kernel computes. If JAX cannot derive it, its use is an error."""
+    refusal = KernelInForward(staged.name)
+    try:
+        return not_transposable(_derived(staged.name, jaxpr, primals, tangents), kernel, refusal)[0]
+    except (NotDerivableError, NoForwardModeError, OnceDifferentiableError):
+        raise
+    except Exception as error:
+        # A first derivative does not use it.
+        given, type_ = select(tangents, nonzero_tangents(primals, tangents)), tangent_type(jaxpr.outvars[0].aval)
+        cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+        try:
+            return no_tangents(given, [type_], kernel, refusal, cause)[0]
+        except NoKernelRuleError as refused:
+            raise staged.derivative.second_derivative_error() or refused from error
 
 
 # -- transpose, batching --------------------------------------------------------------------------

@@ -8,6 +8,7 @@
 - `primitives`: entering a primitive into the rule tables of JAX.
 - `custom_rules`: functions with custom rules, and the log of their runs.
 - `identities`: primitives that compute nothing.
+- `kernels`: operations of which JAX does not know the derivative in reverse mode, and marks on their operands.
 
 This file hands their names on, so that the other wings import from `pylayer_jax._jax`.
 """
@@ -34,6 +35,7 @@ from .identities import (
 )
 from .jaxprs import (
     as_parameter,
+    computing_only,
     dependence,
     from_first_outputs,
     has_equation,
@@ -48,7 +50,16 @@ from .jaxprs import (
     without_checks,
     without_stopped_selections,
 )
-from .masks import merge, scatter, select
+from .kernels import (
+    KERNEL,
+    first_kernel,
+    kernels_may_run,
+    kernels_of_outputs,
+    naming_kernels,
+    no_tangents,
+    not_transposable,
+)
+from .masks import merge, one_hot, scatter, select
 from .names import (
     ShapedArray,
     checkpoint_name,
@@ -108,6 +119,7 @@ from .types import (
 )
 
 __all__ = [
+    "KERNEL",
     "NEEDS_VALUES",
     "NO_RESIDUAL",
     "HoldingPrimitive",
@@ -123,12 +135,14 @@ __all__ = [
     "checkpoint_name",
     "compute_together",
     "compute_together_p",
+    "computing_only",
     "concrete_value",
     "current_trace",
     "custom_function_name",
     "dependence",
     "eval_jaxpr",
     "explicit_sharding",
+    "first_kernel",
     "forbid_derivative",
     "from_first_outputs",
     "has_equation",
@@ -163,13 +177,19 @@ __all__ = [
     "is_undefined",
     "jaxpr_and_consts",
     "keep_one_result",
+    "kernels_may_run",
+    "kernels_of_outputs",
     "lower_jaxpr",
     "manual_axes",
     "mapped_type",
     "mark_hooks_block",
     "merge",
     "names_axis",
+    "naming_kernels",
+    "no_tangents",
+    "not_transposable",
     "nothing_is_traced",
+    "one_hot",
     "prune",
     "register",
     "runs_custom_vjp_functions_once",
