@@ -55,11 +55,11 @@ class LayerDerivative(Derivative):
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
         # anew.
         may_be_transposed = is_staging(further_out=True) or is_differentiating()
-        may_meet_kernels = may_be_transposed and kernels_may_run()
+        refusal = KernelInBackward(call.name, self.has_pushforward) if may_be_transposed and kernels_may_run() else None
         try:
             with (
                 no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext(),
-                naming_kernels(KernelInBackward(call.name)) if may_meet_kernels else contextlib.nullcontext(),
+                contextlib.nullcontext() if refusal is None else naming_kernels(refusal),
             ):
                 result = layer.backward(ctx, *given)
         except Exception as error:

@@ -34,6 +34,7 @@ class KernelInBackward:
     """Makes the error for a kernel that `backward` of a layer runs."""
 
     layer: str
+    allows_forward_mode: bool = False  # whether the class has a jvp, so that forward mode does not transpose backward
 
     def __call__(self, kernel: str) -> NoKernelRuleError:
         return NoKernelRuleError(
@@ -66,6 +67,7 @@ class KernelInForward:
     """Makes the error for a kernel that computed a tensor which `forward` of a layer saved."""
 
     layer: str
+    allows_forward_mode: bool = True
 
     def __call__(self, kernel: str) -> NoKernelRuleError:
         return NoKernelRuleError(

@@ -6,27 +6,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from pylayer_jax._jax import (
     HoldingPrimitive,
-    computing_only,
     dependence,
     eval_jaxpr,
     from_first_outputs,
     has_tangent,
     held_object,
-    is_missing_forward_mode,
     is_named,
     is_undefined,
-    kernels_may_run,
-    kernels_of_outputs,
     lower_jaxpr,
     merge,
     names_axis,
-    no_tangents,
-    not_transposable,
-    one_hot,
     prune,
     register,
     scatter,
@@ -36,10 +27,9 @@ from pylayer_jax._jax import (
     without_checks,
     zeros_of,
 )
-from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
+from .intermediates import intermediate_tangents, nonzero_tangents
 from .linearity import Fact, add_rule, call_of
-from .refusals import KernelInForward, NoForwardModeError, NoKernelRuleError, NotDerivableError
 from .staged_call import StagedCall
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
@@ -121,11 +111,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall)
     return values, out_tangents + _intermediate_tangents(staged, primals, tangents, values, out_tangents)
 
 
-def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
-    """A mask of the primals whose tangent is not zero."""
-    return [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
-
-
 def _intermediate_tangents(
     staged: StagedCall,
     primals: Sequence[Any],
@@ -147,56 +132,11 @@ def _intermediate_tangents(
     wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
     if not any(wanted):
         return [None] * len(intermediates)
+    forbidden = staged.derivative.second_derivative_error
     if not staged.is_traceable:
-        raise staged.derivative.second_derivative_error() or staged.not_traceable_error()
-    kernels = kernels_of_outputs(jaxpr, nonzero) if kernels_may_run() else [None] * len(wanted)
-    plain = [w and k is None for w, k in zip(wanted, kernels, strict=True)]
-    derived = scatter(_derived(staged.name, computing_only(jaxpr, plain), primals, tangents), plain)
-    for i, kernel in enumerate(kernels):
-        if wanted[i] and kernel is not None:
-            part = computing_only(jaxpr, one_hot(i, len(wanted)))
-            derived[i] = _derived_by_kernel(staged, part, kernel, primals, tangents)
-    return derived
-
-
-def _derived(layer: str, jaxpr: Any, primals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-    """The tangents of the results of a jaxpr."""
-    nonzero = nonzero_tangents(primals, tangents)
-    jaxpr, is_read = prune(jaxpr, [True] * len(jaxpr.outvars))  # within loops and calls too
-
-    def compute(*perturbed: Any) -> list[Any]:
-        return eval_jaxpr(jaxpr, (), *select(merge(nonzero, perturbed, primals), is_read))
-
-    try:
-        return list(jax.jvp(compute, select(primals, nonzero), select(tangents, nonzero))[1])
-    except TypeError as error:
-        if not is_missing_forward_mode(error):
-            raise
-        raise NotDerivableError(
-            f"{layer}.forward saved a tensor that another layer computed within it, and that is neither an input nor "
-            "an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) needs "
-            "forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse over "
-            "reverse: jax.jacrev(jax.grad(f))."
-        ) from error
-
-
-def _derived_by_kernel(
-    staged: StagedCall, jaxpr: Any, kernel: str, primals: Sequence[Any], tangents: Sequence[Any]
-) -> Any:
-    """The tangent of the result of a jaxpr, which a kernel computes. If JAX cannot derive it, its use is an error."""
-    refusal = KernelInForward(staged.name)
-    try:
-        return not_transposable(_derived(staged.name, jaxpr, primals, tangents), kernel, refusal)[0]
-    except (NotDerivableError, NoForwardModeError, OnceDifferentiableError):
-        raise
-    except Exception as error:
-        # A first derivative does not use it.
-        given, type_ = select(tangents, nonzero_tangents(primals, tangents)), tangent_type(jaxpr.outvars[0].aval)
-        cause = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-        try:
-            return no_tangents(given, [type_], kernel, refusal, cause)[0]
-        except NoKernelRuleError as refused:
-            raise staged.derivative.second_derivative_error() or refused from error
+        raise forbidden() or staged.not_traceable_error()
+    derived = intermediate_tangents(staged.name, jaxpr, wanted, nonzero, primals, select(tangents, nonzero), forbidden)
+    return scatter(derived, wanted)
 
 
 # -- transpose, batching --------------------------------------------------------------------------

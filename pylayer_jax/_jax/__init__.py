@@ -53,11 +53,10 @@ from .jaxprs import (
 from .kernels import (
     KERNEL,
     first_kernel,
+    has_forward_mode,
     kernels_may_run,
     kernels_of_outputs,
     naming_kernels,
-    no_tangents,
-    not_transposable,
 )
 from .masks import merge, one_hot, scatter, select
 from .names import (
@@ -146,6 +145,7 @@ __all__ = [
     "forbid_derivative",
     "from_first_outputs",
     "has_equation",
+    "has_forward_mode",
     "has_tangent",
     "held_object",
     "holds_hooks_block",
@@ -186,8 +186,6 @@ __all__ = [
     "merge",
     "names_axis",
     "naming_kernels",
-    "no_tangents",
-    "not_transposable",
     "nothing_is_traced",
     "one_hot",
     "prune",

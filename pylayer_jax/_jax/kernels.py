@@ -11,18 +11,25 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from .identities import drop_operands
-from .jaxprs import changed_inside, computing_only, dependence, inner_jaxprs, stage
+from .jaxprs import changed_inside, computing_only, dependence, inner_jaxprs, is_literal, stage
 from .masks import merge, one_hot, select
 from .names import Primitive, ShapedArray, eval_jaxpr, partial_eval, set_current_trace
 from .primitives import register
 from .tracers import TraceBefore, current_trace, is_differentiated
-from .types import has_tangent, mapped_type, typeof
+from .types import has_tangent, typeof
 
-# Makes the error, from the name of the kernel. It is a parameter of equations, and therefore equal to others by value.
-Refusal = Callable[[str], Exception]
+
+class Refusal(Protocol):
+    """Makes the error, from the name of the kernel. It is a parameter of equations, and therefore hashable."""
+
+    @property
+    def allows_forward_mode(self) -> bool: ...
+
+    def __call__(self, kernel: str) -> Exception: ...
+
 
 KERNEL = "pallas_call"  # the primitive
 
@@ -62,9 +69,26 @@ def kernels_of_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[str | None]:
     return [first_kernel(computing_only(jaxpr, one_hot(i, count))) if d else None for i, d in enumerate(depends)]
 
 
+def has_forward_mode(jaxpr: Any, inputs: Sequence[bool]) -> bool:
+    """Whether JAX has the rule, in forward mode, of the kernels that a jaxpr itself runs.
+
+    That rule fails unless all operands of a kernel have tangents, and often not before the jaxpr is batched or
+    compiled, where nobody knows the layer.
+    """
+    moving = {v for v, is_set in zip(jaxpr.invars, inputs, strict=True) if is_set}
+    for equation in jaxpr.eqns:
+        moves = [not is_literal(v) and v in moving for v in equation.invars]
+        if _kernel_in(equation.primitive.name, equation.params) is not None and not all(moves):
+            return False
+        if any(moves):
+            moving.update(v for v in equation.outvars if isinstance(v.aval, ShapedArray) and has_tangent(v.aval))
+    return True
+
+
 # -- kernel_operands: operands -> operands; kernel_tangents: their tangents -> the same --------------
 #
-# The error is raised where JAX takes tangents apart from values. Forward mode does not: it runs both in one kernel.
+# The error is raised where JAX takes tangents apart from values, as reverse mode does. Forward mode runs both in one
+# kernel, and is allowed if the refusal says so.
 
 kernel_operands_p = Primitive("kernel_operands")
 kernel_tangents_p = Primitive("kernel_tangents")
@@ -72,6 +96,8 @@ kernel_tangents_p = Primitive("kernel_tangents")
 
 def _operands_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     nonzero = [t is not None for t in tangents]
+    if any(nonzero) and not params["refusal"].allows_forward_mode:
+        raise params["refusal"](params["kernel"])
     marked = iter(kernel_tangents_p.bind(*select(tangents, nonzero), **params) if any(nonzero) else ())
     return kernel_operands_p.bind(*primals, **params), [next(marked) if is_set else None for is_set in nonzero]
 
@@ -119,60 +145,6 @@ _register_identity(kernel_operands_p, _operands_jvp, _same_cotangents)
 _register_identity(kernel_tangents_p, _is_linear(kernel_tangents_p), _same_cotangents)
 partial_eval.custom_partial_eval_rules[kernel_tangents_p] = _evaluate_tangents
 partial_eval.partial_eval_jaxpr_custom_rules[kernel_tangents_p] = _evaluate_tangents_of_remat
-
-
-# -- kernel_results: tangents that a kernel computed -> the same -------------------------------------
-
-kernel_results_p = Primitive("kernel_results")
-
-
-def not_transposable(tangents: Sequence[Any], kernel: str, refusal: Refusal) -> list[Any]:
-    """The tangents, which a kernel computed; reverse mode, which goes back through them, raises the refusal."""
-    return kernel_results_p.bind(*tangents, kernel=kernel, refusal=refusal)
-
-
-def _refuse_cotangents(cotangents: Sequence[Any], *_: Any, kernel: str, refusal: Refusal) -> list[Any]:
-    if any(c is not None for c in cotangents):
-        raise refusal(kernel)
-    return list(cotangents)
-
-
-_register_identity(kernel_results_p, _is_linear(kernel_results_p), _refuse_cotangents)
-
-
-# -- no_tangents: tangents of the operands of a kernel -> tangents of its results, which nobody knows --
-
-no_tangents_p = Primitive("no_tangents")
-
-
-def no_tangents(tangents: Sequence[Any], types: Sequence[Any], kernel: str, refusal: Refusal, cause: str) -> list[Any]:
-    """Stands for tangents that JAX failed to derive, for the given cause; to use one raises the refusal.
-
-    `tangents` are those that the missing ones depend on, and `types` are those of the missing ones.
-    """
-    return no_tangents_p.bind(*tangents, types=tuple(types), kernel=kernel, refusal=refusal, cause=cause)
-
-
-def _refuse(*_: Any, kernel: str, refusal: Refusal, cause: str, **__: Any) -> Any:
-    error = refusal(kernel)
-    error.add_note(f"JAX fails to differentiate the kernel: {cause}")
-    raise error
-
-
-def _batch_no_tangents(axis: Any, args: Sequence[Any], _: Any, **params: Any) -> tuple[list[Any], list[int]]:
-    types = tuple(mapped_type(axis, t) for t in params["types"])
-    return no_tangents_p.bind(*args, **{**params, "types": types}), [0] * len(types)
-
-
-register(
-    no_tangents_p,
-    evaluate=_refuse,
-    abstract=lambda *_, types, **__: (list(types), frozenset()),
-    jvp=_refuse,
-    transpose=_refuse,
-    batch=_batch_no_tangents,
-    lower=_refuse,
-)
 
 
 # -- the trace --------------------------------------------------------------------------------------
