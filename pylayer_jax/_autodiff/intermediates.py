@@ -22,6 +22,7 @@ from pylayer_jax._jax import (
     is_missing_forward_mode,
     kernels_may_run,
     kernels_of_outputs,
+    mapped_type,
     merge,
     one_hot,
     prune,
@@ -102,27 +103,42 @@ class KernelTangent:
     def __repr__(self) -> str:
         return self.layer  # as jaxprs show it
 
+    @property
+    def type(self) -> Any:
+        return tangent_type(self.jaxpr.outvars[0].aval)
+
+    def derive(self, args: Sequence[Any]) -> list[Any]:
+        """The tangent, from the primals and the tangents that they have."""
+        count = len(self.nonzero)
+        if not has_forward_mode(self.jaxpr, self.nonzero):
+            raise self.error()
+        try:
+            return _derived(self.layer, self.jaxpr, self.nonzero, args[:count], args[count:])
+        except (NotDerivableError, NoForwardModeError, OnceDifferentiableError):
+            raise
+        except Exception as error:
+            raise self.error() from error
+
     def error(self) -> Exception:
         return self.second_derivative_error() or KernelInForward(self.layer)(self.kernel)
 
 
+class BatchedKernelTangent(KernelTangent):
+    """The same for a batch of examples, with the mapped axis in front."""
+
+    def __init__(self, inner: KernelTangent, axis: Any, dims: Sequence[Any]) -> None:
+        super().__init__(inner.layer, inner.jaxpr, inner.nonzero, inner.kernel, inner.second_derivative_error)
+        self.inner, self.axis, self.dims = inner, axis, list(dims)
+
+    @property
+    def type(self) -> Any:
+        return mapped_type(self.axis, self.inner.type)
+
+    def derive(self, args: Sequence[Any]) -> list[Any]:
+        return vmap_over(self.axis, self.inner.derive, (self.dims,), 0)(list(args))
+
+
 tangent_by_kernel_p = HoldingPrimitive("tangent_by_kernel", "kernel_tangent")
-
-
-def _evaluate(*args: Any, kernel_tangent: KernelTangent) -> list[Any]:
-    nonzero, count = kernel_tangent.nonzero, len(kernel_tangent.nonzero)
-    if not has_forward_mode(kernel_tangent.jaxpr, nonzero):
-        raise kernel_tangent.error()
-    try:
-        return _derived(kernel_tangent.layer, kernel_tangent.jaxpr, nonzero, args[:count], args[count:])
-    except (NotDerivableError, NoForwardModeError, OnceDifferentiableError):
-        raise
-    except Exception as error:
-        raise kernel_tangent.error() from error
-
-
-def _types(*_: Any, kernel_tangent: KernelTangent) -> tuple[list[Any], Any]:
-    return [tangent_type(kernel_tangent.jaxpr.outvars[0].aval)], frozenset()
 
 
 def _jvp(
@@ -148,16 +164,14 @@ def _transpose(cotangents: Sequence[Any], *args: Any, kernel_tangent: KernelTang
 def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, kernel_tangent: KernelTangent
 ) -> tuple[list[Any], list[int]]:
-    def one(args: Sequence[Any]) -> list[Any]:
-        return _evaluate(*args, kernel_tangent=kernel_tangent)
-
-    return vmap_over(axis, one, (list(dims),), 0)(list(args)), [0]
+    batched = BatchedKernelTangent(kernel_tangent, axis, dims)
+    return tangent_by_kernel_p.bind(*args, kernel_tangent=batched), [0]
 
 
 register(
     tangent_by_kernel_p,
-    evaluate=_evaluate,
-    abstract=_types,
+    evaluate=lambda *args, kernel_tangent: kernel_tangent.derive(args),
+    abstract=lambda *_, kernel_tangent: ([kernel_tangent.type], frozenset()),
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,

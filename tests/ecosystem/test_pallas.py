@@ -19,6 +19,7 @@ from tests.ecosystem.kernels import (
     cross_entropy_arguments,
     plain_attention,
     plain_cross_entropy,
+    xent_backward,
 )
 from tests.hooks.spy import Spy
 from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, SECOND_ORDER, SLOW, assert_same, floats
@@ -207,6 +208,38 @@ class Tanh(PyLayer):
 @crossed(SECOND_ORDER)
 def test_the_way_out_has_second_derivatives(transform):
     assert_same(transform(loss_of(Tanh.apply), (X,)), transform(loss_of(jnp.tanh), (X,)))
+
+
+class CrossEntropyGradient(PyLayer):
+    """The same for a kernel that reads a tensor which another kernel computed."""
+
+    @staticmethod
+    def forward(ctx, logits, labels, logsumexp, dloss):
+        ctx.save_for_backward(logits, labels, dloss)
+        return xent_backward(logits, labels, logsumexp, dloss)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        logits, labels, dloss = ctx.saved_tensor()
+        softmax = jax.nn.softmax(logits)
+        along = jnp.sum(softmax * cotangent, axis=1)
+        of_label = jnp.take_along_axis(cotangent, labels[:, None], axis=1)[:, 0]
+        # All that depends on the logits is in their gradient, so that the logsumexp has none.
+        return dloss[:, None] * softmax * (cotangent - along[:, None]), None, None, along - of_label
+
+
+class TwiceCrossEntropy(CrossEntropy):
+    @staticmethod
+    def backward(ctx, dloss):
+        return CrossEntropyGradient.apply(*ctx.saved_tensor(), dloss), None
+
+
+# A scan makes its missing cotangents zeros, so that the kernel of forward would be differentiated there.
+@crossed({name: f for name, f in SECOND_ORDER.items() if name != "second_order_in_scan"})
+def test_the_way_out_where_a_kernel_computed_what_is_saved(transform):
+    args = cross_entropy_arguments()
+    ours, expected = (transform(loss_of(f), args) for f in (TwiceCrossEntropy.apply, plain_cross_entropy))
+    assert_same(ours, expected)
 
 
 class SavedSlope(PyLayer):
