@@ -8,6 +8,7 @@
 - `saved_state`: everything that a run of `forward` left for `backward`.
 - `forward`, `backward`: running the methods of the class.
 - `residuals`: the arrays that JAX keeps, packed and named.
+- `intermediates`: tangents of the tensors that `forward` saved and that are neither inputs nor outputs.
 - `staged_call`, `staged_call_batching`, `staged_call_rules`: a call with its `forward` as a jaxpr, and the primitive of
   that name, which makes the rule hold at every order (NOTE [orders]).
 - `differentiate`: the part that both bindings share (NOTE [two bindings]).

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import is_differentiating, is_staging
+from pylayer_jax._jax import is_differentiating, is_staging, kernels_may_run, naming_kernels
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.mistakes import backward_arity_error, jvp_arity_error, warn_of_missing_return
@@ -20,6 +20,7 @@ from pylayer_jax._trees import add_note
 
 from .call import LayerCall, no_custom_vjp
 from .derivative import Derivative
+from .refusals import KernelInBackward
 from .saved_state import SavedState, SavedTree, fresh
 
 
@@ -59,10 +60,12 @@ class LayerDerivative(Derivative):
         is_staged = is_staging(further_out=True)
         may_be_transposed = is_staged or is_differentiating()
         backward = call.backward_that_checks_closures() if is_staged else layer.backward
+        refusal = KernelInBackward(call.name, self.has_pushforward) if may_be_transposed and kernels_may_run() else None
         try:
             with (
                 no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext(),
                 call.staged_scope("backward") if is_staged else contextlib.nullcontext(),
+                contextlib.nullcontext() if refusal is None else naming_kernels(refusal),
             ):
                 result = backward(ctx, *given)
         except jax.errors.UnexpectedTracerError as error:

@@ -60,7 +60,7 @@ def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
     _set_signature(primal, _PRIMAL)
     backward_rule = copy_function(_backward_rule)
     _set_signature(backward_rule, _BACKWARD)
-    set_forward_mode_error(backward_rule, functools.partial(NoForwardModeError, name))
+    set_forward_mode_error(backward_rule, functools.partial(NoForwardModeError, layer.__qualname__))
     rule = jax.custom_vjp(primal)
     rule.defvjp(_forward_rule, backward_rule, symbolic_zeros=True)
     return rule

@@ -195,6 +195,8 @@ add_rule("custom_linear_solve", _zero_if(lambda equation, operands: operands[-le
 add_rule("optimization_barrier", _each)
 add_rule("compute_together", _each)
 add_rule("forbid_derivative", _each)
+for _name in ("kernel_operands", "kernel_tangents"):
+    add_rule(_name, _each)
 add_rule("with_tangent", lambda _, operands: [_result(operands, operands[1].is_zero)])
 add_rule("batch_together", lambda equation, operands: operands[-equation.params["count"] :])
 

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from pylayer_jax._jax import (
     HoldingPrimitive,
     dependence,
@@ -15,7 +13,6 @@ from pylayer_jax._jax import (
     from_first_outputs,
     has_tangent,
     held_object,
-    is_missing_forward_mode,
     is_named,
     is_undefined,
     lower_jaxpr,
@@ -31,8 +28,8 @@ from pylayer_jax._jax import (
     zeros_of,
 )
 
+from .intermediates import intermediate_tangents, nonzero_tangents
 from .linearity import Fact, add_rule, call_of
-from .refusals import NoForwardModeError, NotDerivableError
 from .staged_call import StagedCall
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
@@ -117,11 +114,6 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall)
     return values, out_tangents + _intermediate_tangents(staged, primals, tangents, values, out_tangents)
 
 
-def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
-    """A mask of the primals whose tangent is not zero."""
-    return [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
-
-
 def _intermediate_tangents(
     staged: StagedCall,
     primals: Sequence[Any],
@@ -143,24 +135,10 @@ def _intermediate_tangents(
     wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
     if not any(wanted):
         return [None] * len(intermediates)
+    forbidden = staged.derivative.second_derivative_error
     if not staged.is_traceable:
-        raise staged.derivative.second_derivative_error() or staged.not_traceable_error()
-    jaxpr, is_read = prune(jaxpr, wanted)
-
-    def compute(*perturbed: Any) -> list[Any]:
-        return eval_jaxpr(jaxpr, (), *select(merge(nonzero, perturbed, primals), is_read))
-
-    try:
-        _, derived = jax.jvp(compute, select(primals, nonzero), select(tangents, nonzero))
-    except TypeError as error:
-        if not isinstance(error, NoForwardModeError) and not is_missing_forward_mode(error):
-            raise
-        raise NotDerivableError(
-            f"{staged.name}.forward saved a tensor that another layer computed within it, and that is neither an input "
-            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
-            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
-            "over reverse: jax.jacrev(jax.grad(f))."
-        ) from error
+        raise forbidden() or staged.not_traceable_error()
+    derived = intermediate_tangents(staged.name, jaxpr, wanted, nonzero, primals, select(tangents, nonzero), forbidden)
     return scatter(derived, wanted)
 
 

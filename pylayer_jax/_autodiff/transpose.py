@@ -8,9 +8,11 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax import (
+    KERNEL,
     NEEDS_VALUES,
     custom_function_name,
     eval_jaxpr,
+    first_kernel,
     merge,
     select,
     stage,
@@ -18,7 +20,7 @@ from pylayer_jax._jax import (
 )
 
 from .linearity import why_not_linear
-from .refusals import NotDerivableError
+from .refusals import KernelInBackward, NotDerivableError
 
 
 def transpose(
@@ -34,7 +36,7 @@ def transpose(
     mode, which changes the advice in the errors.
 
     Raises:
-        NotDerivableError: if `pull` is not linear, or JAX cannot transpose it.
+        NotDerivableError: if `pull` is not linear, or JAX cannot transpose it, for example since it runs a kernel.
     """
 
     __tracebackhide__ = True
@@ -57,6 +59,8 @@ def transpose(
     jaxpr = without_stopped_selections(jaxpr)
     is_cotangent = [False] * len(consts) + [True] * len(types)
     if reason := why_not_linear(jaxpr, is_cotangent, consts):
+        if KERNEL in reason and (kernel := first_kernel(jaxpr)) is not None:
+            raise KernelInBackward(layer).not_transposable(kernel, forward_mode)
         raise _not_transposed_error(
             f"{layer}.backward is not linear in its cotangents, as {reason}. ", layer, forward_mode
         )

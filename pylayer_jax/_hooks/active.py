@@ -10,7 +10,6 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._jax import (
-    TraceBefore,
     current_trace,
     is_deferred,
     is_rematerialized,
@@ -122,7 +121,7 @@ def outside_hooks_trace() -> Generator[None]:
 def mark_nested(pair: Pair) -> None:
     """Mark the staged code if it enters `pair` within the block of another pair that surrounds the code."""
     outer = active_pair()
-    if outer is not None and outer != pair and not isinstance(current_trace(), TraceBefore):
+    if outer is not None and outer != pair and not getattr(current_trace(), "is_hooks_block", False):
         mark_hooks_block()
 
 

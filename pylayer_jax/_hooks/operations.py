@@ -56,6 +56,7 @@ class HooksTrace(TraceBefore):
     """The current trace of a hooks block."""
 
     __slots__ = ("pair",)
+    is_hooks_block = True  # a trace that stands before this one hands it on
 
     def __init__(self, parent_trace: Any, pair: Pair) -> None:
         super().__init__(parent_trace)

@@ -9,6 +9,7 @@
 - `custom_rules`: functions with custom rules, and the log of their runs.
 - `identities`: primitives that compute nothing.
 - `host_calls`: the primitive that runs a function on the host.
+- `kernels`: operations of which JAX does not know the derivative in reverse mode, and marks on their operands.
 
 This file hands their names on, so that the other wings import from `pylayer_jax._jax`.
 """
@@ -38,6 +39,7 @@ from .identities import (
 )
 from .jaxprs import (
     as_parameter,
+    computing_only,
     dependence,
     from_first_outputs,
     has_equation,
@@ -52,7 +54,15 @@ from .jaxprs import (
     without_checks,
     without_stopped_selections,
 )
-from .masks import merge, scatter, select
+from .kernels import (
+    KERNEL,
+    first_kernel,
+    has_forward_mode,
+    kernels_may_run,
+    kernels_of_outputs,
+    naming_kernels,
+)
+from .masks import merge, one_hot, scatter, select
 from .names import (
     ShapedArray,
     checkpoint_name,
@@ -112,6 +122,7 @@ from .types import (
 )
 
 __all__ = [
+    "KERNEL",
     "NEEDS_VALUES",
     "NO_RESIDUAL",
     "HoldingPrimitive",
@@ -127,6 +138,7 @@ __all__ = [
     "checkpoint_name",
     "compute_together",
     "compute_together_p",
+    "computing_only",
     "concrete_value",
     "copy_function",
     "current_trace",
@@ -134,9 +146,11 @@ __all__ = [
     "dependence",
     "eval_jaxpr",
     "explicit_sharding",
+    "first_kernel",
     "forbid_derivative",
     "from_first_outputs",
     "has_equation",
+    "has_forward_mode",
     "has_tangent",
     "held_object",
     "holds_hooks_block",
@@ -169,13 +183,17 @@ __all__ = [
     "is_undefined",
     "jaxpr_and_consts",
     "keep_one_result",
+    "kernels_may_run",
+    "kernels_of_outputs",
     "lower_jaxpr",
     "manual_axes",
     "mapped_type",
     "mark_hooks_block",
     "merge",
     "names_axis",
+    "naming_kernels",
     "nothing_is_traced",
+    "one_hot",
     "prune",
     "register",
     "runs_custom_vjp_functions_once",

@@ -13,7 +13,7 @@ from .names import Primitive, partial_eval
 from .primitives import batch_axis_to_front, register
 
 
-def _drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+def drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
     """Drop unused outputs, and the operands that they are: the last ones."""
     is_read = [True] * (len(equation.invars) - len(used)) + list(used)
     params = equation.params | ({"count": sum(used)} if "count" in equation.params else {})
@@ -51,7 +51,7 @@ register(
     transpose=lambda cotangents, *args, count: [None] * (len(args) - count) + list(cotangents),
     batch=_batch_together_batch,
     lower=lambda _, *args, count: list(args[-count:]),
-    drop_unused=_drop_operands,
+    drop_unused=drop_operands,
 )
 
 
@@ -136,7 +136,7 @@ register(
     transpose=lambda cotangents, *_, **__: list(cotangents),
     batch=lambda _, args, dims, *, error: (forbid_derivative_p.bind(*args, error=error), list(dims)),
     lower=lambda _, *args, **__: list(args),
-    drop_unused=_drop_operands,
+    drop_unused=drop_operands,
 )
 
 

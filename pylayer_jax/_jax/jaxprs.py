@@ -134,6 +134,12 @@ def _needed_equations(
     return kept[::-1]
 
 
+def computing_only(jaxpr: Any, wanted: Sequence[bool]) -> Any:
+    """The jaxpr of the outputs that are wanted. Unlike `prune`, it drops unused equations that have effects."""
+    outputs = [v for v, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted]
+    return _with_equations(jaxpr, _needed_equations(jaxpr, outputs), outputs)
+
+
 def from_first_outputs(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
     """The jaxpr of all outputs but the first `count`, which become inputs behind the present ones.
 
@@ -164,7 +170,7 @@ def without_checks(jaxpr: Any) -> tuple[Any, Any]:
 
 
 def _with_equations(jaxpr: Any, equations: list[Any], outvars: Sequence[Any]) -> Any:
-    debug = DebugInfo("pylayer_jax", "checks", None, None)
+    debug = DebugInfo("pylayer_jax", "part of a jaxpr", None, None)
     effects = frozenset().union(*(e.effects for e in equations))
     return jaxpr.replace(eqns=equations, outvars=list(outvars), effects=effects, debug_info=debug)
 
@@ -192,7 +198,7 @@ def without_stopped_selections(jaxpr: Any) -> Any:
                 (value,) = values
                 same[equation.outvars[0]] = same.get(value, value)
                 continue
-        params = {name: _changed_inside(without_stopped_selections, x) for name, x in equation.params.items()}
+        params = {name: changed_inside(without_stopped_selections, x) for name, x in equation.params.items()}
         changed = changed or any(params[name] is not x for name, x in equation.params.items())
         equations.append(equation.replace(invars=renamed(equation.invars), params=params))
     if not same and not changed:
@@ -202,7 +208,7 @@ def without_stopped_selections(jaxpr: Any) -> Any:
     return left.replace(eqns=_needed_equations(left, left.outvars, is_wanted=lambda equation: bool(equation.effects)))
 
 
-def _changed_inside(change: Callable[[Any], Any], parameter: Any) -> Any:
+def changed_inside(change: Callable[[Any], Any], parameter: Any) -> Any:
     """A parameter of an equation with its jaxprs changed; the same object if none of them changes."""
     if type(parameter) is Jaxpr:
         return change(parameter)
@@ -210,6 +216,6 @@ def _changed_inside(change: Callable[[Any], Any], parameter: Any) -> Any:
         changed = change(parameter.jaxpr)
         return parameter if changed is parameter.jaxpr else ClosedJaxpr(changed, parameter.consts)
     if type(parameter) is tuple:
-        each = tuple(_changed_inside(change, x) for x in parameter)
+        each = tuple(changed_inside(change, x) for x in parameter)
         return each if any(a is not b for a, b in zip(each, parameter, strict=True)) else parameter
     return parameter

@@ -136,7 +136,9 @@ class TraceBefore(Trace):
 
 
 def trace_below(trace: Any) -> Any:
-    return trace.parent_trace if isinstance(trace, TraceBefore) else trace
+    while isinstance(trace, TraceBefore):
+        trace = trace.parent_trace
+    return trace
 
 
 def _active_traces() -> Iterator[Any]:

@@ -66,7 +66,7 @@ class ResidualTracker:
             owners: for each array that packing returned, the index of its tensor. These arrays come first; the others
                 are the tensors that are never packed.
         """
-        names = saved.residual_names(len(tensors))
+        names = saved.residual_names(len(tensors), lambda i: _name_of_saved(call, i))
         owners = [*owners, *range(saved.packable, len(tensors))]
         number = self._number(call)
         marked: list[Any] = []
@@ -95,6 +95,12 @@ class ResidualTracker:
         if not any(c is call for c in self._calls):
             self._calls.append(call)
         return next(n for n, c in enumerate(self._calls) if c is call)
+
+
+def _name_of_saved(call: LayerCall, i: int) -> str:
+    given = call.layer.saved_names
+    name = given[i] if isinstance(given, tuple) and given else None
+    return f"saved[{i}]" if name is None else name
 
 
 def number_of(name: str) -> int | None:

@@ -25,9 +25,10 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks count, and so do the
     blocks of hooks inside `fun`.
 
-    One row is one tensor that `save_for_backward` or an attribute of ctx keeps: its type, its bytes before and after
-    packing, the number of scan iterations that each keep one, and the line that applies the layer. If several
-    applications keep the same tensor, it counts once. If `jax.checkpoint` computes a tensor again, it counts 0 bytes.
+    One row is one tensor that `save_for_backward` or an attribute of ctx keeps: its name (the one in `saved_names` of
+    the class, if it has one), its type, its bytes before and after packing, the number of scan iterations that each
+    keep one, and the line that applies the layer. If several applications keep the same tensor, it counts once. If
+    `jax.checkpoint` computes a tensor again, it counts 0 bytes.
 
     Bytes are those of the whole array, and those on each device as far as the sharding is known while `fun` is traced:
     from the type of an array (explicit axes), from an argument that is saved as it is, and inside `jax.shard_map`,

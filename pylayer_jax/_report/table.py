@@ -14,7 +14,7 @@ class SavedTensor:
 
     layer: str  # name of the class
     application: int  # the number of the application among those of all layers, from 0
-    name: str  # saved[0]; ctx.scale for an attribute
+    name: str  # saved[0], or its name in `saved_names` of the class; ctx.scale for an attribute
     shape: tuple[int, ...]
     dtype: str
     times: int  # scan iterations that each keep one; if it is packed, also times the examples of a vmap

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import jax
@@ -128,6 +129,27 @@ def test_what_a_policy_saves_is_counted():
         pytest.skip("JAX_REMAT3 makes residuals another way")
     assert bytes_under(policies.save_only_these_names("y")) == SIZE
     assert bytes_under(policies.save_only_these_names("NamedTanh.saved[0]")) == 0
+
+
+@pytest.mark.parametrize("hooks", [contextlib.nullcontext, cast_saved])
+def test_a_tensor_is_listed_by_its_name_in_saved_names(hooks):
+    class Named(Mixed):
+        saved_names = ("left", "rest", None)
+
+    class NamedInPart(Mixed):
+        saved_names = (None, "rest", None)
+
+    class NamedByPlace(Mixed):
+        saved_names = True
+
+    def names(layer):
+        with hooks():
+            report = saved_tensors_report(lambda x: layer.apply(x * 2, x * 3).sum(), X)
+        return [row.name for row in report.rows]
+
+    assert names(Named) == ["left", "rest['b']", "ctx.scale"]
+    assert names(NamedInPart) == ["saved[0]", "rest['b']", "ctx.scale"]
+    assert names(NamedByPlace) == names(Mixed) == ["saved[0]", "saved[1]['b']", "ctx.scale"]
 
 
 def test_packed_bytes_under_the_hooks_that_are_active():
