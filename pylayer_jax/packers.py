@@ -39,7 +39,7 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
     """Keep saved tensors in host memory.
 
     In eager mode a tensor becomes a NumPy array. In traced code it moves to the host memory space of its device
-    (`jax.memory.Space.Host`), if the device has one.
+    (`jax.memory.Space.Host`), if the device has one; so does an array of several processes in eager mode.
 
     Args:
         pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
@@ -322,6 +322,8 @@ def _dequantize(
 
 class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors in files, one file per tensor, also in compiled programs.
+
+    Of a tensor that several devices hold, each process writes its own shards: see `host` of `saved_tensors_hooks`.
 
     A file is written under a temporary name and then renamed; therefore no half-written file is ever read. The process
     keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode together with the

@@ -1,5 +1,6 @@
 """Saved-tensor hooks: packing the tensors that are kept for backward.
 
+- `shards`: a tensor of several devices, on the host.
 - `host`: results of pack hooks that compiled programs hold on the host.
 - `disk`: tensors in files.
 - `function_keys`: when two hooks are one entry in jit's caches.

@@ -125,7 +125,12 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         unpack_hook: from the result of `pack_hook` to a tensor of the same shape and dtype. It is called when
             `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the weak
             type and the sharding.
-        host: run both hooks on the host, with NumPy arrays, also in compiled programs. The result of `pack_hook` is
+        host: run both hooks on the host, with NumPy arrays, also in compiled programs. In a compiled program for
+            several devices the hooks see the piece of each device, and nothing is gathered; a device that holds a copy
+            packs its own. Explicit mesh axes tell the pieces; along automatic ones, where only the compiler knows, the
+            first axis of the mesh cuts the first axis of the tensor that it divides, and each other one the last, and
+            the compiler moves what it had placed otherwise. In eager mode the hooks see a whole tensor, or each shard
+            in this process if other processes hold the rest. The result of `pack_hook` is
             dropped with the function that `jax.vjp` returned. In a compiled program it is dropped after its use, when
             the same place of the program packs again in the same thread (at most 8 threads may share a program), and on
             `close()`; where `backward` never runs, it stays until then, or until a million others wait as well. Not
