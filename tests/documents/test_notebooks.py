@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
-for package in ("ipykernel", "matplotlib"):
+for package in ("ipykernel", "matplotlib", "rich"):
     pytest.importorskip(package, reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
 import nbformat  # noqa: E402
 
