@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
+nbclient = pytest.importorskip("nbclient", reason='notebooks need an extra: pip install -e ".[notebooks]"')
 for package in ("ipykernel", "matplotlib"):
-    pytest.importorskip(package, reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
+    pytest.importorskip(package, reason='notebooks need an extra: pip install -e ".[notebooks]"')
 import nbformat  # noqa: E402
 
 pytestmark = pytest.mark.notebooks
