@@ -1,6 +1,8 @@
 """What to install and to run for the tests that were skipped because a package is missing."""
 
+import os
 import re
+import sys
 from typing import NamedTuple
 
 
@@ -19,11 +21,12 @@ EXTRAS = (
 
 
 def how_to_run(reasons):
-    """One line for each kind of package whose absence is among the reasons."""
+    """One line for each kind of package whose absence is among the reasons, with commands for this environment."""
+    python = os.path.relpath(sys.executable) if sys.executable.startswith(os.getcwd() + os.sep) else sys.executable
     for pattern, missing, name, run in EXTRAS:
         count = sum(bool(re.search(pattern, reason)) for reason in reasons)
         if count:
             yield (
                 f"Skipped for want of {missing}: {count}. To run them too: "
-                f'pip install -e ".[{name}]", then python -m pytest -n auto -m {run}'
+                f'{python} -m pip install -e ".[{name}]" && {python} -m pytest -n auto -m {run}'
             )
