@@ -15,6 +15,7 @@ from ._commands import check, demo
 ACCURACY = 0.95
 ENOUGH_EPOCHS = 10  # after these, the network reached this accuracy with every seed that was tried
 GRADIENT_ERROR = 1e-4
+PACKAGES = "optax scikit-learn tqdm"  # the extra `demo`, also where the package was not installed from a checkout
 
 # What a shell reports of a command that a signal ended.
 INTERRUPTED = 128 + 2  # SIGINT
@@ -51,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result = demo.train(options.epochs, options.seed, progress=not options.quiet)
     except ImportError as error:
-        print(f'{error.name} is missing. The main job needs an extra: pip install "pylayer_jax[demo]"', file=sys.stderr)
+        print(f"{error.name} is missing. The main job needs: pip install {PACKAGES}", file=sys.stderr)
         return 1
     learned, right = result.accuracy >= ACCURACY, result.gradient_error <= GRADIENT_ERROR
     too_few = not learned and options.epochs < ENOUGH_EPOCHS

@@ -15,6 +15,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from tests.kit.skipped import how_to_run  # noqa: E402
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
@@ -51,3 +53,12 @@ def paddle(framework):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return framework("paddle")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # the last thing to be printed before the counts
+def pytest_terminal_summary(terminalreporter):
+    result = yield
+    reports = terminalreporter.stats.get("skipped", [])
+    for line in how_to_run([report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)]):
+        terminalreporter.write_line(line, yellow=True)
+    return result

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
+nbclient = pytest.importorskip("nbclient", reason='notebooks need an extra: pip install -e ".[notebooks]"')
 for package in ("ipykernel", "matplotlib", "rich"):
-    pytest.importorskip(package, reason="notebooks need the extra: pip install 'pylayer_jax[notebooks]'")
+    pytest.importorskip(package, reason='notebooks need an extra: pip install -e ".[notebooks]"')
 import nbformat  # noqa: E402
 
 pytestmark = pytest.mark.notebooks
@@ -45,4 +45,10 @@ def test_stored_outputs_are_of_one_clean_run(path):
     assert counts == list(range(1, len(counts) + 1))
     assert notebook.metadata.kernelspec.name == "python3"
     assert not [(number, text) for number, text in shown(notebook) if UNFIT.search(text)]
+    assert not [(number, text) for number, text in shown(notebook) if "is not installed" in text]
     assert path.stat().st_size < 500_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_installation_is_from_a_checkout(path):
+    assert not re.search(r"install [\"'\\]*pylayer_jax", path.read_text())  # the package is on no index

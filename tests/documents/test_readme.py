@@ -1,0 +1,107 @@
+"""The front page and the pages behind it: their code runs, prints what they show, and their links lead somewhere."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.kit.skipped import how_to_run
+
+ROOT = Path(__file__).parents[2]
+README, REFERENCE = ROOT / "README.md", ROOT / "docs" / "reference.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def as_read(text):
+    """Without the lines of the source, since a page shows its examples as files of their own; each gap as one space."""
+    return re.sub(r" +", " ", re.sub(r"\w+\.py:\d+", "FILE", text))
+
+
+def run(*arguments, **options):
+    outside = {key: value for key, value in os.environ.items() if key not in ("XLA_FLAGS", "PYTEST_ADDOPTS")}
+    environment = outside | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, check=False, **options)
+
+
+def test_the_readme_is_one_page():
+    assert len(README.read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("page", [README, REFERENCE], ids=lambda page: page.stem)
+def test_code_of_a_page_runs_from_top_to_bottom_and_prints_what_is_shown(page, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(blocks(page, "python")))
+    done = run(script.name, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = blocks(page, "text")
+    assert shown
+    for text in shown:
+        assert as_read(text) in as_read(done.stdout)
+
+
+def test_the_command_prints_what_check_layer_prints(tmp_path):
+    (tmp_path / "mylayers.py").write_text(blocks(README, "python")[0])
+    assert 'python -m pylayer_jax check mylayers.py:Tanh "f32[8,8]"' in README.read_text()
+    done = run("-m", "pylayer_jax", "check", "mylayers.py:Tanh", "f32[8,8]", cwd=tmp_path)
+    assert done.stdout == blocks(README, "text")[0], done.stderr
+
+
+def number(shown):
+    return float(shown.replace("\N{MINUS SIGN}", "-"))
+
+
+def test_the_table_of_second_derivatives_has_the_numbers_of_its_script():
+    spec = importlib.util.spec_from_file_location("second_derivative", ROOT / "docs" / "second_derivative.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    rows = [line.split("|") for line in README.read_text().splitlines() if re.match(r"\| of .* at \d", line)]
+    assert len(rows) == len(script.EXAMPLES)
+    for (_, what, ours, plain, _), example in zip(rows, script.EXAMPLES, strict=True):
+        assert f"at {example.x}" in what
+        for shown, function in ((ours, example.layer), (plain, example.plain)):
+            assert number(shown) == pytest.approx(float(script.second(function)(example.x)), abs=5e-5)
+        assert number(ours) == pytest.approx(float(example.by_rule(example.x)), abs=5e-5)
+
+
+def anchors(page):
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_how_to_run_what_was_skipped():
+    reasons = ["Skipped: torch is not installed", "Skipped: paddle is not installed", "Skipped: needs two devices"]
+    (line,) = how_to_run(reasons)
+    assert line.startswith("Skipped for want of real Paddle or torch: 2.")
+    assert 'pip install -e ".[frameworks]"' in line
+    assert not list(how_to_run(["Skipped: needs two devices"]))
+
+
+def test_the_tests_say_at_their_end_what_was_skipped(tmp_path):
+    (tmp_path / "without_torch.py").write_text("import sys\nsys.modules['torch'] = None")
+    selected = "tests/frameworks/torch/test_contract_hooks.py"
+    path = os.pathsep.join([str(ROOT), str(tmp_path)])
+    start = f"import sys; sys.path[:0] = {path.split(os.pathsep)!r}; import pytest; sys.exit(pytest.main())"
+    done = run("-c", start, "-p", "without_torch", "-p", "no:cacheprovider", "-q", selected, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    *_, told, counts = done.stdout.splitlines()
+    count = re.search(r"(\d+) skipped", counts)[1]
+    assert told.startswith(f"Skipped for want of real Paddle or torch: {count}. To run them too: ")
+    assert f'{Path(sys.executable).name} -m pip install -e ".[frameworks]" && ' in told
