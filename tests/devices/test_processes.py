@@ -29,8 +29,9 @@ def run_two_processes(module, *args):
     """What each of two processes prints; both have ended when this returns."""
     flags = os.environ["XLA_FLAGS"].replace("device_count=4", "device_count=2")
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # whose files other workers write at the same time
     port = free_port()
-    command = [sys.executable, "-W", "error", "-m", module]
+    command = [sys.executable, "-m", module]
     processes = [
         subprocess.Popen([*command, str(i), port, *args], env=environment, stdout=subprocess.PIPE, text=True)
         for i in range(2)

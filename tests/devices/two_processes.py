@@ -116,6 +116,8 @@ def results(directory: str) -> dict[str, Any]:
 def main() -> None:
     process, port, directory = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Several small programs at once, each of which waits for the other process, can wait for each other.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=process)
     assert len(jax.devices()) == 4
     assert len(jax.local_devices()) == 2
