@@ -41,7 +41,7 @@ def run_two_processes(module, *args):
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()  # ends it, and closes its pipe
     assert [process.returncode for process in processes] == [0, 0]
     return outputs
 
