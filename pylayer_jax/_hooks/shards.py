@@ -70,9 +70,11 @@ class Division(NamedTuple):
         mesh = sharding.mesh
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         names = tuple(name for name, kind in kinds.items() if kind != jax.sharding.AxisType.Manual)
-        if math.prod(mesh.shape[name] for name in names) == 1:
+        if math.prod(mesh.shape[name] for name in names) == 1 or not _can_map(mesh, names):
             names = ()
         cuts = [_as_tuple(entry) for entry in sharding.spec] + [()] * (tensor.ndim - len(sharding.spec))
+        if not names:
+            return cls(jax.ShapeDtypeStruct(shape, tensor.dtype), mesh, names, PartitionSpec())
         automatic = [name for name in names if kinds[name] == jax.sharding.AxisType.Auto]
         for i, name in enumerate(automatic):
             order = range(tensor.ndim) if i == 0 else reversed(range(tensor.ndim))
@@ -104,6 +106,21 @@ class Division(NamedTuple):
             axis_names=set(self.names),
             check_vma=False,
         )
+
+
+def _can_map(mesh: Any, names: Sequence[str]) -> bool:
+    """Whether JAX allows a shard_map over these axes here.
+
+    It does not while `jax.vmap` maps an axis of an array that one of them cuts, even of a tensor that has no part in
+    it. The hooks then see the whole tensor, on one device.
+    """
+    try:
+        jax.eval_shape(
+            jax.shard_map(lambda: (), mesh=mesh, in_specs=(), out_specs=(), axis_names=set(names), check_vma=False)
+        )
+    except ValueError:
+        return False
+    return True
 
 
 def _as_tuple(entry: Any) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 from .masks import merge
 from .names import ShapedArray, buffer_callback, io_callback, mlir
 from .primitives import HoldingPrimitive, register
+from .types import explicit_sharding
 
 HostFunction = Callable[..., np.ndarray | np.generic]
 
@@ -57,9 +58,19 @@ def _jvp(*_: Any, **__: Any) -> Any:
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     del axis
     is_mapped = [d is not None for d in dims]
-    mapped = [jax.numpy.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
+    mapped = [
+        _with_whole_first_axis(jax.numpy.moveaxis(x, d, 0)) for x, d in zip(args, dims, strict=True) if d is not None
+    ]
     values = jax.lax.map(lambda xs: host_call_p.bind(*merge(is_mapped, xs, args), **params), mapped)
     return values, [0] * len(values)
+
+
+def _with_whole_first_axis(x: Any) -> Any:
+    """An array whose first axis is not cut, as `jax.lax.map` demands of explicit axes."""
+    sharding = explicit_sharding(x)
+    if sharding is None or sharding.spec[0] is None:
+        return x
+    return jax.sharding.reshard(x, sharding.update(spec=(None, *sharding.spec[1:])))
 
 
 def _with_io_callback(*args: Any, function: HostFunction, shape: tuple[int, ...], dtype: Any) -> list[Any]:

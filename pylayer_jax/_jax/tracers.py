@@ -119,6 +119,9 @@ class TraceBefore(Trace):
         if hasattr(parent_trace, "_weakref"):
             self._weakref = parent_trace._weakref
 
+    def process_call(self, *args: Any) -> Any:  # jax 0.10, of the part of a checkpointed loop that is known
+        return self.parent_trace.process_call(*args)
+
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         return self.parent_trace.process_custom_jvp_call(*args, **params)
 

@@ -113,7 +113,13 @@ def array_axis(layer: str, parameter: str, axis: int, x: jax.Array) -> int:
 
     Raises:
         ValueError: if x has no such axis.
+        TypeError: unless it is a whole number.
     """
+    if isinstance(axis, bool) or not hasattr(axis, "__index__"):
+        raise TypeError(
+            f"parallel.{layer}: {parameter}: expected the number of an axis of x, such as 0 or -1; got {axis!r}. Names "
+            "of mesh axes go into axis_name, several of them as a tuple."
+        )
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
             f"parallel.{layer}: {parameter}: expected an axis of x, of shape {x.shape}; got {axis}. Give one from "

@@ -94,3 +94,17 @@ def test_as_many_large_tensors_at_once_as_there_are_threads():
         thread.join(120)
     expected = sum(i * (1 - np.tanh(np.asarray(x) * i) ** 2) for i in range(1, 9))
     np.testing.assert_allclose(gradient[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("spec", [("data",), ("data", "model"), (("model", "data"),), (None, "model"), ()], ids=str)
+@pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])
+def test_vmap_over_an_axis_that_is_cut(spec, order):
+    mesh, host = mesh_of("explicit"), Host()
+    with jax.set_mesh(mesh):
+        x = random(mesh, (4, 4), *spec)
+        if order == "vmap of grad":
+            gradient = jax.vmap(jax.grad(host.hooks(lambda row: jnp.sum(Tanh.apply(row)))))
+        else:
+            gradient = jax.grad(host.hooks(lambda x: jnp.sum(jax.vmap(Tanh.apply)(x))))
+        np.testing.assert_allclose(jax.jit(gradient)(x), 1 - np.tanh(x) ** 2, rtol=1e-5)
+    assert host.shapes

@@ -109,6 +109,12 @@ def test_an_axis_that_the_array_lacks(name):
         run(lambda x: layer(x, "model", 0), jnp.ones(()))
 
 
+@pytest.mark.parametrize("axis", ["data", True, 1.0])
+def test_an_axis_that_is_no_number(axis):
+    with pytest.raises(TypeError, match=r"parallel\.all_gather: axis: expected the number of an axis of x, such as 0"):
+        run(lambda x: parallel.all_gather(x, "model", axis), jnp.ones((4, 4)))
+
+
 @EVERY
 def test_what_is_no_array(name):
     layer = parallel.__dict__[name]
