@@ -71,10 +71,8 @@ class Division(NamedTuple):
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         names = tuple(name for name, kind in kinds.items() if kind != jax.sharding.AxisType.Manual)
         if math.prod(mesh.shape[name] for name in names) == 1 or not _can_map(mesh, names):
-            names = ()
+            return cls(jax.ShapeDtypeStruct(shape, tensor.dtype), mesh, (), PartitionSpec())
         cuts = [_as_tuple(entry) for entry in sharding.spec] + [()] * (tensor.ndim - len(sharding.spec))
-        if not names:
-            return cls(jax.ShapeDtypeStruct(shape, tensor.dtype), mesh, names, PartitionSpec())
         automatic = [name for name in names if kinds[name] == jax.sharding.AxisType.Auto]
         for i, name in enumerate(automatic):
             order = range(tensor.ndim) if i == 0 else reversed(range(tensor.ndim))
