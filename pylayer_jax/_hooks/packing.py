@@ -42,7 +42,7 @@ from pylayer_jax._trees import Skeleton, describe, hiding_functions, is_tensor, 
 
 from .active import Hook, Hooks, Pair, hooks_suspended, outside_hooks_trace
 from .host import PackSite
-from .shards import Division, from_local_shards, is_in_this_process, local_shards
+from .shards import Division, from_local_shards, local_shards
 
 
 class PackedTensor:
@@ -139,7 +139,7 @@ def is_packed(hooks: Hooks, tensor: Any, where: str) -> bool:
 
 def _pack_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
     pair, packed = hooks.pair, PackedTensor(hooks.pair, tensor, where, keeps_original=False)
-    packed.is_in_shards = pair.host and not is_in_this_process(tensor)
+    packed.is_in_shards = pair.host and not tensor.is_fully_addressable
     if packed.is_in_shards:
         arrays, packed.skeleton = _run_pack_hook(
             lambda shards: [pair.pack(x) for x in shards], local_shards(tensor), where

@@ -16,14 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pylayer_jax._jax import as_arrays, typeof
+from pylayer_jax._jax import as_arrays, mesh_axes_of, typeof
 
 # -- concrete arrays ------------------------------------------------------------------------------
-
-
-def is_in_this_process(array: Any) -> bool:
-    """Whether this process holds all of an array."""
-    return array.is_fully_addressable
 
 
 def local_shards(array: jax.Array) -> list[np.ndarray]:
@@ -72,7 +67,7 @@ class Division(NamedTuple):
         names = tuple(name for name, kind in kinds.items() if kind != jax.sharding.AxisType.Manual)
         if math.prod(mesh.shape[name] for name in names) == 1 or not _can_map(mesh, names):
             return cls(jax.ShapeDtypeStruct(shape, tensor.dtype), mesh, (), PartitionSpec())
-        cuts = [_as_tuple(entry) for entry in sharding.spec] + [()] * (tensor.ndim - len(sharding.spec))
+        cuts = mesh_axes_of(sharding, tensor.ndim)
         automatic = [name for name in names if kinds[name] == jax.sharding.AxisType.Auto]
         for i, name in enumerate(automatic):
             order = range(tensor.ndim) if i == 0 else reversed(range(tensor.ndim))
@@ -119,7 +114,3 @@ def _can_map(mesh: Any, names: Sequence[str]) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _as_tuple(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

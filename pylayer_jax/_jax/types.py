@@ -104,13 +104,19 @@ def shard_counts(value: Any) -> list[int]:
     if not is_tracer(value):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
     sharding = typeof(value).sharding
-    mesh, names = sharding.mesh, (*sharding.spec, *(None for _ in value.shape))
+    mesh = sharding.mesh
     sizes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
     automatic = [size for size, kind in sizes if kind == jax.sharding.AxisType.Auto]
 
-    def count(length: int, names: Any) -> int:
-        if names is not None:
-            return math.prod(mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+    def count(length: int, names: tuple[str, ...]) -> int:
+        if names:
+            return math.prod(mesh.shape[name] for name in names)
         return math.lcm(*(size for size in automatic if length % size == 0))
 
-    return [count(length, name) for length, name in zip(value.shape, names, strict=False)]
+    return [count(n, names) for n, names in zip(value.shape, mesh_axes_of(sharding, value.ndim), strict=True)]
+
+
+def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
+    """For each axis of an array of this rank, the axes of the mesh that its `NamedSharding` cuts it along."""
+    entries = (*sharding.spec, *(None for _ in range(ndim - len(sharding.spec))))
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._autodiff.call import residual_tracker
-from pylayer_jax._jax import compute_together_p, inner_jaxprs, is_key, is_literal, is_tracer, typeof
+from pylayer_jax._jax import compute_together_p, inner_jaxprs, is_key, is_literal, is_tracer, mesh_axes_of, typeof
 from pylayer_jax._trees import is_tensor, split
 
 from .marks import MarkedArray, ResidualTracker, number_of
@@ -207,6 +207,5 @@ def _shape_on_device(array: Any) -> tuple[int, ...]:
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return shape if sharding is None else sharding.shard_shape(shape)
     # `shard_shape` refuses the type of an array inside of a shard_map.
-    names = [(axes,) if isinstance(axes, str) else axes or () for axes in (*sharding.spec, *(None for _ in shape))]
-    cuts = [math.prod(sharding.mesh.shape[name] for name in axes) for axes in names]
-    return tuple(-(-length // cut) for length, cut in zip(shape, cuts, strict=False))
+    cuts = [math.prod(sharding.mesh.shape[name] for name in axes) for axes in mesh_axes_of(sharding, len(shape))]
+    return tuple(-(-length // cut) for length, cut in zip(shape, cuts, strict=True))
