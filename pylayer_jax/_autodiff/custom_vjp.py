@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,10 +11,10 @@ import jax
 
 from pylayer_jax._jax import (
     NO_RESIDUAL,
+    RuleFunction,
     RunLog,
     as_arrays,
     batch_together,
-    copy_function,
     is_mapped,
     is_rematerialization_tracer,
     is_symbolic_zero,
@@ -24,7 +22,7 @@ from pylayer_jax._jax import (
     select,
     set_forward_mode_error,
 )
-from pylayer_jax._trees import Static, innermost
+from pylayer_jax._trees import Static, source_of
 
 from .call import LayerCall
 from .derivative import Derivative
@@ -33,37 +31,21 @@ from .forward import run_undifferentiated
 from .refusals import NoForwardModeError
 
 
-class _Forward:
-    """Stands for the `forward` of a class where JAX asks what it traces, which its errors name with file and line."""
-
-    def __init__(self, layer: type, otherwise: Callable[..., Any]) -> None:
-        self.__name__ = layer.__qualname__  # jaxprs, profiles and errors show it
-        self._layer = weakref.ref(layer)
-        self._otherwise = otherwise.__code__
-
-    @functools.cached_property
-    def __code__(self) -> types.CodeType:
-        # Not before the first call: the members of an unpickled class are set after it was made.
-        forward = innermost(getattr(self._layer(), "forward", None))
-        return getattr(forward, "__code__", self._otherwise)
-
-
 def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
     """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
-
-    def primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
-        __tracebackhide__ = True
-        return _primal(static, *tensors)
-
-    primal.__name__ = primal.__qualname__ = layer.__qualname__
-    primal.__wrapped__ = _Forward(layer, primal)  # pyright: ignore[reportFunctionMemberAccess]
-    _set_signature(primal, _PRIMAL)
-    backward_rule = copy_function(_backward_rule)
-    _set_signature(backward_rule, _BACKWARD)
-    set_forward_mode_error(backward_rule, functools.partial(NoForwardModeError, layer.__qualname__))
-    rule = jax.custom_vjp(primal)
-    rule.defvjp(_forward_rule, backward_rule, symbolic_zeros=True)
+    name = layer.__qualname__
+    source = _source(layer)
+    rule = jax.custom_vjp(RuleFunction(_primal, name, source))
+    backward_rule = RuleFunction(_backward_rule, name, source)
+    set_forward_mode_error(backward_rule, functools.partial(NoForwardModeError, name))
+    rule.defvjp(RuleFunction(_forward_rule, name, source), backward_rule, symbolic_zeros=True)
     return rule
+
+
+def _source(layer: type) -> Callable[[], str]:
+    """The class, and where its `forward` is defined, for JAX's errors; without a reference to the class."""
+    name, found = layer.__qualname__, weakref.ref(layer)
+    return lambda: name + source_of(getattr(found(), "forward", None))
 
 
 class _Run(NamedTuple):
@@ -127,13 +109,3 @@ def _check_count(run: _Run, residuals: int) -> None:
             f"and {residuals} or somewhat fewer for another, within one jitted function that was differentiated both "
             "ways. Save the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
         )
-
-
-def _set_signature(function: Callable[..., Any], signature: inspect.Signature) -> None:
-    # JAX reads the signatures of the three functions at each call; ready-made, they cost next to nothing.
-    function.__signature__ = signature  # pyright: ignore[reportFunctionMemberAccess]
-
-
-_PRIMAL = inspect.signature(_primal)
-_set_signature(_forward_rule, inspect.signature(_forward_rule))
-_BACKWARD = inspect.signature(_backward_rule)

@@ -16,9 +16,9 @@ This file hands their names on, so that the other wings import from `pylayer_jax
 
 from .custom_rules import (
     NO_RESIDUAL,
+    RuleFunction,
     RunLog,
     call_with_symbolic_zeros,
-    copy_function,
     custom_function_name,
     is_missing_forward_mode,
     is_run_number,
@@ -127,6 +127,7 @@ __all__ = [
     "NEEDS_VALUES",
     "NO_RESIDUAL",
     "HoldingPrimitive",
+    "RuleFunction",
     "RunLog",
     "ShapedArray",
     "TraceBefore",
@@ -141,7 +142,6 @@ __all__ = [
     "compute_together_p",
     "computing_only",
     "concrete_value",
-    "copy_function",
     "current_trace",
     "custom_function_name",
     "dependence",

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import types
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import jax
 import numpy as np
 
-from .names import SymbolicZero, batching, mlir
+from .names import DebugInfo, SymbolicZero, batching, mlir
 
 _Run = TypeVar("_Run")
 
@@ -56,6 +55,58 @@ NO_RESIDUAL = _empty_array(0)  # fills a place among the residuals
 def is_run_number(residual: Any) -> bool:
     """Whether a residual is the number of a run, or none: NOTE [several runs]; or many, from a loop or a batch."""
     return residual.dtype == bool and residual.size == 0
+
+
+class RuleFunction:
+    """One of the three functions that `jax.custom_vjp` takes: (static, *tensors), by position.
+
+    NOTE [ready-made facts]
+    At each call JAX asks each of the three for its signature, and for its name and the names of its arguments, which
+    errors show. That is a third of the time to trace a layer. Here the answers are made once. `source` gives the name
+    and the place, as in `Tanh at layers.py:12`, when JAX first asks: the members of an unpickled class are set after it
+    was made. If JAX stops to read `__fun_debug_info__`, it works them out again.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, source: Callable[[], str]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__signature__ = _BY_POSITION
+        self._function = function
+        self._source = source
+
+    def __call__(self, *args: Any) -> Any:
+        __tracebackhide__ = True
+        return self._function(*args)
+
+    @functools.cached_property
+    def __fun_debug_info__(self) -> DebugInfo:
+        return DebugInfo("custom_vjp", self._source(), None, None)
+
+
+class _ByPosition(inspect.Signature):
+    """A signature that takes any arguments by position, and finds nothing out about them."""
+
+    def bind(self, *args: Any, **kwargs: Any) -> Any:
+        return super().bind(*args, **kwargs) if kwargs else _Bound(args)
+
+
+class _Bound:
+    """What JAX reads of `inspect.BoundArguments`."""
+
+    __slots__ = ("args",)
+    kwargs: Final[dict[str, Any]] = {}
+
+    def __init__(self, args: tuple[Any, ...]) -> None:
+        self.args = args
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {"args": self.args}
+
+    def apply_defaults(self) -> None:
+        pass
+
+
+_BY_POSITION: Final = _ByPosition([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 
 
 def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Sequence[Any]) -> Any:
@@ -115,11 +166,6 @@ def is_missing_forward_mode(error: TypeError) -> bool:
 # backward rules carry. They change nothing else, and nothing for functions of other libraries.
 
 _LINEAR_OPERATIONS = ("custom_lin", "call_hi_primitive_linearized")  # the second one under jax_custom_vjp3
-
-
-def copy_function(function: Callable[..., Any]) -> Any:
-    """A function of the same code, with attributes of its own."""
-    return types.FunctionType(function.__code__, function.__globals__, function.__name__)
 
 
 def set_forward_mode_error(backward_rule: Any, error: Callable[[], Exception]) -> None:
