@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
-from ._autodiff.call import LayerCall, no_custom_vjp
+from ._autodiff.call import NO_CONTEXT, LayerCall, no_custom_vjp
 from ._autodiff.custom_vjp import compile_layer
 from ._autodiff.eager_call import SingleCall
 from ._autodiff.eager_call import bind as bind_eager_call
@@ -17,8 +16,8 @@ from ._autodiff.forward import run_directly
 from ._autodiff.refusals import NoForwardModeError
 from ._hooks.active import Hooks, outside_hooks_trace
 from ._jax import (
+    active_traces,
     call_with_symbolic_zeros,
-    current_trace,
     is_deferred,
     is_differentiated,
     is_forward_mode_trace,
@@ -26,7 +25,6 @@ from ._jax import (
     is_forward_over_reverse,
     is_missing_forward_mode,
     nothing_is_traced,
-    trace_below,
 )
 from ._methods.apply import Apply
 from ._methods.arguments import bind, call_of_apply
@@ -199,18 +197,19 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
     has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value
+    traces = active_traces()
     if not has_forward_mode:
-        if is_forward_mode_trace(trace_below(current_trace())) and any(map(is_forward_mode_tracer, tensors)):
+        if is_forward_mode_trace(traces[0]) and any(map(is_forward_mode_tracer, tensors)):
             raise NoForwardModeError(arguments.layer)
         # A second derivative of another kind than those that `jax.custom_vjp` has.
-        has_forward_mode = is_forward_over_reverse()
-    call = LayerCall(layer, arguments, Hooks.captured(tensors), is_deferred(tensors))
+        has_forward_mode = is_forward_over_reverse(traces)
+    call = LayerCall(layer, arguments, Hooks.captured(tensors), is_deferred(tensors, traces))
     if not any(map(is_differentiated, tensors)) and call.names_closed_over(is_differentiated):
         # JAX would notice only after apply had returned, without a name.
         raise call.closed_over_error()
     try:
         # A layer packs its saved tensors itself.
-        with contextlib.nullcontext() if call.hooks is None else outside_hooks_trace():
+        with NO_CONTEXT if call.hooks is None else outside_hooks_trace():
             if has_forward_mode or layer._has_vmap_method():
                 values = bind_eager_call(SingleCall(call), tensors)
             else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note
 
-from .call import LayerCall, no_custom_vjp
+from .call import NO_CONTEXT, LayerCall, no_custom_vjp
 from .derivative import Derivative
 from .refusals import KernelInBackward
 from .saved_state import SavedState, SavedTree, fresh
@@ -63,9 +62,9 @@ class LayerDerivative(Derivative):
         refusal = KernelInBackward(call.name, self.has_pushforward) if may_be_transposed and kernels_may_run() else None
         try:
             with (
-                no_custom_vjp(True) if may_be_transposed else contextlib.nullcontext(),
-                call.staged_scope("backward") if is_staged else contextlib.nullcontext(),
-                contextlib.nullcontext() if refusal is None else naming_kernels(refusal),
+                no_custom_vjp(True) if may_be_transposed else NO_CONTEXT,
+                call.staged_scope("backward") if is_staged else NO_CONTEXT,
+                NO_CONTEXT if refusal is None else naming_kernels(refusal),
             ):
                 result = backward(ctx, *given)
         except jax.errors.UnexpectedTracerError as error:

@@ -25,6 +25,9 @@ residual_tracker: Final = jax.make_user_context(None)
 no_custom_vjp: Final = jax.make_user_context(False)
 
 
+NO_CONTEXT: Final = contextlib.nullcontext()
+
+
 class LayerCall:
     """One call of `apply`, as it travels through JAX inside a treedef. Holds no array."""
 
@@ -49,7 +52,7 @@ class LayerCall:
     def scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """The operations of a method as `Tanh/forward` in compiled programs and profiles."""
         # JAX compiles an operation of eager mode by itself, without the scopes around it.
-        return self.staged_scope(method) if is_staging(further_out=True) else contextlib.nullcontext()
+        return self.staged_scope(method) if is_staging(further_out=True) else NO_CONTEXT
 
     def staged_scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """The same in code that is known to be staged."""

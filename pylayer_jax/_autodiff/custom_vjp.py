@@ -45,7 +45,7 @@ def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
 def _source(layer: type) -> Callable[[], str]:
     """The class, and where its `forward` is defined, for JAX's errors; without a reference to the class."""
     name, found = layer.__qualname__, weakref.ref(layer)
-    return lambda: name + source_of(getattr(found(), "forward", None))
+    return lambda: name + source_of(getattr(found(), "forward", _primal))
 
 
 class _Run(NamedTuple):

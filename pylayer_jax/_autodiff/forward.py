@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,12 +11,12 @@ import numpy as np
 
 from pylayer_jax._hooks.active import hooks_suspended
 from pylayer_jax._jax import as_arrays
-from pylayer_jax._methods.arguments import bind, refuse_refs
+from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import add_note, as_jax, flatten, plural, split
+from pylayer_jax._trees import add_note, as_jax, flatten, plural
 
-from .call import LayerCall
+from .call import NO_CONTEXT, LayerCall
 from .saved_state import SavedState, save_state
 
 _TO_CONVERT_OR_REFUSE = (np.ndarray, np.generic, jax.Ref)
@@ -36,7 +35,7 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         function = functools.partial(arguments.call, "forward", forward, tensors=inputs)
     else:
         if any(isinstance(leaf, _TO_CONVERT_OR_REFUSE) for leaf in leaves):
-            refuse_refs(name, (args, kwargs))
+            bind(name, forward, args, kwargs)  # refuses a jax.Ref
             args, kwargs = as_jax((args, kwargs))
             inputs = (args, kwargs)
 
@@ -52,8 +51,8 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise
     if isinstance(result, jax.Array) and not state.must_return:
         return result
-    outputs = Outputs(name, result, state)
-    return outputs.skeleton.fill(outputs.arrays(result))
+    outputs, _, arrays = Outputs.of(name, result, state)
+    return outputs.skeleton.fill(arrays)
 
 
 def run_undifferentiated(call: LayerCall, tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
@@ -62,8 +61,8 @@ def run_undifferentiated(call: LayerCall, tensors: Sequence[Any]) -> tuple[Outpu
     # Since it may be differentiated later, every gradient counts as needed.
     needs_grad = call.arguments.perturbable([True] * len(tensors))
     ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), as_arrays(tensors), needs_grad)
-    outputs = Outputs(call.name, result, ctx._state)
-    return outputs, outputs.arrays(result)
+    outputs, _, arrays = Outputs.of(call.name, result, ctx._state)
+    return outputs, arrays
 
 
 def run_and_save(
@@ -99,7 +98,7 @@ def _run_call(
 
     # Inside `forward` only `ctx` saves tensors, and an active pair would give every eager operation its own entry in
     # the compile cache.
-    with contextlib.nullcontext() if call.hooks is None else hooks_suspended(), call.scope(method):
+    with NO_CONTEXT if call.hooks is None else hooks_suspended(), call.scope(method):
         return _run(call.layer, state, method, run)
 
 
@@ -121,13 +120,12 @@ def _run(
 def _saved(
     call: LayerCall, ctx: PyLayerContext, result: Any, needs_grad: list[bool], perturbed_is_exact: bool = True
 ) -> tuple[SavedState, list[Any], list[Any]]:
-    outputs = Outputs(call.name, result, ctx._state)
-    arrays = outputs.arrays(result)
+    outputs, tensors, arrays = Outputs.of(call.name, result, ctx._state)
     _check_saved_names(call, ctx._state.saved)
     saved, residuals = save_state(
         ctx,
         outputs,
-        ctx._state.numpy_outputs(split(result)[0], arrays),
+        ctx._state.numpy_outputs(tensors, arrays),
         needs_grad,
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,

@@ -92,13 +92,14 @@ def save_state(
 
     def save(value: Any, name: str) -> Any:
         tensors, skeleton = split(value)
-        for path, names in hiding_functions(skeleton):
+        for path, names in hiding_functions(skeleton) if skeleton.has_statics else ():
             raise ValueError(
                 f"{name + path} in {layer}.forward is a function that closes over traced values "
                 f"({names}), which cannot be kept for backward. Keep the values themselves, with "
                 "ctx.save_for_backward or as attributes, and build the function in backward."
             )
-        tensors = [numpy_outputs.get(id(x), x) for x in tensors]
+        if numpy_outputs:
+            tensors = [numpy_outputs.get(id(x), x) for x in tensors]
         for tensor in tensors:
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)

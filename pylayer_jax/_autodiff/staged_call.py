@@ -16,7 +16,6 @@ through `forward`, whose jaxpr *staged_call* holds, as a function of inputs and 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, Self
@@ -34,7 +33,7 @@ from pylayer_jax._jax import (
 )
 
 from .backward import LayerDerivative
-from .call import LayerCall, no_custom_vjp
+from .call import NO_CONTEXT, LayerCall, no_custom_vjp
 from .derivative import Derivative
 from .forward import run_and_save
 from .residuals import pack_residuals
@@ -127,7 +126,7 @@ def stage_call(
         return [*outputs, *intermediates], (saved, sources)
 
     try:
-        with no_custom_vjp(True) if is_forward_mode() else contextlib.nullcontext():
+        with no_custom_vjp(True) if is_forward_mode() else NO_CONTEXT:
             jaxpr, consts, (saved, sources) = stage(forward, types, call.source)
     except NEEDS_VALUES as error:
         # Host code in `forward`. Under eager differentiation the numbers are there, below the tracers.

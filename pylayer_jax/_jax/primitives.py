@@ -110,6 +110,8 @@ def register(
 
         def dce_rule(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
             equation = args[-1]  # jax 0.12 tells before it which inputs are alive
+            if all(used):
+                return [True] * len(equation.invars), equation
             if any(used) or equation.effects:
                 return drop_unused(used, equation)
             return [False] * len(equation.invars), None

@@ -5,7 +5,7 @@ Most classes of tracers and traces have no public names, and are therefore recog
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -144,19 +144,21 @@ def trace_below(trace: Any) -> Any:
     return trace
 
 
-def _active_traces() -> Iterator[Any]:
+def active_traces() -> list[Any]:
     """The current trace, and those further out."""
+    traces: list[Any] = []
     trace = trace_below(current_trace())
     while trace is not None:
-        yield trace
+        traces.append(trace)
         trace = trace_below(getattr(trace, "parent_trace", None))
+    return traces
 
 
 def is_leaked(value: object) -> bool:
     """Whether a value belongs to a transformation that has ended, so that no operation can use it."""
     if not is_tracer(value):
         return False
-    traces = list(_active_traces())
+    traces = active_traces()
     # If a trace does not tell what is further out, nothing is known.
     return type(traces[-1]).__name__ == "EvalTrace" and not any(getattr(value, "_trace", None) is t for t in traces)
 
@@ -173,24 +175,27 @@ def is_forward_mode_trace(trace: Any) -> bool:
     return isinstance(trace, ad.JVPTrace)
 
 
-def _differentiations() -> list[bool]:
-    """The differentiations of the running code, on any level, the innermost first: True for `jax.jvp`."""
-    traces = ((is_forward_mode_trace(trace), type(trace).__name__) for trace in _active_traces())
-    return [is_forward for is_forward, name in traces if is_forward or name == "LinearizeTrace"]
+def _differentiations(traces: Sequence[Any]) -> list[bool]:
+    """The differentiations among some traces: True for `jax.jvp`."""
+    facts = ((is_forward_mode_trace(trace), type(trace).__name__) for trace in traces)
+    return [is_forward for is_forward, name in facts if is_forward or name == "LinearizeTrace"]
 
 
 def is_differentiating() -> bool:
-    return bool(_differentiations())
+    return bool(_differentiations(active_traces()))
 
 
 def is_forward_mode() -> bool:
     """Whether `jax.jvp` differentiates the running code, on any level."""
-    return any(_differentiations())
+    return any(_differentiations(active_traces()))
 
 
-def is_forward_over_reverse() -> bool:
-    """Whether `jax.jvp` differentiates a reverse-mode derivative of the running code, as in `jax.jvp` of `jax.grad`."""
-    found = _differentiations()
+def is_forward_over_reverse(traces: Sequence[Any]) -> bool:
+    """Whether `jax.jvp` differentiates a reverse-mode derivative, as in `jax.jvp` of `jax.grad`.
+
+    `traces` are the active ones.
+    """
+    found = _differentiations(traces)
     return bool(found) and not found[0] and any(found)
 
 
@@ -199,7 +204,7 @@ def is_staging(further_out: bool = False) -> bool:
 
     With `further_out`, also if a trace further out stages, as in grad or vmap within jit.
     """
-    for trace in _active_traces():
+    for trace in active_traces():
         if _is_staging_trace(trace):
             return True
         if not further_out and type(trace).__name__ != "JaxprTrace":
@@ -207,13 +212,14 @@ def is_staging(further_out: bool = False) -> bool:
     return False
 
 
-def is_deferred(tensors: Sequence[Any]) -> bool:
+def is_deferred(tensors: Sequence[Any], traces: Sequence[Any]) -> bool:
     """Whether an operation on `tensors` is only staged here, so that JAX may differentiate it later, or several times.
 
-    A differentiation outside of the jaxpr that is being made does that later: it sees the jaxpr as a whole.
+    `traces` are the active ones. A differentiation outside of the jaxpr that is being made does that later: it sees
+    the jaxpr as a whole.
     """
     within: list[Any] = []  # the traces within the one that makes the jaxpr
-    for trace in _active_traces():
+    for trace in traces:
         if _is_staging_trace(trace):
             break
         within.append(trace)
@@ -225,5 +231,5 @@ def is_deferred(tensors: Sequence[Any]) -> bool:
 
 def is_rematerialized() -> bool:
     """Whether the running code is being staged for `jax.checkpoint`, on any level."""
-    frames = (getattr(trace, "frame", None) for trace in _active_traces())
+    frames = (getattr(trace, "frame", None) for trace in active_traces())
     return any("remat" in str(getattr(getattr(f, "debug_info", None), "traced_for", "")) for f in frames)

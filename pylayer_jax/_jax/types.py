@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .names import ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
+from .names import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
 from .tracers import is_staged, is_tracer
 
 typeof = jax.typeof
@@ -32,9 +32,19 @@ def _dtype_has_tangent(dtype: Any) -> bool:
     return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
+def is_array(value: object) -> bool:
+    """As `isinstance(value, jax.Array)`, which takes six times as long for a tracer."""
+    return (isinstance(value, Tracer) and type(value.aval) is ShapedArray) or isinstance(value, jax.Array)
+
+
+def is_ref(value: object) -> bool:
+    """As `isinstance(value, jax.Ref)`, which takes ten times as long for a tracer."""
+    return not is_array(value) and isinstance(value, jax.Ref)
+
+
 def is_key(value: Any) -> bool:
     # PRNG keys, and any other element type that JAX may get.
-    return jnp.issubdtype(value.dtype, jax.dtypes.extended)
+    return not isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
 def zeros_of(aval: Any) -> jax.Array:
@@ -49,7 +59,7 @@ def as_array(value: Any, aval: Any) -> Any:
 
 def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
     """Tensors as JAX arrays; JAX arrays stay the same objects."""
-    return [x if isinstance(x, jax.Array) else _from_numpy(x) for x in tensors]
+    return [x if is_array(x) else _from_numpy(x) for x in tensors]
 
 
 def _from_numpy(tensor: Any) -> jax.Array:

@@ -8,10 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
-
-from pylayer_jax._jax import as_arrays, has_tangent, typeof
-from pylayer_jax._trees import Skeleton, Watched, flatten, split
+from pylayer_jax._jax import as_arrays, has_tangent, is_ref, typeof
+from pylayer_jax._trees import LEAF, Skeleton, Watched, split
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
@@ -37,7 +35,7 @@ class Arguments:
     The tensors are not kept here: an instance lives in a treedef, where an array would be a leak.
     """
 
-    __slots__ = ("arguments", "avals", "keywords", "layer", "positional")
+    __slots__ = ("are_tensors", "arguments", "avals", "keywords", "layer", "positional")
 
     def __init__(self, layer: str, positional: list[tuple[str, Any]], keywords: list[tuple[str, Any]]) -> None:
         self.layer = layer
@@ -47,8 +45,12 @@ class Arguments:
         self.avals: list[Any] = []
         for name, value in positional + keywords:
             tensors, skeleton = split(value)
+            if skeleton is not LEAF:
+                _refuse_refs(layer, name, skeleton)
             self.arguments.append(Argument(name, skeleton, len(self.avals)))
             self.avals.extend(tensors)
+        # Whether each argument is one tensor, given by position, as in nearly every call.
+        self.are_tensors = not keywords and all(a.skeleton is LEAF for a in self.arguments)
 
     def take_tensors(self) -> list[Any]:
         """The tensors as JAX arrays. From then on the object keeps only their types."""
@@ -67,6 +69,8 @@ class Arguments:
             ValueError: if it changed a container among the arguments in place.
         """
         __tracebackhide__ = True
+        if self.are_tensors:
+            return function(ctx, *tensors)
         values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
         watched = [(a.name, Watched(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container]
         result = function(
@@ -100,7 +104,6 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     Raises:
         TypeError: for an unknown keyword, a missing or surplus argument, or a `jax.Ref`.
     """
-    refuse_refs(layer, (args, kwargs))
     declared = _declared(forward)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
         return Arguments(layer, list(zip(declared.names, args, strict=False)), [])
@@ -185,12 +188,10 @@ def _read_declared(forward: Callable[..., Any]) -> _Declared:
 _cached_declared = functools.lru_cache(maxsize=1024)(_read_declared)
 
 
-def refuse_refs(layer: str, tree: Any) -> None:
-    if not any(isinstance(leaf, jax.Ref) for leaf in flatten(tree)[0]):
+def _refuse_refs(layer: str, name: str, skeleton: Skeleton) -> None:
+    if not any(map(is_ref, skeleton.leaves)):
         return
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        if isinstance(leaf, jax.Ref):
-            raise TypeError(
-                f"{layer}.apply: the argument at {jax.tree_util.keystr(path)} is a jax.Ref, whose gradient would "
-                "be lost. Pass its value: ref[...]."
-            )
+    path = next(path for path, leaf in skeleton.static_paths() if is_ref(leaf))
+    raise TypeError(
+        f"{layer}.apply: argument {name}{path} is a jax.Ref, whose gradient would be lost. Pass its value: ref[...]."
+    )

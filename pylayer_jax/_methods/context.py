@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pylayer_jax._jax import is_array, is_ref
 from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant, plural
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
@@ -249,11 +250,11 @@ _RESERVED = {"_state": "", "saved_tensors": ", or keep tensors with ctx.save_for
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """`value` with its NumPy arrays copied; a `jax.Ref` inside is refused."""
-    if isinstance(value, (jax.Array, int, float, str, type(None))) and not isinstance(value, jax.Ref):
+    if is_array(value) or isinstance(value, (int, float, str, type(None))):
         return value
     leaves, treedef = flatten(value)
     for leaf in leaves:
-        if isinstance(leaf, jax.Ref):
+        if is_ref(leaf):
             raise TypeError(
                 f"{call} in {state.layer}: a jax.Ref can change before backward runs, so it cannot be kept. "
                 "Save its present value: ref[...]."

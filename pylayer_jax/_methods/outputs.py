@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax import as_arrays, has_tangent, is_staging, is_tracer, typeof, zeros_of
-from pylayer_jax._trees import contains, describe, split
+from pylayer_jax._trees import Skeleton, contains, describe, split
 
 from .context import ContextState
 
@@ -21,34 +21,31 @@ class Outputs:
 
     __slots__ = ("groups", "has_tangent", "is_sequence", "non_differentiable", "shardings", "skeleton", "types")
 
-    def __init__(self, layer: str, result: Any, state: ContextState | None = None) -> None:
-        tensors, self.skeleton = split(result)
+    def __init__(
+        self, result: Any, skeleton: Skeleton, arrays: Sequence[jax.Array], non_differentiable: frozenset[int]
+    ) -> None:
+        self.skeleton = skeleton
+        # One cotangent for each element of a tuple or list, or one for any other result.
+        self.is_sequence = isinstance(result, (tuple, list))
+        self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
+        self.non_differentiable = non_differentiable
+        self.types = [typeof(x) for x in arrays]
+        self.has_tangent = tuple(i not in non_differentiable and has_tangent(t) for i, t in enumerate(self.types))
+        # JAX may place an array that is not committed on any device, and so its zeros.
+        self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
+
+    @staticmethod
+    def of(layer: str, result: Any, state: ContextState | None = None) -> tuple[Outputs, list[Any], list[jax.Array]]:
+        """The outputs, the tensors of `result` as they are, and these as JAX arrays."""
+        tensors, skeleton = split(result)
         if not tensors:
             raise ValueError(
                 f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
                 "list or dict."
             )
-        # One cotangent for each element of a tuple or list, or one for any other result.
-        self.is_sequence = isinstance(result, (tuple, list))
-        self.groups = [split(x)[1] for x in result] if self.is_sequence else [self.skeleton]
-        self.non_differentiable: frozenset[int] = frozenset()
-        if state is not None and state.must_return:
-            for value, call, advice in state.must_return:
-                if not contains(tensors, value):
-                    raise ValueError(
-                        f"ctx.{call} in {layer}.forward: {describe(value)} is not an output of forward. {advice}"
-                    )
-            marked = (i for i, tensor in enumerate(tensors) if contains(state.non_differentiable, tensor))
-            self.non_differentiable = frozenset(marked)
-
-    def arrays(self, result: Any) -> list[jax.Array]:
-        """The tensors of `result` as JAX arrays; keeps their types."""
-        arrays = as_arrays(split(result)[0])
-        self.types = [typeof(x) for x in arrays]
-        self.has_tangent = tuple(i not in self.non_differentiable and has_tangent(t) for i, t in enumerate(self.types))
-        # JAX may place an array that is not committed on any device, and so its zeros.
-        self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
-        return arrays
+        arrays = as_arrays(tensors)
+        marked = frozenset() if state is None else _non_differentiable(layer, tensors, state)
+        return Outputs(result, skeleton, arrays, marked), tensors, arrays
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """The arguments of `backward`: one entry for each element that holds a tensor. A missing one is zeros or None.
@@ -68,6 +65,15 @@ class Outputs:
     def _zeros(self, i: int) -> jax.Array:
         aval, sharding = self.types[i], self.shardings[i]
         return zeros_of(aval) if sharding is None or is_staging(further_out=True) else _zeros_maker(aval, sharding)()
+
+
+def _non_differentiable(layer: str, tensors: Sequence[Any], state: ContextState) -> frozenset[int]:
+    for value, call, advice in state.must_return:
+        if not contains(tensors, value):
+            raise ValueError(f"ctx.{call} in {layer}.forward: {describe(value)} is not an output of forward. {advice}")
+    if not state.non_differentiable:
+        return frozenset()
+    return frozenset(i for i, tensor in enumerate(tensors) if contains(state.non_differentiable, tensor))
 
 
 @functools.lru_cache(maxsize=256)

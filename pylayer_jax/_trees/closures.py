@@ -31,11 +31,13 @@ def traced_names(function: object, predicate: Callable[[object], bool] = is_trac
     code = getattr(function, "__code__", None)
     if code is None:
         return []
-    held = dict(zip(code.co_freevars, map(content, getattr(function, "__closure__", None) or ()), strict=True))
     variables = getattr(function, "__globals__", {})
-    held |= {name: variables[name] for name in code.co_names if is_tracer(variables.get(name))}
-    held |= {f"default {i}": value for i, value in enumerate(getattr(function, "__defaults__", None) or ())}
-    return _traced(held, predicate, depth)
+    held = {name: variables[name] for name in code.co_names if is_tracer(variables.get(name))}
+    if code.co_freevars:
+        held |= zip(code.co_freevars, map(content, getattr(function, "__closure__", None) or ()), strict=True)
+    if defaults := getattr(function, "__defaults__", None):
+        held |= {f"default {i}": value for i, value in enumerate(defaults)}
+    return _traced(held, predicate, depth) if held else []
 
 
 def hiding_functions(skeleton: Skeleton) -> Iterator[tuple[str, str]]:

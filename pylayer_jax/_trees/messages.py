@@ -40,6 +40,8 @@ def name_meant(name: str, known: Iterable[str]) -> str | None:
 def innermost(function: Any) -> Any:
     """The function inside of decorators, partials and methods, as far as they tell it."""
     for _ in range(100):  # a wrapper may name itself
+        if type(function) is types.FunctionType and not hasattr(function, "__wrapped__"):
+            break
         if isinstance(function, functools.partial):
             function = function.func
         elif isinstance(function, types.MethodType):

@@ -12,7 +12,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from pylayer_jax._jax import as_arrays
+from pylayer_jax._jax import as_arrays, is_array
 
 _TENSOR: Final = object()
 _NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
@@ -20,14 +20,12 @@ _NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of m
 
 def is_tensor(leaf: object) -> bool:
     """Whether a leaf is a `jax.Array` (traced or not), a numeric NumPy array or a NumPy scalar."""
-    if isinstance(leaf, jax.Array):
-        return True
-    return isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMERIC_KINDS
+    return is_array(leaf) or (isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMERIC_KINDS)
 
 
 def is_box(value: object) -> bool:
     """Whether a value stands for the array that it holds, as `flax.nnx.Param` does."""
-    return not isinstance(value, jax.Array) and hasattr(type(value), "__jax_array__")
+    return not is_array(value) and hasattr(type(value), "__jax_array__")
 
 
 def unboxed(value: Any) -> Any:
@@ -63,6 +61,10 @@ class Skeleton:
     def fill_with_statics(self, value: Any, tensors: Sequence[Any]) -> Any:
         """The tree with `tensors` where its own tensors were, and `value` for every static."""
         return self.fill(tensors, lambda _: value)
+
+    @property
+    def has_statics(self) -> bool:
+        return len(self.leaves) > self.size
 
     def statics(self) -> list[Any]:
         """Everything that is not a tensor, in flattening order."""

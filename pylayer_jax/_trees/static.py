@@ -16,17 +16,23 @@ class Static:
     be compared or hashed.
     """
 
-    __slots__ = ("value",)
+    __slots__ = ("_key",)
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._key = IdentityKey(value)
+
+    @property
+    def value(self) -> Any:
+        return self._key.value
 
     def tree_flatten(self) -> tuple[tuple[()], IdentityKey]:
-        return (), IdentityKey(self.value)
+        return (), self._key
 
     @classmethod
     def tree_unflatten(cls, aux: IdentityKey, _: Sequence[Any]) -> Static:
-        return cls(aux.value)
+        static = cls.__new__(cls)
+        static._key = aux
+        return static
 
 
 class IdentityKey:
