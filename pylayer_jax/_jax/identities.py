@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .jaxprs import has_equation
-from .masks import merge, select
+from .masks import merge, scatter, select
 from .names import Primitive, partial_eval
 from .primitives import batch_axis_to_front, register
 
@@ -138,6 +138,20 @@ register(
     lower=lambda _, *args, **__: list(args),
     drop_unused=drop_operands,
 )
+
+
+def _forbid_derivative_partial_eval(trace: Any, *tracers: Any, error: Callable[[], Exception]) -> list[Any]:
+    # Where JAX transposes a function, values that do not depend on its arguments are known, and the others linear.
+    def forbidden(mask: Sequence[bool]) -> Any:
+        operands = select(tracers, mask)
+        return trace.default_process_primitive(forbid_derivative_p, operands, {"error": error}) if operands else ()
+
+    unknown = [not tracer.is_known() for tracer in tracers]
+    known = [not is_unknown for is_unknown in unknown]
+    return merge(unknown, forbidden(unknown), scatter(forbidden(known), known))
+
+
+partial_eval.custom_partial_eval_rules[forbid_derivative_p] = _forbid_derivative_partial_eval
 
 
 # -- hooks_block: nothing -> nothing ---------------------------------------------------------------

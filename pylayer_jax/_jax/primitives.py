@@ -30,10 +30,10 @@ class HoldingPrimitive(Primitive):
     def bind(self, *args: Any, **params: Any) -> Any:
         __tracebackhide__ = True
         held = params[self.parameter]
-        if type(held) is not Jaxpr:  # an equation that JAX binds again has the jaxpr already
+        if type(held) is not tuple:  # an equation that JAX binds again has the jaxpr already
             key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
             _held_objects[key] = held
-            params |= {self.parameter: key, "name": repr(held)}
+            params |= {self.parameter: ((key,),), "name": repr(held)}
         return super().bind(*args, **params)
 
     def with_object(self, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -42,7 +42,7 @@ class HoldingPrimitive(Primitive):
         def with_key(*args: Any, name: str, **params: Any) -> Any:
             __tracebackhide__ = True
             del name  # for those who read a jaxpr
-            return rule(*args, **{**params, self.parameter: _held_objects[params[self.parameter]]})
+            return rule(*args, **{**params, self.parameter: _held_objects[params[self.parameter][0][0]]})
 
         return with_key
 
@@ -53,7 +53,7 @@ _NO_DEBUG_INFO = DebugInfo("pylayer_jax", "held object", None, None)
 
 def held_object(equation: Any) -> Any:
     """The object that an equation of a `HoldingPrimitive` holds."""
-    return _held_objects[equation.params[equation.primitive.parameter]]
+    return _held_objects[equation.params[equation.primitive.parameter][0][0]]
 
 
 def register(

@@ -49,9 +49,8 @@ def once_differentiable(backward: Method) -> Method:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
         ctx, cotangents = args[first], args[first + 1 :]
-        # What goes in raises before host code does, and what comes out for the values that `backward` closes over. What
-        # is kept and the cotangents stay apart, since forward mode transposes `backward` only in the cotangents.
-        contents, given = forbid(ctx._contents()), forbid(cotangents)
+        # What goes in raises before host code does, and what comes out for the values that `backward` closes over.
+        contents, given = forbid((ctx._contents(), cotangents))
         return forbid(backward(*args[:first], ctx._with_contents(contents), *given))
 
     decorated: Any = guarded

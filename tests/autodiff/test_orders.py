@@ -180,6 +180,17 @@ def test_once_differentiable_refuses_the_second(second):
         second(OnceOnly.apply)(2.0)
 
 
+@within
+def test_once_differentiable_backward_may_be_transposed(place):
+    f, x = WITHIN[place](OnceOnly.apply), 2.0
+
+    def transposed(t):
+        return jax.linear_transpose(lambda dy: jax.vjp(f, x)[1](dy)[0], x)(t)[0]
+
+    for run in (transposed, jax.jit(transposed)):
+        np.testing.assert_allclose(run(0.5), 12.0 * 0.5)  # no derivative of backward, which is linear in dy
+
+
 @pytest.mark.parametrize("order", [jax.hessian, lambda f: jax.jit(jax.hessian(f))])
 @pytest.mark.parametrize(
     ("f", "message"),
