@@ -40,14 +40,14 @@ def name_meant(name: str, known: Iterable[str]) -> str | None:
 def innermost(function: Any) -> Any:
     """The function inside of decorators, partials and methods, as far as they tell it."""
     for _ in range(100):  # a wrapper may name itself
-        if type(function) is types.FunctionType and not hasattr(function, "__wrapped__"):
+        if hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif isinstance(function, types.FunctionType):
             break
-        if isinstance(function, functools.partial):
+        elif isinstance(function, functools.partial):
             function = function.func
         elif isinstance(function, types.MethodType):
             function = function.__func__
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
         elif not isinstance(function, type) and hasattr(type(function).__call__, "__code__"):  # an object
             function = type(function).__call__
         else:
