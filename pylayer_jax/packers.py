@@ -270,15 +270,24 @@ def _quantize(x: jax.Array, bits: int, stochastic: bool, blocks: _Blocks) -> tup
     finite = jnp.isfinite(x)
     low, high = _smallest_and_largest(x, finite)
     steps, half = 2**bits - 2, _half_step(low, high, bits)
-    exact = (x * 0.5 - low * 0.5) * jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
+    inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
+    exact = (x * 0.5 - _in_blocks(low * 0.5, x)) * _in_blocks(inverse, x)
     # Rounding may lead to the next larger integer.
-    values = jnp.minimum(jnp.floor(exact + _dither(x)) if stochastic else jnp.round(exact), steps)
-    values = jnp.where(finite, values, steps + 1).astype(jnp.uint8)  # the largest number stands for NaN
+    values = jnp.minimum(jnp.floor(exact + _dither(x)) if stochastic else jax.lax.round(exact, _TO_EVEN), steps)
+    values = jax.lax.select(finite, values, jnp.full_like(x, steps + 1)).astype(jnp.uint8)  # the largest means NaN
     if bits == 4:
         if blocks.block % 2:
             values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
         values = values[..., ::2] | (values[..., 1::2] << 4)
     return values, low, high
+
+
+_TO_EVEN = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+
+
+def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
+    """One number for each block, for all values of the block."""
+    return jax.lax.broadcast_in_dim(numbers, x.shape, range(x.ndim - 1))
 
 
 def _dither(x: jax.Array) -> jax.Array:
@@ -290,17 +299,15 @@ def _dither(x: jax.Array) -> jax.Array:
 
 
 def _smallest_and_largest(x: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of the finite values in each row; 0 and 0 if there are none."""
+    """Of the finite values in each row; inf and -inf if there are none, which is NaN to `_dequantize`."""
     # One reduction with two results: XLA would compute, and keep, what it reads for each of two.
-    infinity = jnp.asarray(jnp.inf, x.dtype)
-    low, high = jax.lax.reduce(
-        (jnp.where(finite, x, infinity), jnp.where(finite, x, -infinity)),
-        (infinity, -infinity),
+    ends = jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)
+    return jax.lax.reduce(
+        tuple(jax.lax.select(finite, x, jnp.full_like(x, end)) for end in ends),
+        ends,
         lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
         (x.ndim - 1,),
     )
-    low, high = low[..., None], high[..., None]
-    return jnp.where(low > high, 0, low), jnp.where(low > high, 0, high)
 
 
 def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
@@ -314,9 +321,11 @@ def _dequantize(
 ) -> jax.Array:
     if bits == 4:
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)[..., : blocks.block]
-    half = values.astype(low.dtype) * _half_step(low, high, bits)
+    x = values.astype(low.dtype)
+    half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
     # Rounding must not lead out of the block: what was positive, or less than 1, stays so.
-    x = jnp.where(values == 2**bits - 1, jnp.nan, jnp.clip(low + half + half, low, high))
+    x = jax.lax.clamp(low, low + x * half + x * half, high)
+    x = jax.lax.select(values == 2**bits - 1, jnp.full_like(x, jnp.nan), x)
     return blocks.joined(x).astype(dtype)
 
 
