@@ -7,20 +7,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
-
 from pylayer_jax._jax import (
     NO_RESIDUAL,
-    RuleFunction,
     RunLog,
     as_arrays,
     batch_together,
+    custom_vjp,
     is_mapped,
     is_rematerialization_tracer,
     is_symbolic_zero,
     scatter,
     select,
-    set_forward_mode_error,
 )
 from pylayer_jax._trees import Static, source_of
 
@@ -34,16 +31,15 @@ from .refusals import NoForwardModeError
 def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
     """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
     name = layer.__qualname__
-    source = _source(layer)
-    rule = jax.custom_vjp(RuleFunction(_primal, name, source))
-    backward_rule = RuleFunction(_backward_rule, name, source)
-    set_forward_mode_error(backward_rule, functools.partial(NoForwardModeError, name))
-    rule.defvjp(RuleFunction(_forward_rule, name, source), backward_rule, symbolic_zeros=True)
-    return rule
+    error = functools.partial(NoForwardModeError, name)
+    return custom_vjp(name, _source(layer), _primal, _forward_rule, _backward_rule, error)
 
 
 def _source(layer: type) -> Callable[[], str]:
-    """The class, and where its `forward` is defined, for JAX's errors; without a reference to the class."""
+    """Gives the class, and where its `forward` is defined, without a reference to the class.
+
+    Only when JAX asks, since the members of an unpickled class are set after it was made.
+    """
     name, found = layer.__qualname__, weakref.ref(layer)
     return lambda: name + source_of(getattr(found(), "forward", _primal))
 

@@ -16,6 +16,7 @@ from pylayer_jax._jax import (
     as_arrays,
     call_with_symbolic_zeros,
     current_trace,
+    custom_vjp,
     eval_jaxpr,
     has_tangent,
     holds_hooks_block,
@@ -24,7 +25,6 @@ from pylayer_jax._jax import (
     scatter,
     select,
     set_current_trace,
-    set_forward_mode_error,
     stage,
     tangent_type,
     trace_below,
@@ -177,6 +177,6 @@ def _forward_mode_error() -> TypeError:
     )
 
 
-set_forward_mode_error(_backward_rule, _forward_mode_error)
-_rule = jax.custom_vjp(_primal)
-_rule.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+_rule = custom_vjp(
+    "operation", lambda: "operation in a hooks block", _primal, _forward_rule, _backward_rule, _forward_mode_error
+)

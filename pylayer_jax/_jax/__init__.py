@@ -16,16 +16,15 @@ This file hands their names on, so that the other wings import from `pylayer_jax
 
 from .custom_rules import (
     NO_RESIDUAL,
-    RuleFunction,
     RunLog,
     call_with_symbolic_zeros,
     custom_function_name,
+    custom_vjp,
     is_missing_forward_mode,
     is_run_number,
     is_symbolic_zero,
     keep_one_result,
     runs_custom_vjp_functions_once,
-    set_forward_mode_error,
 )
 from .host_calls import host_call
 from .identities import (
@@ -130,7 +129,6 @@ __all__ = [
     "NEEDS_VALUES",
     "NO_RESIDUAL",
     "HoldingPrimitive",
-    "RuleFunction",
     "RunLog",
     "ShapedArray",
     "TraceBefore",
@@ -148,6 +146,7 @@ __all__ = [
     "concrete_value",
     "current_trace",
     "custom_function_name",
+    "custom_vjp",
     "dependence",
     "eval_jaxpr",
     "explicit_sharding",
@@ -209,7 +208,6 @@ __all__ = [
     "scatter",
     "select",
     "set_current_trace",
-    "set_forward_mode_error",
     "shard_counts",
     "stage",
     "tangent_type",

@@ -57,15 +57,36 @@ def is_run_number(residual: Any) -> bool:
     return residual.dtype == bool and residual.size == 0
 
 
-class RuleFunction:
+def custom_vjp(
+    name: str,
+    source: Callable[[], str],
+    primal: Callable[..., Any],
+    forward_rule: Callable[..., Any],
+    backward_rule: Callable[..., Any],
+    forward_mode_error: Callable[[], Exception],
+) -> Callable[..., Any]:
+    """A `jax.custom_vjp` function with symbolic zeros.
+
+    `source` gives the name and the place, as in `Tanh at layers.py:12`, when JAX first asks for it. The function raises
+    `forward_mode_error()` where JAX refuses its forward mode: NOTE [no forward mode].
+    """
+    function = jax.custom_vjp(_RuleFunction(primal, name, source))
+    backward = _RuleFunction(backward_rule, name, source)
+    backward.forward_mode_error = forward_mode_error
+    function.defvjp(_RuleFunction(forward_rule, name, source), backward, symbolic_zeros=True)
+    return function
+
+
+class _RuleFunction:
     """One of the three functions that `jax.custom_vjp` takes: (static, *tensors), by position.
 
     NOTE [ready-made facts]
     At each call JAX asks each of the three for its signature, and for its name and the names of its arguments, which
-    errors show. That is a third of the time to trace a layer. Here the answers are made once. `source` gives the name
-    and the place, as in `Tanh at layers.py:12`, when JAX first asks: the members of an unpickled class are set after it
-    was made. If JAX stops to read `__fun_debug_info__`, it works them out again.
+    errors show. That is a third of the time to trace a layer. Here the answers are made once. If JAX stops to read
+    `__fun_debug_info__`, it works them out again.
     """
+
+    forward_mode_error: Callable[[], Exception]  # of a backward rule
 
     def __init__(self, function: Callable[..., Any], name: str, source: Callable[[], str]) -> None:
         self.__name__ = self.__qualname__ = name
@@ -166,11 +187,6 @@ def is_missing_forward_mode(error: TypeError) -> bool:
 # backward rules carry. They change nothing else, and nothing for functions of other libraries.
 
 _LINEAR_OPERATIONS = ("custom_lin", "call_hi_primitive_linearized")  # the second one under jax_custom_vjp3
-
-
-def set_forward_mode_error(backward_rule: Any, error: Callable[[], Exception]) -> None:
-    """Raise `error()` where JAX refuses forward mode of a custom_vjp function that has this backward rule."""
-    backward_rule.forward_mode_error = error
 
 
 def _with_our_error(rule: Callable[..., Any]) -> Callable[..., Any]:

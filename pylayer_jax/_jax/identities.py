@@ -9,7 +9,7 @@ import jax
 
 from .jaxprs import has_equation
 from .masks import merge, scatter, select
-from .names import Primitive, partial_eval
+from .names import Primitive, partial_eval, stablehlo
 from .primitives import batch_axis_to_front, register
 
 
@@ -73,6 +73,7 @@ register(
     abstract=lambda *types: (list(types), frozenset()),
     jvp=lambda primals, tangents: (compute_together_p.bind(*primals), list(tangents)),
     batch=lambda _, args, dims: (compute_together_p.bind(*args), list(dims)),
+    lower=lambda _, *args: list(stablehlo.OptimizationBarrierOp(args).results),
     # A value that nobody uses stays: the others wait for it.
 )
 

@@ -23,6 +23,7 @@ from jax.extend.core import (
     unmapped_aval,
 )
 from jax.extend.linear_util import wrap_init
+from jax.extend.mlir.dialects import stablehlo
 from jax.extend.source_info_util import register_exclusion
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.lax import convert_element_type_p
@@ -53,6 +54,7 @@ __all__ = [
     "primal_dtype_to_tangent_dtype",
     "register_exclusion",
     "set_current_trace",
+    "stablehlo",
     "take_current_trace",
     "unmapped_aval",
     "wrap_init",
