@@ -24,6 +24,8 @@ def pack_residuals(
         A derivative that takes the arrays that are kept, these arrays, and the outputs bound to them.
     """
     tensors, tracker, has_names = residuals, residual_tracker.value, bool(call.layer.saved_names)
+    if call.hooks is None and tracker is None and not has_names:
+        return derivative, residuals, outputs
     owners: Sequence[int] = range(saved.packable)  # the tensor that each of the first arrays was packed from
     if saved.packable and call.hooks is not None and active.value is not SUSPENDED:
         owner = f"{call.name}, saved tensor"

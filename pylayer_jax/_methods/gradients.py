@@ -109,45 +109,50 @@ def _count_message(entries: list[Any], slots: list[Argument], arguments: Argumen
 
 
 def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needs_grad: Sequence[bool]) -> list[Any]:
-    avals, where = arguments.avals[argument.span], f"{arguments.layer}.backward, gradient of "
+    layer = arguments.layer
     if argument.skeleton is LEAF:
-        return [_fit(entry, avals[0], where, argument.name)]
-    found = collect_like(entry, argument.skeleton, f"{where}{argument.name!r}")
+        return [_fit(entry, arguments.avals[argument.first], layer, argument.name)]
+    avals = arguments.avals[argument.span]
+    found = collect_like(entry, argument.skeleton, _gradient_of(layer, argument.name))
     return [
-        _fit(leaf, aval, where, argument.name + path) if need else None
+        _fit(leaf, aval, layer, argument.name + path) if need else None
         for leaf, aval, path, need in zip(
             found, avals, argument.skeleton.tensor_paths(), needs_grad[argument.span], strict=True
         )
     ]
 
 
-def _fit(gradient: Any, aval: Any, where: str, name: str) -> Any:
+def _gradient_of(layer: str, name: str) -> str:
+    return f"{layer}.backward, gradient of {name!r}"
+
+
+def _fit(gradient: Any, aval: Any, layer: str, name: str) -> Any:
     if gradient is None or not has_tangent(aval):
         return None
     if not is_tensor(gradient) or is_key(gradient):
         if is_box(gradient):
-            return _fit(unboxed(gradient), aval, where, name)
+            return _fit(unboxed(gradient), aval, layer, name)
         raise ValueError(
-            f"{where}{name!r}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for "
-            f"zero; got {describe(gradient)}."
+            f"{_gradient_of(layer, name)}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or "
+            f"None for zero; got {describe(gradient)}."
         )
     (gradient,) = as_arrays([gradient])
     if gradient.shape != aval.shape:
         if not _broadcasts(aval.shape, gradient.shape):
             raise ValueError(
-                f"{where}{name!r}: expected shape {tuple(aval.shape)} (or one that it broadcasts to, which is "
-                f"summed), got {tuple(gradient.shape)}."
+                f"{_gradient_of(layer, name)}: expected shape {tuple(aval.shape)} (or one that it broadcasts to, which "
+                f"is summed), got {tuple(gradient.shape)}."
             )
         gradient = _sum_to(gradient, aval.shape)
     if gradient.dtype != aval.dtype:
         if _is_complex(gradient.dtype) and not _is_complex(aval.dtype):
             raise ValueError(
-                f"{where}{name!r}: expected a real array of dtype {aval.dtype}, got dtype {gradient.dtype}. Return "
-                "the real part: gradient.real."
+                f"{_gradient_of(layer, name)}: expected a real array of dtype {aval.dtype}, got dtype "
+                f"{gradient.dtype}. Return the real part: gradient.real."
             )
         gradient = gradient.astype(aval.dtype)
     wanted, got = varying_axes(aval), varying_axes(typeof(gradient))
-    return gradient if wanted == got else _match_axes(gradient, wanted, got, f"{where}{name!r}")
+    return gradient if wanted == got else _match_axes(gradient, wanted, got, _gradient_of(layer, name))
 
 
 def _match_axes(gradient: jax.Array, wanted: frozenset[Any], got: frozenset[Any], where: str) -> jax.Array:

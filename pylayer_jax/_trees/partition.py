@@ -6,6 +6,7 @@ containers, Python numbers, functions, objects. Statics are never compared or ha
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -129,6 +130,8 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
     """The tensors of a pytree (the leaves for which `predicate` holds) in flattening order, and its skeleton."""
     if predicate(tree):
         return [tree], LEAF
+    if type(tree) is tuple and all(map(predicate, tree)):
+        return list(tree), _tuple_of(len(tree))
     leaves, treedef = flatten(tree)
     tensors: list[Any] = []
     for i, leaf in enumerate(leaves):
@@ -136,6 +139,12 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
             tensors.append(leaf)
             leaves[i] = _TENSOR
     return tensors, Skeleton(treedef, leaves, len(tensors))
+
+
+@functools.cache
+def _tuple_of(count: int) -> Skeleton:
+    """The skeleton of a tuple of tensors, as most outputs and saved tensors are."""
+    return Skeleton(jax.tree_util.tree_structure((0,) * count), [_TENSOR] * count, count)
 
 
 def as_jax(tree: Any) -> Any:
