@@ -20,7 +20,8 @@ class HoldingPrimitive(Primitive):
     NOTE [held objects]
     JAX remembers the parameters of thousands of equations, in caches that outlive the equations; the object would live
     there with all that it holds, such as the static arguments of a user. These caches hold jaxprs weakly. Therefore the
-    parameter of the equation is an empty jaxpr, made for this purpose, and a table leads from it to the object.
+    parameter of the equation is an empty jaxpr, made for this purpose, and a table leads from it to the object. It is
+    within two tuples, where JAX's walks over the jaxprs of an equation do not look for it.
     """
 
     def __init__(self, name: str, parameter: str) -> None:
@@ -110,11 +111,9 @@ def register(
 
         def dce_rule(used: Sequence[bool], *args: Any) -> tuple[list[bool], Any]:
             equation = args[-1]  # jax 0.12 tells before it which inputs are alive
-            if all(used):
-                return [True] * len(equation.invars), equation
-            if any(used) or equation.effects:
-                return drop_unused(used, equation)
-            return [False] * len(equation.invars), None
+            if not any(used) and not equation.effects:
+                return [False] * len(equation.invars), None
+            return ([True] * len(equation.invars), equation) if all(used) else drop_unused(used, equation)
 
         partial_eval.dce_rules[primitive] = dce_rule
     # Every application has parameters of its own, so that a cached lowering could never be hit.
