@@ -41,6 +41,7 @@ def test_every_derivative(case, side, check_vma):
     assert_same(side(case, ONE_AXIS, check_vma), expected(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("layout", ["data and model", "two axes"])
 @ONE_OF_EACH

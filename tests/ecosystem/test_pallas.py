@@ -31,6 +31,10 @@ LAYERS = {
 X = jnp.linspace(-1.0, 1.0, 16)
 
 by_layer = pytest.mark.parametrize(("layer", "reference", "args"), LAYERS.values(), ids=LAYERS)
+by_layer_in_time = pytest.mark.parametrize(
+    ("layer", "reference", "args"),
+    [pytest.param(*LAYERS[name], id=name, marks=[pytest.mark.slow] * (name == "attention")) for name in LAYERS],
+)
 
 
 def crossed(*tables):
@@ -54,7 +58,7 @@ def loss_of(function):
 # -- first derivatives ----------------------------------------------------------------------------
 
 
-@by_layer
+@by_layer_in_time
 @crossed(FIRST_ORDER)
 def test_first_order(layer, reference, args, transform):
     ours, expected = transform(loss_of(layer.apply), args), transform(loss_of(reference), args)
