@@ -299,7 +299,7 @@ def _dither(x: jax.Array) -> jax.Array:
 
 
 def _smallest_and_largest(x: jax.Array, finite: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Of the finite values in each row; inf and -inf if there are none, which is NaN to `_dequantize`."""
+    """Of the finite values in each row; inf and -inf in a row without any, whose values are all kept as NaN."""
     # One reduction with two results: XLA would compute, and keep, what it reads for each of two.
     ends = jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)
     return jax.lax.reduce(

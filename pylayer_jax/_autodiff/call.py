@@ -47,7 +47,7 @@ class LayerCall:
     @property
     def source(self) -> str:
         """The class, and where its `forward` is defined: JAX's errors name it for code that is staged."""
-        return self.name + source_of(self.layer.forward)
+        return source_of(self.name, self.layer.forward)
 
     def scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """The operations of a method as `Tanh/forward` in compiled programs and profiles."""

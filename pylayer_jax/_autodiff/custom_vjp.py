@@ -36,12 +36,12 @@ def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
 
 
 def _source(layer: type) -> Callable[[], str]:
-    """Gives the class, and where its `forward` is defined, without a reference to the class.
+    """A function that returns the name of a class and the place of its `forward`. It does not keep the class alive.
 
-    Only when JAX asks, since the members of an unpickled class are set after it was made.
+    It looks for `forward` when it is called: the members of an unpickled class are set after the class is compiled.
     """
     name, found = layer.__qualname__, weakref.ref(layer)
-    return lambda: name + source_of(getattr(found(), "forward", _primal))
+    return lambda: source_of(name, getattr(found(), "forward", _primal))
 
 
 class _Run(NamedTuple):

@@ -92,7 +92,7 @@ def save_state(
 
     def save(value: Any, name: str) -> Any:
         tensors, skeleton = split(value)
-        for path, names in hiding_functions(skeleton) if skeleton.has_statics else ():
+        for path, names in hiding_functions(skeleton):
             raise ValueError(
                 f"{name + path} in {layer}.forward is a function that closes over traced values "
                 f"({names}), which cannot be kept for backward. Keep the values themselves, with "

@@ -10,7 +10,6 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._jax import (
-    active_traces,
     current_trace,
     is_deferred,
     is_rematerialized,
@@ -133,7 +132,7 @@ class Hooks:
 
     def __init__(self, pair: Pair, tensors: Sequence[Any]) -> None:
         self.pair = pair
-        self.deferred = is_deferred(tensors, active_traces())  # see NOTE [packed tensors]
+        self.deferred = is_deferred(tensors)  # see NOTE [packed tensors]
         self.rematerialized = pair.host and is_rematerialized()
 
     @staticmethod

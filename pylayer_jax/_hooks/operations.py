@@ -15,7 +15,6 @@ from typing import Any
 from pylayer_jax._jax import (
     ShapedArray,
     TraceBefore,
-    active_traces,
     as_arrays,
     as_parameter,
     current_trace,
@@ -74,8 +73,7 @@ class HooksTrace(TraceBefore):
         is_once = not any(map(is_differentiated_twice, tracers))
         if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
             with set_current_trace(self.parent_trace):
-                is_now = not is_deferred(tracers, active_traces())
-            differentiated_now = is_now and any(map(is_reverse_mode_tracer, tracers))
+                differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not is_deferred(tracers)
             jaxpr = _packing_inside(primitive.name, params, self.pair, differentiated_now)
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):

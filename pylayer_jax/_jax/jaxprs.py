@@ -163,7 +163,7 @@ def without_checks(jaxpr: Any) -> tuple[Any, Any]:
     def is_check(equation: Any) -> bool:
         return equation.primitive.name == "check"
 
-    # Without this module, of which users have `check`, nobody needs to look: a layer is traced without this walk.
+    # Nobody can have called `check` before this module was imported. Tracing a layer then needs no walk.
     if "jax.experimental.checkify" not in sys.modules or not any(map(is_check, jaxpr.eqns)):
         return jaxpr, None
     rest = [e for e in jaxpr.eqns if not is_check(e)]

@@ -212,14 +212,14 @@ def is_staging(further_out: bool = False) -> bool:
     return False
 
 
-def is_deferred(tensors: Sequence[Any], traces: Sequence[Any]) -> bool:
+def is_deferred(tensors: Sequence[Any], traces: Sequence[Any] | None = None) -> bool:
     """Whether an operation on `tensors` is only staged here, so that JAX may differentiate it later, or several times.
 
-    `traces` are the active ones. A differentiation outside of the jaxpr that is being made does that later: it sees
-    the jaxpr as a whole.
+    A differentiation outside of the jaxpr that is being made does that later: it sees the jaxpr as a whole. `traces`
+    are the active ones, if the caller has them.
     """
     within: list[Any] = []  # the traces within the one that makes the jaxpr
-    for trace in traces:
+    for trace in active_traces() if traces is None else traces:
         if _is_staging_trace(trace):
             break
         within.append(trace)

@@ -71,8 +71,6 @@ def _non_differentiable(layer: str, tensors: Sequence[Any], state: ContextState)
     for value, call, advice in state.must_return:
         if not contains(tensors, value):
             raise ValueError(f"ctx.{call} in {layer}.forward: {describe(value)} is not an output of forward. {advice}")
-    if not state.non_differentiable:
-        return frozenset()
     return frozenset(i for i, tensor in enumerate(tensors) if contains(state.non_differentiable, tensor))
 
 

@@ -55,10 +55,10 @@ def innermost(function: Any) -> Any:
     return function
 
 
-def source_of(function: Callable[..., Any]) -> str:
-    """Where a function is defined, as in ` at layers.py:12`; empty if that is not known."""
+def source_of(name: str, function: Callable[..., Any]) -> str:
+    """A name, and the place where a function is defined if that is known, as in `Tanh at layers.py:12`."""
     code = getattr(innermost(function), "__code__", None)
-    return "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def add_note(error: Exception, layer: str, method: str) -> None:

@@ -63,10 +63,6 @@ class Skeleton:
         """The tree with `tensors` where its own tensors were, and `value` for every static."""
         return self.fill(tensors, lambda _: value)
 
-    @property
-    def has_statics(self) -> bool:
-        return len(self.leaves) > self.size
-
     def statics(self) -> list[Any]:
         """Everything that is not a tensor, in flattening order."""
         return [leaf for leaf in self.leaves if leaf is not _TENSOR]

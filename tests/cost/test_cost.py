@@ -228,7 +228,7 @@ def test_nothing_is_built_per_call(monkeypatch):
 
 @pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="jax_custom_vjp3 stages the function of a rule by jax.jit")
 def test_jax_reads_no_signature_for_a_layer(monkeypatch):
-    """JAX works out the names of all arguments of a rule unless it is told: a third of the time to trace a layer."""
+    """For a function without ready-made facts, JAX reads a signature and names all arguments at each call."""
     read = []
     signature = inspect.signature
 
