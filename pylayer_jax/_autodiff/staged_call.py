@@ -9,9 +9,16 @@ rule is lost at the second order. Here the forward rule binds one opaque equatio
 whose own derivative is the custom rule again (`derivative`). A class with forward mode binds *staged_call* itself,
 without a `jax.custom_vjp` around it.
 
-Residuals are told apart by their source, since they differ under an outer differentiation: an input is handed on by the
-caller and keeps its own derivative, an output carries the rule of *staged_call*, and an intermediate is differentiated
-through `forward`, whose jaxpr *staged_call* holds, as a function of inputs and outputs.
+Residuals are told apart by their source (`_sources`), since they differ under an outer differentiation:
+
+- an input is handed on by the caller and keeps its own derivative, also where it is returned;
+- an output carries the rule of *staged_call*; of one object that is returned twice, the last counts;
+- any other tensor is an intermediate. It is differentiated through `forward`, whose jaxpr *staged_call* holds, as a
+  function of the inputs and of the outputs that carry the rule (`carriers`). An output that is marked
+  non-differentiable carries no rule: it is plain code of `forward`.
+
+Objects are compared in the jaxpr, where each argument has a variable of its own. An operation that does nothing, as
+`x.reshape(x.shape)`, makes no new variable: it is its operand.
 """
 
 from __future__ import annotations
@@ -26,8 +33,12 @@ import jax.numpy as jnp
 from pylayer_jax._jax import (
     NEEDS_VALUES,
     concrete_value,
+    dependence,
+    eval_with_given,
+    has_tangent,
     is_differentiated,
     is_forward_mode,
+    is_literal,
     prune,
     stage,
 )
@@ -57,6 +68,7 @@ class StagedCall:
     sources: tuple[Source, ...]  # one per residual
     is_traceable: bool = True  # whether the jaxpr computes, or only holds the results of a concrete run
     packs: bool = False  # whether its first differentiation packs the residuals; later ones never do
+    carriers: tuple[int, ...] = ()  # the outputs that carry the rule into what `forward` computes from them
 
     def __repr__(self) -> str:
         return self.name  # as jaxprs show it
@@ -74,6 +86,21 @@ class StagedCall:
         """The residuals, from the inputs and the results of *staged_call*."""
         by_source = {"input": inputs, "output": values, "intermediate": values[self.outputs :]}
         return [by_source[kind][i] for kind, i in self.sources]
+
+    @property
+    def carrier_types(self) -> list[Any]:
+        return [self.derivative.output_types[i] for i in self.carriers]
+
+    def intermediates(self, *args: Any) -> list[Any]:
+        """The intermediates, from consts, inputs, and the outputs that carry the rule."""
+        count = len(self.jaxpr.invars)
+        given = zip((self.jaxpr.outvars[i] for i in self.carriers), args[count:], strict=True)
+        return eval_with_given(self.jaxpr, args[:count], dict(given))[self.outputs :]
+
+    def carried(self) -> list[bool]:
+        """A mask of the intermediates that come from an output that carries the rule."""
+        variables = [self.jaxpr.outvars[i] for i in self.carriers]
+        return dependence(self.jaxpr, [False] * len(self.jaxpr.invars), variables=variables)[self.outputs :]
 
     def computing(self, used: Sequence[bool] | None) -> tuple[Any, list[bool]]:
         """The jaxpr of the results that are used (None: of all), and a mask of the inputs that it reads."""
@@ -122,7 +149,7 @@ def stage_call(
     def forward(*inputs: Any) -> tuple[list[Any], tuple[SavedState, tuple[Source, ...]]]:
         __tracebackhide__ = True
         saved, outputs, residuals = run_and_save(call, inputs, needs_grad, perturbed_is_exact)
-        sources, intermediates = _sources(inputs, outputs, residuals)
+        sources, intermediates = _sources(inputs, outputs, saved.outputs.non_differentiable, residuals)
         return [*outputs, *intermediates], (saved, sources)
 
     try:
@@ -141,16 +168,24 @@ def stage_call(
     if any(map(is_differentiated, consts)):
         raise call.closed_over_error()
     derivative = LayerDerivative.of(call, saved, len(sources))
-    return StagedCall(call, saved, derivative, jaxpr, len(consts), sources, is_traceable), consts
+    carriers = _carriers(jaxpr, derivative.has_tangent)
+    return StagedCall(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, carriers=carriers), consts
+
+
+def _carriers(jaxpr: Any, has_tangent: Sequence[bool]) -> tuple[int, ...]:
+    last = {v: i for i, v in enumerate(jaxpr.outvars[: len(has_tangent)]) if not is_literal(v)}
+    return tuple(i for v, i in last.items() if has_tangent[i] and v not in jaxpr.invars)
 
 
 def _sources(
-    inputs: Sequence[Any], outputs: Sequence[Any], residuals: Sequence[Any]
+    inputs: Sequence[Any], outputs: Sequence[Any], non_differentiable: frozenset[int], residuals: Sequence[Any]
 ) -> tuple[tuple[Source, ...], list[Any]]:
     # Staged inputs are distinct objects even if the caller passed one array twice, so that identity tells.
     sources: list[Source] = []
     intermediates: list[Any] = []
-    known: dict[int, Source] = {id(x): ("output", i) for i, x in enumerate(outputs)}
+    # Without a tangent, an output is the same as plain code.
+    is_plain = [i in non_differentiable and has_tangent(x) for i, x in enumerate(outputs)]
+    known: dict[int, Source] = {id(x): ("output", i) for i, x in enumerate(outputs) if not is_plain[i]}
     known |= {id(x): ("input", i) for i, x in enumerate(inputs)}
     for tensor in residuals:
         source = known.get(id(tensor))

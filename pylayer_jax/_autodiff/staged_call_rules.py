@@ -10,7 +10,6 @@ from pylayer_jax._jax import (
     HoldingPrimitive,
     dependence,
     eval_jaxpr,
-    from_first_outputs,
     has_tangent,
     held_object,
     is_named,
@@ -22,6 +21,7 @@ from pylayer_jax._jax import (
     register,
     scatter,
     select,
+    stage,
     tangent_type,
     typeof,
     without_checks,
@@ -124,20 +124,20 @@ def _intermediate_tangents(
     intermediates = values[staged.outputs :]
     if not intermediates:
         return []
-    # An intermediate that is computed from an output carries the rule of that output.
-    jaxpr, is_input = from_first_outputs(staged.jaxpr, staged.outputs)
-    primals = [*primals, *select(values[: staged.outputs], is_input)]
-    tangents = [*tangents, *select(out_tangents, is_input)]
+    primals = [*primals, *(values[i] for i in staged.carriers)]
+    tangents = [*tangents, *(out_tangents[i] for i in staged.carriers)]
+    if not staged.is_traceable:  # the jaxpr holds the results of a run on concrete values
+        if not any(map(has_tangent, intermediates)):
+            return [None] * len(intermediates)
+        raise staged.derivative.second_derivative_error() or staged.not_traceable_error()
+    jaxpr, consts, _ = stage(lambda *args: (staged.intermediates(*args), None), [typeof(x) for x in primals], staged.name)
+    primals, tangents = [*consts, *primals], [*(None for _ in consts), *tangents]
     nonzero = nonzero_tangents(primals, tangents)
-    # If `forward` ran on concrete values, the jaxpr holds its results as constants; assume that every intermediate
-    # depends on every input.
-    depends = dependence(jaxpr, nonzero) if staged.is_traceable else [True] * len(intermediates)
+    depends = dependence(jaxpr, nonzero)
     wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
     if not any(wanted):
         return [None] * len(intermediates)
     forbidden = staged.derivative.second_derivative_error
-    if not staged.is_traceable:
-        raise forbidden() or staged.not_traceable_error()
     derived = intermediate_tangents(staged.name, jaxpr, wanted, nonzero, primals, select(tangents, nonzero), forbidden)
     return scatter(derived, wanted)
 
