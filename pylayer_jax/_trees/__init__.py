@@ -11,7 +11,7 @@ This file hands their names on, so that the wings above import from `pylayer_jax
 """
 
 from .changes import Watched
-from .closures import content, hiding_functions, traced_attributes, traced_names
+from .closures import content, hiding_functions, traced_attributes, traced_names, values_in_reach
 from .matching import collect_like
 from .messages import add_note, describe, innermost, name_meant, plural, source_of
 from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_box, is_tensor, split, unboxed
@@ -41,4 +41,5 @@ __all__ = [
     "traced_attributes",
     "traced_names",
     "unboxed",
+    "values_in_reach",
 ]

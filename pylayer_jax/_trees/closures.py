@@ -11,6 +11,7 @@ import jax
 
 from pylayer_jax._jax import is_tracer
 
+from .messages import innermost
 from .partition import Skeleton
 
 _DEPTH = 4  # a lambda in a partial in a closure is as deep as real code was seen to go
@@ -54,6 +55,18 @@ def traced_attributes(value: object, predicate: Callable[[object], bool] = is_tr
     if isinstance(value, types.ModuleType):
         return []
     return [f".{name}" for name, held in getattr(value, "__dict__", {}).items() if predicate(held)]
+
+
+def values_in_reach(function: Any) -> list[Any]:
+    """The constants, globals, captured values and defaults that a function reads: they are there before it runs."""
+    function = innermost(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    variables = getattr(function, "__globals__", {})
+    found = [*code.co_consts, *(variables[name] for name in code.co_names if name in variables)]
+    found += map(content, getattr(function, "__closure__", None) or ())
+    return [*found, *(getattr(function, "__defaults__", None) or ())]
 
 
 def content(cell: Any) -> Any:
