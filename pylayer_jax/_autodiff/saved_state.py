@@ -85,7 +85,9 @@ class SavedState:
         names: list[str] = []
         for start, value in kept.items():
             paths = value.skeleton.static_paths() if isinstance(value, SavedTree) else [("", value)]
-            names += [start + path for path, leaf in paths if not isinstance(leaf, _PIECEWISE) and not contains(known, leaf)]
+            names += [
+                start + path for path, leaf in paths if not isinstance(leaf, _PIECEWISE) and not contains(known, leaf)
+            ]
         return names
 
 
