@@ -38,6 +38,7 @@ from .identities import (
 )
 from .jaxprs import (
     as_parameter,
+    at_present_line,
     computing_only,
     dependence,
     from_first_outputs,
@@ -67,6 +68,7 @@ from .names import (
     checkpoint_name,
     eval_jaxpr,
     set_current_trace,
+    summarize,
 )
 from .primitives import (
     HoldingPrimitive,
@@ -136,6 +138,7 @@ __all__ = [
     "as_array",
     "as_arrays",
     "as_parameter",
+    "at_present_line",
     "batch_axis_to_front",
     "batch_together",
     "call_with_symbolic_zeros",
@@ -210,6 +213,7 @@ __all__ = [
     "set_current_trace",
     "shard_counts",
     "stage",
+    "summarize",
     "tangent_type",
     "trace_below",
     "typeof",
