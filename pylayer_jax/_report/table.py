@@ -136,7 +136,8 @@ class SavedTensorsReport:
                 message = "saved_tensors_report(...).plot() needs matplotlib: pip install matplotlib"
                 raise ImportError(message) from error
             _, ax = plt.subplots(layout="constrained", figsize=(6.4, 1.2 + 0.25 * len(self.rows)))
-        places, sizes, packed = zip(*((i, r.bytes, r.packed_bytes) for i, r in enumerate(self.rows)), strict=True)
+        places = range(len(self.rows))
+        sizes, packed = ([getattr(r, size) for r in self.rows] for size in ("bytes", "packed_bytes"))
         ax.barh(places, sizes, label="before packing", alpha=0.5 if packed != sizes else 1.0)
         if packed != sizes:
             ax.barh(places, packed, label="kept")
