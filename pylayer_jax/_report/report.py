@@ -21,19 +21,19 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     """List everything that `jax.vjp` of `fun(*args, **kwargs)` would hold for backward.
 
     `fun` is a function or a layer. The report traces `jax.vjp` of it and does not run it; arguments may therefore be
-    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks count, and so do the
-    blocks of hooks inside `fun`.
+    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks count, and so do the blocks of hooks
+    inside `fun`, each as in a compiled program.
 
-    A row is a tensor that is kept, or several equal ones: what a layer saves, by its class and name (the one in
-    `saved_names` of the class, if it has one); what a plain operation computes and its derivative keeps, by the name of
-    the operation; an input of `fun` that is kept as it is. A tensor that `jax.checkpoint` computes again is not kept,
-    and has no row.
+    A row is a tensor that is kept, or several that differ only in their values: what a layer saves, by its class and
+    name (the one in `saved_names` of the class, if it has one); what a plain operation computes and a derivative keeps,
+    by the name of the operation; an input of `fun`, which exists anyway. What `jax.checkpoint` computes again is not
+    kept, and has no row. If several layers keep the same tensor, it has one row.
 
     Bytes are those of the whole array, and those on each device as far as the sharding is known while `fun` is traced:
     from the type of an array (explicit axes), from an argument that is kept as it is, and inside `jax.shard_map`,
     where the type in a row is that of one device. With automatic axes, the compiler chooses the shardings of
     intermediates after the trace: such a tensor counts in full on each device, so that the bytes per device are an
-    upper bound.
+    upper bound. Of what hooks keep on the host (`host=True`), only the number by which a program finds it counts.
 
     Raises:
         TypeError: if no argument holds a float array.
