@@ -14,11 +14,6 @@ from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import innermost, source_of, split, traced_attributes, traced_names
 
-# The tracker that marks every array that a layer keeps, for a report. It is part of jit's cache key, so that staged
-# code is traced anew for it.
-residual_tracker: Final = jax.make_user_context(None)
-
-
 # True while code runs that may be transposed, or differentiated in forward mode: a `backward`, and a `forward` that is
 # staged under `jax.jvp`. A layer that this code applies is then no `jax.custom_vjp` function, which allows neither. It
 # is part of jit's cache key, since a jitted function may apply the layer.
@@ -31,7 +26,7 @@ NO_CONTEXT: Final = contextlib.nullcontext()
 class LayerCall:
     """One call of `apply`, as it travels through JAX inside a treedef. Holds no array."""
 
-    __slots__ = ("arguments", "call_site", "hooks", "layer", "log", "name", "outputs")
+    __slots__ = ("arguments", "hooks", "layer", "log", "name", "outputs")
 
     def __init__(self, layer: Any, arguments: Arguments, hooks: Hooks | None, deferred: bool) -> None:
         self.layer = layer
@@ -42,7 +37,6 @@ class LayerCall:
         # Only a call that is staged may be differentiated several times.
         self.log: RunLog[Any] | None = RunLog() if deferred else None
         self.outputs: Outputs | None = None  # set by the binding that ran the layer
-        self.call_site = "" if residual_tracker.value is None else residual_tracker.value.call_site()
 
     @property
     def source(self) -> str:

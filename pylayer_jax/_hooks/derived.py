@@ -17,6 +17,7 @@ import numpy as np
 
 from pylayer_jax._jax import (
     TraceBefore,
+    at_present_line,
     eval_jaxpr,
     inner_jaxprs,
     is_inlinable,
@@ -78,7 +79,7 @@ def _opened(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
     """The jaxpr and constants of a small jitted function, such as those of jax.numpy; None for another one."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not any(inner_jaxprs(e.params) for e in jaxpr.eqns)
-    return (jaxpr, consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
+    return (at_present_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
 
 
 class Step(NamedTuple):

@@ -38,6 +38,7 @@ from .identities import (
 )
 from .jaxprs import (
     as_parameter,
+    at_present_line,
     computing_only,
     dependence,
     effects_of_own_refs,
@@ -70,6 +71,7 @@ from .names import (
     eval_context,
     eval_jaxpr,
     set_current_trace,
+    summarize,
 )
 from .primitives import (
     HoldingPrimitive,
@@ -139,6 +141,7 @@ __all__ = [
     "as_array",
     "as_arrays",
     "as_parameter",
+    "at_present_line",
     "batch_axis_to_front",
     "batch_together",
     "call_with_symbolic_zeros",
@@ -216,6 +219,7 @@ __all__ = [
     "set_current_trace",
     "shard_counts",
     "stage",
+    "summarize",
     "tangent_type",
     "trace_below",
     "typeof",

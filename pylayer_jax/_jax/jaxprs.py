@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,15 +17,19 @@ from .names import (
     Jaxpr,
     Literal,
     ShapedArray,
+    current,
     eval_jaxpr,
     jaxprs_in_params,
     partial_eval,
     register_exclusion,
+    summarize,
     wrap_init,
 )
 
 # The lines that JAX shows for an operation (in errors about tracers, in profiles) are those of users.
-register_exclusion(str(Path(__file__).parents[1]) + os.sep)
+for _part in Path(__file__).parents[1].iterdir():
+    if _part.name != "_commands":  # holds layers, as the code of a user does
+        register_exclusion(str(_part))
 
 
 def stage(
@@ -70,6 +73,14 @@ def as_parameter(jaxpr: Any) -> Any:
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     """The jaxprs in the parameters of an equation: of a jitted function, a loop, the branches of a cond."""
     return list(jaxprs_in_params(params))
+
+
+def at_present_line(jaxpr: Any) -> Any:
+    """The jaxpr of a jitted function of JAX, whose equations have no line of a user, with the line that runs now."""
+    if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
+        return jaxpr
+    line = current().traceback
+    return jaxpr.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=line)) for e in jaxpr.eqns])
 
 
 def has_equation(jaxpr: Any, name: str) -> bool:

@@ -24,7 +24,7 @@ from jax.extend.core import (
 )
 from jax.extend.linear_util import wrap_init
 from jax.extend.mlir.dialects import stablehlo
-from jax.extend.source_info_util import register_exclusion
+from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.lax import convert_element_type_p
 
@@ -44,6 +44,7 @@ __all__ = [
     "checkpoint_name",
     "concrete_or_error",
     "convert_element_type_p",
+    "current",
     "eval_context",
     "eval_jaxpr",
     "get_opaque_trace_state",
@@ -55,6 +56,7 @@ __all__ = [
     "register_exclusion",
     "set_current_trace",
     "stablehlo",
+    "summarize",
     "take_current_trace",
     "unmapped_aval",
     "wrap_init",
