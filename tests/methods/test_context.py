@@ -524,7 +524,7 @@ def test_a_numpy_output_that_changed_after_it_was_kept_is_an_intermediate():
 
     made = layer(forward, lambda ctx, dy: 3 * dy * (1 - ctx.saved_tensor()[0] ** 2))
     np.testing.assert_allclose(jax.grad(lambda x: made.apply(x).sum())(X), 3 - 3 * jnp.tanh(X) ** 2, rtol=1e-5)
-    with pytest.raises(TypeError, match=r"a tensor that forward saved and that is neither an input nor an output"):
+    with pytest.raises(TypeError, match="saved a tensor that is neither an input nor an output"):
         jax.grad(lambda x: jax.grad(lambda x: made.apply(x).sum())(x).sum())(X)
 
 
