@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.mistakes import backward_arity_error, jvp_arity_error, warn_of_missing_return
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
-from pylayer_jax._trees import add_note
+from pylayer_jax._trees import add_note, filled
 
 from .call import NO_CONTEXT, LayerCall, no_custom_vjp
 from .derivative import Derivative
@@ -62,6 +63,7 @@ class LayerDerivative(Derivative):
         refusal = KernelInBackward(call.name, self.has_pushforward) if may_be_transposed and kernels_may_run() else None
         try:
             with (
+                self._filled(residuals),
                 no_custom_vjp(True) if may_be_transposed else NO_CONTEXT,
                 call.staged_scope("backward") if is_staged else NO_CONTEXT,
                 NO_CONTEXT if refusal is None else naming_kernels(refusal),
@@ -91,7 +93,7 @@ class LayerDerivative(Derivative):
         given = argument_tangents(call.arguments, tangents, saved.materialize)
         jvp = call.layer._jvp_method()
         try:
-            with call.scope("jvp"):
+            with self._filled(residuals), call.scope("jvp"):
                 result = jvp(ctx, *given)
         except Exception as error:
             names = [a.name for a in call.arguments.arguments]
@@ -109,6 +111,11 @@ class LayerDerivative(Derivative):
     def second_derivative_error(self) -> Exception | None:
         make_error = second_derivative_error_of(self.call.layer.backward)
         return None if make_error is None else make_error()
+
+    def _filled(self, residuals: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """A block in which objects on the context hold the tensors of this run: NOTE [hidden tensors]."""
+        places, trees = zip(*self.saved.hidden.values(), strict=True) if self.saved.hidden else ((), ())
+        return filled(places, [tree.restore(residuals) for tree in trees])
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:
         def restore(value: Any) -> Any:

@@ -14,7 +14,7 @@ from pylayer_jax._jax import as_arrays
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import add_note, as_jax, flatten, plural
+from pylayer_jax._trees import add_note, as_jax, flatten, is_live, is_made_here, plural
 
 from .call import NO_CONTEXT, LayerCall
 from .saved_state import SavedState, save_state
@@ -130,6 +130,7 @@ def _saved(
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,
         packs=call.hooks is not None,
+        is_hidden=is_live if call.hides else is_made_here,
     )
     return saved, arrays, residuals
 
