@@ -205,8 +205,8 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
         # A second derivative of another kind than those that `jax.custom_vjp` has.
         has_forward_mode = is_forward_over_reverse(traces)
     call = LayerCall(layer, arguments, Hooks.captured(tensors), is_deferred(tensors, traces))
-    # Traced values that `forward` reaches other than by its arguments become inputs where it is staged: NOTE [hidden
-    # tensors]. In eager mode it is not, for the sake of values that are differentiated: JAX refuses them if they are used.
+    # NOTE [hidden tensors]. In eager mode a value that is differentiated, and perhaps not used, is no reason to stage
+    # `forward`, which would no longer see numbers. JAX refuses it where it is used.
     may_be_staged = has_forward_mode or is_staging() or not any(map(is_differentiated, tensors))
     call.hides = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
     try:

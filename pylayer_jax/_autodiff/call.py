@@ -1,4 +1,13 @@
-"""One call of `apply`, as it travels through JAX."""
+"""One call of `apply`, as it travels through JAX.
+
+NOTE [hidden tensors]
+A function or an object among the arguments may hold traced values where JAX does not look: `model.w`, a variable that a
+lambda captures. A rule of `jax.custom_vjp` runs after the trace of such a value may have ended. Therefore a call that
+reaches one (`hides`) is staged where it is applied: the value becomes an operand of *staged_call*. `backward` finds it
+by an object on the context, and then needs the value of the trace in which it runs: what objects on the context hold is
+a residual as well, and stands in its place while `backward` runs. An output that depends on a hidden value that is
+differentiated is an error.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +48,9 @@ class LayerCall:
         self.arguments = arguments
         # JAX may run the forward rule long after the block was left. Therefore the call takes the pair.
         self.hooks = hooks
-        self.hides = False  # whether `forward` is staged where it is applied, since it may reach traced values by itself
+        self.hides = (
+            False  # whether `forward` is staged where it is applied, since it may reach traced values by itself
+        )
         # Only a call that is staged may be differentiated several times.
         self.log: RunLog[Any] | None = RunLog() if deferred else None
         self.outputs: Outputs | None = None  # set by the binding that ran the layer

@@ -22,6 +22,8 @@ from pylayer_jax._jax import (
     HoldingPrimitive,
     as_arrays,
     concrete_value,
+    has_tangent,
+    is_differentiated,
     is_named,
     is_staging,
     is_tracer,
@@ -34,7 +36,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import Static
+from pylayer_jax._trees import Static, contains
 
 from .backward import LayerDerivative
 from .call import LayerCall
@@ -42,7 +44,7 @@ from .derivative import BatchedDerivative, Derivative
 from .differentiate import Differentiated, differentiate
 from .forward import run_setup_context, run_undifferentiated
 from .saved_state import SavedState
-from .staged_call import StagedCall, stage_call
+from .staged_call import StagedCall, second_derivative_error, stage_call
 from .staged_call_batching import batch_staged_call
 from .staged_call_rules import bind_staged_call, nonzero_tangents
 
@@ -89,7 +91,7 @@ class SingleCall:
 
     def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
         __tracebackhide__ = True
-        outputs, values = run_undifferentiated(self.call, tensors)
+        outputs, values = run_undifferentiated(self.call, tensors, needs=True)
         return values, outputs
 
     def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
@@ -237,25 +239,46 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, eager: EagerCall) -
 def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Differentiated:
     __tracebackhide__ = True
     call, traced = eager.call, any(map(is_tracer, tensors))
+    is_first = not any(map(is_differentiated, tensors))  # of the derivatives
+    # Host code cannot be staged. Then `setup_context`, run apart from `forward`, says which tensors are kept.
+    may_set_up = call.layer._has_setup_context() and not is_staging()
     if isinstance(eager, SingleCall) and not traced:
         found = differentiate(call, tensors, needs_grad)
         call.outputs = found.saved.outputs
-    elif call.layer._has_setup_context() and not is_staging():
-        # `forward` may be host code, which cannot be staged; `setup_context` says which tensors are kept.
-        if traced:
-            values = bind(eager.without_packing(), tensors)
-        else:
-            values, call.outputs = eager.run(*tensors)
-        assert call.outputs is not None
-        saved, derivative, residuals = eager.setup(call.outputs, values, tensors, needs_grad)
-        found = Differentiated(saved, derivative, values, residuals)
+    elif may_set_up and call.layer._has_vmap_method() and is_first:
+        found = _set_up(eager, tensors, needs_grad)
     else:
-        staged, consts = eager.without_packing().stage(needs_grad, tensors)
-        call.outputs = staged.saved.outputs
-        values = bind_staged_call(staged, consts, tensors)
-        residuals = staged.residuals(tensors, values)
-        found = Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
+        try:
+            staged, consts = eager.without_packing().stage(needs_grad, () if may_set_up else tensors)
+        except NEEDS_VALUES:
+            if not may_set_up:
+                raise
+            found = _set_up(eager, tensors, needs_grad)
+            if not is_first and (error := _lost_in_setup(call, found, tensors)):
+                raise error from None
+        else:
+            call.outputs = staged.saved.outputs
+            values = bind_staged_call(staged, consts, tensors)
+            residuals = staged.residuals(tensors, values)
+            found = Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
     return found.packed(call) if eager.packs else found
+
+
+def _set_up(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Differentiated:
+    values, outputs = bind(eager.without_packing(), tensors), eager.call.outputs
+    assert outputs is not None
+    saved, derivative, residuals = eager.setup(outputs, values, tensors, needs_grad)
+    return Differentiated(saved, derivative, values, residuals)
+
+
+def _lost_in_setup(call: LayerCall, found: Differentiated, tensors: Sequence[Any]) -> Exception | None:
+    """The error for a second derivative that goes through host code in `forward`, if something would be lost."""
+    # What comes from an output that carries no rule is differentiated through `forward`, which is not there.
+    marked = found.saved.outputs.non_differentiable
+    plain = [x for i, x in enumerate(found.outputs) if i in marked and has_tangent(x)]
+    known = [*tensors, *(x for i, x in enumerate(found.outputs) if i not in marked)]
+    intermediates = [x for x in found.residuals if not contains(known, x)] if plain else []
+    return second_derivative_error(call, found.saved, intermediates)
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, eager: EagerCall) -> tuple[list[Any], list[Any]]:

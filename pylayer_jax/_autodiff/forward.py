@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._hooks.active import hooks_suspended
-from pylayer_jax._jax import as_arrays
+from pylayer_jax._jax import as_arrays, has_tangent
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
@@ -51,17 +52,20 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise
     if isinstance(result, jax.Array) and not state.must_return:
         return result
-    outputs, _, arrays = Outputs.of(name, result, state)
+    outputs, _, arrays = Outputs.of(name, result, (), state)
     return outputs.skeleton.fill(arrays)
 
 
-def run_undifferentiated(call: LayerCall, tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
-    """Run `forward` when nothing is differentiated, though it may be later. Returns the outputs and their tensors."""
+def run_undifferentiated(call: LayerCall, tensors: Sequence[Any], needs: bool = False) -> tuple[Outputs, list[Any]]:
+    """Run `forward` when nothing is differentiated. Returns the outputs and their tensors.
+
+    `needs` says whether every gradient counts as needed, since the same jaxpr may be differentiated later.
+    """
     __tracebackhide__ = True
-    # Since it may be differentiated later, every gradient counts as needed.
-    needs_grad = call.arguments.perturbable([True] * len(tensors))
-    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), as_arrays(tensors), needs_grad)
-    outputs, _, arrays = Outputs.of(call.name, result, ctx._state)
+    needs_grad = call.arguments.perturbable([needs] * len(tensors))
+    tensors = _distinct(as_arrays(tensors))
+    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
+    outputs, _, arrays = Outputs.of(call.name, result, tensors, ctx._state)
     return outputs, arrays
 
 
@@ -70,18 +74,20 @@ def run_and_save(
 ) -> tuple[SavedState, list[Any], list[Any]]:
     """Run `forward`. Returns its saved state, the output tensors, and the residuals."""
     __tracebackhide__ = True
+    tensors = _distinct(tensors)
     ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
-    return _saved(call, ctx, result, needs_grad, perturbed_is_exact)
+    return _saved(call, ctx, tensors, result, needs_grad, perturbed_is_exact)
 
 
 def run_setup_context(
     call: LayerCall, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]
 ) -> tuple[SavedState, list[Any]]:
     """Run `setup_context` on outputs that `forward` returned before. Returns its saved state, and the residuals."""
-    result = outputs.skeleton.fill(values)
+    tensors = _distinct(tensors)
+    result = outputs.skeleton.fill(outputs.as_returned(values, tensors))
     setup_context = functools.partial(call.layer._run_setup_context, result)
     ctx, _ = _run_call(call, "setup_context", setup_context, tensors, needs_grad)
-    saved, _, residuals = _saved(call, ctx, result, needs_grad)
+    saved, _, residuals = _saved(call, ctx, tensors, result, needs_grad)
     return saved, residuals
 
 
@@ -102,6 +108,14 @@ def _run_call(
         return _run(call.layer, state, method, run)
 
 
+def _distinct(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The tensors, each an object of its own: an array that was passed twice is two inputs, of which one may be marked."""
+    if len({id(x) for x in tensors}) == len(tensors):
+        return tensors
+    seen: dict[int, int] = {}
+    return [x if seen.setdefault(id(x), i) == i or not has_tangent(x) else jnp.copy(x) for i, x in enumerate(tensors)]
+
+
 def _run(
     layer: Any, state: ContextState, method: str, function: Callable[[PyLayerContext], Any]
 ) -> tuple[PyLayerContext, Any]:
@@ -118,9 +132,14 @@ def _run(
 
 
 def _saved(
-    call: LayerCall, ctx: PyLayerContext, result: Any, needs_grad: list[bool], perturbed_is_exact: bool = True
+    call: LayerCall,
+    ctx: PyLayerContext,
+    inputs: Sequence[Any],
+    result: Any,
+    needs_grad: list[bool],
+    perturbed_is_exact: bool = True,
 ) -> tuple[SavedState, list[Any], list[Any]]:
-    outputs, tensors, arrays = Outputs.of(call.name, result, ctx._state)
+    outputs, tensors, arrays = Outputs.of(call.name, result, inputs, ctx._state)
     _check_saved_names(call, ctx._state.saved)
     saved, residuals = save_state(
         ctx,

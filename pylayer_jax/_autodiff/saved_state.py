@@ -5,8 +5,12 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from pylayer_jax._jax import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
@@ -14,6 +18,7 @@ from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import (
     Place,
     Skeleton,
+    contains,
     hidden,
     hiding_functions,
     is_made_here,
@@ -79,6 +84,29 @@ class SavedState:
                 for path, i in zip(value.skeleton.tensor_paths(), value.residuals, strict=True):
                     names[i] = names[i] or start + path
         return names
+
+    def numbers(self, known: Sequence[Any]) -> list[str]:
+        """The names of kept values that are no tensors, but may depend on the numbers that `forward` saw.
+
+        These are floats, complex numbers, and objects, unless they are among the `known` ones. Integers, bools and
+        strings are piecewise constant.
+        """
+        kept = {"saved": self.saved, "saved_for_forward": self.saved_for_jvp}
+        kept |= {f"ctx.{name}": value for name, value in self.attributes.items()}
+        names: list[str] = []
+        for start, value in kept.items():
+            paths = value.skeleton.static_paths() if isinstance(value, SavedTree) else [("", value)]
+            names += [
+                start + path for path, leaf in paths if not isinstance(leaf, _PIECEWISE) and not contains(known, leaf)
+            ]
+        return names
+
+
+# What cannot change with the inputs, or only in steps.
+_PIECEWISE = (
+    *(int, str, bytes, type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType),
+    *(type(None), type(...), range, slice),
+)
 
 
 def save_state(

@@ -44,6 +44,10 @@ from pylayer_jax._jax import (
     stage,
 )
 
+from pylayer_jax._methods.once_differentiable import second_derivative_error_of
+from pylayer_jax._methods.outputs import Identity, Outputs
+from pylayer_jax._trees import values_in_reach
+
 from .backward import LayerDerivative
 from .call import NO_CONTEXT, LayerCall, no_custom_vjp
 from .derivative import Derivative
@@ -51,7 +55,7 @@ from .forward import run_and_save
 from .residuals import pack_residuals
 from .saved_state import SavedState
 
-Source = tuple[Literal["input", "output", "intermediate"], int]
+Source = Identity | tuple[Literal["intermediate"], int]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -108,7 +112,7 @@ class StagedCall:
         return (self.jaxpr, [True] * len(self.jaxpr.invars)) if used is None else prune(self.jaxpr, used)
 
     def loses_tangents(self, of_consts: Sequence[bool]) -> bool:
-        """Whether outputs depend on closed-over values that are differentiated, and not only values kept for backward."""
+        """Whether an output depends on closed-over values that are differentiated; what is kept may depend on them."""
         nonzero = [*of_consts, *[False] * (len(self.jaxpr.invars) - self.consts)]
         return any(of_consts) and (not self.is_traceable or any(dependence(self.jaxpr, nonzero)[: self.outputs]))
 
@@ -130,12 +134,29 @@ class StagedCall:
             return None
         return stage_call(self.call, [v.aval for v in self.jaxpr.invars[self.consts :]], needs_grad)
 
-    def not_traceable_error(self) -> TypeError:
-        return TypeError(
-            f"{self.name}: a second derivative goes through a tensor that forward saved and that is neither an "
-            "input nor an output, but forward needs concrete values and cannot be traced. Save inputs and outputs "
-            "instead, or write forward with jax.numpy."
-        )
+
+def second_derivative_error(call: LayerCall, saved: SavedState, intermediates: Sequence[Any]) -> Exception | None:
+    """The error for a second derivative of a `forward` that ran on concrete values; None if nothing would be lost."""
+    if any(map(has_tangent, intermediates)):
+        kept = "saved a tensor that is neither an input nor an output"
+    elif names := saved.numbers(_known_before(call)):
+        kept = f"kept {', '.join(names)}, which may depend on the inputs"
+    else:
+        return None
+    if (forbidden := second_derivative_error_of(call.layer.backward)) is not None:
+        return forbidden()
+    return TypeError(
+        f"{call.name}: a second derivative goes through forward, which needs concrete values and cannot be traced, and "
+        f"which {kept}. Its derivative would be lost. Write forward with jax.numpy, or keep inputs and outputs only. "
+        "Decorate backward with @once_differentiable if second derivatives are not meant."
+    )
+
+
+def _known_before(call: LayerCall) -> list[Any]:
+    """Values that are no results of `forward`."""
+    methods = [call.layer.forward, getattr(call.layer, "setup_context", None)]
+    given = [x for a in call.arguments.arguments for x in a.skeleton.statics()]
+    return given + [x for method in methods for x in values_in_reach(method)]
 
 
 def stage_call(
@@ -155,7 +176,7 @@ def stage_call(
     def forward(*inputs: Any) -> tuple[list[Any], tuple[SavedState, tuple[Source, ...]]]:
         __tracebackhide__ = True
         saved, outputs, residuals = run_and_save(call, inputs, needs_grad, perturbed_is_exact)
-        sources, intermediates = _sources(inputs, outputs, saved.outputs.non_differentiable, residuals)
+        sources, intermediates = _sources(inputs, outputs, saved.outputs, residuals)
         return [*outputs, *intermediates], (saved, sources)
 
     try:
@@ -185,15 +206,16 @@ def _carriers(jaxpr: Any, has_tangent: Sequence[bool]) -> tuple[int, ...]:
 
 
 def _sources(
-    inputs: Sequence[Any], outputs: Sequence[Any], non_differentiable: frozenset[int], residuals: Sequence[Any]
+    inputs: Sequence[Any], values: Sequence[Any], outputs: Outputs, residuals: Sequence[Any]
 ) -> tuple[tuple[Source, ...], list[Any]]:
     # Staged inputs are distinct objects even if the caller passed one array twice, so that identity tells.
     sources: list[Source] = []
     intermediates: list[Any] = []
-    # Without a tangent, an output is the same as plain code.
-    is_plain = [i in non_differentiable and has_tangent(x) for i, x in enumerate(outputs)]
-    known: dict[int, Source] = {id(x): ("output", i) for i, x in enumerate(outputs) if not is_plain[i]}
-    known |= {id(x): ("input", i) for i, x in enumerate(inputs)}
+    known: dict[int, Source] = {id(x): ("input", i) for i, x in enumerate(inputs)}
+    for i, (value, identity) in enumerate(zip(values, outputs.identities, strict=True)):
+        # A marked output is plain code; of a type without tangents it is no matter.
+        if i not in outputs.non_differentiable or not has_tangent(value):
+            known[id(value)] = identity
     for tensor in residuals:
         source = known.get(id(tensor))
         if source is None:

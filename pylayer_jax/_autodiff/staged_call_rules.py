@@ -9,6 +9,7 @@ from typing import Any
 from pylayer_jax._jax import (
     HoldingPrimitive,
     dependence,
+    effects_of_own_refs,
     eval_jaxpr,
     has_tangent,
     held_object,
@@ -30,7 +31,7 @@ from pylayer_jax._jax import (
 
 from .intermediates import intermediate_tangents, nonzero_tangents
 from .linearity import Fact, add_rule, call_of
-from .staged_call import StagedCall
+from .staged_call import StagedCall, second_derivative_error
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
 
@@ -59,7 +60,11 @@ def _evaluate(*args: Any, staged: StagedCall, used: tuple[bool, ...] | None = No
 
 def _types(*_: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> tuple[list[Any], Any]:
     jaxpr, _is_read = staged.computing(used)
-    return [v.aval for v in jaxpr.outvars], jaxpr.effects
+    return [v.aval for v in jaxpr.outvars], _effects(jaxpr)
+
+
+def _effects(jaxpr: Any) -> frozenset[Any]:
+    return frozenset(jaxpr.effects) - effects_of_own_refs()  # a Ref that `forward` makes ends with it
 
 
 def _lower(context: Any, *args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> Any:
@@ -73,7 +78,7 @@ def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
     jaxpr, _ = held_object(equation).computing(mask)
     # Inputs stay, since a derivative may need them.
     left = equation.replace(
-        outvars=select(equation.outvars, used), params=equation.params | {"used": mask}, effects=jaxpr.effects
+        outvars=select(equation.outvars, used), params=equation.params | {"used": mask}, effects=_effects(jaxpr)
     )
     return [True] * len(equation.invars), left
 
@@ -101,6 +106,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall)
     inputs, perturbed = primals[staged.consts :], nonzero[staged.consts :]
     if not any(nonzero):
         return values, [None] * len(values)
+    # If `forward` ran on concrete values, the jaxpr holds its results as constants.
+    if not staged.is_traceable and (
+        error := second_derivative_error(staged.call, staged.saved, values[staged.outputs :])
+    ):
+        raise error
     if not any(perturbed):  # only values that are kept for `backward`
         none = [None] * staged.outputs
         return values, none + _intermediate_tangents(staged, primals, tangents, values, none)
@@ -129,11 +139,9 @@ def _intermediate_tangents(
         return []
     primals = [*primals, *(values[i] for i in staged.carriers)]
     tangents = [*tangents, *(out_tangents[i] for i in staged.carriers)]
-    if not staged.is_traceable:  # the jaxpr holds the results of a run on concrete values
-        if not any(map(has_tangent, intermediates)):
-            return [None] * len(intermediates)
-        raise staged.derivative.second_derivative_error() or staged.not_traceable_error()
-    jaxpr, consts, _ = stage(lambda *args: (staged.intermediates(*args), None), [typeof(x) for x in primals], staged.name)
+    jaxpr, consts, _ = stage(
+        lambda *args: (staged.intermediates(*args), None), [typeof(x) for x in primals], staged.name
+    )
     primals, tangents = [*consts, *primals], [*(None for _ in consts), *tangents]
     nonzero = nonzero_tangents(primals, tangents)
     depends = dependence(jaxpr, nonzero)

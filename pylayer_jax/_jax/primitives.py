@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from .jaxprs import effects_of_own_refs
 from .names import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, mlir, partial_eval
 from .types import tangent_type, typeof
 
@@ -162,7 +163,8 @@ def is_named(axis: Any, **_: Any) -> bool:
 
 def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
     """Lower a jaxpr in place, at half the cost of `mlir.lower_fun`, which traces it again."""
-    if getattr(jaxpr, "is_high", False):  # under jax_custom_vjp3 it has to be rewritten first
+    # Refs, and functions of jax_custom_vjp3, have to be rewritten first.
+    if getattr(jaxpr, "is_high", False) or jaxpr.effects & effects_of_own_refs():
         traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
         return traced(context, *args)
     module = context.module_context

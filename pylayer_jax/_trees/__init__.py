@@ -11,7 +11,19 @@ This file hands their names on, so that the wings above import from `pylayer_jax
 """
 
 from .changes import Watched
-from .closures import Place, content, filled, hidden, hiding_functions, is_live, is_live_constant, is_made_here, traced_names, vacate
+from .closures import (
+    Place,
+    content,
+    filled,
+    hidden,
+    hiding_functions,
+    is_live,
+    is_live_constant,
+    is_made_here,
+    traced_names,
+    vacate,
+    values_in_reach,
+)
 from .matching import collect_like
 from .messages import add_note, describe, innermost, name_meant, plural, source_of
 from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_box, is_tensor, split, unboxed
@@ -47,4 +59,5 @@ __all__ = [
     "traced_names",
     "unboxed",
     "vacate",
+    "values_in_reach",
 ]

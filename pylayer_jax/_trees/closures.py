@@ -13,9 +13,12 @@ import jax
 
 from pylayer_jax._jax import current_trace, is_differentiated, is_leaked, is_staging, is_tracer, trace_below
 
+from .messages import innermost
 from .partition import Skeleton, is_tensor
 
-_DEPTH = 4  # a lambda in a partial in a closure, or an array in a layer of a model, is as deep as real code was seen to go
+_DEPTH = (
+    4  # a lambda in a partial in a closure, or an array in a layer of a model, is as deep as real code was seen to go
+)
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType)
 
 
@@ -104,6 +107,18 @@ def filled(places: Sequence[Place], values: Sequence[Any]) -> Iterator[None]:
     finally:
         for place in places:
             place.put(place.value)
+
+
+def values_in_reach(function: Any) -> list[Any]:
+    """The constants, globals, captured values and defaults that a function reads: they are there before it runs."""
+    function = innermost(function)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    variables = getattr(function, "__globals__", {})
+    found = [*code.co_consts, *(variables[name] for name in code.co_names if name in variables)]
+    found += map(content, getattr(function, "__closure__", None) or ())
+    return [*found, *(getattr(function, "__defaults__", None) or ())]
 
 
 def content(cell: Any) -> Any:
