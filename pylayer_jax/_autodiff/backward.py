@@ -13,7 +13,12 @@ import jax.numpy as jnp
 from pylayer_jax._jax import is_differentiating, is_staging, kernels_may_run, naming_kernels
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
-from pylayer_jax._methods.mistakes import backward_arity_error, jvp_arity_error, warn_of_missing_return
+from pylayer_jax._methods.mistakes import (
+    Attributes,
+    backward_arity_error,
+    jvp_arity_error,
+    warn_of_missing_return,
+)
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note, filled
@@ -53,6 +58,8 @@ class LayerDerivative(Derivative):
             return [None] * len(call.arguments.avals)
         seen = self._needs_input_grad(needs_grad)
         ctx = self._context(seen, residuals, saved.saved)
+        arrays = residuals if isinstance(residuals, (list, tuple)) else ()  # others are unpacked only if they are read
+        attributes = Attributes([(f"ctx.{name}", value) for name, value in vars(ctx).items()], arrays)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
@@ -79,10 +86,12 @@ class LayerDerivative(Derivative):
                 raise misfit from error
             add_note(error, call.name, "backward")
             raise
-        gradients = match_gradients(result, call.arguments, seen, layer._torch_convention, saved.perturbed_is_exact)
-        if result is None and any(seen):
+        attributes.check(call.name, "backward")
+        needed = call.arguments.perturbable(needs_grad)
+        gradients = match_gradients(result, call.arguments, needed, layer._torch_convention, saved.perturbed_is_exact)
+        if result is None and any(needed):
             warn_of_missing_return(layer, call.name, layer.backward)
-        return conjugate([g if need else None for g, need in zip(gradients, needs_grad, strict=True)])
+        return conjugate(gradients)
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""

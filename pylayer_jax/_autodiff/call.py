@@ -123,7 +123,8 @@ class LayerCall:
                 if held := [name for name in traced_names(leaf, predicate) if name[0] == "."]:
                     return jax.errors.UnexpectedTracerError(
                         f"{self.name}.apply: argument {argument.name}{path} holds a traced value in {', '.join(held)}, "
-                        f"but its type {type(getattr(leaf, '__self__', leaf)).__qualname__} is no pytree, so that its gradient would be lost. "
+                        f"but its type {type(getattr(leaf, '__self__', leaf)).__qualname__} is no pytree, so that its "
+                        "gradient would be lost. "
                         "Register the type (jax.tree_util.register_dataclass), or pass the array itself."
                     )
         names = self.names_closed_over(predicate)

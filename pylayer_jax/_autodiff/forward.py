@@ -30,7 +30,9 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     leaves, treedef = flatten((args, kwargs))
     count = len(args) + len(kwargs)
     inputs: Any = leaves
-    if treedef.num_nodes > count + 3:  # more than a node for each argument, the tuple of them, the dict, and both
+    atoms = len(leaves) + sum(x is None for x in (*args, *kwargs.values()))
+    # More than a node for each argument, the tuple of them, the dict, and both; or an empty list.
+    if treedef.num_nodes > count + 3 or atoms < count:
         arguments = bind(name, forward, args, kwargs)
         inputs = arguments.take_tensors()
         function = functools.partial(arguments.call, "forward", forward, tensors=inputs)

@@ -20,7 +20,6 @@ from pylayer_jax._trees import (
     Skeleton,
     contains,
     hidden,
-    hiding_functions,
     is_made_here,
     split,
     vacate,
@@ -132,15 +131,17 @@ def save_state(
 
     def save(value: Any, name: str) -> Any:
         tensors, skeleton = split(value)
-        for path, names in hiding_functions(skeleton, is_made_here):
-            raise ValueError(
-                f"{name + path} in {layer}.forward is a function that closes over traced values "
-                f"({names}), which cannot be kept for backward. Keep the values themselves, with "
-                "ctx.save_for_backward or as attributes, and build the function in backward."
-            )
         for i, leaf in enumerate(skeleton.statics()):
             for place in hidden(leaf, is_hidden):
-                places[f"{name}{skeleton.static_paths()[i][0]}.{place.name.lstrip('.')}"] = place
+                path = name + skeleton.static_paths()[i][0]
+                # What a jitted function closes over is part of what JAX has traced.
+                if callable(leaf) and (".__wrapped__" in place.name or any(map(is_made_here, place.traced()))):
+                    raise ValueError(
+                        f"{path} in {layer}.forward is a function that closes over traced values ({place.name}), which "
+                        "cannot be kept for backward. Keep the values themselves, with ctx.save_for_backward or as "
+                        "attributes, and build the function in backward."
+                    )
+                places[f"{path}.{place.name.lstrip('.')}"] = place
         return keep(tensors, skeleton, value)
 
     def keep(tensors: list[Any], skeleton: Skeleton, value: Any) -> Any:

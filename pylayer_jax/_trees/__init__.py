@@ -25,12 +25,13 @@ from .closures import (
     values_in_reach,
 )
 from .matching import collect_like
-from .messages import add_note, describe, innermost, name_meant, plural, source_of
+from .messages import NO_ATTRIBUTES, add_note, describe, innermost, name_meant, plural, source_of
 from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_box, is_tensor, split, unboxed
 from .static import IdentityKey, Static
 
 __all__ = [
     "LEAF",
+    "NO_ATTRIBUTES",
     "IdentityKey",
     "Place",
     "Skeleton",

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +29,9 @@ class Place(NamedTuple):
     value: Any
     put: Callable[[Any], None]
 
+    def traced(self) -> list[Any]:
+        return [x for x in _leaves(self.value) if is_tracer(x)]
+
 
 def hidden(root: object, predicate: Callable[[object], bool] = is_tracer) -> list[Place]:
     """The places where a function or an object holds arrays for which `predicate` is true, other than as a pytree.
@@ -37,7 +40,7 @@ def hidden(root: object, predicate: Callable[[object], bool] = is_tracer) -> lis
     """
     found: list[Place] = []
     seen: dict[int, object] = {}
-    waiting = deque([("", root, _DEPTH)])
+    waiting = deque([("", value, _DEPTH) for value in _objects(_leaves(root))])
     while waiting:
         start, value, depth = waiting.popleft()
         if id(value) in seen:
@@ -48,16 +51,16 @@ def hidden(root: object, predicate: Callable[[object], bool] = is_tracer) -> lis
             if any(map(predicate, leaves)):
                 found.append(place)
             if depth > 1:
-                waiting += [(place.name, x, depth - 1) for x in leaves if not (isinstance(x, _PLAIN) or is_tensor(x))]
+                waiting += [(place.name, value, depth - 1) for value in _objects(leaves)]
     return found
 
 
-def hiding_functions(skeleton: Skeleton, predicate: Callable[[object], bool] = is_tracer) -> Iterator[tuple[str, str]]:
+def hiding_functions(skeleton: Skeleton) -> Iterator[tuple[str, str]]:
     """The path of each static that is a function over traced values, and their names, joined by commas."""
     if not any(map(callable, skeleton.statics())):  # paths cost more than a look at the leaves
         return
     for path, leaf in skeleton.static_paths():
-        if callable(leaf) and (names := traced_names(leaf, predicate)):
+        if callable(leaf) and (names := traced_names(leaf)):
             yield path, ", ".join(names)
 
 
@@ -98,7 +101,7 @@ def vacate(place: Place) -> Place:
 
 
 @contextlib.contextmanager
-def filled(places: Sequence[Place], values: Sequence[Any]) -> Iterator[None]:
+def filled(places: Sequence[Place], values: Sequence[Any]) -> Generator[None]:
     """A block in which other values stand in some places."""
     try:
         for place, value in zip(places, values, strict=True):
@@ -138,6 +141,10 @@ def _leaves(value: object) -> list[Any]:
         return []
 
 
+def _objects(leaves: Sequence[Any]) -> list[Any]:
+    return [x for x in leaves if not (isinstance(x, _PLAIN) or is_tensor(x))]
+
+
 def _places(value: Any, start: str) -> Iterator[Place]:
     if isinstance(value, functools.partial):
         yield from _places_of_partial(value, start)
@@ -173,14 +180,15 @@ def _places_of_function(value: types.FunctionType, start: str) -> Iterator[Place
             yield Place(start or name, held, functools.partial(variables.__setitem__, name))
     if value.__defaults__:
         yield Place(start or "__defaults__", value.__defaults__, functools.partial(setattr, value, "__defaults__"))
-    for name, held in (value.__kwdefaults__ or {}).items():
-        yield Place(start or name, held, functools.partial(value.__kwdefaults__.__setitem__, name))
+    keywords = value.__kwdefaults__ or {}
+    for name, held in keywords.items():
+        yield Place(start or name, held, functools.partial(keywords.__setitem__, name))
     yield from _attributes(value, start)
 
 
 def _attributes(value: object, start: str) -> Iterator[Place]:
-    attributes = getattr(value, "__dict__", None)
+    attributes: Any = getattr(value, "__dict__", None)
     for name, held in [*attributes.items()] if type(attributes) is dict else ():
-        # A decorated function is an attribute of its wrapper, which the name of the place leaves out.
-        path = start if name == "__wrapped__" else f"{start}.{name}"
+        # A decorated function is an attribute of its wrapper; only that of a jitted function is named.
+        path = start if name == "__wrapped__" and isinstance(value, types.FunctionType) else f"{start}.{name}"
         yield Place(path, held, functools.partial(attributes.__setitem__, name))
