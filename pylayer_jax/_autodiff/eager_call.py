@@ -22,6 +22,7 @@ from pylayer_jax._jax import (
     HoldingPrimitive,
     as_arrays,
     concrete_value,
+    eval_context,
     has_tangent,
     is_differentiated,
     is_named,
@@ -232,7 +233,9 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, eager: EagerCall) -
     if not any(perturbed):
         values = bind(eager, primals)
         return values, [None] * len(values)
-    found = _differentiate(eager, as_arrays(primals), perturbed)
+    with eval_context():  # a Python number becomes an array, and no tracer of the trace that runs this rule
+        tensors = as_arrays(primals)
+    found = _differentiate(eager, tensors, perturbed)
     return found.outputs, found.derivative.tangents(perturbed, found.residuals, select(tangents, perturbed))
 
 

@@ -111,7 +111,7 @@ def _run_call(
 
 
 def _distinct(tensors: Sequence[Any]) -> Sequence[Any]:
-    """The tensors, each an object of its own: an array that was passed twice is two inputs, of which one may be marked."""
+    """The tensors, each an object of its own: an array that was passed twice is two inputs."""
     if len({id(x) for x in tensors}) == len(tensors):
         return tensors
     seen: dict[int, int] = {}

@@ -113,7 +113,9 @@ class Code:
         except (NotDerivableError, OnceDifferentiableError):
             raise
         except Exception as error:
-            if isinstance(error, NoForwardModeError) or (isinstance(error, TypeError) and is_missing_forward_mode(error)):
+            if isinstance(error, NoForwardModeError) or (
+                isinstance(error, TypeError) and is_missing_forward_mode(error)
+            ):
                 raise self._needs_forward_mode_error() from error
             if self.kernel_error is not None:
                 raise self.kernel_error() from error
@@ -150,9 +152,9 @@ class Code:
     def _needs_forward_mode_error(self) -> NotDerivableError:
         return NotDerivableError(
             f"{self.layer}.forward saved a tensor that another layer computed within it, and that is neither an input "
-            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) needs "
-            "forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse over "
-            "reverse: jax.jacrev(jax.grad(f))."
+            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
+            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
+            "over reverse: jax.jacrev(jax.grad(f))."
         )
 
 

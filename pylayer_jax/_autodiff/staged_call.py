@@ -34,6 +34,7 @@ from pylayer_jax._jax import (
     NEEDS_VALUES,
     concrete_value,
     dependence,
+    eval_context,
     eval_with_given,
     has_tangent,
     is_differentiated,
@@ -43,7 +44,6 @@ from pylayer_jax._jax import (
     prune,
     stage,
 )
-
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.outputs import Identity, Outputs
 from pylayer_jax._trees import values_in_reach
@@ -187,7 +187,8 @@ def stage_call(
         if not tensors:
             raise
         try:
-            inputs = [jnp.copy(concrete_value(x)) for x in tensors]
+            with eval_context():
+                inputs = [jnp.copy(concrete_value(x)) for x in tensors]
         except jax.errors.ConcretizationTypeError:
             raise error from None
         results, is_traceable = forward(*inputs), False

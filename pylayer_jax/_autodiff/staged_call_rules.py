@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,14 +12,17 @@ from pylayer_jax._jax import (
     dependence,
     effects_of_own_refs,
     eval_jaxpr,
+    forbid_derivative,
     has_tangent,
     held_object,
+    is_differentiated,
     is_named,
     is_undefined,
     lower_jaxpr,
     merge,
     names_axis,
     prune,
+    reads_refs,
     register,
     scatter,
     select,
@@ -46,7 +50,25 @@ def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequenc
     if checks is not None:
         eval_jaxpr(checks, (), *consts, *tensors)
         staged = dataclasses.replace(staged, jaxpr=jaxpr)
+    if reads_refs(staged.jaxpr):
+        # An equation of ours cannot write to a Ref. The operations themselves can, but do not know the rule.
+        error = functools.partial(_closed_over_ref_error, staged.name)
+        try:
+            values = eval_jaxpr(staged.jaxpr, (), *consts, *tensors)
+        except Exception as refused:
+            if any(map(is_differentiated, tensors)):  # JAX refuses to write a value that is differentiated
+                raise error() from refused
+            raise
+        return forbid_derivative(values, error)
     return staged_call_p.bind(*consts, *tensors, staged=staged)
+
+
+def _closed_over_ref_error(layer: str) -> TypeError:
+    return TypeError(
+        f"{layer}.forward uses a jax.Ref that it closes over. Such a layer has a first derivative in reverse mode "
+        "only: no second derivative, no forward mode, no vmap method. Read the Ref before the layer, and pass its "
+        "value: ref[...]."
+    )
 
 
 # Of an equation whose results are not all used, `used` is a mask of those that are left; it is None for all. The other

@@ -67,6 +67,7 @@ from .masks import merge, one_hot, scatter, select
 from .names import (
     ShapedArray,
     checkpoint_name,
+    eval_context,
     eval_jaxpr,
     set_current_trace,
 )
@@ -151,6 +152,7 @@ __all__ = [
     "custom_vjp",
     "dependence",
     "effects_of_own_refs",
+    "eval_context",
     "eval_jaxpr",
     "eval_with_given",
     "explicit_sharding",
