@@ -72,7 +72,7 @@ class Arguments:
             AttributeError: if it set an attribute of an array.
         """
         __tracebackhide__ = True
-        statics = [(a.name, x) for a in self.arguments for x in a.skeleton.statics()]
+        statics = () if self.are_tensors else [(a.name, x) for a in self.arguments for x in a.skeleton.statics()]
         attributes = Attributes(statics, tensors)
         result = self._call(method, function, ctx, tensors)
         attributes.check(self.layer, method)

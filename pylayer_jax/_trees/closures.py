@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pylayer_jax._jax import current_trace, is_differentiated, is_leaked, is_staging, is_tracer, trace_below
+from pylayer_jax._jax import current_trace, is_differentiated, is_leaked, is_ref, is_staging, is_tracer, trace_below
 
 from .messages import innermost
 from .partition import Skeleton, is_tensor
@@ -65,8 +65,8 @@ def hiding_functions(skeleton: Skeleton) -> Iterator[tuple[str, str]]:
 
 
 def is_live(value: object) -> bool:
-    """Whether a value is traced, by a transformation that still runs."""
-    return is_tracer(value) and not is_leaked(value)
+    """Whether a value is traced, by a transformation that still runs. A `jax.Ref` does not count."""
+    return is_tracer(value) and not is_ref(value) and not is_leaked(value)
 
 
 def is_live_constant(value: object) -> bool:
@@ -142,7 +142,7 @@ def _leaves(value: object) -> list[Any]:
 
 
 def _objects(leaves: Sequence[Any]) -> list[Any]:
-    return [x for x in leaves if not (isinstance(x, _PLAIN) or is_tensor(x))]
+    return [x for x in leaves if not (isinstance(x, _PLAIN) or is_tensor(x) or is_ref(x))]
 
 
 def _places(value: Any, start: str) -> Iterator[Place]:
