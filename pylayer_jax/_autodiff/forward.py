@@ -15,7 +15,7 @@ from pylayer_jax._jax import as_arrays, has_tangent
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import add_note, as_jax, flatten, plural
+from pylayer_jax._trees import add_note, as_jax, flatten, is_live, is_made_here, plural
 
 from .call import NO_CONTEXT, LayerCall
 from .saved_state import SavedState, save_state
@@ -30,7 +30,9 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     leaves, treedef = flatten((args, kwargs))
     count = len(args) + len(kwargs)
     inputs: Any = leaves
-    if treedef.num_nodes > count + 3:  # more than a node for each argument, the tuple of them, the dict, and both
+    atoms = len(leaves) + sum(x is None for x in (*args, *kwargs.values()))
+    # More than a node for each argument, the tuple of them, the dict, and both; or an empty list.
+    if treedef.num_nodes > count + 3 or atoms < count:
         arguments = bind(name, forward, args, kwargs)
         inputs = arguments.take_tensors()
         function = functools.partial(arguments.call, "forward", forward, tensors=inputs)
@@ -149,6 +151,7 @@ def _saved(
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,
         packs=call.hooks is not None,
+        is_hidden=is_live if call.hides else is_made_here,
     )
     return saved, arrays, residuals
 

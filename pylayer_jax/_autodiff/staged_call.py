@@ -39,6 +39,7 @@ from pylayer_jax._jax import (
     has_tangent,
     is_differentiated,
     is_forward_mode,
+    is_leaked,
     is_literal,
     prune,
     stage,
@@ -109,6 +110,11 @@ class StagedCall:
     def computing(self, used: Sequence[bool] | None) -> tuple[Any, list[bool]]:
         """The jaxpr of the results that are used (None: of all), and a mask of the inputs that it reads."""
         return (self.jaxpr, [True] * len(self.jaxpr.invars)) if used is None else prune(self.jaxpr, used)
+
+    def loses_tangents(self, of_consts: Sequence[bool]) -> bool:
+        """Whether an output depends on closed-over values that are differentiated; what is kept may depend on them."""
+        nonzero = [*of_consts, *[False] * (len(self.jaxpr.invars) - self.consts)]
+        return any(of_consts) and (not self.is_traceable or any(dependence(self.jaxpr, nonzero)[: self.outputs]))
 
     def without_packing(self) -> Self:
         return dataclasses.replace(self, packs=False) if self.packs else self
@@ -187,11 +193,12 @@ def stage_call(
             raise error from None
         results, is_traceable = forward(*inputs), False
         jaxpr, consts, (saved, sources) = stage(lambda *_: results, types, call.source)
-    if any(map(is_differentiated, consts)):
-        raise call.closed_over_error()
     derivative = LayerDerivative.of(call, saved, len(sources))
     carriers = _carriers(jaxpr, derivative.has_tangent)
-    return StagedCall(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, carriers=carriers), consts
+    staged = StagedCall(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, carriers=carriers)
+    if any(map(is_leaked, consts)) or staged.loses_tangents([*map(is_differentiated, consts)]):
+        raise call.closed_over_error()
+    return staged, consts
 
 
 def _carriers(jaxpr: Any, has_tangent: Sequence[bool]) -> tuple[int, ...]:

@@ -122,17 +122,20 @@ def _of_used(rule: Callable[..., Any]) -> Callable[..., Any]:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall) -> tuple[list[Any], list[Any]]:
     __tracebackhide__ = True
     nonzero = nonzero_tangents(primals, tangents)
-    if any(nonzero[: staged.consts]):
+    if staged.loses_tangents(nonzero[: staged.consts]):
         raise staged.call.closed_over_error()
     values = staged_call_p.bind(*primals, staged=staged.without_packing())
     inputs, perturbed = primals[staged.consts :], nonzero[staged.consts :]
-    if not any(perturbed):
+    if not any(nonzero):
         return values, [None] * len(values)
     # If `forward` ran on concrete values, the jaxpr holds its results as constants.
     if not staged.is_traceable and (
         error := second_derivative_error(staged.call, staged.saved, values[staged.outputs :])
     ):
         raise error
+    if not any(perturbed):  # only values that are kept for `backward`
+        none = [None] * staged.outputs
+        return values, none + _intermediate_tangents(staged, primals, tangents, values, none)
 
     run, residuals = staged, staged.residuals(inputs, values)
     if (restaged := staged.restage_for(perturbed)) is not None:

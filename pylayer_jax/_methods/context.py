@@ -197,6 +197,21 @@ class PyLayerContext:
         """
         self._state_in_forward("set_materialize_grads").materialize = bool(flag)
 
+    def set_grad_in_dtype_consistent(self, flag: bool) -> None:
+        """Accepted for code written for Paddle: True is how JAX works, where a cotangent has the dtype of its output.
+
+        Raises:
+            RuntimeError: when called outside `forward`.
+            ValueError: for False.
+        """
+        state = self._state_in_forward("set_grad_in_dtype_consistent")
+        if not flag:
+            raise ValueError(
+                f"ctx.set_grad_in_dtype_consistent(False) in {state.layer}.forward: in JAX a cotangent always has the "
+                "dtype of its output, so that backward cannot get another one. Remove the call; cast in backward what "
+                "shall be computed in another dtype."
+            )
+
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
         """One bool per argument of the call: whether its gradient is needed. All are False where nothing is
