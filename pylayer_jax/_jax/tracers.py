@@ -63,6 +63,7 @@ def is_differentiated(value: object) -> bool:
 
 
 def is_forward_mode_tracer(value: object) -> bool:
+    value = _example_of(value)
     return isinstance(value, ad.JVPTracer) or type(value).__name__ == "JetTracer"
 
 
