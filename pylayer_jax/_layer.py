@@ -25,6 +25,7 @@ from ._jax import (
     is_forward_over_reverse,
     is_missing_forward_mode,
     is_staging,
+    is_unknown,
     nothing_is_traced,
 )
 from ._methods.apply import Apply
@@ -197,7 +198,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     __tracebackhide__ = True
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
-    has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value
+    has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value or any(map(is_unknown, tensors))
     traces = active_traces()
     if not has_forward_mode:
         if is_forward_mode_trace(traces[0]) and any(map(is_forward_mode_tracer, tensors)):

@@ -28,6 +28,7 @@ from pylayer_jax._jax import (
     is_named,
     is_staging,
     is_tracer,
+    is_unknown,
     mapped_type,
     register,
     select,
@@ -208,7 +209,8 @@ def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:
     """The outputs of a call under all transformations that are active."""
     __tracebackhide__ = True
     # A rule of ours would lose values that `forward` closes over; staged, they become inputs.
-    if not is_staging() and not eager.call.names_closed_over():
+    # `jax.linear_transpose` transposes the jaxpr of `forward`.
+    if not is_staging() and not any(map(is_unknown, tensors)) and not eager.call.names_closed_over():
         return eager_call_p.bind(*tensors, eager=eager)
     needs_grad = eager.call.arguments.perturbable([True] * len(tensors))
     staged, consts = eager.stage(needs_grad, tensors)

@@ -95,6 +95,10 @@ class Disabled:
 # Stands for a pair while hooks are suspended: the code further out packs everything that is saved.
 SUSPENDED: Final = "suspended"
 
+# Stands for a pair while code is traced to be transposed. Nothing is saved there, and a block has no effect: JAX cannot
+# transpose an operation that packs.
+TRANSPOSING: Final = "transposing"
+
 # Part of the key of every cache of JAX, so that a function is traced again if it was compiled without hooks, or with
 # other hooks. Local to the thread.
 active: Final = jax.make_user_context(None)

@@ -16,7 +16,7 @@ import numpy as np
 
 from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace, trace_below
 
-from .active import Disabled, Hook, Pair, active, active_pair, mark_nested
+from .active import TRANSPOSING, Disabled, Hook, Pair, active, active_pair, mark_nested
 from .derived import Errors
 from .operations import HooksTrace
 
@@ -214,12 +214,13 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             raise RuntimeError(active.value.message)
         if self._pair.is_outdated():  # a variable that a hook reads was bound anew
             self._pair = self._present_pair()
-        mark_nested(self._pair)
         block = _Block()
-        block.enter_context(active(self._pair))
-        if not nothing_is_traced():
-            # Only the innermost pair applies.
-            block.enter_context(set_current_trace(HooksTrace(trace_below(current_trace()), self._pair)))
+        if active.value != TRANSPOSING:
+            mark_nested(self._pair)
+            block.enter_context(active(self._pair))
+            if not nothing_is_traced():
+                # Only the innermost pair applies.
+                block.enter_context(set_current_trace(HooksTrace(trace_below(current_trace()), self._pair)))
         self._blocks().append(block)
         _open_blocks.blocks.append(block)
         return self

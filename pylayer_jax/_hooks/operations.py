@@ -25,6 +25,7 @@ from pylayer_jax._jax import (
     inner_jaxprs,
     is_deferred,
     is_differentiated_twice,
+    is_forward_mode_tracer,
     is_reverse_mode_tracer,
     is_staged,
     is_staged_below,
@@ -70,7 +71,7 @@ class HooksTrace(TraceBefore):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
-        is_once = not any(map(is_differentiated_twice, tracers))
+        is_once = not any(map(is_differentiated_twice, tracers)) and not _is_in_forward_mode(tracers)
         if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
             with set_current_trace(self.parent_trace):
                 differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not is_deferred(tracers)
@@ -117,7 +118,7 @@ class HooksTrace(TraceBefore):
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
             operation, consts, rest = StagedOperation.of(name, run, tensors)
-            if not operation.holds_hooks_block:
+            if not operation.holds_hooks_block and not _is_in_forward_mode([*consts, *tensors]):
                 return rest.fill(operation.apply([*consts, *tensors], Hooks(self.pair, tensors), is_staged))
         return function(*args, **kwargs)
 
@@ -134,7 +135,8 @@ class HooksTrace(TraceBefore):
             is_reverse = any(map(is_reverse_mode_tracer, args))
             is_chosen = is_reverse_mode_tracer if is_reverse else is_staged
             keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.errors.keep_offsets and is_offset(name, args))
-            if keeps_nothing or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
+            is_packed = any(map(is_chosen, args)) and all(map(_is_plain_array, args)) and not _is_in_forward_mode(args)
+            if keeps_nothing or not is_packed:
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
                     return bind(*args)
@@ -151,6 +153,11 @@ class HooksTrace(TraceBefore):
 
 def _may_be_differentiated(value: object) -> bool:
     return is_staged(value) or is_reverse_mode_tracer(value)
+
+
+def _is_in_forward_mode(values: Sequence[Any]) -> bool:
+    """Whether `jax.jvp` alone differentiates an operation now. JAX has no forward mode of an operation that packs."""
+    return any(map(is_forward_mode_tracer, values)) and not any(map(is_reverse_mode_tracer, values))
 
 
 def _is_plain_array(value: Any) -> bool:

@@ -106,6 +106,7 @@ from .tracers import (
     is_staged_below,
     is_staging,
     is_tracer,
+    is_unknown,
     nothing_is_traced,
     trace_below,
 )
@@ -195,6 +196,7 @@ __all__ = [
     "is_symbolic_zero",
     "is_tracer",
     "is_undefined",
+    "is_unknown",
     "jaxpr_and_consts",
     "keep_one_result",
     "kernels_may_run",
