@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +159,24 @@ def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
 
 
 def _needed_equations(
-    jaxpr: Any, atoms: Sequence[Any], is_wanted: Callable[[Any], bool] = lambda _: False
+    jaxpr: Any,
+    atoms: Sequence[Any],
+    known: Collection[Any] = (),
+    is_wanted: Callable[[Any], bool] = lambda _: False,
 ) -> list[Any]:
-    """The equations that compute `atoms` from the inputs, and those that are wanted anyway."""
-    needed = {v for v in atoms if not is_literal(v)}
+    """The equations that compute `atoms` from the inputs and the `known` values, and those that are wanted anyway."""
+    needed: set[Any] = set()
+
+    def need(atoms: Sequence[Any]) -> None:
+        needed.update({v for v in atoms if not is_literal(v)}.difference(known))
+
+    need(atoms)
     kept: list[Any] = []
     for equation in reversed(jaxpr.eqns):
         # What a Ref holds where it is read, an equation before wrote.
         if is_wanted(equation) or any(v in needed for v in (*equation.outvars, *_refs(equation))):
             kept.append(equation)
-            needed.update(v for v in equation.invars if not is_literal(v))
+            need(equation.invars)
     return kept[::-1]
 
 
@@ -181,9 +189,10 @@ def computing_only(jaxpr: Any, wanted: Sequence[bool]) -> Any:
 def eval_with_given(jaxpr: Any, args: Sequence[Any], given: dict[Any, Any]) -> list[Any]:
     """The outputs of a jaxpr, in which some variables have `given` values from where they are computed."""
     values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-    rest = jaxpr.eqns
+    values.update(given)
+    rest = _needed_equations(jaxpr, jaxpr.outvars, known=given)
     while rest:
-        # Up to the next equation that computes one of these variables, and perhaps others that keep their value.
+        # Up to the next equation that computes one of these variables beside others, which are needed.
         count = next((i for i, e in enumerate(rest, 1) if any(v in given for v in e.outvars)), len(rest))
         part, rest = rest[:count], rest[count:]
         computed = [v for e in part for v in e.outvars]
