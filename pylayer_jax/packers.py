@@ -75,7 +75,8 @@ class _OnHost(NamedTuple):
 # These functions are jitted because eager shard_map refuses the transfer itself.
 @jax.jit
 def _to_host(x: jax.Array) -> jax.Array:
-    return jax.device_put(x, jax.memory.Space.Host)
+    # Without `src`, the transpose would leave a cotangent on the host.
+    return jax.device_put(x, jax.memory.Space.Host, src=jax.memory.Space.Device)
 
 
 @jax.jit
@@ -159,7 +160,7 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             if not _is_float(x) or not x.size or x.shape[-1:] in ((), (1,)):
                 return x
             blocks = _Blocks.of(x, block_size)
-            if blocks.packed_size(bits) >= x.size * x.dtype.itemsize:
+            if not blocks.is_smaller(bits, x.dtype.itemsize):
                 return x
             values, low, high = _quantize(x, bits, rounds_stochastically, blocks)
             return _Quantized(values, low, high, blocks, x.dtype)
@@ -194,11 +195,11 @@ class _Blocks(NamedTuple):
         cuts, sharding = shard_counts(x), explicit_sharding(x)
         names = [None] * x.ndim if sharding is None else [*sharding.spec, *[None] * x.ndim][: x.ndim]
         axis, inner = x.ndim - 1, 1
-        while axis > 0 and cuts[axis] == 1 and 2 * inner * x.shape[axis] <= largest:
+        while axis > 0 and cuts[axis] == 1 and _is_known(x.shape[axis]) and 2 * inner * x.shape[axis] <= largest:
             inner *= x.shape[axis]
             axis -= 1
         positions = x.shape[axis] // cuts[axis]  # of a shard
-        pieces = -(-positions * inner // largest)
+        pieces = -(-positions // (largest // inner))
         rows, row_names = [1], [None]
         for size, cut, name in zip((*x.shape[:axis], cuts[axis] * pieces), cuts, names, strict=False):
             if cut == 1 or rows == [1]:
@@ -207,7 +208,7 @@ class _Blocks(NamedTuple):
             else:
                 rows.append(size)
                 row_names.append(name)
-        length = -(-positions // pieces)
+        length = -(-positions // pieces) if _is_known(positions) else largest // inner
         return cls(x.shape, axis, cuts[axis], pieces, length, tuple(rows), sharding, tuple(row_names))
 
     @property
@@ -225,8 +226,11 @@ class _Blocks(NamedTuple):
         """Positions that are added to those of a shard."""
         return self.pieces * self.length - self._positions
 
-    def packed_size(self, bits: int) -> int:
-        return math.prod(self.rows) * (8 + -(-self.block * bits // 8))
+    def is_smaller(self, bits: int, itemsize: int) -> bool:
+        """Whether the packed tensor is smaller than the tensor, of elements of `itemsize` bytes."""
+        inner = math.prod(self.shape[self.axis + 1 :])
+        pieces, positions = (self.pieces, self._positions) if _is_known(self.pieces) else (1, self.length)
+        return pieces * (8 + -(-self.block * bits // 8)) < positions * inner * itemsize
 
     def divided(self, x: jax.Array) -> jax.Array:
         """The tensor as [*rows, block]."""
@@ -256,6 +260,11 @@ class _Blocks(NamedTuple):
         return jnp.reshape(x, shape, out_sharding=jax.sharding.NamedSharding(self.sharding.mesh, spec))
 
 
+def _is_known(length: Any) -> bool:
+    """Whether the length of an axis is a number; in `jax.export` it may be a symbol, which cannot be compared."""
+    return isinstance(length, int)
+
+
 class _Quantized(NamedTuple):
     values: Any
     low: Any  # the smallest and the largest value of each block
@@ -266,6 +275,8 @@ class _Quantized(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _quantize(x: jax.Array, bits: int, stochastic: bool, blocks: _Blocks) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # XLA would quantize a constant while it compiles, for seconds.
+    x = jax.lax.optimization_barrier(x)
     x = blocks.divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32))
     finite = jnp.isfinite(x)
     low, high = _smallest_and_largest(x, finite)
@@ -292,7 +303,9 @@ def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
 
 def _dither(x: jax.Array) -> jax.Array:
     """A number from 0 to 1 for each value, from a hash of the value and of its place in the block."""
-    place = jnp.arange(x.shape[-1], dtype=jnp.uint32) * jnp.uint32(0x9E3779B9)
+    # Of the rank of x, since jax_numpy_rank_promotion may forbid another one.
+    place = jax.lax.broadcasted_iota(jnp.uint32, (*(1 for _ in x.shape[:-1]), x.shape[-1]), x.ndim - 1)
+    place = place * jnp.uint32(0x9E3779B9)
     mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ place) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
     return ((mixed ^ (mixed >> 13)) >> 8).astype(x.dtype) * 2.0**-24
