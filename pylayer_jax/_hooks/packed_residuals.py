@@ -12,8 +12,9 @@ import jax
 
 from pylayer_jax._jax import compute_together, is_key, is_run_number, is_staged, is_staging, is_tracer, typeof
 
-from .active import Hooks, PackCache, hooks_suspended, outside_hooks_trace
+from .active import Hooks, hooks_suspended, outside_hooks_trace
 from .derived import Expression, Origins
+from .pack_cache import PackCache
 from .packing import PackedTensor, is_packed, pack_tensor
 
 
