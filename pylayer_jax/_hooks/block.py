@@ -192,7 +192,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def _present_pair(self) -> Pair:
         pair = Pair(*self._hooks, errors=self._errors)
-        weakref.finalize(self, pair.store.release, used_only=True).atexit = False
+        weakref.finalize(self, pair.store.release_unowned, used_only=True).atexit = False
         return pair
 
     def __enter__(self) -> Self:
@@ -202,6 +202,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         if self._pair.is_outdated():  # a variable that a hook reads was bound anew
             self._pair = self._present_pair()
         mark_nested(self._pair)
+        self._pair.store.add_owner(self)
         block = enter_block(self._pair)
         self._open[id(block)] = block
         return self
@@ -222,8 +223,12 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             raise innermost.foreign_error()
 
     def close(self) -> None:
-        """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails."""
-        self._pair.store.release()
+        """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails.
+
+        Pairs of the same functions, or of the same directory on disk, share what they hold, until the last one that was
+        entered is closed or collected.
+        """
+        self._pair.store.close(self)
 
 
 @contextlib.contextmanager

@@ -370,6 +370,26 @@ def test_a_compiled_program_keeps_the_files_of_one_run(tmp_path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.parametrize("end", ["close", "collect"])
+def test_one_of_two_equal_packers_leaves_the_files_of_the_other(tmp_path, end):
+    first, second = save_on_disk(tmp_path), save_on_disk(tmp_path)
+    pullbacks = []
+    for hooks in (first, second):
+        with hooks:
+            pullback = jax.jit(lambda x: jax.vjp(lambda x: Tanh.apply(x).sum(), x)[1])(X)
+        pullbacks.append(jax.jit(pullback))
+        pullbacks[-1](1.0)
+    if end == "close":
+        second.close()
+    del second, hooks
+    gc.collect()
+    for pullback in pullbacks:
+        np.testing.assert_allclose(pullback(1.0)[0], 1 - jnp.tanh(X) ** 2, rtol=1e-5)
+    first.close()
+    gc.collect()
+    assert files(tmp_path) == []
+
+
 def test_equal_packers_are_one_entry_in_the_cache_of_jit(tmp_path):
     traced = []
 
