@@ -24,6 +24,7 @@ from pylayer_jax._jax import (
     holds_hooks_block,
     inner_jaxprs,
     is_deferred,
+    is_differentiated,
     is_differentiated_twice,
     is_reverse_mode_tracer,
     is_staged,
@@ -136,9 +137,10 @@ class HooksTrace(TraceBefore):
         with set_current_trace(self.parent_trace):
             # Under jit a staged value may be differentiated later; elsewhere JAX's own tracers tell.
             is_reverse = any(map(is_reverse_mode_tracer, args))
+            is_forward = any(map(is_differentiated, args)) and not is_reverse  # which keeps nothing for backward
             is_chosen = is_reverse_mode_tracer if is_reverse else is_staged
             keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.errors.keep_offsets and is_offset(name, args))
-            is_packed = not keeps_nothing and not self.block.left_in
+            is_packed = not keeps_nothing and not is_forward and not self.block.left_in
             if not is_packed or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
