@@ -3,6 +3,7 @@
 - `shards`: a tensor of several devices, on the host.
 - `host`: results of pack hooks that compiled programs hold on the host.
 - `disk`: tensors in files.
+- `quantize`: a tensor as small integers.
 - `function_keys`: when two hooks are one entry in jit's caches.
 - `pack_cache`: the packed form of a tensor that several operations keep.
 - `active`: pairs of hooks, the blocks that are open, and the facts that a layer takes from them.

@@ -101,7 +101,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     Derivatives of every order treat pack and unpack as the identity, as torch does; tensors that only a second
     derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
     differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Arrays on `ctx`
-    attributes are not packed, and PRNG keys never are.
+    attributes, constants of a compiled program and PRNG keys are not packed.
+
+    A block belongs to the thread: leave it before each `await`.
 
     A copied or unpickled object is a new one, made with the same arguments; a pickled hook has to be a function of a
     module (or cloudpickle is needed).
@@ -116,11 +118,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             packs its own. Explicit mesh axes tell the pieces; along automatic ones, where only the compiler knows, the
             first axis of the mesh cuts the first axis of the tensor that it divides, and each other one the last, and
             the compiler moves what it had placed otherwise. In eager mode the hooks see a whole tensor, or each shard
-            in this process if other processes hold the rest. The result of `pack_hook` is
-            dropped with the function that `jax.vjp` returned. In a compiled program it is dropped after its use, when
-            the same place of the program packs again in the same thread (at most 8 threads may share a program), and on
-            `close()`; where `backward` never runs, it stays until then, or until a million others wait as well. Not
-            under `jax.checkpoint`, which refuses effects.
+            in this process if other processes hold the rest. The result of `pack_hook` is dropped with the function
+            that `jax.vjp` returned. In a compiled program it is dropped after its use, when the same place of the
+            program packs again in the same thread (at most 8 threads may share a program), and on `close()`; where
+            `backward` never runs, it stays until then, or until a million others wait as well. Not under
+            `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`).
@@ -130,7 +132,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         TypeError: for hooks that are not callable or do not take one argument, and for a hook that needs values in
             traced code without `host`.
         ValueError: if `unpack_hook` returns another shape or dtype.
-        RuntimeError: on entry, inside `disable_saved_tensors_hooks`.
+        RuntimeError: on entry, inside `disable_saved_tensors_hooks`; on exit, without an entry; and for a layer or an
+            operation in the block of another asyncio task.
     """
 
     def __init__(
