@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._hooks.active import TRANSPOSING, active
+from pylayer_jax._hooks.active import layers_only
 from pylayer_jax._jax import (
     KERNEL,
     NEEDS_VALUES,
@@ -50,7 +50,7 @@ def transpose(
 
     # Staged first, as its equations tell whether it is linear; an error of the user's own surfaces here.
     try:
-        with active(TRANSPOSING):
+        with layers_only(True):
             jaxpr, consts, nonzero = stage(nonzero_gradients, types, f"backward of {layer}")
     except NEEDS_VALUES as error:
         error.add_note(

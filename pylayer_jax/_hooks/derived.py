@@ -156,12 +156,17 @@ def _is_simple(origin: Origin, origins: Origins, errors: Errors) -> bool:
         return _is_integer(inputs[0]) or np.can_cast(_dtype(inputs[0]), origin.params["new_dtype"])
     if name in ("mul", "div") or (name in ("add", "sub") and errors.keep_offsets):
         shortest, shape = errors.shortest_scaled_row, np.shape(origin.value)
-        by_row = shortest is not None and (not shape or shape[-1] >= shortest)
+        by_row = shortest is not None and (not shape or _is_at_least(shape[-1], shortest))
         is_uniform = _is_constant_along_rows if by_row else _is_one_number
         return any(is_uniform(x, origins) for x in (inputs[1:] if name == "div" else inputs))
     if name == "one_minus_square":
         return errors.keep_offsets
     return name == "square" or (name == "integer_pow" and origin.params["y"] in (2, 3))
+
+
+def _is_at_least(length: Any, shortest: int) -> bool:
+    """Whether an axis is known to have a length; in `jax.export` the length may be a symbol."""
+    return length >= shortest if isinstance(length, int) else not shortest
 
 
 def is_offset(name: str, args: Sequence[Any]) -> bool:

@@ -86,7 +86,7 @@ class PackedTensor:
         with hooks_suspended(), outside_hooks_trace():
             if self.site is not None:
                 return with_type(self.site.restored(arrays[0]), self.aval)
-            packed = self.skeleton.fill(arrays)
+            packed = self.skeleton.fill(as_arrays(arrays))  # JAX hands on some constants as numbers
             try:
                 with _needs_no_values("unpack_hook", self.where):
                     value = self._joined(packed) if self.is_in_shards else self.pair.unpack(packed)
