@@ -76,20 +76,20 @@ def run_and_save(
 ) -> tuple[SavedState, list[Any], list[Any]]:
     """Run `forward`. Returns its saved state, the output tensors, and the residuals."""
     __tracebackhide__ = True
-    tensors = _distinct(tensors)
-    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
-    return _saved(call, ctx, tensors, result, needs_grad, perturbed_is_exact)
+    inputs = _distinct(tensors)
+    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), inputs, needs_grad)
+    return _saved(call, ctx, tensors, inputs, result, needs_grad, perturbed_is_exact)
 
 
 def run_setup_context(
     call: LayerCall, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]
 ) -> tuple[SavedState, list[Any]]:
     """Run `setup_context` on outputs that `forward` returned before. Returns its saved state, and the residuals."""
-    tensors = _distinct(tensors)
-    result = outputs.skeleton.fill(outputs.as_returned(values, tensors))
+    inputs = _distinct(tensors)
+    result = outputs.skeleton.fill(outputs.as_returned(values, inputs))
     setup_context = functools.partial(call.layer._run_setup_context, result)
-    ctx, _ = _run_call(call, "setup_context", setup_context, tensors, needs_grad)
-    saved, _, residuals = _saved(call, ctx, tensors, result, needs_grad)
+    ctx, _ = _run_call(call, "setup_context", setup_context, inputs, needs_grad)
+    saved, _, residuals = _saved(call, ctx, tensors, inputs, result, needs_grad)
     return saved, residuals
 
 
@@ -136,17 +136,21 @@ def _run(
 def _saved(
     call: LayerCall,
     ctx: PyLayerContext,
+    tensors: Sequence[Any],
     inputs: Sequence[Any],
     result: Any,
     needs_grad: list[bool],
     perturbed_is_exact: bool = True,
 ) -> tuple[SavedState, list[Any], list[Any]]:
-    outputs, tensors, arrays = Outputs.of(call.name, result, inputs, ctx._state)
+    outputs, returned, arrays = Outputs.of(call.name, result, inputs, ctx._state)
     _check_saved_names(call, ctx._state.saved)
+    kept_as = ctx._state.numpy_outputs(returned, arrays)
+    # An array that was passed twice is kept once.
+    kept_as |= {id(copy): x for copy, x in zip(inputs, tensors, strict=True) if copy is not x}
     saved, residuals = save_state(
         ctx,
         outputs,
-        ctx._state.numpy_outputs(tensors, arrays),
+        kept_as,
         needs_grad,
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,

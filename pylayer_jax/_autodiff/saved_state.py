@@ -111,7 +111,7 @@ _PIECEWISE = (
 def save_state(
     ctx: PyLayerContext,
     outputs: Outputs,
-    numpy_outputs: dict[int, Any],
+    kept_as: dict[int, Any],
     needs_grad: list[bool],
     *,
     perturbed_is_exact: bool,
@@ -121,8 +121,9 @@ def save_state(
 ) -> tuple[SavedState, list[Any]]:
     """What a context holds after `forward`, and the residuals: each tensor that it keeps, once.
 
-    `numpy_outputs` has, by the identity of a NumPy value, the output that it is, as a JAX array. With `packs`, saved
-    tensors share no residual with attributes, which are never packed.
+    `kept_as` has, by the identity of a tensor, the object of equal value that is kept in its place: the output that a
+    NumPy value is, or the argument of which `forward` got a copy. With `packs`, saved tensors share no residual with
+    attributes, which are never packed.
     """
     state, layer = ctx._state, ctx._state.layer
     residuals: list[Any] = []
@@ -145,8 +146,8 @@ def save_state(
         return keep(tensors, skeleton, value)
 
     def keep(tensors: list[Any], skeleton: Skeleton, value: Any) -> Any:
-        if numpy_outputs:
-            tensors = [numpy_outputs.get(id(x), x) for x in tensors]
+        if kept_as:
+            tensors = [kept_as.get(id(x), x) for x in tensors]
         for tensor in tensors:
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)

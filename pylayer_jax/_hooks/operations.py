@@ -75,7 +75,7 @@ class HooksTrace(TraceBefore):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
-        is_once = not any(map(is_differentiated_twice, tracers))
+        is_once = not any(map(is_differentiated_twice, tracers)) and not _is_in_forward_mode(tracers)
         if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
             with set_current_trace(self.parent_trace):
                 differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not is_deferred(tracers)
@@ -122,7 +122,7 @@ class HooksTrace(TraceBefore):
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
             operation, consts, rest = StagedOperation.of(name, run, tensors)
-            if not operation.holds_hooks_block:
+            if not operation.holds_hooks_block and not _is_in_forward_mode([*consts, *tensors]):
                 return rest.fill(operation.apply([*consts, *tensors], Hooks(self.pair, tensors), is_staged))
         return function(*args, **kwargs)
 
@@ -137,10 +137,9 @@ class HooksTrace(TraceBefore):
         with set_current_trace(self.parent_trace):
             # Under jit a staged value may be differentiated later; elsewhere JAX's own tracers tell.
             is_reverse = any(map(is_reverse_mode_tracer, args))
-            is_forward = any(map(is_differentiated, args)) and not is_reverse  # which keeps nothing for backward
             is_chosen = is_reverse_mode_tracer if is_reverse else is_staged
             keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.errors.keep_offsets and is_offset(name, args))
-            is_packed = not keeps_nothing and not is_forward and not self.block.left_in
+            is_packed = not keeps_nothing and not _is_in_forward_mode(args) and not self.block.left_in
             if not is_packed or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
@@ -169,6 +168,11 @@ def enter_block(pair: Pair) -> Block:
 
 def _may_be_differentiated(value: object) -> bool:
     return is_staged(value) or is_reverse_mode_tracer(value)
+
+
+def _is_in_forward_mode(values: Sequence[Any]) -> bool:
+    """Whether `jax.jvp` alone differentiates an operation now, which then keeps nothing for backward."""
+    return any(map(is_differentiated, values)) and not any(map(is_reverse_mode_tracer, values))
 
 
 def _is_plain_array(value: Any) -> bool:
