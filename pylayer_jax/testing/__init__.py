@@ -7,6 +7,7 @@ The rooms, each of which imports only rooms above it:
 - `_variants`: its gradients in every way in which JAX may compute them, and the detection of leaked tracers;
 - `_numerical`: gradients against central differences, for the checkers of `_gradcheck`;
 - `_equivalence`: outputs and derivatives against those of a reference in plain JAX;
+- `_parallel`: a function that runs on several devices against the same function on one;
 - `_layer_under_test`: a layer with its results in eager mode. `_transforms` compares these with the results under jit,
   vmap, scan and other transforms, `_forward_mode` with tangents;
 - `_progress`: the line that shows what `check_layer` tests;
@@ -16,5 +17,6 @@ The rooms, each of which imports only rooms above it:
 from ._check_layer import check_layer
 from ._equivalence import assert_equivalent
 from ._gradcheck import gradcheck, gradgradcheck
+from ._parallel import check_parallel
 
-__all__ = ["assert_equivalent", "check_layer", "gradcheck", "gradgradcheck"]
+__all__ = ["assert_equivalent", "check_layer", "check_parallel", "gradcheck", "gradgradcheck"]
