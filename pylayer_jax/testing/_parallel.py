@@ -18,6 +18,8 @@ from pylayer_jax.parallel._axes import as_varying
 from ._comparison import Comparison, MismatchError, exact, mismatch_of
 from ._flat_function import FlatFunction, flat_function
 
+__tracebackhide__ = True  # pytest hides the frames of this module
+
 
 def check_parallel(
     fun: Callable[..., Any],
@@ -77,65 +79,70 @@ def check_parallel(
             "check_parallel: expected in_specs and out_specs, for a function of the shards of one device, or none of "
             "mesh, in_specs and out_specs, for a function of whole arrays."
         )
-    inside = in_specs is not None
-    ours = _of_shards(flat, mesh, in_specs, out_specs, check_vma) if inside else flat
+    ours = flat if in_specs is None else _of_shards(flat, mesh, in_specs, out_specs, check_vma)
     plain = flat_reference.with_tensors([_on_one_device(x) for x in flat_reference.tensors])
     comparison, rng = Comparison(rtol, atol, "the reference"), np.random.default_rng(seed)
-    arguments: list[str] = []
+    arguments: list[str] = []  # whose gradients are compared
     for order in range(max(orders) + 1):
+        kind = "values" if not order else "outside" if in_specs is None else "inside"
         with mismatch_of(name, order):
-            outputs, expected, moved = (
-                _run(ours),
-                _run(plain),
-                _run(plain.with_values(_rounded_otherwise(plain.values))),
-            )
-            if len(outputs) != len(expected):
-                raise MismatchError(f"{len(outputs)} tensors are returned, but {len(expected)} by the reference.")
-            if all(len(y.sharding.device_set) == 1 for y in outputs):
-                raise ValueError(
-                    f"{name}: it ran on one device, where no mistake between devices shows. Give a mesh of several; on "
-                    "CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=4 before JAX starts."
-                )
-            for i, (y, right, other) in enumerate(zip(outputs, expected, moved, strict=True)):
-                label = f"the gradient of {arguments[i]}" if order else f"output {i}"
-                _compare(
-                    _with_noise(comparison, right, other),
-                    y,
-                    right,
-                    label,
-                    "values" if not order else "inside" if inside else "outside",
-                )
-        cotangents = plain.random_cotangents(expected, rng)
-        if not cotangents:
-            raise ValueError(
-                f"{name}: no output holds floating-point or complex numbers: there is no gradient to check."
-            )
-        ours = ours.grad_function({k: jax.device_put(w, outputs[k].sharding) for k, w in cotangents.items()})
-        arguments, plain = plain.names, plain.grad_function(cotangents)
+            outputs, expected = _compare(ours, plain, comparison, arguments, kind)
+        if order < max(orders):
+            cotangents = plain.random_cotangents(expected, rng)
+            if not cotangents:
+                raise ValueError(f"{name}: there is no gradient, since no output holds floating-point numbers.")
+            ours = ours.grad_function({k: jax.device_put(w, outputs[k].sharding) for k, w in cotangents.items()})
+            arguments, plain = plain.names, plain.grad_function(cotangents)
 
 
-def _rounded_otherwise(values: Sequence[Any]) -> list[Any]:
-    """Values that differ by a few units in the last place."""
-    rng = np.random.default_rng(0)
-    steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in values]
-    return [x * jnp.asarray(1 + step, x.dtype) for x, step in zip(values, steps, strict=True)]
+def _compare(
+    ours: FlatFunction | _OfShards, plain: FlatFunction, comparison: Comparison, arguments: list[str], kind: str
+) -> tuple[list[Any], list[Any]]:
+    """Compare what two functions return, which are gradients of `arguments` or outputs."""
+    outputs, our_noise = _run(ours)
+    expected, noise = _run(plain)
+    if len(outputs) != len(expected):
+        raise MismatchError(f"{len(outputs)} tensors are returned, but {len(expected)} by {comparison.right}.")
+    if all(len(y.sharding.device_set) == 1 for y in outputs):
+        raise ValueError(
+            "check_parallel: it ran on one device, where no mistake between devices shows. Give a mesh of several; on "
+            "CPU, set XLA_FLAGS=--xla_force_host_platform_device_count=4 before JAX starts."
+        )
+    for i, (y, right) in enumerate(zip(outputs, expected, strict=True)):
+        label = f"the gradient of {arguments[i]}" if arguments else f"output {i}"
+        _compare_copies(_with_noise(comparison, right, max(noise[i], our_noise[i])), y, right, label, kind)
+    return outputs, expected
 
 
-def _with_noise(comparison: Comparison, expected: Any, moved: Any) -> Comparison:
-    """The comparison, with a tolerance for sums in another order: where large terms cancel, little else may be left."""
+def _run(function: FlatFunction | _OfShards) -> tuple[list[Any], list[float]]:
+    """The outputs, and how far each moves if the tensors move by a few units in the last place."""
+    steps = np.random.default_rng(0)
+    moved = [_moved(x, steps) if has_tangent(x) else x for x in function.tensors]
+    try:
+        jitted = jax.jit(lambda tensors: function.with_tensors(tensors).run())
+        outputs, others = jitted(function.tensors), jitted(moved)
+    except NEEDS_VALUES:
+        outputs, others = function.run(), function.with_tensors(moved).run()
+    return outputs, [_distance(y, other) if has_tangent(y) else 0.0 for y, other in zip(outputs, others, strict=True)]
+
+
+def _moved(x: Any, steps: np.random.Generator) -> Any:
+    factor = 1 + 4 * float(jnp.finfo(x.dtype).eps) * steps.choice([-1.0, 1.0], x.shape)
+    return x * np.asarray(factor, x.dtype)  # a NumPy array goes where x is
+
+
+def _distance(a: Any, b: Any) -> float:
+    distance = np.abs(exact(a) - exact(b))
+    return float(np.max(distance, initial=0.0, where=np.isfinite(distance)))
+
+
+def _with_noise(comparison: Comparison, expected: Any, noise: float) -> Comparison:
+    """The comparison, with a tolerance for rounding errors: of sums that cancel, devices that sum leave others."""
     if comparison.atol is not None or not has_tangent(expected):
         return comparison
-    b, moves = exact(expected), np.abs(exact(expected) - exact(moved))
-    size, noise = (float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x))) for x in (b, moves))
+    size = float(np.max(np.abs(exact(expected)), initial=0.0, where=np.isfinite(exact(expected))))
     relative = float(jnp.finfo(expected.dtype).eps) ** 0.5
     return dataclasses.replace(comparison, atol=relative * size + min(noise, relative * max(size, 1.0)))
-
-
-def _run(function: FlatFunction | _OfShards) -> list[Any]:
-    try:
-        return jax.jit(lambda tensors: function.with_tensors(tensors).run())(function.tensors)
-    except NEEDS_VALUES:
-        return function.run()
 
 
 def _on_one_device(x: Any) -> Any:
@@ -230,7 +237,7 @@ def _axes_of(spec: Any) -> tuple[str, ...]:
 # -- what several devices hold of one array -------------------------------------------------------
 
 
-def _compare(comparison: Comparison, got: jax.Array, expected: jax.Array, name: str, kind: str) -> None:
+def _compare_copies(comparison: Comparison, got: jax.Array, expected: jax.Array, name: str, kind: str) -> None:
     """Compare every copy of an array. The message names the mistake that explains a difference, if there is one."""
     if is_key(got) and is_key(expected):
         got, expected = jax.random.key_data(got), jax.random.key_data(expected)
