@@ -15,7 +15,7 @@ from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_key
 from pylayer_jax._trees import is_tensor
 from pylayer_jax.parallel._axes import as_varying
 
-from ._comparison import Comparison, MismatchError, exact, mismatch_of
+from ._comparison import Comparison, MismatchError, error_of, exact, rounded_otherwise, rounding_noise
 from ._flat_function import FlatFunction, flat_function
 
 __tracebackhide__ = True  # pytest hides the frames of this module
@@ -85,8 +85,10 @@ def check_parallel(
     arguments: list[str] = []  # whose gradients are compared
     for order in range(max(orders) + 1):
         kind = "values" if not order else "outside" if in_specs is None else "inside"
-        with mismatch_of(name, order):
+        try:
             outputs, expected = _compare(ours, plain, comparison, arguments, kind)
+        except MismatchError as error:
+            raise error_of(name, order, error) from None
         if order < max(orders):
             cotangents = plain.random_cotangents(expected, rng)
             if not cotangents:
@@ -110,39 +112,22 @@ def _compare(
         )
     for i, (y, right) in enumerate(zip(outputs, expected, strict=True)):
         label = f"the gradient of {arguments[i]}" if arguments else f"output {i}"
-        _compare_copies(_with_noise(comparison, right, max(noise[i], our_noise[i])), y, right, label, kind)
+        _compare_copies(comparison, y, right, label, max(noise[i], our_noise[i]), kind)
     return outputs, expected
 
 
 def _run(function: FlatFunction | _OfShards) -> tuple[list[Any], list[float]]:
-    """The outputs, and how far each moves if the tensors move by a few units in the last place."""
-    steps = np.random.default_rng(0)
-    moved = [_moved(x, steps) if has_tangent(x) else x for x in function.tensors]
+    """The outputs, and how far rounding may move each. Of sums that cancel, several devices leave another rest."""
+    moved = list(function.tensors)
+    wanted = [i for i, x in enumerate(moved) if has_tangent(x)]
+    for i, x in zip(wanted, rounded_otherwise([moved[i] for i in wanted]), strict=True):
+        moved[i] = x
     try:
         jitted = jax.jit(lambda tensors: function.with_tensors(tensors).run())
-        outputs, others = jitted(function.tensors), jitted(moved)
+        outputs, otherwise = jitted(function.tensors), jitted(moved)
     except NEEDS_VALUES:
-        outputs, others = function.run(), function.with_tensors(moved).run()
-    return outputs, [_distance(y, other) if has_tangent(y) else 0.0 for y, other in zip(outputs, others, strict=True)]
-
-
-def _moved(x: Any, steps: np.random.Generator) -> Any:
-    factor = 1 + 4 * float(jnp.finfo(x.dtype).eps) * steps.choice([-1.0, 1.0], x.shape)
-    return x * np.asarray(factor, x.dtype)  # a NumPy array goes where x is
-
-
-def _distance(a: Any, b: Any) -> float:
-    distance = np.abs(exact(a) - exact(b))
-    return float(np.max(distance, initial=0.0, where=np.isfinite(distance)))
-
-
-def _with_noise(comparison: Comparison, expected: Any, noise: float) -> Comparison:
-    """The comparison, with a tolerance for rounding errors: of sums that cancel, devices that sum leave others."""
-    if comparison.atol is not None or not has_tangent(expected):
-        return comparison
-    size = float(np.max(np.abs(exact(expected)), initial=0.0, where=np.isfinite(exact(expected))))
-    relative = float(jnp.finfo(expected.dtype).eps) ** 0.5
-    return dataclasses.replace(comparison, atol=relative * size + min(noise, relative * max(size, 1.0)))
+        outputs, otherwise = function.run(), function.with_tensors(moved).run()
+    return outputs, rounding_noise(outputs, otherwise)
 
 
 def _on_one_device(x: Any) -> Any:
@@ -237,7 +222,9 @@ def _axes_of(spec: Any) -> tuple[str, ...]:
 # -- what several devices hold of one array -------------------------------------------------------
 
 
-def _compare_copies(comparison: Comparison, got: jax.Array, expected: jax.Array, name: str, kind: str) -> None:
+def _compare_copies(
+    comparison: Comparison, got: jax.Array, expected: jax.Array, name: str, noise: float, kind: str
+) -> None:
     """Compare every copy of an array. The message names the mistake that explains a difference, if there is one."""
     if is_key(got) and is_key(expected):
         got, expected = jax.random.key_data(got), jax.random.key_data(expected)
@@ -245,7 +232,7 @@ def _compare_copies(comparison: Comparison, got: jax.Array, expected: jax.Array,
     differ = len({copy.tobytes() for copy in copies.values()}) > 1
     for devices, copy in copies.items():
         try:
-            comparison.of_arrays(copy, expected, f"{name} on {devices}" if differ else name)
+            comparison.of_arrays(copy, expected, f"{name} on {devices}" if differ else name, noise)
         except MismatchError as error:
             if differ:
                 advice = f"The copies of the devices differ. {_NOT_REPLICATED[kind]}"
