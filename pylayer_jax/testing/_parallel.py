@@ -267,10 +267,7 @@ _NOT_REPLICATED = {
     "outside": "",
 }
 _FACTORS = {
-    (
-        "values",
-        True,
-    ): "Is a value added up that each device has already, as by parallel.reduce_from of a replicated one?",
+    ("values", True): "Does it add up a value that each device has already (reduce_from of a replicated one)?",
     ("values", False): "Is parallel.reduce_from missing, or is a mean taken of parts that need a sum?",
     ("outside", True): "Without check_vma: is parallel.replicated_input missing? With it: does the layer add up the "
     "gradient, as JAX does already?",

@@ -90,7 +90,7 @@ WRONG = {
         False,
         mlp(copy, lambda y: reduce(reduce(y)), enters, leaves),
         "values: output 0 at",
-        "4 times the right value everywhere. Is a value added up that each device has already",
+        "4 times the right value everywhere. Does it add up a value that each device has already",
     ),
     "reduces twice, inside": (
         "inside",
