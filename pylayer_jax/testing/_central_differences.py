@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._comparison import exact
+from ._comparison import exact, largest_entry
 from ._flat_function import FlatFunction
 
 __tracebackhide__ = True  # pytest hides the frames of this module
@@ -59,32 +59,33 @@ class Measurement:
     names: list[str]
     probes: list[Probe]
     epsilon: float
-    slopes: list[float]  # per argument: the largest weighted output over the largest entry of the argument
 
     def largest_derivative(self, argument: int, outputs: Collection[int]) -> float:
         found = [abs(p.derivative(outputs)) for p in self.probes if p.argument == argument]
         return max(filter(np.isfinite, found), default=0.0)
 
 
-def measure(flat: FlatFunction, weights: dict[int, Any], settings: Settings, near_kinks: bool) -> Measurement:
+def measure(
+    flat: FlatFunction, weights: dict[int, Any], sizes: list[float], settings: Settings, near_kinks: bool
+) -> Measurement:
     """Measure the derivatives of the weighted outputs.
 
-    With `near_kinks`, the error of a probe covers that its points may lie on both sides of a kink.
+    `sizes` are those of the numbers of which each output is computed, where these may cancel. With `near_kinks`, the
+    error of a probe covers that its points may lie on both sides of a kink.
     """
     outputs = flat.run()
-    points = _Points(flat, {k: exact(w) for k, w in weights.items()}, outputs, flat.epsilon(outputs), near_kinks)
-    largest = max(_largest(w * exact(outputs[k])) for k, w in points.weights.items())
-    slopes = [largest / (_largest(exact(x)) or 1.0) for x in flat.values]
-    return Measurement(flat.names, list(_probes(points, settings)), points.epsilon, slopes)
+    exact_weights = {k: exact(w) for k, w in weights.items()}
+    points = _Points(flat, exact_weights, outputs, sizes, flat.epsilon(outputs), near_kinks)
+    return Measurement(flat.names, list(_probes(points, settings)), points.epsilon)
 
 
 def _probes(points: _Points, settings: Settings) -> Iterator[Probe]:
     rng = np.random.default_rng(settings.seed)
     step = points.epsilon ** (1 / 3) if settings.step is None else settings.step
     for j, value in enumerate(map(exact, points.flat.values)):
-        whole = _largest(value)
+        whole = largest_entry(value)
         for where, direction in _directions(value, settings.limit, rng):
-            entry = _largest(value[direction != 0])
+            entry = largest_entry(value[direction != 0])
             found = points.probe(j, where, step * max(1.0, entry) * direction)
             if settings.step is None and 0 < whole < 0.1:  # the function may change on this scale, or on that of 1
                 near = points.probe(j, where, step * whole * direction)
@@ -99,6 +100,7 @@ class _Points:
     flat: FlatFunction
     weights: dict[int, np.ndarray]
     outputs: list[Any]
+    sizes: list[float]
     epsilon: float
     near_kinks: bool
 
@@ -111,17 +113,14 @@ class _Points:
         estimate = 0.0
         for k, weight in self.weights.items():
             lower, middle, upper = exact(low[k]), exact(self.outputs[k]), exact(high[k])
-            rounding = float(4 * self.epsilon * np.sum(np.abs(weight * upper), where=lower != upper))
+            size = np.abs(weight) * np.maximum(np.abs(upper), self.sizes[k])
+            rounding = float(4 * self.epsilon * np.sum(size, where=lower != upper))
             # Half of the difference between the slopes on both sides of the middle, which a kink makes.
             bend = abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
             changes[k] = float(np.sum(weight * (upper - lower)).real), rounding + (bend if self.near_kinks else 0.0)
             estimate += rounding + bend
         probe = Probe(j, where, exact(ends[1]) - exact(ends[0]), changes)
         return probe, estimate / probe.length
-
-
-def _largest(x: np.ndarray) -> float:
-    return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 
 def _directions(value: np.ndarray, limit: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:

@@ -33,6 +33,7 @@ class Comparison:
 
     rtol: float | None = None
     atol: float | None = None
+    epsilon: float = 0.0  # of the narrowest dtype through which the arrays may have gone
     right: str = "eager mode"  # the source of the expected arrays, as messages name it
 
     def of_arrays(self, got: Any, expected: Any, name: str, noise: float = 0.0) -> None:
@@ -42,8 +43,8 @@ class Comparison:
         if is_key(got):
             got, expected = jax.random.key_data(got), jax.random.key_data(expected)
         a, b = exact(got), exact(expected)
-        size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
-        epsilon = float(jnp.finfo(got.dtype).eps) if has_tangent(got) else 0.0
+        size = largest_entry(b)
+        epsilon = max(float(jnp.finfo(got.dtype).eps), self.epsilon) if has_tangent(got) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
         # Sums that cancel to zero leave rounding errors. They are small beside 1, unless the array itself is large.
         noise = min(noise, epsilon**0.5 * max(size, 1.0))
@@ -80,8 +81,7 @@ def rounding_noise(found: Sequence[Any], otherwise: Sequence[Any]) -> list[float
     layer with small units.
     """
     pairs = zip(found, otherwise, strict=True)
-    distances = [np.abs(exact(a) - exact(b)) if has_tangent(a) else np.zeros(()) for a, b in pairs]
-    return [4 * float(np.max(d, initial=0.0, where=np.isfinite(d))) for d in distances]
+    return [4 * largest_entry(exact(a) - exact(b)) if has_tangent(a) else 0.0 for a, b in pairs]
 
 
 def type_of(x: Any) -> str:
@@ -92,6 +92,12 @@ def exact(x: Any) -> np.ndarray:
     """A NumPy array in double precision."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def largest_entry(x: Any) -> float:
+    """The size of the largest finite entry."""
+    x = exact(x)
+    return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 
 def first_line(error: BaseException) -> str:

@@ -72,7 +72,8 @@ def compare_with_reference(
         MismatchError: if they differ.
     """
     for i, point in enumerate([flat, *flat.other_points()]):
-        comparison = Comparison(rtol, atol, "the reference" if not i else "the reference, for other values")
+        right = "the reference" if not i else "the reference, for other values"
+        comparison = Comparison(rtol, atol, point.epsilon([]), right)
         other = reference.with_values(point.values)
         try:
             _compare_at(point, other, order, comparison, rng, every_run if not i else at_once)

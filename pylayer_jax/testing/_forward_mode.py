@@ -138,16 +138,18 @@ class _Pairing:
         """Compare w . (J t) with (J^T w) . t in eager mode, and return J t."""
         output_tangents = self.jvp(self.tangents)
         found = _inner_product(self.cotangents.values(), output_tangents)
-        self.compare_numbers(found, _inner_product(self.gradients, self.tangents), label, "reverse mode")
+        sizes = [float(np.sum(np.abs(exact(w)))) for w in self.cotangents.values()]
+        noise = float(np.dot(sizes, self.noise(output_tangents)))
+        self.compare_numbers(found, _inner_product(self.gradients, self.tangents), label, "reverse mode", noise)
         return output_tangents
 
     def compare_numbers(
-        self, found: tuple[float, float], expected: tuple[float, float], label: str, right: str
+        self, found: tuple[float, float], expected: tuple[float, float], label: str, right: str, noise: float = 0.0
     ) -> None:
         """Compare two inner products; the size of their terms sets the tolerance."""
         rtol, atol = self.comparison.rtol, self.comparison.atol
         rtol = self.flat.epsilon(list(self.cotangents.values())) ** 0.5 if rtol is None else rtol
-        tolerance = (atol or 0.0) + rtol * (found[1] + expected[1])
+        tolerance = (noise if atol is None else atol) + rtol * (found[1] + expected[1])
         if not abs(found[0] - expected[0]) <= tolerance:
             raise MismatchError(
                 f"along a random direction the derivative is {found[0]:.6g} by {label}, but {expected[0]:.6g} by "

@@ -68,7 +68,7 @@ class LayerUnderTest:
 
     @property
     def comparison(self) -> Comparison:
-        return Comparison(self.rtol, self.atol)
+        return Comparison(self.rtol, self.atol, self.flat.epsilon(self.outputs))
 
     def compare_outputs(self, got: Sequence[Any], label: str, expected: Sequence[Any] | None = None) -> None:
         """Compare outputs with those of eager mode, unless others are expected."""

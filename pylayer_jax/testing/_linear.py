@@ -37,7 +37,8 @@ def linear(layer: LayerUnderTest) -> str:
         _compare_with_reference(layer, layer.reference, pull)
         return f"it is not, as that of the reference: {first_line(error)}"
     reason = _why_not_proved(layer, pull)
-    return f"with {count} kinds of cotangents, and {f'not proved: {reason}' if reason else 'proved'}"
+    measured = f"as measured with {count} kinds of cotangents"
+    return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
 
 
 def _compare_with_reference(layer: LayerUnderTest, reference: FlatFunction, pull: _Pull) -> None:

@@ -83,7 +83,6 @@ def _in_cond(f: _Function) -> _Function:
 
 _EAGERLY: dict[str, Callable[[_Function], _Function]] = {" of jit": jax.jit}
 _UNDER_JIT = {
-    " under jit": lambda f: f,
     " of scan": _in_scan,
     " of cond": _in_cond,
     " of jax.checkpoint": jax.checkpoint,
