@@ -81,7 +81,7 @@ def check_parallel(
         )
     ours = flat if in_specs is None else _of_shards(flat, mesh, in_specs, out_specs, check_vma)
     plain = flat_reference.with_tensors([_on_one_device(x) for x in flat_reference.tensors])
-    comparison, rng = Comparison(rtol, atol, "the reference"), np.random.default_rng(seed)
+    comparison, rng = Comparison(rtol, atol, right="the reference"), np.random.default_rng(seed)
     arguments: list[str] = []  # whose gradients are compared
     for order in range(max(orders) + 1):
         kind = "values" if not order else "outside" if in_specs is None else "inside"
