@@ -1,7 +1,8 @@
 """Layers drawn at random, with rules that are not their gradients, against nested `jax.custom_vjp` functions.
 
-    python tests/autodiff/test_generated_layers.py 500          # cases 0 to 499, as a table
-    python tests/autodiff/test_generated_layers.py 1 1234       # one case, as text
+    python tests/autodiff/test_generated_layers.py 500           # cases 0 to 499, as a table
+    python tests/autodiff/test_generated_layers.py 1 1234        # one case, as text
+    python tests/autodiff/test_generated_layers.py 500 0 --shrink
     PYLAYER_JAX_EXAMPLES=5000 python -m pytest tests/autodiff/test_generated_layers.py
 """
 
@@ -32,6 +33,7 @@ import pytest
 import pylayer_jax
 from tests.kit.generated import Case, draw
 from tests.kit.generated_reference import computed, expected
+from tests.kit.generated_shrink import shrink
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +70,17 @@ def shown(case: Case, message: str) -> str:
     return f"seed {case.seed}\n{case.text()}\n\n# {case.asked()}\n{message}"
 
 
-def table(number: int, first: int) -> None:
+def smallest(case: Case, kind: str) -> Case:
+    def fails(smaller: Case) -> bool:
+        try:
+            return outcome(smaller)[0] == kind
+        except Exception:  # not a case at all
+            return False
+
+    return shrink(case, fails)
+
+
+def table(number: int, first: int, shrinks: bool) -> None:
     found: dict[str, list[int]] = collections.defaultdict(list)
     start = time.time()
     for seed in range(first, first + number):
@@ -76,6 +88,9 @@ def table(number: int, first: int) -> None:
         kind, message = outcome(case)
         found[kind].append(seed)
         if number == 1 or kind != "agreed":
+            if shrinks and kind != "agreed":
+                case = smallest(case, kind)
+                kind, message = outcome(case)
             print(shown(case, f"-> {kind}\n{message[:1500]}"), "\n" + "-" * 100, flush=True)
     print(f"{number} cases from {first}, {(time.time() - start) / number:.2f} s each, jax {jax.__version__}")
     for kind, seeds in sorted(found.items(), key=lambda item: -len(item[1])):
@@ -83,4 +98,5 @@ def table(number: int, first: int) -> None:
 
 
 if __name__ == "__main__":
-    table(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    options = [int(word) for word in sys.argv[1:] if word != "--shrink"]
+    table(options[0], options[1] if len(options) > 1 else 0, "--shrink" in sys.argv)

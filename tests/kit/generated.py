@@ -318,8 +318,8 @@ def draw(seed: int) -> Case:
             text = rng.choice(UNARY + BINARY)
             calls.append(Call([f"y{len(pool)}"], None, [_recent(rng, pool), rng.choice(pool)], text))
             pool.append(f"y{len(pool)}")
-    results = sorted({_recent(rng, pool[count:]) for _ in range(rng.choice([1, 2, 3]))})
-    order = rng.choices([0, 1, 2, 3], [1, 2, 8, 1])[0]
+    results = [y for y in pool[count:] if rng.random() < 0.6] or pool[-1:]
+    order = rng.choices([0, 1, 2, 3], [1, 2, 12, 1])[0]
     hooks = rng.choice(["", "", "", "inside", "outside"])
     steps = _steps(rng, order, count, linear, forward_mode)
     dtype = rng.choice(["float64", "float64", "float32"])
@@ -361,8 +361,9 @@ def _layer(rng: random.Random, name: str, shape: tuple[int, ...], linear: bool, 
         pool = [*inputs, *(s.name for s in later), *(s.name for s in later)]
         later += _statements(rng, "v", rng.choice([0, 0, 1, 2]), pool, nothing, [])
         pool += [s.name for s in later]
+    made = [name for name in pool if name[0] in "uv"] or pool
     saved = [
-        (rng.choice(pool) if rng.random() < 0.97 else "C0", rng.choice(["save", "save", "attribute", "nested"]))
+        (rng.choice(made if rng.random() < 0.5 else pool) if rng.random() < 0.97 else "C0", rng.choice(["save", "save", "attribute", "nested"]))
         for _ in range(rng.choice([1, 1, 2, 2, 3]))
     ]
     layer = Layer(
@@ -381,7 +382,7 @@ def _layer(rng: random.Random, name: str, shape: tuple[int, ...], linear: bool, 
         forward_mode=forward_mode,
     )
     _mark(rng, layer)
-    _without_what_is_not_used(layer)
+    without_what_is_not_used(layer)
     return layer
 
 
@@ -416,7 +417,7 @@ def _statements(
 
 def _output(rng: random.Random, inputs: list[str], body: list[Statement]) -> str:
     kind = rng.random()
-    if kind < 0.25:
+    if kind < 0.3:
         return rng.choice(inputs)
     return rng.choice(body).name if kind < 0.94 else rng.choice(["C0", "C1"])
 
@@ -433,9 +434,9 @@ def _returned(rng: random.Random, outputs: list[str]) -> Any:
 
 
 def _gradient(rng: random.Random, shape: tuple[int, ...], linear: bool, outputs: int, saved: int) -> list[Term] | None:
-    if rng.random() < 0.08:
+    if rng.random() < 0.05:
         return None
-    chosen = [i for i in range(outputs) if rng.random() < 0.75] or [rng.randrange(outputs)]
+    chosen = [i for i in range(outputs) if rng.random() < 0.85] or [rng.randrange(outputs)]
     terms = []
     for i in chosen:
         coefficient = rng.choice(COEFFICIENTS).format(f"s{rng.randrange(saved)}", f"s{rng.randrange(saved)}")
@@ -458,7 +459,7 @@ def _mark(rng: random.Random, layer: Layer) -> None:
         layer.dirty = [rng.choice(returned)]
 
 
-def _without_what_is_not_used(layer: Layer) -> None:
+def without_what_is_not_used(layer: Layer) -> None:
     used = {*layer.outputs, *(name for name, _ in layer.saved), *layer.marked}
     for statements in (layer.later, layer.body):
         for statement in reversed(list(statements)):
