@@ -20,6 +20,7 @@ if __name__ == "__main__":  # the package of the current directory, with the tes
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import collections
+import math
 import re
 import time
 import warnings
@@ -31,7 +32,7 @@ import numpy as np
 import pytest
 
 import pylayer_jax
-from tests.kit.generated import Case, draw
+from tests.kit.generated import Call, Case, Layer, Statement, Term, draw
 from tests.kit.generated_reference import computed, expected
 from tests.kit.generated_shrink import shrink
 
@@ -95,6 +96,130 @@ def table(number: int, first: int, shrinks: bool) -> None:
     print(f"{number} cases from {first}, {(time.time() - start) / number:.2f} s each, jax {jax.__version__}")
     for kind, seeds in sorted(found.items(), key=lambda item: -len(item[1])):
         print(f"{len(seeds):5} {kind}: {seeds[:12] if kind != 'agreed' else ''}")
+
+
+# -- the reference itself -----------------------------------------------------------------------------
+
+
+def fixed(**changes: Any) -> Case:
+    """The second derivative of one layer at 0.3: `forward` returns y, and `backward` 2·dy·(1 − y²), unless changed."""
+    layer = Layer(
+        name="l0",
+        dialect=changes.pop("dialect", "PyLayer"),
+        arguments=changes.pop("arguments", ["a"]),
+        body=[Statement(*s) for s in changes.pop("body", [])],
+        returned=changes.pop("returned", "a"),
+        later=[Statement(*s) for s in changes.pop("later", [])],
+        saved=[(name, "save") for name in changes.pop("saved", ["a"])],
+        marked=changes.pop("marked", []),
+        dirty=[],
+        materialize=True,
+        gradients=[[Term(i, text) for i, text in terms] for terms in changes.pop("gradients", [[(0, "s0 * {d}")]])],
+        per_slot=False,
+        asks=False,
+        forward_mode=False,
+    )
+    times, result = changes.pop("times", 1), changes.pop("result", "y0")
+    inputs = [["x0"] * len(layer.inputs), *([f"y{10 * i}"] for i in range(times - 1))]
+    ys = [[f"y{10 * i + j}" for j in range(len(layer.outputs))] for i in range(times)]
+    calls = [Call(y, "l0", x) for x, y in zip(inputs, ys, strict=True)]
+    calls += [Call(["z"], None, [result if times == 1 else f"y{10 * times - 10}"], changes.pop("then", "{}"))]
+    steps = [("slope", (0,))] * changes.pop("order", 2)
+    assert not changes
+    return Case(0, "float64", (), 1, [layer], calls, ["z"], "", False, steps, {"x0": 0.3, "C0": 0.7, "C1": 0.4})
+
+
+x = 0.3
+doubled_tanh: dict[str, Any] = {
+    "body": [("u0", "jnp.tanh(a)")],
+    "returned": "u0",
+    "saved": ["u0"],
+    "gradients": [[(0, "2.0 * {d} * (1.0 - s0 * s0)")]],
+}
+sine: dict[str, Any] = {"body": [("u0", "jnp.sin(a)")], "returned": "u0"}
+KNOWN = {
+    # the contract, section 7
+    "straight-through round": (
+        {"body": [("u0", "jnp.round(a + 0.7)")], "returned": "u0", "gradients": [[(0, "{d}")]], "then": "{0} * {0} * {0}"},
+        6.0,
+    ),
+    "doubled tanh": (doubled_tanh, -8 * math.tanh(x) * (1 - math.tanh(x) ** 2)),
+    "doubled tanh twice": ({**doubled_tanh, "times": 2}, -10.9068),
+    "doubled tanh twice, third order": ({**doubled_tanh, "times": 2, "order": 3}, -64.157),
+    # what a saved object counts as, where `backward` is s·dy unless it is given
+    "intermediate": ({"body": [("u0", "a * a")], "saved": ["u0"]}, 2 * x),
+    "input": ({**sine, "saved": ["a"]}, 1.0),
+    "output": ({**sine, "saved": ["u0"]}, math.sin(x)),
+    "input and output": ({"gradients": [[(0, "3.0 * {d} * s0")]]}, 3.0),
+    "input and output, in setup_context": (
+        {
+            "dialect": "setup_context",
+            "later": [("o0", "output", "a")],
+            "saved": ["o0"],
+            "gradients": [[(0, "3.0 * {d} * s0")]],
+        },
+        3.0,
+    ),
+    "nothing done to an output": (
+        {**sine, "body": [*sine["body"], ("u1", "u0.astype(u0.dtype)", "u0")], "saved": ["u1"]},
+        math.sin(x),
+    ),
+    "nothing done to an input": ({"body": [("u0", "a.astype(a.dtype)", "a")], "saved": ["u0"]}, 1.0),
+    "of an output and an input": (
+        {**sine, "body": [*sine["body"], ("u1", "u0 * a")], "saved": ["u1"]},
+        math.sin(x) + x * (x * math.sin(x)),
+    ),
+    "returned twice": (
+        {**sine, "returned": ("u0", "u0"), "saved": ["u0"], "gradients": [[(0, "s0 * {d}"), (1, "5.0 * {d}")]]},
+        5.0,
+    ),
+    "of an output that is marked": (
+        {
+            "body": [("u0", "jnp.sin(a)"), ("u1", "2.0 * u0")],
+            "returned": ("a", "u0"),
+            "marked": ["u0"],
+            "saved": ["u1"],
+            "gradients": [[(0, "s0 * {d}"), (1, "9.0 * {d}")]],
+        },
+        2 * math.cos(x),
+    ),
+    "an output that is marked": (
+        {
+            **sine,
+            "returned": ("a", "u0"),
+            "marked": ["u0"],
+            "saved": ["u0"],
+            "gradients": [[(0, "s0 * {d}"), (1, "9.0 * {d}")]],
+        },
+        math.cos(x),
+    ),
+    "a marked output": ({**sine, "marked": ["u0"], "order": 1, "then": "{} + 0"}, 0.0),
+    "one array in two arguments, one of them marked": (
+        {
+            "arguments": ["a", "b"],
+            "returned": ("a", "b"),
+            "marked": ["a"],
+            "gradients": [[(0, "{d}")], [(1, "4.0 * {d}")]],
+            "result": "y1",
+            "order": 1,
+        },
+        4.0,
+    ),
+    "a constant that is returned": (
+        {"body": [("u0", "C0 * a")], "returned": ("a", "C0"), "saved": ["u0"], "gradients": [[(0, "s0 * {d}"), (1, "{d}")]]},
+        0.7,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_reference_agrees_with_closed_forms(name):
+    changes, known = KNOWN[name]
+    case = fixed(**changes)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(expected(case)[0], known, rtol=1e-4)
+    kind, message = outcome(case)
+    assert kind == "agreed", shown(case, message)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,7 @@ class Layer:
     materialize: bool
     gradients: list[list[Term] | None]  # per input
     per_slot: bool
+    asks: bool  # computes a gradient only where ctx.needs_input_grad
     forward_mode: bool
 
     @property
@@ -165,13 +166,17 @@ class Layer:
                     lines.append(f"d{n} = {at}" if self.materialize else f"d{n} = None if g{i} is None else {at}")
         saved = {i: how for i, (_, how) in enumerate(self.saved)}
         names = [f"s{i}" for i, how in saved.items() if how == "save"]
-        lines += [f"{', '.join(names)}, = ctx.saved_tensors"] if names else []
+        lines += [f"{', '.join(names)}, = ctx.saved_tensor{'()' if self.dialect == 'PyLayer' else 's'}"] if names else []
         lines += [f"s{i} = ctx.kept{n}" for n, i in enumerate(i for i, how in saved.items() if how == "attribute")]
         lines += [f"s{i} = ctx.kept['deep'][{n}]" for n, i in enumerate(i for i, how in saved.items() if how == "nested")]
-        lines += [f"g{x} = {self._gradient(terms)}" for x, terms in zip(self.inputs, self.gradients, strict=True)]
+        lines += [f"g{x} = {self._gradient(terms)}{self._asks(x)}" for x, terms in zip(self.inputs, self.gradients, strict=True)]
         trees = [t for t in self.arguments if not isinstance(t, Static)] if self.per_slot else self.arguments
         entries = ["None" if isinstance(t, Static) else text_of(t, lambda x: f"g{x}") for t in trees]
         return [*lines, f"return {', '.join(entries)},"]
+
+    def _asks(self, x: str) -> str:
+        numbers = [i for i, tree in enumerate(self.arguments) if x in dict(leaves(tree, ""))]
+        return f" if ctx.needs_input_grad[{numbers[0]}] else None" if self.asks else ""
 
     def _gradient(self, terms: list[Term] | None) -> str:
         if terms is None:
@@ -218,6 +223,7 @@ class Case:
     hooks: str  # "", "inside" the program, or "outside" all
     hooks_differentiable: bool
     steps: list[tuple[str, Any]]  # transforms, and derivatives with the positions that they differentiate
+    given: dict[str, Any] = dataclasses.field(default_factory=dict)  # numbers, where they are not drawn
 
     @property
     def inputs(self) -> list[str]:
@@ -225,6 +231,8 @@ class Case:
 
     def values(self) -> dict[str, Any]:
         """Numbers for the constants and the inputs."""
+        if self.given:
+            return self.given
         rng = random.Random(self.seed)
         size = 3 if self.shape else 1
         drawn = {name: [round(rng.uniform(0.2, 1.2) * rng.choice([-1, 1, 1]), 2) for _ in range(size)] for name in ["C0", "C1", "x0", "x1", "x2"]}
@@ -301,7 +309,7 @@ def _line(statement: Statement) -> str:
 
 def draw(seed: int) -> Case:
     rng = random.Random(seed)
-    shape = rng.choice([(3,), (3,), (3,), ()])
+    shape = rng.choice([(3,)] * 4 + [()])
     forward_mode = rng.random() < 0.4
     linear = forward_mode or rng.random() < 0.7
     many = rng.choice([1, 1, 1, 2, 2, 3])
@@ -322,7 +330,7 @@ def draw(seed: int) -> Case:
     order = rng.choices([0, 1, 2, 3], [1, 2, 12, 1])[0]
     hooks = rng.choice(["", "", "", "inside", "outside"])
     steps = _steps(rng, order, count, linear, forward_mode)
-    dtype = rng.choice(["float64", "float64", "float32"])
+    dtype = rng.choice(["float64"] * 4 + ["float32"])
     return Case(seed, dtype, shape, count, layers, calls, results, hooks, rng.random() < 0.5, steps)
 
 
@@ -337,9 +345,10 @@ def _steps(rng: random.Random, order: int, count: int, linear: bool, forward_mod
         kind = rng.choice(FORWARD if forward and rng.random() < 0.4 else REVERSE)
         forward = forward or (linear and kind in REVERSE)
         steps.append((kind, tuple(sorted(rng.sample(range(count), rng.randint(1, count))))))
-    for _ in range(rng.choice([0, 0, 1, 1, 2, 3])):
+    for _ in range(rng.choice([0, 0, 1, 1, 2, 2])):
         steps.insert(rng.randint(0, len(steps)), (rng.choice(TRANSFORMS), None))
-    return steps
+    # Half of the cases are one program: operation by operation they take several times as long.
+    return [*steps, ("jit", None)] if rng.random() < 0.5 else steps
 
 
 def _layer(rng: random.Random, name: str, shape: tuple[int, ...], linear: bool, forward_mode: bool) -> Layer:
@@ -379,6 +388,7 @@ def _layer(rng: random.Random, name: str, shape: tuple[int, ...], linear: bool, 
         materialize=rng.random() < 0.65,
         gradients=[_gradient(rng, shape, linear, len(outputs), len(saved)) for _ in inputs],
         per_slot=dialect == "PyLayer" and rng.random() < 0.5,
+        asks=rng.random() < 0.15,
         forward_mode=forward_mode,
     )
     _mark(rng, layer)

@@ -99,6 +99,10 @@ def _of_some(f, positions, xs):
     return run, [xs[i] for i in positions]
 
 
+def _slope(f, positions):
+    return jax.grad(lambda *xs: sum(map(jnp.sum, jax.tree.leaves(f(*xs)))), positions)
+
+
 def _grad(f, positions):
     return jax.grad(_loss(f), positions)
 
@@ -188,6 +192,7 @@ def _nothing(f, _):
 
 # Each with its counterpart for the reference.
 STEPS: dict[str, tuple[Any, Any]] = {
+    "slope": (_slope, _slope),
     "grad": (_grad, _grad),
     "vjp": (_vjp, _vjp),
     "jacrev": (_jacrev, _jacrev),
@@ -202,7 +207,7 @@ STEPS: dict[str, tuple[Any, Any]] = {
     "scan": (_scanned, lambda f, _: lambda *xs: jax.tree.map(jnp.add, f(*xs), f(*(0.7 * x for x in xs)))),
     "cond": (_branched, _nothing),
 }
-DERIVATIVES = {"grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
+DERIVATIVES = {"slope", "grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
 
 
 def computed(case: Case, package: Any) -> Any:

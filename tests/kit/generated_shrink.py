@@ -101,6 +101,7 @@ def _layer(layer: Layer, n: int) -> Iterator[Callable[[Case], Any]]:
     yield set_to(dirty=[])
     yield lambda case: [setattr(one, "forward_mode", False) for one in case.layers]
     yield set_to(per_slot=False)
+    yield set_to(asks=False)
     for i in range(len(layer.marked)):
         yield on(lambda one, i=i: one.marked.pop(i))
     if layer.dialect != "PyLayer":
