@@ -1,9 +1,9 @@
 """Layers drawn at random, with rules that are not their gradients, against nested `jax.custom_vjp` functions.
 
-    python tests/autodiff/test_generated_layers.py 500           # cases 0 to 499, as a table
-    python tests/autodiff/test_generated_layers.py 1 1234        # one case, as text
-    python tests/autodiff/test_generated_layers.py 500 0 --shrink
-    PYLAYER_JAX_EXAMPLES=5000 python -m pytest tests/autodiff/test_generated_layers.py
+python tests/autodiff/test_generated_layers.py 500           # cases 0 to 499, as a table
+python tests/autodiff/test_generated_layers.py 1 1234        # one case, as text
+python tests/autodiff/test_generated_layers.py 500 0 --shrink
+PYLAYER_JAX_EXAMPLES=5000 python -m pytest tests/autodiff/test_generated_layers.py
 """
 
 from __future__ import annotations
@@ -24,21 +24,38 @@ import math
 import re
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pylayer_jax
-from tests.kit.generated import Call, Case, Layer, Statement, Term, draw
-from tests.kit.generated_reference import computed, expected
-from tests.kit.generated_shrink import shrink
+from tests.kit.generated.draw import draw
+from tests.kit.generated.reference import FORWARD_MODE, computed, expected
+from tests.kit.generated.shrink import shrink
+from tests.kit.generated.text import Call, Case, Layer, Statement, Term
 
 pytestmark = pytest.mark.slow
 
-ALLOWED: dict[str, str] = {}
+# Refusals that are right: the first words, what the case has, and why.
+ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
+    (
+        "TypeError: second derivative goes through , saved tensor , which pack hook packed",
+        lambda case: bool(case.hooks) and not case.hooks_differentiable,
+        "what was packed within staged code has no second derivative, unless the hooks are differentiable",
+    ),
+    (
+        "TypeError: saved_tensors_hooks: forward-mode differentiation",
+        lambda case: case.hooks == "inside" and any(name in FORWARD_MODE for name, _ in case.steps),
+        "packing is for reverse mode",
+    ),
+]
+
+
+def is_allowed(case: Case, kind: str) -> bool:
+    return any(kind.startswith(words) and applies(case) for words, applies, _ in ALLOWED)
 
 
 def outcome(case: Case) -> tuple[str, str]:
@@ -92,17 +109,35 @@ def table(number: int, first: int, shrinks: bool) -> None:
             if shrinks and kind != "agreed":
                 case = smallest(case, kind)
                 kind, message = outcome(case)
-            print(shown(case, f"-> {kind}\n{message[:1500]}"), "\n" + "-" * 100, flush=True)
+            verdict = "allowed: " if is_allowed(case, kind) else ""
+            print(shown(case, f"-> {verdict}{kind}\n{message[:1500]}"), "\n" + "-" * 100, flush=True)
+        if seed % 50 == 49:
+            jax.clear_caches()  # or thousands of programs fill the memory
     print(f"{number} cases from {first}, {(time.time() - start) / number:.2f} s each, jax {jax.__version__}")
     for kind, seeds in sorted(found.items(), key=lambda item: -len(item[1])):
         print(f"{len(seeds):5} {kind}: {seeds[:12] if kind != 'agreed' else ''}")
 
 
-# -- the reference itself -----------------------------------------------------------------------------
+# -- tests ---------------------------------------------------------------------------------------------
+
+EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "200"))
+CHUNK = 10
+
+
+@pytest.mark.parametrize("first", range(0, EXAMPLES, CHUNK))
+def test_generated_layers(first):
+    refused = []
+    for case in map(draw, range(first, first + CHUNK)):
+        kind, message = outcome(case)
+        if kind == "agreed":
+            continue
+        assert is_allowed(case, kind), shown(case, message)
+        refused.append(case.seed)
+    assert len(refused) <= CHUNK // 2, f"refused: {refused}"
 
 
 def fixed(**changes: Any) -> Case:
-    """The second derivative of one layer at 0.3: `forward` returns y, and `backward` 2·dy·(1 − y²), unless changed."""
+    """The second derivative of one layer at 0.3: `forward` returns its input, `backward` s·dy, unless changed."""
     layer = Layer(
         name="l0",
         dialect=changes.pop("dialect", "PyLayer"),
@@ -140,7 +175,12 @@ sine: dict[str, Any] = {"body": [("u0", "jnp.sin(a)")], "returned": "u0"}
 KNOWN = {
     # the contract, section 7
     "straight-through round": (
-        {"body": [("u0", "jnp.round(a + 0.7)")], "returned": "u0", "gradients": [[(0, "{d}")]], "then": "{0} * {0} * {0}"},
+        {
+            "body": [("u0", "jnp.round(a + 0.7)")],
+            "returned": "u0",
+            "gradients": [[(0, "{d}")]],
+            "then": "{0} * {0} * {0}",
+        },
         6.0,
     ),
     "doubled tanh": (doubled_tanh, -8 * math.tanh(x) * (1 - math.tanh(x) ** 2)),
@@ -206,7 +246,12 @@ KNOWN = {
         4.0,
     ),
     "a constant that is returned": (
-        {"body": [("u0", "C0 * a")], "returned": ("a", "C0"), "saved": ["u0"], "gradients": [[(0, "s0 * {d}"), (1, "{d}")]]},
+        {
+            "body": [("u0", "C0 * a")],
+            "returned": ("a", "C0"),
+            "saved": ["u0"],
+            "gradients": [[(0, "s0 * {d}"), (1, "{d}")]],
+        },
         0.7,
     ),
 }

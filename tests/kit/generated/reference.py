@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from tests.kit.generated import PRELUDE, Case, Layer
+from tests.kit.generated.text import PRELUDE, Case, Layer
 
 Tensors = tuple[jax.Array, ...]
 
@@ -132,20 +132,18 @@ def _linearize(f, positions):
 
 
 def _jvp_in_reverse(f, positions):
+    """The Jacobian of reverse mode, times the tangent."""
+
     def run(*xs):
         g, some = _of_some(f, positions, xs)
         jacobian = jax.jacrev(g, tuple(range(len(some))))(*some)
-        rows = [jnp.tensordot(j, weights(x), x.ndim) for row in _rows(jacobian, g, some) for j, x in zip(row, some, strict=True)]
-        sums = [sum(rows[i : i + len(some)]) for i in range(0, len(rows), len(some))]
-        return jax.tree.unflatten(jax.tree.structure(jax.eval_shape(g, *some)), sums)
+
+        def times_tangent(_, row):
+            return sum(jnp.tensordot(j, weights(x), x.ndim) for j, x in zip(row, some, strict=True))
+
+        return jax.tree.map(times_tangent, jax.eval_shape(g, *some), jacobian)
 
     return run
-
-
-def _rows(jacobian, g, some):
-    """Per output, the Jacobians of each argument."""
-    flat = jax.tree.leaves(jacobian)
-    return [flat[i : i + len(some)] for i in range(0, len(flat), len(some))]
 
 
 def _jacrev(f, positions):
@@ -186,6 +184,10 @@ def _branched(f, _):
     return lambda *xs: jax.lax.cond(xs[0].sum() < 1e3, f, lambda *xs: jax.tree.map(lambda y: 0 * y, f(*xs)), *xs)
 
 
+def _same(value):
+    return value
+
+
 def _nothing(f, _):
     return f
 
@@ -207,7 +209,8 @@ STEPS: dict[str, tuple[Any, Any]] = {
     "scan": (_scanned, lambda f, _: lambda *xs: jax.tree.map(jnp.add, f(*xs), f(*(0.7 * x for x in xs)))),
     "cond": (_branched, _nothing),
 }
-DERIVATIVES = {"slope", "grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
+FORWARD_MODE = {"jvp", "linearize", "jacfwd"}
+DERIVATIVES = {"slope", "grad", "vjp", "jacrev"} | FORWARD_MODE
 
 
 def computed(case: Case, package: Any) -> Any:
@@ -215,7 +218,7 @@ def computed(case: Case, package: Any) -> Any:
     scope = _scope(case) | {name: getattr(package, name) for name in ("PyLayer", "Function", "saved_tensors_hooks")}
     exec(case.text(), scope)
     hooks = {"differentiable": True} if case.hooks_differentiable else {}
-    around = package.saved_tensors_hooks(scope["same"], scope["same"], **hooks) if case.hooks == "outside" else None
+    around = package.saved_tensors_hooks(_same, _same, **hooks) if case.hooks == "outside" else None
     with around or contextlib.nullcontext():
         return _apply(case, scope, 0)
 
@@ -234,7 +237,11 @@ def _expected(case: Case) -> Any:
 
 
 def _scope(case: Case) -> dict[str, Any]:
-    scope: dict[str, Any] = {"jnp": jnp, **{k: jnp.array(v, case.dtype) for k, v in case.values().items()}}
+    scope: dict[str, Any] = {
+        "jnp": jnp,
+        "same": _same,
+        **{k: jnp.array(v, case.dtype) for k, v in case.values().items()},
+    }
     exec(PRELUDE, scope)
     return scope
 
