@@ -1,0 +1,272 @@
+"""Layers drawn at random, with rules that are not their gradients, against nested `jax.custom_vjp` functions.
+
+python tests/autodiff/test_generated_layers.py 500           # cases 0 to 499, as a table
+python tests/autodiff/test_generated_layers.py 1 1234        # one case, as text
+python tests/autodiff/test_generated_layers.py 500 0 --shrink
+PYLAYER_JAX_EXAMPLES=5000 python -m pytest tests/autodiff/test_generated_layers.py
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # the package of the current directory, with the tests of this file
+    os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    sys.path.insert(0, os.getcwd())
+    import pylayer_jax
+
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import collections
+import math
+import re
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import pylayer_jax
+from tests.kit.generated.draw import draw
+from tests.kit.generated.reference import FORWARD_MODE, computed, expected
+from tests.kit.generated.shrink import shrink
+from tests.kit.generated.text import Call, Case, Layer, Statement, Term
+
+pytestmark = pytest.mark.slow
+
+# Refusals that are right: the first words, what the case has, and why.
+ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
+    (
+        "TypeError: second derivative goes through , saved tensor , which pack hook packed",
+        lambda case: bool(case.hooks) and not case.hooks_differentiable,
+        "what was packed within staged code has no second derivative, unless the hooks are differentiable",
+    ),
+    (
+        "TypeError: saved_tensors_hooks: forward-mode differentiation",
+        lambda case: case.hooks == "inside" and any(name in FORWARD_MODE for name, _ in case.steps),
+        "packing is for reverse mode",
+    ),
+]
+
+
+def is_allowed(case: Case, kind: str) -> bool:
+    return any(kind.startswith(words) and applies(case) for words, applies, _ in ALLOWED)
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    """("agreed" or "differs" or the kind of a refusal, and a text about it)."""
+    with jax.enable_x64(case.dtype == "float64"):
+        wanted = expected(case)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                got = computed(case, pylayer_jax)
+        except Exception as error:
+            return kind_of(error), f"{type(error).__name__}: {error}"
+        if jax.tree.structure(got) != jax.tree.structure(wanted):
+            return "differs", f"got structure {jax.tree.structure(got)}\nnot {jax.tree.structure(wanted)}"
+        pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
+        scale = max(1.0, *(float(np.max(np.abs(w))) for _, w in pairs))
+        tolerance = scale * (1e-9 if case.dtype == "float64" else 2e-4)
+        for g, w in pairs:
+            if g.shape != w.shape or g.dtype != w.dtype or not np.allclose(g, w, rtol=0, atol=tolerance):
+                return "differs", f"got      {jax.tree.leaves(got)}\nexpected {jax.tree.leaves(wanted)}"
+    return "agreed", ""
+
+
+def kind_of(error: Exception) -> str:
+    words = re.sub(r"\bL\d\b|\b[a-z]\d*\b|[\d.]+|['\"`]", "", str(error)).split()
+    return f"{type(error).__name__}: {' '.join(words[:12])}"
+
+
+def shown(case: Case, message: str) -> str:
+    return f"seed {case.seed}\n{case.text()}\n\n# {case.asked()}\n{message}"
+
+
+def smallest(case: Case, kind: str) -> Case:
+    def fails(smaller: Case) -> bool:
+        try:
+            return outcome(smaller)[0] == kind
+        except Exception:  # not a case at all
+            return False
+
+    return shrink(case, fails)
+
+
+def table(number: int, first: int, shrinks: bool) -> None:
+    found: dict[str, list[int]] = collections.defaultdict(list)
+    start = time.time()
+    for seed in range(first, first + number):
+        case = draw(seed)
+        kind, message = outcome(case)
+        found[kind].append(seed)
+        if number == 1 or kind != "agreed":
+            if shrinks and kind != "agreed":
+                case = smallest(case, kind)
+                kind, message = outcome(case)
+            verdict = "allowed: " if is_allowed(case, kind) else ""
+            print(shown(case, f"-> {verdict}{kind}\n{message[:1500]}"), "\n" + "-" * 100, flush=True)
+        if seed % 50 == 49:
+            jax.clear_caches()  # or thousands of programs fill the memory
+    print(f"{number} cases from {first}, {(time.time() - start) / number:.2f} s each, jax {jax.__version__}")
+    for kind, seeds in sorted(found.items(), key=lambda item: -len(item[1])):
+        print(f"{len(seeds):5} {kind}: {seeds[:12] if kind != 'agreed' else ''}")
+
+
+# -- tests ---------------------------------------------------------------------------------------------
+
+EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "200"))
+CHUNK = 10
+
+
+@pytest.mark.parametrize("first", range(0, EXAMPLES, CHUNK))
+def test_generated_layers(first):
+    refused = []
+    for case in map(draw, range(first, first + CHUNK)):
+        kind, message = outcome(case)
+        if kind == "agreed":
+            continue
+        assert is_allowed(case, kind), shown(case, message)
+        refused.append(case.seed)
+    assert len(refused) <= CHUNK // 2, f"refused: {refused}"
+
+
+def fixed(**changes: Any) -> Case:
+    """The second derivative of one layer at 0.3: `forward` returns its input, `backward` s·dy, unless changed."""
+    layer = Layer(
+        name="l0",
+        dialect=changes.pop("dialect", "PyLayer"),
+        arguments=changes.pop("arguments", ["a"]),
+        body=[Statement(*s) for s in changes.pop("body", [])],
+        returned=changes.pop("returned", "a"),
+        later=[Statement(*s) for s in changes.pop("later", [])],
+        saved=[(name, "save") for name in changes.pop("saved", ["a"])],
+        marked=changes.pop("marked", []),
+        dirty=[],
+        materialize=True,
+        gradients=[[Term(i, text) for i, text in terms] for terms in changes.pop("gradients", [[(0, "s0 * {d}")]])],
+        per_slot=False,
+        asks=False,
+        forward_mode=False,
+    )
+    times, result = changes.pop("times", 1), changes.pop("result", "y0")
+    inputs = [["x0"] * len(layer.inputs), *([f"y{10 * i}"] for i in range(times - 1))]
+    ys = [[f"y{10 * i + j}" for j in range(len(layer.outputs))] for i in range(times)]
+    calls = [Call(y, "l0", x) for x, y in zip(inputs, ys, strict=True)]
+    calls += [Call(["z"], None, [result if times == 1 else f"y{10 * times - 10}"], changes.pop("then", "{}"))]
+    steps = [("slope", (0,))] * changes.pop("order", 2)
+    assert not changes
+    return Case(0, "float64", (), 1, [layer], calls, ["z"], "", False, steps, {"x0": 0.3, "C0": 0.7, "C1": 0.4})
+
+
+x = 0.3
+doubled_tanh: dict[str, Any] = {
+    "body": [("u0", "jnp.tanh(a)")],
+    "returned": "u0",
+    "saved": ["u0"],
+    "gradients": [[(0, "2.0 * {d} * (1.0 - s0 * s0)")]],
+}
+sine: dict[str, Any] = {"body": [("u0", "jnp.sin(a)")], "returned": "u0"}
+KNOWN = {
+    # the contract, section 7
+    "straight-through round": (
+        {
+            "body": [("u0", "jnp.round(a + 0.7)")],
+            "returned": "u0",
+            "gradients": [[(0, "{d}")]],
+            "then": "{0} * {0} * {0}",
+        },
+        6.0,
+    ),
+    "doubled tanh": (doubled_tanh, -8 * math.tanh(x) * (1 - math.tanh(x) ** 2)),
+    "doubled tanh twice": ({**doubled_tanh, "times": 2}, -10.9068),
+    "doubled tanh twice, third order": ({**doubled_tanh, "times": 2, "order": 3}, -64.157),
+    # what a saved object counts as, where `backward` is s·dy unless it is given
+    "intermediate": ({"body": [("u0", "a * a")], "saved": ["u0"]}, 2 * x),
+    "input": ({**sine, "saved": ["a"]}, 1.0),
+    "output": ({**sine, "saved": ["u0"]}, math.sin(x)),
+    "input and output": ({"gradients": [[(0, "3.0 * {d} * s0")]]}, 3.0),
+    "input and output, in setup_context": (
+        {
+            "dialect": "setup_context",
+            "later": [("o0", "output", "a")],
+            "saved": ["o0"],
+            "gradients": [[(0, "3.0 * {d} * s0")]],
+        },
+        3.0,
+    ),
+    "nothing done to an output": (
+        {**sine, "body": [*sine["body"], ("u1", "u0.astype(u0.dtype)", "u0")], "saved": ["u1"]},
+        math.sin(x),
+    ),
+    "nothing done to an input": ({"body": [("u0", "a.astype(a.dtype)", "a")], "saved": ["u0"]}, 1.0),
+    "of an output and an input": (
+        {**sine, "body": [*sine["body"], ("u1", "u0 * a")], "saved": ["u1"]},
+        math.sin(x) + x * (x * math.sin(x)),
+    ),
+    "returned twice": (
+        {**sine, "returned": ("u0", "u0"), "saved": ["u0"], "gradients": [[(0, "s0 * {d}"), (1, "5.0 * {d}")]]},
+        5.0,
+    ),
+    "of an output that is marked": (
+        {
+            "body": [("u0", "jnp.sin(a)"), ("u1", "2.0 * u0")],
+            "returned": ("a", "u0"),
+            "marked": ["u0"],
+            "saved": ["u1"],
+            "gradients": [[(0, "s0 * {d}"), (1, "9.0 * {d}")]],
+        },
+        2 * math.cos(x),
+    ),
+    "an output that is marked": (
+        {
+            **sine,
+            "returned": ("a", "u0"),
+            "marked": ["u0"],
+            "saved": ["u0"],
+            "gradients": [[(0, "s0 * {d}"), (1, "9.0 * {d}")]],
+        },
+        math.cos(x),
+    ),
+    "a marked output": ({**sine, "marked": ["u0"], "order": 1, "then": "{} + 0"}, 0.0),
+    "one array in two arguments, one of them marked": (
+        {
+            "arguments": ["a", "b"],
+            "returned": ("a", "b"),
+            "marked": ["a"],
+            "gradients": [[(0, "{d}")], [(1, "4.0 * {d}")]],
+            "result": "y1",
+            "order": 1,
+        },
+        4.0,
+    ),
+    "a constant that is returned": (
+        {
+            "body": [("u0", "C0 * a")],
+            "returned": ("a", "C0"),
+            "saved": ["u0"],
+            "gradients": [[(0, "s0 * {d}"), (1, "{d}")]],
+        },
+        0.7,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_reference_agrees_with_closed_forms(name):
+    changes, known = KNOWN[name]
+    case = fixed(**changes)
+    with jax.enable_x64(True):
+        np.testing.assert_allclose(expected(case)[0], known, rtol=1e-4)
+    kind, message = outcome(case)
+    assert kind == "agreed", shown(case, message)
+
+
+if __name__ == "__main__":
+    options = [int(word) for word in sys.argv[1:] if word != "--shrink"]
+    table(options[0], options[1] if len(options) > 1 else 0, "--shrink" in sys.argv)
