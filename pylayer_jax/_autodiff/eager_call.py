@@ -1,12 +1,8 @@
 """A layer as one operation of our own, for classes with forward mode or their own batching. See NOTE [two bindings].
 
-Such a class binds
-
-    eager_call:  inputs  ->  outputs
-
-in eager mode, whose rules look inside as late as possible: `forward` sees concrete values, and a batch goes to the
-layer's `vmap` as a whole. Staged code gets *staged_call* instead (NOTE [orders]), with `forward` as a jaxpr. Both have
-the same derivative.
+In eager mode such a class binds *eager_call*: inputs -> outputs, whose rules look inside as late as possible: `forward`
+sees concrete values, and a batch goes to the layer's `vmap` as a whole. Staged code gets *staged_call* instead (NOTE
+[orders]), with `forward` as a jaxpr. Both have the same derivative.
 """
 
 from __future__ import annotations
@@ -259,7 +255,8 @@ def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool])
             if not may_set_up:
                 raise
             found = _set_up(eager, tensors, needs_grad)
-            if not is_first and (error := _lost_in_setup(call, found, tensors)):
+            error = second_derivative_error(call, found.saved, _computed_from_marked(found, tensors))
+            if error is not None and not is_first:
                 raise error from None
         else:
             call.outputs = staged.saved.outputs
@@ -276,14 +273,12 @@ def _set_up(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Dif
     return Differentiated(saved, derivative, values, residuals)
 
 
-def _lost_in_setup(call: LayerCall, found: Differentiated, tensors: Sequence[Any]) -> Exception | None:
-    """The error for a second derivative that goes through host code in `forward`, if something would be lost."""
-    # What comes from an output that carries no rule is differentiated through `forward`, which is not there.
+def _computed_from_marked(found: Differentiated, tensors: Sequence[Any]) -> list[Any]:
+    """Residuals that may come from a marked output, which is plain code, here host code, of `forward`."""
     marked = found.saved.outputs.non_differentiable
-    plain = [x for i, x in enumerate(found.outputs) if i in marked and has_tangent(x)]
     known = [*tensors, *(x for i, x in enumerate(found.outputs) if i not in marked)]
-    intermediates = [x for x in found.residuals if not contains(known, x)] if plain else []
-    return second_derivative_error(call, found.saved, intermediates)
+    is_any = any(has_tangent(x) for i, x in enumerate(found.outputs) if i in marked)
+    return [x for x in found.residuals if is_any and not contains(known, x)]
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, eager: EagerCall) -> tuple[list[Any], list[Any]]:

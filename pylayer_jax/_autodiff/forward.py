@@ -68,6 +68,9 @@ def run_undifferentiated(call: LayerCall, tensors: Sequence[Any], needs: bool = 
     tensors = _distinct(as_arrays(tensors))
     ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
     outputs, _, arrays = Outputs.of(call.name, result, tensors, ctx._state)
+    if ctx._state.read_needs_input_grad:
+        # If it is differentiated later, `forward` runs again and may mark others.
+        outputs.non_differentiable = frozenset()
     return outputs, arrays
 
 
