@@ -65,7 +65,10 @@ def _steps(rng: random.Random, order: int, count: int, linear: bool, forward_mod
         forward = forward or (linear and kind in REVERSE)
         steps.append((kind, tuple(sorted(rng.sample(range(count), rng.randint(1, count))))))
     for _ in range(rng.choice([0, 0, 1, 1, 2, 2])):
-        steps.insert(rng.randint(0, len(steps)), (rng.choice(TRANSFORMS), None))
+        transform = rng.choice(TRANSFORMS)
+        # These apply the rule to parts of a cotangent, which a rule that is not linear tells from the whole.
+        if linear or transform not in ("vmap_first", "vmap_last", "remat"):
+            steps.insert(rng.randint(0, len(steps)), (transform, None))
     # Half of the cases are one program: operation by operation they take several times as long.
     return [*steps, ("jit", None)] if rng.random() < 0.5 else steps
 

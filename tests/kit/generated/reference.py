@@ -5,7 +5,8 @@ the saved values, from the next function, so that a derivative of an output, or 
 rule again. The innermost is the bare `forward`. What a saved object counts as (the contract, section 7):
 
 - an object that is an input counts as that input, also where it is returned as well; each argument is an input of its
-  own, also where one array is passed twice; a closed-over array is a constant, also where it is returned;
+  own, also where one array is passed twice;
+- a closed-over array is a constant for what is computed from it; if it is returned and saved, it is that output;
 - an operation that does nothing, for which JAX hands back its operand, is its operand;
 - an object that is an output carries the rule; of one that is returned twice, the last counts;
 - all else is an intermediate: what `forward` makes of the inputs and of those outputs that carry the rule;
@@ -36,6 +37,9 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
     marked = {layer.origin(name) for name in layer.marked}
     plain = {*inputs, *constants, *marked}
     carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
+    returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
+
+    saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
 
     def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
         """What each name of `forward` stands for, where some objects are given."""
@@ -66,6 +70,7 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
         def forward(*xs: jax.Array) -> Any:
             ys = inner(*xs)
             scope = names(xs, {name: ys[i] for name, i in carries_rule.items()})
+            scope |= {name: ys[returned_constants[o]] for name, o in saved_origins if o in returned_constants}
             return ys, ([scope[name] for name, _ in layer.saved], xs)
 
         function = jax.custom_vjp(inner)
