@@ -26,21 +26,20 @@ def drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]
 # NOTE [shared outputs]
 # Under vmap, JAX lets an output that no mapped input reaches be shared by all examples. Its one cotangent would then be
 # handed to `backward` once per example, and be counted as often (JAX 0.12 refuses such a custom_vjp, 0.10 gives the
-# wrong number). Therefore all outputs of a layer are mapped as soon as one input is.
+# wrong number). Therefore all outputs of a layer are mapped as soon as one input is. They have the mapped axis in front,
+# in the primal function as in the forward rule: where both are staged, JAX takes the place from one for the other.
 
 batch_together_p = Primitive("batch_together")
 
 
 def batch_together(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """The outputs; under vmap all of them are mapped as soon as one of the inputs or outputs is."""
+    """The outputs; under vmap all are mapped, with the axis in front, as soon as one of the inputs or outputs is."""
     return batch_together_p.bind(*inputs, *outputs, count=len(outputs))
 
 
 def _batch_together_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
     outputs = zip(args[-count:], dims[-count:], strict=True)
-    return [x if d is not None else batch_axis_to_front(axis, x, d) for x, d in outputs], [
-        d or 0 for d in dims[-count:]
-    ]
+    return [batch_axis_to_front(axis, x, d) for x, d in outputs], [0] * count
 
 
 register(

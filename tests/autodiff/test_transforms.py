@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pylayer_jax import PyLayer
 from tests.kit.layers import bits
 from tests.kit.transforms import (
     FIRST_ORDER,
@@ -104,3 +107,38 @@ def test_under_hooks(case, transform, place):
 def _compare(case, transform, around=lambda f: f):
     ours = transform(around(scalar(case.layer, case.linear_loss)), case.args)
     assert_same(ours, transform(scalar(case.reference, case.linear_loss), case.args))
+
+
+@pytest.mark.parametrize("within", ["jit", "scan", "fori_loop", "cond", "checkpoint"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_staged_code_mapped_along_any_axis(within, axis):
+    staged = {
+        "jit": jax.jit,
+        "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
+        "fori_loop": lambda f: lambda x: jax.lax.fori_loop(0, 2, lambda _, c: f(c), x),
+        "cond": lambda f: lambda x: jax.lax.cond(x.sum() > -9, f, f, x),
+        "checkpoint": jax.checkpoint,
+    }[within]
+
+    class SavesOutput(PyLayer):  # a class of its own, which no other test has staged
+        @staticmethod
+        def forward(ctx, x):
+            y = jnp.tanh(x)
+            ctx.save_for_backward(y)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * (1 - ctx.saved_tensor()[0] ** 2)
+
+    w = jnp.array([[0.3, -0.7, 0.2], [0.5, 0.1, -0.4], [-0.6, 0.8, 0.9]])
+
+    def first(apply):
+        return jax.grad(
+            lambda xs: jnp.sum(jax.vmap(staged(lambda x: apply(w @ x)), in_axes=axis, out_axes=axis)(xs) * xs**2)
+        )
+
+    xs = jnp.arange(9.0).reshape(3, 3) / 9
+    for order in (first, lambda apply: jax.grad(lambda xs: jnp.sum(first(apply)(xs) * xs))):
+        for run in (lambda f: f, jax.jit):
+            np.testing.assert_allclose(run(order(SavesOutput.apply))(xs), order(jnp.tanh)(xs), rtol=1e-4, atol=1e-5)
