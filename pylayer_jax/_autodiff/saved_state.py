@@ -103,8 +103,8 @@ class SavedState:
 
 # What cannot change with the inputs, or only in steps.
 _PIECEWISE = (
-    *(int, str, bytes, type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType),
-    *(type(None), type(...), range, slice),
+    *(int, str, type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType),
+    *(type(None), type(...)),
 )
 
 

@@ -26,8 +26,8 @@ def drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]
 # NOTE [shared outputs]
 # Under vmap, JAX lets an output that no mapped input reaches be shared by all examples. Its one cotangent would then be
 # handed to `backward` once per example, and be counted as often (JAX 0.12 refuses such a custom_vjp, 0.10 gives the
-# wrong number). Therefore all outputs of a layer are mapped as soon as one input is. They have the mapped axis in front,
-# in the primal function as in the forward rule: where both are staged, JAX takes the place from one for the other.
+# wrong number). Therefore all outputs of a layer are mapped as soon as one input is. They have the mapped axis in
+# front, in the primal function as in the forward rule: where both are staged, JAX takes the place from one for both.
 
 batch_together_p = Primitive("batch_together")
 

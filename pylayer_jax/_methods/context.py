@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from pylayer_jax._jax import is_array, is_ref
-from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant, plural
+from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant, plural, split
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
@@ -269,16 +269,16 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """`value` with its NumPy arrays copied; a `jax.Ref` inside is refused."""
     if is_array(value) or isinstance(value, (int, float, str, type(None))):
         return value
-    leaves, treedef = flatten(value)
-    for leaf in leaves:
+    arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray))
+    for leaf in rest.statics():
         if is_ref(leaf):
             raise TypeError(
                 f"{call} in {state.layer}: a jax.Ref can change before backward runs, so it cannot be kept. "
                 "Save its present value: ref[...]."
             )
-    if not any(isinstance(leaf, np.ndarray) for leaf in leaves):
+    if not arrays:
         return value  # the same object, so that a container stays the object that the user holds
-    return treedef.unflatten([_copied(leaf, state) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves])
+    return rest.fill([_copied(array, state) for array in arrays])
 
 
 def _copied(array: np.ndarray, state: ContextState) -> np.ndarray:

@@ -41,12 +41,13 @@ class Skeleton:
     The skeleton of a bare tensor is always `LEAF`.
     """
 
-    __slots__ = ("leaves", "size", "treedef")
+    __slots__ = ("_made_as", "leaves", "size", "treedef")
 
-    def __init__(self, treedef: Any, leaves: list[Any], size: int) -> None:
+    def __init__(self, treedef: Any, leaves: list[Any], size: int, made_as: Any = None) -> None:
         self.treedef = treedef
         self.leaves = leaves
         self.size = size
+        self._made_as = treedef if made_as is None else made_as  # of the same leaves; makes dicts in their own order
 
     @property
     def is_container(self) -> bool:
@@ -58,7 +59,7 @@ class Skeleton:
         if self is LEAF:
             return tensors[0]
         rest = iter(tensors)
-        return self.treedef.unflatten([next(rest) if x is _TENSOR else change(x) for x in self.leaves])
+        return self._made_as.unflatten([next(rest) if x is _TENSOR else change(x) for x in self.leaves])
 
     def fill_with_statics(self, value: Any, tensors: Sequence[Any]) -> Any:
         """The tree with `tensors` where its own tensors were, and `value` for every static."""
@@ -119,6 +120,46 @@ def _is_unsortable(node: Any) -> bool:
     return False
 
 
+@jax.tree_util.register_pytree_node_class
+class _InOrder:
+    """A dict whose keys are not sorted, as a node from which JAX makes the dict in its own order.
+
+    JAX sorts the keys of a dict, also where it makes the dict again; `a, b = d.values()` would then be another pair.
+    """
+
+    def __init__(self, values: dict[Any, Any]) -> None:
+        self._values = values
+
+    def tree_flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
+        return [self._values[key] for key in sorted(self._values)], tuple(self._values)
+
+    @classmethod
+    def tree_unflatten(cls, keys: tuple[Any, ...], children: Sequence[Any]) -> dict[Any, Any]:
+        by_key = dict(zip(sorted(keys), children, strict=True))
+        return {key: by_key[key] for key in keys}
+
+
+def _is_unsorted(node: Any) -> bool:
+    return type(node) is dict and len(node) > 1 and not _is_unsortable(node) and list(node) != sorted(node)
+
+
+def _treedef_in_order(tree: Any) -> Any:
+    """The treedef that makes dicts in their own order, from the same leaves; None if all of them are sorted."""
+
+    def stops(node: Any) -> bool:
+        return _is_unsorted(node) or _is_unsortable(node)
+
+    def in_order(tree: Any) -> Any:
+        def change(node: Any) -> Any:
+            return _InOrder({k: in_order(v) for k, v in node.items()}) if _is_unsorted(node) else node
+
+        return jax.tree_util.tree_map(change, tree, is_leaf=stops)
+
+    if not any(map(_is_unsorted, jax.tree_util.tree_leaves(tree, is_leaf=stops))):
+        return None
+    return jax.tree_util.tree_structure(in_order(tree), is_leaf=_is_unsortable)
+
+
 # Nearly every argument, output and saved tensor is a bare tensor, which needs no flattening.
 LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
 
@@ -135,7 +176,7 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
         if predicate(leaf):
             tensors.append(leaf)
             leaves[i] = _TENSOR
-    return tensors, Skeleton(treedef, leaves, len(tensors))
+    return tensors, Skeleton(treedef, leaves, len(tensors), _treedef_in_order(tree))
 
 
 @functools.cache

@@ -56,6 +56,11 @@ ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
         lambda case: case.hooks == "inside" and any(name in FORWARD_MODE for name, _ in case.steps),
         "packing is for reverse mode",
     ),
+    (
+        "NotImplementedError: Differentiation rule for custom_lin not implemented",
+        lambda case: case.hooks == "inside" and {name for name, _ in case.steps} >= {"linearize"},
+        "the same, where jax.linearize has left the linear part of a packed operation; the words are JAX's",
+    ),
 ]
 
 

@@ -234,6 +234,7 @@ KEPT = {  # what forward keeps of x and a static argument; whether it may depend
     "a list of floats": (lambda x, fn: [float(x)], True),
     "a closure": (lambda x, fn: _closure(float(x)), True),
     "an object": (lambda x, fn: Box(np.asarray(x)), True),
+    "bytes": (lambda x, fn: np.asarray(x).tobytes(), True),
     "a NumPy array": (lambda x, fn: np.asarray(x), True),
     "an integer": (lambda x, fn: int(x), False),
     "an argument": (lambda x, fn: fn, False),
