@@ -211,7 +211,7 @@ def mark_not_inplace_in_backward(of):
 
 
 # Cotangents always have the dtype of the output here.
-@TABLE.differ(theirs=[3], ours=AttributeError, match="set_grad_in_dtype_consistent")
+@TABLE.differ(theirs=[3], ours=ValueError, match="set_grad_in_dtype_consistent")
 def cotangents_of_another_dtype(of):
     def forward(ctx, x):
         ctx.set_grad_in_dtype_consistent(False)
