@@ -5,9 +5,11 @@ the saved values, from the next function, so that a derivative of an output, or 
 rule again. The innermost is the bare `forward`. What a saved object counts as (the contract, section 7):
 
 - an object that is an input counts as that input, also where it is returned as well; each argument is an input of its
-  own, also where one array is passed twice; a closed-over array is a constant, also where it is returned;
+  own, also where one array is passed twice;
 - an operation that does nothing, for which JAX hands back its operand, is its operand;
 - an object that is an output carries the rule; of one that is returned twice, the last counts;
+- a closed-over array that is returned carries the rule where it is saved, as any output, but remains a constant for
+  what is computed from it;
 - all else is an intermediate: what `forward` makes of the inputs and of those outputs that carry the rule;
 - an output that is marked as not differentiable carries no rule: it is an intermediate, within `forward`, where it is
   saved and where something saved is computed from it. Outside its derivative is zero.
@@ -35,6 +37,7 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
     outputs = [layer.origin(name) for name in layer.outputs]
     marked = {layer.origin(name) for name in layer.marked}
     plain = {*inputs, *constants, *marked}
+    returned = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
     carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
 
     def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
@@ -66,7 +69,10 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
         def forward(*xs: jax.Array) -> Any:
             ys = inner(*xs)
             scope = names(xs, {name: ys[i] for name, i in carries_rule.items()})
-            return ys, ([scope[name] for name, _ in layer.saved], xs)
+            saved = [
+                ys[returned[o]] if (o := layer.origin(name)) in returned else scope[name] for name, _ in layer.saved
+            ]
+            return ys, (saved, xs)
 
         function = jax.custom_vjp(inner)
         function.defvjp(forward, lambda saved, cotangents: gradients(*saved, cotangents))
