@@ -71,6 +71,7 @@ def outcome(case: Case) -> tuple[str, str]:
         if jax.tree.structure(got) != jax.tree.structure(wanted):
             return "differs", f"got structure {jax.tree.structure(got)}\nnot {jax.tree.structure(wanted)}"
         pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
+        assert all(np.all(np.isfinite(w)) for _, w in pairs), shown(case, "the reference is not finite")
         scale = max(1.0, *(float(np.max(np.abs(w))) for _, w in pairs))
         tolerance = scale * (1e-9 if case.dtype == "float64" else 2e-4)
         for g, w in pairs:
