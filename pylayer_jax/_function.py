@@ -114,7 +114,8 @@ class Function(PyLayer):
     def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
         """Keep on `ctx` the values that `backward` needs, if `forward` takes no context.
 
-        `inputs` are the arguments of `forward`, defaults included, and `output` is its result.
+        `inputs` are the arguments of `forward`, defaults included, and `output` is its result. An output that is an
+        input is that very object, and counts as the input if it is saved; torch refuses to save it as an output.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 

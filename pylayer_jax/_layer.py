@@ -24,13 +24,15 @@ from ._jax import (
     is_forward_mode_tracer,
     is_forward_over_reverse,
     is_missing_forward_mode,
+    is_staging,
+    is_unknown,
     nothing_is_traced,
 )
 from ._methods.apply import Apply
 from ._methods.arguments import bind, call_of_apply
 from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
-from ._trees import Static
+from ._trees import Static, is_live, is_live_constant
 
 # The `jax.custom_vjp` function of each class. Not an attribute, which a class made from the members of another one, or
 # unpickled, would take over.
@@ -196,7 +198,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     __tracebackhide__ = True
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
-    has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value
+    has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value or any(map(is_unknown, tensors))
     traces = active_traces()
     if not has_forward_mode:
         if is_forward_mode_trace(traces[0]) and any(map(is_forward_mode_tracer, tensors)):
@@ -204,13 +206,14 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
         # A second derivative of another kind than those that `jax.custom_vjp` has.
         has_forward_mode = is_forward_over_reverse(traces)
     call = LayerCall(layer, arguments, Hooks.captured(tensors), is_deferred(tensors, traces))
-    if not any(map(is_differentiated, tensors)) and call.names_closed_over(is_differentiated):
-        # JAX would notice only after apply had returned, without a name.
-        raise call.closed_over_error()
+    # NOTE [hidden tensors]. In eager mode a value that is differentiated, and perhaps not used, is no reason to stage
+    # `forward`, which would no longer see numbers. JAX refuses it where it is used.
+    may_be_staged = has_forward_mode or is_staging() or not any(map(is_differentiated, tensors))
+    call.hides = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
     try:
         # A layer packs its saved tensors itself.
         with NO_CONTEXT if call.hooks is None else outside_hooks_trace():
-            if has_forward_mode or layer._has_vmap_method():
+            if has_forward_mode or call.hides or layer._has_vmap_method():
                 values = bind_eager_call(SingleCall(call), tensors)
             else:
                 values = call_with_symbolic_zeros(_rule_of(layer), Static(call), tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -12,10 +13,15 @@ import jax.numpy as jnp
 from pylayer_jax._jax import is_differentiating, is_staging, kernels_may_run, naming_kernels
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
-from pylayer_jax._methods.mistakes import backward_arity_error, jvp_arity_error, warn_of_missing_return
+from pylayer_jax._methods.mistakes import (
+    Attributes,
+    backward_arity_error,
+    jvp_arity_error,
+    warn_of_missing_return,
+)
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
-from pylayer_jax._trees import add_note
+from pylayer_jax._trees import add_note, filled
 
 from .call import NO_CONTEXT, LayerCall, no_custom_vjp
 from .derivative import Derivative
@@ -52,6 +58,8 @@ class LayerDerivative(Derivative):
             return [None] * len(call.arguments.avals)
         seen = self._needs_input_grad(needs_grad)
         ctx = self._context(seen, residuals, saved.saved)
+        arrays = residuals if isinstance(residuals, (list, tuple)) else ()  # others are unpacked only if they are read
+        attributes = Attributes([(f"ctx.{name}", value) for name, value in vars(ctx).items()], arrays)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
@@ -62,6 +70,7 @@ class LayerDerivative(Derivative):
         refusal = KernelInBackward(call.name, self.has_pushforward) if may_be_transposed and kernels_may_run() else None
         try:
             with (
+                self._filled(residuals),
                 no_custom_vjp(True) if may_be_transposed else NO_CONTEXT,
                 call.staged_scope("backward") if is_staged else NO_CONTEXT,
                 NO_CONTEXT if refusal is None else naming_kernels(refusal),
@@ -77,10 +86,12 @@ class LayerDerivative(Derivative):
                 raise misfit from error
             add_note(error, call.name, "backward")
             raise
-        gradients = match_gradients(result, call.arguments, seen, layer._torch_convention, saved.perturbed_is_exact)
-        if result is None and any(seen):
+        attributes.check(call.name, "backward")
+        needed = call.arguments.perturbable(needs_grad)
+        gradients = match_gradients(result, call.arguments, needed, layer._torch_convention, saved.perturbed_is_exact)
+        if result is None and any(needed):
             warn_of_missing_return(layer, call.name, layer.backward)
-        return conjugate([g if need else None for g, need in zip(gradients, needs_grad, strict=True)])
+        return conjugate(gradients)
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""
@@ -91,7 +102,7 @@ class LayerDerivative(Derivative):
         given = argument_tangents(call.arguments, tangents, saved.materialize)
         jvp = call.layer._jvp_method()
         try:
-            with call.scope("jvp"):
+            with self._filled(residuals), call.scope("jvp"):
                 result = jvp(ctx, *given)
         except Exception as error:
             names = [a.name for a in call.arguments.arguments]
@@ -109,6 +120,11 @@ class LayerDerivative(Derivative):
     def second_derivative_error(self) -> Exception | None:
         make_error = second_derivative_error_of(self.call.layer.backward)
         return None if make_error is None else make_error()
+
+    def _filled(self, residuals: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+        """A block in which objects on the context hold the tensors of this run: NOTE [hidden tensors]."""
+        places, trees = zip(*self.saved.hidden.values(), strict=True) if self.saved.hidden else ((), ())
+        return filled(places, [tree.restore(residuals) for tree in trees])
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:
         def restore(value: Any) -> Any:

@@ -1,4 +1,13 @@
-"""One call of `apply`, as it travels through JAX."""
+"""One call of `apply`, as it travels through JAX.
+
+NOTE [hidden tensors]
+A function or an object among the arguments may hold traced values where JAX does not look: `model.w`, a variable that a
+lambda captures. A rule of `jax.custom_vjp` runs after the trace of such a value may have ended. Therefore a call that
+reaches one (`hides`) is staged where it is applied: the value becomes an operand of *staged_call*. `backward` finds it
+by an object on the context, and then needs the value of the trace in which it runs: what objects on the context hold is
+a residual as well, and stands in its place while `backward` runs. An output that depends on a hidden value that is
+differentiated is an error.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +18,10 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._hooks.active import Hooks
-from pylayer_jax._jax import RunLog, eval_jaxpr, is_leaked, is_staging, is_tracer, stage
+from pylayer_jax._jax import RunLog, eval_jaxpr, is_differentiated, is_leaked, is_staging, is_tracer, stage
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import innermost, source_of, split, traced_attributes, traced_names
-
-# The tracker that marks every array that a layer keeps, for a report. It is part of jit's cache key, so that staged
-# code is traced anew for it.
-residual_tracker: Final = jax.make_user_context(None)
-
+from pylayer_jax._trees import innermost, source_of, split, traced_names
 
 # True while code runs that may be transposed, or differentiated in forward mode: a `backward`, and a `forward` that is
 # staged under `jax.jvp`. A layer that this code applies is then no `jax.custom_vjp` function, which allows neither. It
@@ -31,7 +35,7 @@ NO_CONTEXT: Final = contextlib.nullcontext()
 class LayerCall:
     """One call of `apply`, as it travels through JAX inside a treedef. Holds no array."""
 
-    __slots__ = ("arguments", "call_site", "hooks", "layer", "log", "name", "outputs")
+    __slots__ = ("arguments", "hides", "hooks", "layer", "log", "name", "outputs")
 
     def __init__(self, layer: Any, arguments: Arguments, hooks: Hooks | None, deferred: bool) -> None:
         self.layer = layer
@@ -39,10 +43,12 @@ class LayerCall:
         self.arguments = arguments
         # JAX may run the forward rule long after the block was left. Therefore the call takes the pair.
         self.hooks = hooks
+        self.hides = (
+            False  # whether `forward` is staged where it is applied, since it may reach traced values by itself
+        )
         # Only a call that is staged may be differentiated several times.
         self.log: RunLog[Any] | None = RunLog() if deferred else None
         self.outputs: Outputs | None = None  # set by the binding that ran the layer
-        self.call_site = "" if residual_tracker.value is None else residual_tracker.value.call_site()
 
     @property
     def source(self) -> str:
@@ -61,11 +67,11 @@ class LayerCall:
     def names_closed_over(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
         """The names under which `forward`, or a static argument, reaches traced values for which `predicate` holds."""
         names = traced_names(self.layer.forward, predicate)
+        if self.layer._has_setup_context():
+            names += traced_names(self.layer.setup_context, predicate)
         for argument in self.arguments.arguments:
             for leaf in argument.skeleton.statics():
-                found = traced_names(leaf, predicate) if callable(leaf) else []
-                found += traced_attributes(leaf, predicate)
-                names += [f"{name} (in argument {argument.name})" for name in found]
+                names += [f"{name} (in argument {argument.name})" for name in traced_names(leaf, predicate)]
         return names
 
     def names_closed_over_by_backward(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
@@ -104,18 +110,21 @@ class LayerCall:
 
     def closed_over_error(self) -> Exception:
         """The error for a value that is differentiated, and that `forward` reaches other than by an argument."""
+        predicate = is_differentiated if self.names_closed_over(is_differentiated) else is_tracer
         for argument in self.arguments.arguments:
             for path, leaf in argument.skeleton.static_paths():
-                if held := traced_attributes(leaf):
+                # Names of attributes begin with a point, those of variables of a function do not.
+                if held := [name for name in traced_names(leaf, predicate) if name[0] == "."]:
                     return jax.errors.UnexpectedTracerError(
-                        f"{self.name}.apply: argument {argument.name}{path} holds a traced value in {held[0]}, but "
-                        f"its type {type(leaf).__qualname__} is no pytree, so that its gradient would be lost. "
+                        f"{self.name}.apply: argument {argument.name}{path} holds a traced value in {', '.join(held)}, "
+                        f"but its type {type(getattr(leaf, '__self__', leaf)).__qualname__} is no pytree, so that its "
+                        "gradient would be lost. "
                         "Register the type (jax.tree_util.register_dataclass), or pass the array itself."
                     )
-        names = self.names_closed_over()
+        names = self.names_closed_over(predicate)
         found = f" ({', '.join(names)})" if names else ""
         return jax.errors.UnexpectedTracerError(
             f"{self.name}.forward uses a traced value that it closes over{found}. Its gradient would be lost, since "
             "backward returns gradients for the arguments of forward alone. Pass it as an argument: "
-            f"{self.name}.apply(..., {names[0].split()[0] if names else 'value'})."
+            f"{self.name}.apply(..., {names[0].split()[0].lstrip('.') if names else 'value'})."
         )

@@ -19,7 +19,8 @@ from pylayer_jax._jax import (
     scatter,
     select,
 )
-from pylayer_jax._trees import Static, source_of
+from pylayer_jax._methods.outputs import Outputs
+from pylayer_jax._trees import Static, plural, source_of
 
 from .call import LayerCall
 from .derivative import Derivative
@@ -66,6 +67,7 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple
     needs_grad = call.arguments.perturbable([p.perturbed for p in primals])
     perturbed_is_exact = not any(map(is_rematerialization_tracer, tensors))
     saved, derivative, outputs, residuals = differentiate(call, tensors, needs_grad, perturbed_is_exact).packed(call)
+    _check_outputs(call.name, call.outputs, saved.outputs)
     call.outputs = saved.outputs
     run = _Run(call.name, derivative, needs_grad)
     if call.log is None:
@@ -74,6 +76,17 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple
     count = len(residuals) if not saved.read_needs_input_grad else -(-len(residuals) // _PADDED_TO) * _PADDED_TO
     padding = [NO_RESIDUAL] * (count - len(residuals))
     return tuple(outputs), (Static(call.log), call.log.add(run), *residuals, *padding)
+
+
+def _check_outputs(layer: str, staged: Outputs | None, found: Outputs) -> None:
+    """Refuse other outputs than those of the run that is not differentiated, where JAX staged it before."""
+    if staged is None or len(staged.types) == len(found.types):
+        return
+    raise ValueError(
+        f"{layer}.forward returned {plural(len(staged.types), 'tensor', 'tensors')} where nothing is differentiated "
+        f"(all of ctx.needs_input_grad are False), but {len(found.types)} where something is. jit stages both as one "
+        "function: return the same outputs, or differentiate inside jit, as in jax.jit(jax.grad(f))."
+    )
 
 
 def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,12 +1,8 @@
 """A layer as one operation of our own, for classes with forward mode or their own batching. See NOTE [two bindings].
 
-Such a class binds
-
-    eager_call:  inputs  ->  outputs
-
-in eager mode, whose rules look inside as late as possible: `forward` sees concrete values, and a batch goes to the
-layer's `vmap` as a whole. Staged code gets *staged_call* instead (NOTE [orders]), with `forward` as a jaxpr. Both have
-the same derivative.
+In eager mode such a class binds *eager_call*: inputs -> outputs, whose rules look inside as late as possible: `forward`
+sees concrete values, and a batch goes to the layer's `vmap` as a whole. Staged code gets *staged_call* instead (NOTE
+[orders]), with `forward` as a jaxpr. Both have the same derivative.
 """
 
 from __future__ import annotations
@@ -22,9 +18,13 @@ from pylayer_jax._jax import (
     HoldingPrimitive,
     as_arrays,
     concrete_value,
+    eval_context,
+    has_tangent,
+    is_differentiated,
     is_named,
     is_staging,
     is_tracer,
+    is_unknown,
     mapped_type,
     register,
     select,
@@ -34,7 +34,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import Static
+from pylayer_jax._trees import Static, contains
 
 from .backward import LayerDerivative
 from .call import LayerCall
@@ -42,7 +42,7 @@ from .derivative import BatchedDerivative, Derivative
 from .differentiate import Differentiated, differentiate
 from .forward import run_setup_context, run_undifferentiated
 from .saved_state import SavedState
-from .staged_call import StagedCall, stage_call
+from .staged_call import StagedCall, second_derivative_error, stage_call
 from .staged_call_batching import batch_staged_call
 from .staged_call_rules import bind_staged_call, nonzero_tangents
 
@@ -89,7 +89,7 @@ class SingleCall:
 
     def run(self, *tensors: Any) -> tuple[list[Any], Outputs]:
         __tracebackhide__ = True
-        outputs, values = run_undifferentiated(self.call, tensors)
+        outputs, values = run_undifferentiated(self.call, tensors, needs=True)
         return values, outputs
 
     def run_batch(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Outputs]:
@@ -205,7 +205,8 @@ def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:
     """The outputs of a call under all transformations that are active."""
     __tracebackhide__ = True
     # A rule of ours would lose values that `forward` closes over; staged, they become inputs.
-    if not is_staging() and not eager.call.names_closed_over():
+    # `jax.linear_transpose` transposes the jaxpr of `forward`.
+    if not is_staging() and not any(map(is_unknown, tensors)) and not eager.call.names_closed_over():
         return eager_call_p.bind(*tensors, eager=eager)
     needs_grad = eager.call.arguments.perturbable([True] * len(tensors))
     staged, consts = eager.stage(needs_grad, tensors)
@@ -230,32 +231,54 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, eager: EagerCall) -
     if not any(perturbed):
         values = bind(eager, primals)
         return values, [None] * len(values)
-    found = _differentiate(eager, as_arrays(primals), perturbed)
+    with eval_context():  # a Python number becomes an array, and no tracer of the trace that runs this rule
+        tensors = as_arrays(primals)
+    found = _differentiate(eager, tensors, perturbed)
     return found.outputs, found.derivative.tangents(perturbed, found.residuals, select(tangents, perturbed))
 
 
 def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Differentiated:
     __tracebackhide__ = True
     call, traced = eager.call, any(map(is_tracer, tensors))
+    is_first = not any(map(is_differentiated, tensors))  # of the derivatives
+    # Host code cannot be staged. Then `setup_context`, run apart from `forward`, says which tensors are kept.
+    may_set_up = call.layer._has_setup_context() and not is_staging()
     if isinstance(eager, SingleCall) and not traced:
         found = differentiate(call, tensors, needs_grad)
         call.outputs = found.saved.outputs
-    elif call.layer._has_setup_context() and not is_staging():
-        # `forward` may be host code, which cannot be staged; `setup_context` says which tensors are kept.
-        if traced:
-            values = bind(eager.without_packing(), tensors)
-        else:
-            values, call.outputs = eager.run(*tensors)
-        assert call.outputs is not None
-        saved, derivative, residuals = eager.setup(call.outputs, values, tensors, needs_grad)
-        found = Differentiated(saved, derivative, values, residuals)
+    elif may_set_up and call.layer._has_vmap_method() and is_first:
+        found = _set_up(eager, tensors, needs_grad)
     else:
-        staged, consts = eager.without_packing().stage(needs_grad, tensors)
-        call.outputs = staged.saved.outputs
-        values = bind_staged_call(staged, consts, tensors)
-        residuals = staged.residuals(tensors, values)
-        found = Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
+        try:
+            staged, consts = eager.without_packing().stage(needs_grad, () if may_set_up else tensors)
+        except NEEDS_VALUES:
+            if not may_set_up:
+                raise
+            found = _set_up(eager, tensors, needs_grad)
+            error = second_derivative_error(call, found.saved, _computed_from_marked(found, tensors))
+            if error is not None and not is_first:
+                raise error from None
+        else:
+            call.outputs = staged.saved.outputs
+            values = bind_staged_call(staged, consts, tensors)
+            residuals = staged.residuals(tensors, values)
+            found = Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
     return found.packed(call) if eager.packs else found
+
+
+def _set_up(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Differentiated:
+    values, outputs = bind(eager.without_packing(), tensors), eager.call.outputs
+    assert outputs is not None
+    saved, derivative, residuals = eager.setup(outputs, values, tensors, needs_grad)
+    return Differentiated(saved, derivative, values, residuals)
+
+
+def _computed_from_marked(found: Differentiated, tensors: Sequence[Any]) -> list[Any]:
+    """Residuals that may come from a marked output, which is plain code, here host code, of `forward`."""
+    marked = found.saved.outputs.non_differentiable
+    known = [*tensors, *(x for i, x in enumerate(found.outputs) if i not in marked)]
+    is_any = any(has_tangent(x) for i, x in enumerate(found.outputs) if i in marked)
+    return [x for x in found.residuals if is_any and not contains(known, x)]
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, eager: EagerCall) -> tuple[list[Any], list[Any]]:

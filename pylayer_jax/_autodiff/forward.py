@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._hooks.active import hooks_suspended
-from pylayer_jax._jax import as_arrays
+from pylayer_jax._jax import as_arrays, has_tangent
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import add_note, as_jax, flatten, plural
+from pylayer_jax._trees import add_note, as_jax, flatten, is_live, is_made_here, plural
 
 from .call import NO_CONTEXT, LayerCall
 from .saved_state import SavedState, save_state
@@ -29,7 +30,9 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     leaves, treedef = flatten((args, kwargs))
     count = len(args) + len(kwargs)
     inputs: Any = leaves
-    if treedef.num_nodes > count + 3:  # more than a node for each argument, the tuple of them, the dict, and both
+    atoms = len(leaves) + sum(x is None for x in (*args, *kwargs.values()))
+    # More than a node for each argument, the tuple of them, the dict, and both; or an empty list.
+    if treedef.num_nodes > count + 3 or atoms < count:
         arguments = bind(name, forward, args, kwargs)
         inputs = arguments.take_tensors()
         function = functools.partial(arguments.call, "forward", forward, tensors=inputs)
@@ -51,17 +54,23 @@ def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         raise
     if isinstance(result, jax.Array) and not state.must_return:
         return result
-    outputs, _, arrays = Outputs.of(name, result, state)
+    outputs, _, arrays = Outputs.of(name, result, (), state)
     return outputs.skeleton.fill(arrays)
 
 
-def run_undifferentiated(call: LayerCall, tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
-    """Run `forward` when nothing is differentiated, though it may be later. Returns the outputs and their tensors."""
+def run_undifferentiated(call: LayerCall, tensors: Sequence[Any], needs: bool = False) -> tuple[Outputs, list[Any]]:
+    """Run `forward` when nothing is differentiated. Returns the outputs and their tensors.
+
+    `needs` says whether every gradient counts as needed, since the same jaxpr may be differentiated later.
+    """
     __tracebackhide__ = True
-    # Since it may be differentiated later, every gradient counts as needed.
-    needs_grad = call.arguments.perturbable([True] * len(tensors))
-    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), as_arrays(tensors), needs_grad)
-    outputs, _, arrays = Outputs.of(call.name, result, ctx._state)
+    needs_grad = call.arguments.perturbable([needs] * len(tensors))
+    tensors = _distinct(as_arrays(tensors))
+    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
+    outputs, _, arrays = Outputs.of(call.name, result, tensors, ctx._state)
+    if ctx._state.read_needs_input_grad:
+        # If it is differentiated later, `forward` runs again and may mark others.
+        outputs.non_differentiable = frozenset()
     return outputs, arrays
 
 
@@ -70,18 +79,20 @@ def run_and_save(
 ) -> tuple[SavedState, list[Any], list[Any]]:
     """Run `forward`. Returns its saved state, the output tensors, and the residuals."""
     __tracebackhide__ = True
-    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
-    return _saved(call, ctx, result, needs_grad, perturbed_is_exact)
+    inputs = _distinct(tensors)
+    ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), inputs, needs_grad)
+    return _saved(call, ctx, tensors, inputs, result, needs_grad, perturbed_is_exact)
 
 
 def run_setup_context(
     call: LayerCall, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]
 ) -> tuple[SavedState, list[Any]]:
     """Run `setup_context` on outputs that `forward` returned before. Returns its saved state, and the residuals."""
-    result = outputs.skeleton.fill(values)
+    inputs = _distinct(tensors)
+    result = outputs.skeleton.fill(outputs.as_returned(values, inputs))
     setup_context = functools.partial(call.layer._run_setup_context, result)
-    ctx, _ = _run_call(call, "setup_context", setup_context, tensors, needs_grad)
-    saved, _, residuals = _saved(call, ctx, result, needs_grad)
+    ctx, _ = _run_call(call, "setup_context", setup_context, inputs, needs_grad)
+    saved, _, residuals = _saved(call, ctx, tensors, inputs, result, needs_grad)
     return saved, residuals
 
 
@@ -102,6 +113,14 @@ def _run_call(
         return _run(call.layer, state, method, run)
 
 
+def _distinct(tensors: Sequence[Any]) -> Sequence[Any]:
+    """The tensors, each an object of its own: an array that was passed twice is two inputs."""
+    if len({id(x) for x in tensors}) == len(tensors):
+        return tensors
+    seen: dict[int, int] = {}
+    return [x if seen.setdefault(id(x), i) == i or not has_tangent(x) else jnp.copy(x) for i, x in enumerate(tensors)]
+
+
 def _run(
     layer: Any, state: ContextState, method: str, function: Callable[[PyLayerContext], Any]
 ) -> tuple[PyLayerContext, Any]:
@@ -118,18 +137,28 @@ def _run(
 
 
 def _saved(
-    call: LayerCall, ctx: PyLayerContext, result: Any, needs_grad: list[bool], perturbed_is_exact: bool = True
+    call: LayerCall,
+    ctx: PyLayerContext,
+    tensors: Sequence[Any],
+    inputs: Sequence[Any],
+    result: Any,
+    needs_grad: list[bool],
+    perturbed_is_exact: bool = True,
 ) -> tuple[SavedState, list[Any], list[Any]]:
-    outputs, tensors, arrays = Outputs.of(call.name, result, ctx._state)
+    outputs, returned, arrays = Outputs.of(call.name, result, inputs, ctx._state)
     _check_saved_names(call, ctx._state.saved)
+    kept_as = ctx._state.numpy_outputs(returned, arrays)
+    # An array that was passed twice is kept once.
+    kept_as |= {id(copy): x for copy, x in zip(inputs, tensors, strict=True) if copy is not x}
     saved, residuals = save_state(
         ctx,
         outputs,
-        ctx._state.numpy_outputs(tensors, arrays),
+        kept_as,
         needs_grad,
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,
         packs=call.hooks is not None,
+        is_hidden=is_live if call.hides else is_made_here,
     )
     return saved, arrays, residuals
 

@@ -1,13 +1,18 @@
 """Tangents of intermediates: the tensors that `forward` saved and that are neither inputs nor outputs.
 
-An intermediate is differentiated through the jaxpr of `forward`. JAX derives a kernel in forward mode only, and not
-every kernel. Therefore the tangent of an intermediate that a kernel computes is one equation, which is derived only
-where its value is needed, and which reverse mode cannot transpose.
+An intermediate is differentiated through the code of `forward`. Its tangent is one equation
+
+    code_tangent:  primals, tangents  ->  tangents of the results
+
+which holds this code as a function, and derives it only where somebody asks: forward mode evaluates the equation by
+`jax.jvp` of the function, reverse mode transposes it by `jax.vjp`, and a first derivative, which needs neither, does
+neither. Thus code that JAX derives in one mode only (a kernel, a Ref) is no obstacle in the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,11 +20,14 @@ import jax
 
 from pylayer_jax._jax import (
     HoldingPrimitive,
+    batch_axis_to_front,
     computing_only,
     eval_jaxpr,
     has_forward_mode,
     has_tangent,
+    held_object,
     is_missing_forward_mode,
+    is_named,
     kernels_may_run,
     kernels_of_outputs,
     mapped_type,
@@ -27,7 +35,6 @@ from pylayer_jax._jax import (
     one_hot,
     prune,
     register,
-    scatter,
     select,
     tangent_type,
     typeof,
@@ -36,6 +43,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
+from .linearity import Fact, add_rule
 from .refusals import KernelInForward, NoForwardModeError, NotDerivableError
 
 
@@ -55,124 +63,155 @@ def intermediate_tangents(
 ) -> list[Any]:
     """The tangents of the results of a jaxpr that are wanted, from `tangents` of the primals that are `nonzero`."""
     kernels = kernels_of_outputs(jaxpr, nonzero) if kernels_may_run() else [None] * len(wanted)
-    plain = [w and k is None for w, k in zip(wanted, kernels, strict=True)]
-    found = scatter(_derived(layer, computing_only(jaxpr, plain), nonzero, primals, tangents), plain)
-    for i, kernel in enumerate(kernels):
-        if wanted[i] and kernel is not None:
-            part = computing_only(jaxpr, one_hot(i, len(wanted)))
-            kernel_tangent = KernelTangent(layer, part, tuple(nonzero), kernel, second_derivative_error)
-            (found[i],) = tangent_by_kernel_p.bind(*primals, *tangents, kernel_tangent=kernel_tangent)
+    # The tangent by a kernel, which may be none, is an equation of its own.
+    parts = [[w and k is None for w, k in zip(wanted, kernels, strict=True)]]
+    parts += [one_hot(i, len(wanted)) for i, kernel in enumerate(kernels) if wanted[i] and kernel is not None]
+    found: list[Any] = [None] * len(wanted)
+    for part in filter(any, parts):
+        code = _code_of(layer, computing_only(jaxpr, part), nonzero)
+        if (kernel := next((k for k in select(kernels, part) if k is not None), None)) is not None:
+            code.kernel_error = functools.partial(_kernel_error, layer, kernel, second_derivative_error)
+            code.has_forward_mode = has_forward_mode(jaxpr, nonzero)
+        found = merge(part, code_tangent_p.bind(*primals, *tangents, code=code), found)
     return select(found, wanted)
 
 
-def _derived(
-    layer: str, jaxpr: Any, nonzero: Sequence[bool], primals: Sequence[Any], tangents: Sequence[Any]
-) -> list[Any]:
-    """The tangents of the results of a jaxpr."""
-    jaxpr, is_read = prune(jaxpr, [True] * len(jaxpr.outvars))  # within loops and calls too
+def _code_of(layer: str, jaxpr: Any, nonzero: Sequence[bool]) -> Code:
+    def function(used: Sequence[bool], *primals: Any) -> list[Any]:
+        pruned, is_read = prune(jaxpr, used)  # within loops and calls too
+        return eval_jaxpr(pruned, (), *select(primals, is_read))
 
-    def compute(*perturbed: Any) -> list[Any]:
-        return eval_jaxpr(jaxpr, (), *select(merge(nonzero, perturbed, primals), is_read))
-
-    try:
-        return list(jax.jvp(compute, select(primals, nonzero), list(tangents))[1])
-    except TypeError as error:
-        if not isinstance(error, NoForwardModeError) and not is_missing_forward_mode(error):
-            raise
-        raise NotDerivableError(
-            f"{layer}.forward saved a tensor that another layer computed within it, and that is neither an input nor "
-            "an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) needs "
-            "forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse over "
-            "reverse: jax.jacrev(jax.grad(f))."
-        ) from error
+    return Code(layer, function, tuple(nonzero), [v.aval for v in jaxpr.outvars])
 
 
-# -- tangent_by_kernel: primals, tangents -> tangent --------------------------------------------------
+def _kernel_error(layer: str, kernel: str, second_derivative_error: Callable[[], Exception | None]) -> Exception:
+    return second_derivative_error() or KernelInForward(layer)(kernel)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class KernelTangent:
-    """The tangent of the result of a jaxpr, which a kernel computes. Holds no array."""
+class Code:
+    """A function that captures no tracer, as a part of `forward` is, to be differentiated for some of its primals."""
 
     layer: str
-    jaxpr: Any
+    function: Callable[..., list[Any]]  # of a mask of the results that are used, and the primals, to these results
     nonzero: tuple[bool, ...]  # the primals that have a tangent
-    kernel: str
-    second_derivative_error: Callable[[], Exception | None]
+    types: list[Any]  # of all results
+    kernel_error: Callable[[], Exception] | None = None  # JAX derives not every kernel, and none in reverse mode
+    has_forward_mode: bool = True
 
     def __repr__(self) -> str:
         return self.layer  # as jaxprs show it
 
-    @property
-    def type(self) -> Any:
-        return tangent_type(self.jaxpr.outvars[0].aval)
-
-    def derive(self, args: Sequence[Any]) -> list[Any]:
-        """The tangent, from the primals and the tangents that they have."""
+    def push(self, used: Sequence[bool], *args: Any) -> list[Any]:
+        """The tangents of the results that are used, from the primals and the tangents that they have."""
         count = len(self.nonzero)
-        if not has_forward_mode(self.jaxpr, self.nonzero):
-            raise self.error()
+        if not self.has_forward_mode and self.kernel_error is not None:
+            raise self.kernel_error()
         try:
-            return _derived(self.layer, self.jaxpr, self.nonzero, args[:count], args[count:])
-        except (NotDerivableError, NoForwardModeError, OnceDifferentiableError):
+            function, perturbed = self._of_nonzero(used, args[:count])
+            return list(jax.jvp(function, perturbed, list(args[count:]))[1])
+        except (NotDerivableError, OnceDifferentiableError):
             raise
         except Exception as error:
-            raise self.error() from error
+            if isinstance(error, NoForwardModeError) or (
+                isinstance(error, TypeError) and is_missing_forward_mode(error)
+            ):
+                raise self._needs_forward_mode_error() from error
+            if self.kernel_error is not None:
+                raise self.kernel_error() from error
+            raise
 
-    def error(self) -> Exception:
-        return self.second_derivative_error() or KernelInForward(self.layer)(self.kernel)
+    def pull(self, used: Sequence[bool], primals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """The cotangents of the primals that have a tangent, from those of the results that are used."""
+        if self.kernel_error is not None:
+            raise self.kernel_error()
+        function, perturbed = self._of_nonzero(used, primals)
+        _, pullback = jax.vjp(function, *perturbed)
+        return list(pullback(list(cotangents)))
+
+    def _of_nonzero(self, used: Sequence[bool], primals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
+        def function(*perturbed: Any) -> list[Any]:
+            return self.function(used, *merge(self.nonzero, perturbed, primals))
+
+        return function, select(primals, self.nonzero)
+
+    def derivative(self, moving: Sequence[bool]) -> Code:
+        """The tangents as code of their own, for the primals and tangents that move."""
+        types = [tangent_type(t) for t in self.types]
+        return Code(self.layer, self.push, tuple(moving), types, self.kernel_error, self.kernel_error is None)
+
+    def batched(self, axis: Any, dims: Sequence[Any]) -> Code:
+        """The same for a batch of examples, whose results have the mapped axis in front; `dims` are of the primals."""
+
+        def function(used: Sequence[bool], *primals: Any) -> list[Any]:
+            return vmap_over(axis, functools.partial(self.function, used), tuple(dims), 0)(*primals)
+
+        types = [mapped_type(axis, t) for t in self.types]
+        return dataclasses.replace(self, function=function, types=types)
+
+    def _needs_forward_mode_error(self) -> NotDerivableError:
+        return NotDerivableError(
+            f"{self.layer}.forward saved a tensor that another layer computed within it, and that is neither an input "
+            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
+            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
+            "over reverse: jax.jacrev(jax.grad(f))."
+        )
 
 
-class BatchedKernelTangent(KernelTangent):
-    """The same for a batch of examples, with the mapped axis in front."""
+# -- code_tangent: primals, tangents -> tangents ---------------------------------------------------
 
-    def __init__(self, inner: KernelTangent, axis: Any, dims: Sequence[Any]) -> None:
-        super().__init__(inner.layer, inner.jaxpr, inner.nonzero, inner.kernel, inner.second_derivative_error)
-        self.inner, self.axis, self.dims = inner, axis, list(dims)
-
-    @property
-    def type(self) -> Any:
-        return mapped_type(self.axis, self.inner.type)
-
-    def derive(self, args: Sequence[Any]) -> list[Any]:
-        return vmap_over(self.axis, self.inner.derive, (self.dims,), 0)(list(args))
+code_tangent_p = HoldingPrimitive("code_tangent", "code")
 
 
-tangent_by_kernel_p = HoldingPrimitive("tangent_by_kernel", "kernel_tangent")
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, code: Code) -> tuple[list[Any], list[Any]]:
+    count = len(code.nonzero)
+    values = code_tangent_p.bind(*primals, code=code)
+    if all(t is None for t in tangents[:count]):
+        # Linear in the tangents; still an equation, so that reverse mode can transpose it.
+        pairs = zip(primals[count:], tangents[count:], strict=True)
+        full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
+        return values, code_tangent_p.bind(*primals[:count], *full, code=code)
+    moving = nonzero_tangents(primals, tangents)
+    return values, code_tangent_p.bind(*primals, *select(tangents, moving), code=code.derivative(moving))
 
 
-def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, kernel_tangent: KernelTangent
-) -> tuple[list[Any], list[Any]]:
-    count = len(kernel_tangent.nonzero)
-    if any(t is not None for t in tangents[:count]):
-        raise kernel_tangent.error()
-    # Linear in the tangents; still an equation, so that reverse mode meets its error.
-    moved = [zeros_of(typeof(p)) if t is None else t for p, t in zip(primals[count:], tangents[count:], strict=True)]
-    return (
-        tangent_by_kernel_p.bind(*primals, kernel_tangent=kernel_tangent),
-        tangent_by_kernel_p.bind(*primals[:count], *moved, kernel_tangent=kernel_tangent),
-    )
+def _transpose(cotangents: Sequence[Any], *args: Any, code: Code) -> list[Any]:
+    count, used = len(code.nonzero), [c is not None for c in cotangents]
+    if not any(used):
+        return [None] * len(args)
+    return [*[None] * count, *code.pull(used, args[:count], select(cotangents, used))]
 
 
-def _transpose(cotangents: Sequence[Any], *args: Any, kernel_tangent: KernelTangent) -> list[Any]:
-    if any(c is not None for c in cotangents):
-        raise kernel_tangent.error()
-    return [None] * len(args)
-
-
-def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, kernel_tangent: KernelTangent
-) -> tuple[list[Any], list[int]]:
-    batched = BatchedKernelTangent(kernel_tangent, axis, dims)
-    return tangent_by_kernel_p.bind(*args, kernel_tangent=batched), [0]
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, code: Code) -> tuple[list[Any], list[int]]:
+    count = len(code.nonzero)
+    tangent_dims = iter(dims[count:])
+    # A primal and its tangent have the mapped axis at one place.
+    is_one = [not moves or next(tangent_dims) == d for moves, d in zip(code.nonzero, dims, strict=False)]
+    stays = is_one + select(is_one, code.nonzero)
+    moved = [x if s else batch_axis_to_front(axis, x, d) for x, s, d in zip(args, stays, dims, strict=True)]
+    primal_dims = [d if s else 0 for s, d in zip(is_one, dims, strict=False)]
+    values = code_tangent_p.bind(*moved, code=code.batched(axis, primal_dims))
+    return values, [0] * len(values)
 
 
 register(
-    tangent_by_kernel_p,
-    evaluate=lambda *args, kernel_tangent: kernel_tangent.derive(args),
-    abstract=lambda *_, kernel_tangent: ([kernel_tangent.type], frozenset()),
+    code_tangent_p,
+    evaluate=lambda *args, code: code.push([True] * len(code.types), *args),
+    abstract=lambda *_, code: ([tangent_type(t) for t in code.types], frozenset()),
     jvp=_jvp,
     transpose=_transpose,
     batch=_batch,
+    uses_axis=is_named,  # the code may communicate along the axis
 )
+
+
+def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
+    count = len(held_object(equation).nonzero)
+    tangents = operands[count:]
+    problem = next((f.problem for f in operands if f.problem), "")
+    if any(f.depends for f in operands[:count]):
+        problem = problem or "it differentiates a layer at values that depend on them"
+    return [Fact(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)] * len(equation.outvars)
+
+
+add_rule(code_tangent_p.name, _facts)

@@ -91,7 +91,9 @@ def _checked(equation: Any, result: Any, fact: Fact) -> Fact:
     if fact.is_zero:
         return fact
     if name in _RULES:
-        return fact._replace(problem=f"it adds a term that does not depend on them ({name})")
+        # JAX has no transpose of a product of two such values, even if it is linear.
+        hint = "; in place of [a, b] @ [b, a].T write a @ b.T + b @ a.T" if name in ("concatenate", "stack") else ""
+        return fact._replace(problem=f"it adds a term that does not depend on them ({name}{hint})")
     return fact._replace(problem=f"it has the operation {name!r}")
 
 
@@ -131,12 +133,11 @@ def _each(equation: Any, operands: list[Fact]) -> list[Fact]:
 # Zero if all operands are.
 for _name in (
     "add", "add_any", "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "broadcast_in_dim",
-    "complex", "concatenate", "conj", "convert_element_type", "copy", "copy_p", "cumsum", "device_put", "expand_dims",
-    "fft", "imag", "layout_constraint", "name", "neg", "pad", "pbroadcast", "pcast", "ppermute",
-    "preduced", "psum", "psum2", "psum_invariant", "pvary", "real", "reduce_precision", "reduce_scatter", "reduce_sum",
-    "reduce_window_sum", "reduced_vary_cast", "reshape", "reshard", "rev", "sharding_constraint", "slice", "split",
-    "squeeze", "stack", "sub", "tile", "transpose", "unreduced_psum", "unreduced_reduce_scatter",
-    "unstack", "vary_unreduced_cast", "with_memory_space_constraint",
+    "complex", "concatenate", "conj", "convert_element_type", "copy", "cumsum", "fft", "imag", "layout_constraint",
+    "name", "neg", "pad", "pbroadcast", "ppermute", "preduced", "psum", "psum_invariant", "pvary", "real",
+    "reduce_precision", "reduce_scatter", "reduce_sum", "reduce_window_sum", "reduced_vary_cast", "reshape", "reshard",
+    "rev", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unreduced_psum",
+    "unreduced_reduce_scatter", "unstack", "vary_unreduced_cast", "with_memory_space_constraint",
 ):  # fmt: skip
     add_rule(_name, _zero_if(lambda _, operands: operands))
 
@@ -183,6 +184,14 @@ for _name, _positions, _others in (
     add_rule(_name, _linear_in(_positions, _others))
 
 
+def _linear_solve(equation: Any, operands: list[Fact]) -> list[Fact]:
+    count = len(operands)
+    return _linear_in(range(count - len(equation.outvars), count), "matrix")(equation, operands)
+
+
+add_rule("custom_linear_solve", _linear_solve)
+
+
 def _scatter(equation: Any, operands: list[Fact]) -> list[Fact]:
     # With a function for the updates, as in x.at[i].apply(f), it may compute anything.
     rule = _unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2), "index")
@@ -191,11 +200,9 @@ def _scatter(equation: Any, operands: list[Fact]) -> list[Fact]:
 
 add_rule("scatter", _scatter)
 add_rule("select_n", _zero_if(lambda _, operands: operands[1:]))
-add_rule("custom_linear_solve", _zero_if(lambda equation, operands: operands[-len(equation.outvars) :]))
-add_rule("optimization_barrier", _each)
-add_rule("compute_together", _each)
-add_rule("forbid_derivative", _each)
-for _name in ("kernel_operands", "kernel_tangents"):
+for _name in (
+    "compute_together", "device_put", "forbid_derivative", "kernel_operands", "kernel_tangents", "optimization_barrier",
+):  # fmt: skip
     add_rule(_name, _each)
 add_rule("with_tangent", lambda _, operands: [_result(operands, operands[1].is_zero)])
 add_rule("batch_together", lambda equation, operands: operands[-equation.params["count"] :])
@@ -223,7 +230,7 @@ def _call(equation: Any, operands: list[Fact]) -> list[Fact]:
     return call_of(inner_jaxprs(equation.params)[0], equation, operands)
 
 
-for _name in ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "remat2", "checkpoint", "shard_map"):
+for _name in ("jit", "closed_call", "custom_jvp_call", "remat2", "shard_map"):
     add_rule(_name, _call)
 # JAX itself refuses to transpose a custom_vjp function, with an error that `transpose` explains.
 add_rule("custom_vjp_call", _zero_if(lambda _, operands: operands))

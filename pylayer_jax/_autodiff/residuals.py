@@ -10,7 +10,7 @@ from pylayer_jax._hooks.active import SUSPENDED, active
 from pylayer_jax._hooks.packed_residuals import LazyResiduals, PackedResiduals, pack
 from pylayer_jax._jax import checkpoint_name, is_staging, is_tracer
 
-from .call import LayerCall, residual_tracker
+from .call import LayerCall
 from .derivative import Derivative, WrappedDerivative
 from .saved_state import SavedState
 
@@ -23,9 +23,7 @@ def pack_residuals(
     Returns:
         A derivative that takes the arrays that are kept, these arrays, and the outputs bound to them.
     """
-    tensors, tracker, has_names = residuals, residual_tracker.value, bool(call.layer.saved_names)
-    if call.hooks is None and tracker is None and not has_names:
-        return derivative, residuals, outputs
+    count = len(residuals)
     owners: Sequence[int] = range(saved.packable)  # the tensor that each of the first arrays was packed from
     if saved.packable and call.hooks is not None and active.value is not SUSPENDED:
         owner = f"{call.name}, saved tensor"
@@ -33,12 +31,10 @@ def pack_residuals(
         kept = derivative.residuals - len(packed.tensors) + packed.size
         derivative = PackedDerivative.of(derivative, residuals=kept, is_packed=True, packed=packed)
         residuals, owners = [*arrays, *residuals[saved.packable :]], packed.owners
-    if (tracker is None and not has_names) or not is_staging(further_out=True):
+    if not call.layer.saved_names or not is_staging(further_out=True):
         return derivative, residuals, outputs
-    named = residuals if tracker is None else tracker.mark(call, saved, tensors, residuals, owners)
-    if has_names:
-        names = _checkpoint_names(call, saved, len(tensors))
-        named = [_named(x, names[i]) for x, i in zip(named, owners, strict=False)] + list(named[len(owners) :])
+    names = _checkpoint_names(call, saved, count)
+    named = [_named(x, names[i]) for x, i in zip(residuals, owners, strict=False)] + residuals[len(owners) :]
     # An output that is kept goes on under its name, so that a policy which saves it does not compute it twice.
     outputs = [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]
     return derivative, named, outputs

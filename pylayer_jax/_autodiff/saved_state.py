@@ -5,13 +5,25 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from pylayer_jax._jax import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import Skeleton, hiding_functions, split
+from pylayer_jax._trees import (
+    Place,
+    Skeleton,
+    contains,
+    hidden,
+    is_made_here,
+    split,
+    vacate,
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -46,6 +58,7 @@ class SavedState:
     packable: int  # the number of residuals that save_for_backward saved, which are the first
     saved_for_jvp: Any  # None if it is the same as `saved`
     attributes: dict[str, Any]
+    hidden: dict[str, tuple[Place, SavedTree]]  # where objects on the context hold tensors: NOTE [hidden tensors]
     materialize: bool
     needs_grad: list[bool]  # the inputs for which `forward` saw True in needs_input_grad
     read_needs_input_grad: bool  # whether `forward` read it, so that the saved values may depend on it
@@ -64,42 +77,77 @@ class SavedState:
                 if not names[i] and (name := name_entry(entry)) is not None:
                     names[i] = name + path
         others = {"saved_for_forward": self.saved_for_jvp} | {f"ctx.{k}": v for k, v in self.attributes.items()}
+        others |= {name: value for name, (_, value) in self.hidden.items()}
         for start, value in others.items():
             if isinstance(value, SavedTree):
                 for path, i in zip(value.skeleton.tensor_paths(), value.residuals, strict=True):
                     names[i] = names[i] or start + path
         return names
 
+    def numbers(self, known: Sequence[Any]) -> list[str]:
+        """The names of kept values that are no tensors, but may depend on the numbers that `forward` saw.
+
+        These are floats, complex numbers, and objects, unless they are among the `known` ones. Integers, bools and
+        strings are piecewise constant.
+        """
+        kept = {"saved": self.saved, "saved_for_forward": self.saved_for_jvp}
+        kept |= {f"ctx.{name}": value for name, value in self.attributes.items()}
+        names: list[str] = []
+        for start, value in kept.items():
+            paths = value.skeleton.static_paths() if isinstance(value, SavedTree) else [("", value)]
+            names += [
+                start + path for path, leaf in paths if not isinstance(leaf, _PIECEWISE) and not contains(known, leaf)
+            ]
+        return names
+
+
+# What cannot change with the inputs, or only in steps.
+_PIECEWISE = (
+    *(int, str, bytes, type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType),
+    *(type(None), type(...), range, slice),
+)
+
 
 def save_state(
     ctx: PyLayerContext,
     outputs: Outputs,
-    numpy_outputs: dict[int, Any],
+    kept_as: dict[int, Any],
     needs_grad: list[bool],
     *,
     perturbed_is_exact: bool,
     has_jvp: bool,
     packs: bool,
+    is_hidden: Callable[[object], bool],
 ) -> tuple[SavedState, list[Any]]:
     """What a context holds after `forward`, and the residuals: each tensor that it keeps, once.
 
-    `numpy_outputs` has, by the identity of a NumPy value, the output that it is, as a JAX array. With `packs`, saved
-    tensors share no residual with attributes, which are never packed.
+    `kept_as` has, by the identity of a tensor, the object of equal value that is kept in its place: the output that a
+    NumPy value is, or the argument of which `forward` got a copy. With `packs`, saved tensors share no residual with
+    attributes, which are never packed.
     """
     state, layer = ctx._state, ctx._state.layer
     residuals: list[Any] = []
     indices: dict[int, int] = {}
+    places: dict[str, Place] = {}
 
     def save(value: Any, name: str) -> Any:
         tensors, skeleton = split(value)
-        for path, names in hiding_functions(skeleton):
-            raise ValueError(
-                f"{name + path} in {layer}.forward is a function that closes over traced values "
-                f"({names}), which cannot be kept for backward. Keep the values themselves, with "
-                "ctx.save_for_backward or as attributes, and build the function in backward."
-            )
-        if numpy_outputs:
-            tensors = [numpy_outputs.get(id(x), x) for x in tensors]
+        for i, leaf in enumerate(skeleton.statics()):
+            for place in hidden(leaf, is_hidden):
+                path = name + skeleton.static_paths()[i][0]
+                # What a jitted function closes over is part of what JAX has traced.
+                if callable(leaf) and (".__wrapped__" in place.name or any(map(is_made_here, place.traced()))):
+                    raise ValueError(
+                        f"{path} in {layer}.forward is a function that closes over traced values ({place.name}), which "
+                        "cannot be kept for backward. Keep the values themselves, with ctx.save_for_backward or as "
+                        "attributes, and build the function in backward."
+                    )
+                places[f"{path}.{place.name.lstrip('.')}"] = place
+        return keep(tensors, skeleton, value)
+
+    def keep(tensors: list[Any], skeleton: Skeleton, value: Any) -> Any:
+        if kept_as:
+            tensors = [kept_as.get(id(x), x) for x in tensors]
         for tensor in tensors:
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)
@@ -118,6 +166,7 @@ def save_state(
         packable=packable,
         saved_for_jvp=None if for_jvp is None else save(for_jvp, "ctx.save_for_forward"),
         attributes={name: save(value, f"ctx.{name}") for name, value in vars(ctx).items()},
+        hidden={name: (vacate(place), keep(*split(place.value), None)) for name, place in places.items()},
         materialize=state.materialize,
         needs_grad=needs_grad,
         read_needs_input_grad=state.read_needs_input_grad,

@@ -9,9 +9,16 @@ rule is lost at the second order. Here the forward rule binds one opaque equatio
 whose own derivative is the custom rule again (`derivative`). A class with forward mode binds *staged_call* itself,
 without a `jax.custom_vjp` around it.
 
-Residuals are told apart by their source, since they differ under an outer differentiation: an input is handed on by the
-caller and keeps its own derivative, an output carries the rule of *staged_call*, and an intermediate is differentiated
-through `forward`, whose jaxpr *staged_call* holds, as a function of inputs and outputs.
+Residuals are told apart by their source (`_sources`), since they differ under an outer differentiation:
+
+- an input is handed on by the caller and keeps its own derivative, also where it is returned;
+- an output carries the rule of *staged_call*; of one object that is returned twice, the last counts;
+- any other tensor is an intermediate. It is differentiated through `forward`, whose jaxpr *staged_call* holds, as a
+  function of the inputs and of the outputs that carry the rule (`carriers`). An output that is marked
+  non-differentiable carries no rule: it is plain code of `forward`.
+
+Objects are compared in the jaxpr, where each argument has a variable of its own. An operation that does nothing, as
+`x.reshape(x.shape)`, makes no new variable: it is its operand.
 """
 
 from __future__ import annotations
@@ -26,11 +33,20 @@ import jax.numpy as jnp
 from pylayer_jax._jax import (
     NEEDS_VALUES,
     concrete_value,
+    dependence,
+    eval_context,
+    eval_with_given,
+    has_tangent,
     is_differentiated,
     is_forward_mode,
+    is_leaked,
+    is_literal,
     prune,
     stage,
 )
+from pylayer_jax._methods.once_differentiable import second_derivative_error_of
+from pylayer_jax._methods.outputs import Identity, Outputs
+from pylayer_jax._trees import values_in_reach
 
 from .backward import LayerDerivative
 from .call import NO_CONTEXT, LayerCall, no_custom_vjp
@@ -39,7 +55,7 @@ from .forward import run_and_save
 from .residuals import pack_residuals
 from .saved_state import SavedState
 
-Source = tuple[Literal["input", "output", "intermediate"], int]
+Source = Identity | tuple[Literal["intermediate"], int]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -57,6 +73,7 @@ class StagedCall:
     sources: tuple[Source, ...]  # one per residual
     is_traceable: bool = True  # whether the jaxpr computes, or only holds the results of a concrete run
     packs: bool = False  # whether its first differentiation packs the residuals; later ones never do
+    carriers: tuple[int, ...] = ()  # the outputs that carry the rule into what `forward` computes from them
 
     def __repr__(self) -> str:
         return self.name  # as jaxprs show it
@@ -75,9 +92,29 @@ class StagedCall:
         by_source = {"input": inputs, "output": values, "intermediate": values[self.outputs :]}
         return [by_source[kind][i] for kind, i in self.sources]
 
+    @property
+    def carrier_types(self) -> list[Any]:
+        return [self.derivative.output_types[i] for i in self.carriers]
+
+    def intermediates(self, *args: Any) -> list[Any]:
+        """The intermediates, from consts, inputs, and the outputs that carry the rule."""
+        count = len(self.jaxpr.invars)
+        given = zip((self.jaxpr.outvars[i] for i in self.carriers), args[count:], strict=True)
+        return eval_with_given(self.jaxpr, args[:count], dict(given))[self.outputs :]
+
+    def carried(self) -> list[bool]:
+        """A mask of the intermediates that come from an output that carries the rule."""
+        variables = [self.jaxpr.outvars[i] for i in self.carriers]
+        return dependence(self.jaxpr, [False] * len(self.jaxpr.invars), variables=variables)[self.outputs :]
+
     def computing(self, used: Sequence[bool] | None) -> tuple[Any, list[bool]]:
         """The jaxpr of the results that are used (None: of all), and a mask of the inputs that it reads."""
         return (self.jaxpr, [True] * len(self.jaxpr.invars)) if used is None else prune(self.jaxpr, used)
+
+    def loses_tangents(self, of_consts: Sequence[bool]) -> bool:
+        """Whether an output depends on closed-over values that are differentiated; what is kept may depend on them."""
+        nonzero = [*of_consts, *[False] * (len(self.jaxpr.invars) - self.consts)]
+        return any(of_consts) and (not self.is_traceable or any(dependence(self.jaxpr, nonzero)[: self.outputs]))
 
     def without_packing(self) -> Self:
         return dataclasses.replace(self, packs=False) if self.packs else self
@@ -97,12 +134,29 @@ class StagedCall:
             return None
         return stage_call(self.call, [v.aval for v in self.jaxpr.invars[self.consts :]], needs_grad)
 
-    def not_traceable_error(self) -> TypeError:
-        return TypeError(
-            f"{self.name}: a second derivative goes through a tensor that forward saved and that is neither an "
-            "input nor an output, but forward needs concrete values and cannot be traced. Save inputs and outputs "
-            "instead, or write forward with jax.numpy."
-        )
+
+def second_derivative_error(call: LayerCall, saved: SavedState, intermediates: Sequence[Any]) -> Exception | None:
+    """The error for a second derivative of a `forward` that ran on concrete values; None if nothing would be lost."""
+    if any(map(has_tangent, intermediates)):
+        kept = "saved a tensor that is neither an input nor an output"
+    elif names := saved.numbers(_known_before(call)):
+        kept = f"kept {', '.join(names)}, which may depend on the inputs"
+    else:
+        return None
+    if (forbidden := second_derivative_error_of(call.layer.backward)) is not None:
+        return forbidden()
+    return TypeError(
+        f"{call.name}: a second derivative goes through forward, which needs concrete values and cannot be traced, and "
+        f"which {kept}. Its derivative would be lost. Write forward with jax.numpy, or keep inputs and outputs only. "
+        "Decorate backward with @once_differentiable if second derivatives are not meant."
+    )
+
+
+def _known_before(call: LayerCall) -> list[Any]:
+    """Values that are no results of `forward`."""
+    methods = [call.layer.forward, getattr(call.layer, "setup_context", None)]
+    given = [x for a in call.arguments.arguments for x in a.skeleton.statics()]
+    return given + [x for method in methods for x in values_in_reach(method)]
 
 
 def stage_call(
@@ -122,7 +176,7 @@ def stage_call(
     def forward(*inputs: Any) -> tuple[list[Any], tuple[SavedState, tuple[Source, ...]]]:
         __tracebackhide__ = True
         saved, outputs, residuals = run_and_save(call, inputs, needs_grad, perturbed_is_exact)
-        sources, intermediates = _sources(inputs, outputs, residuals)
+        sources, intermediates = _sources(inputs, outputs, saved.outputs, residuals)
         return [*outputs, *intermediates], (saved, sources)
 
     try:
@@ -133,25 +187,36 @@ def stage_call(
         if not tensors:
             raise
         try:
-            inputs = [jnp.copy(concrete_value(x)) for x in tensors]
+            with eval_context():
+                inputs = [jnp.copy(concrete_value(x)) for x in tensors]
         except jax.errors.ConcretizationTypeError:
             raise error from None
         results, is_traceable = forward(*inputs), False
         jaxpr, consts, (saved, sources) = stage(lambda *_: results, types, call.source)
-    if any(map(is_differentiated, consts)):
-        raise call.closed_over_error()
     derivative = LayerDerivative.of(call, saved, len(sources))
-    return StagedCall(call, saved, derivative, jaxpr, len(consts), sources, is_traceable), consts
+    carriers = _carriers(jaxpr, derivative.has_tangent)
+    staged = StagedCall(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, carriers=carriers)
+    if any(map(is_leaked, consts)) or staged.loses_tangents([*map(is_differentiated, consts)]):
+        raise call.closed_over_error()
+    return staged, consts
+
+
+def _carriers(jaxpr: Any, has_tangent: Sequence[bool]) -> tuple[int, ...]:
+    last = {v: i for i, v in enumerate(jaxpr.outvars[: len(has_tangent)]) if not is_literal(v)}
+    return tuple(i for v, i in last.items() if has_tangent[i] and v not in jaxpr.invars)
 
 
 def _sources(
-    inputs: Sequence[Any], outputs: Sequence[Any], residuals: Sequence[Any]
+    inputs: Sequence[Any], values: Sequence[Any], outputs: Outputs, residuals: Sequence[Any]
 ) -> tuple[tuple[Source, ...], list[Any]]:
     # Staged inputs are distinct objects even if the caller passed one array twice, so that identity tells.
     sources: list[Source] = []
     intermediates: list[Any] = []
-    known: dict[int, Source] = {id(x): ("output", i) for i, x in enumerate(outputs)}
-    known |= {id(x): ("input", i) for i, x in enumerate(inputs)}
+    known: dict[int, Source] = {id(x): ("input", i) for i, x in enumerate(inputs)}
+    for i, (value, identity) in enumerate(zip(values, outputs.identities, strict=True)):
+        # A marked output is plain code; of a type without tangents it is no matter.
+        if i not in outputs.non_differentiable or not has_tangent(value):
+            known[id(value)] = identity
     for tensor in residuals:
         source = known.get(id(tensor))
         if source is None:

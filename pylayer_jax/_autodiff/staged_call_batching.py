@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax import dependence, eval_jaxpr, from_first_outputs, names_axis, select, stage, typeof, vmap_over
+from pylayer_jax._jax import dependence, eval_jaxpr, names_axis, stage, typeof, vmap_over
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 
 from .derivative import BatchedDerivative
@@ -21,6 +21,14 @@ class BatchedStagedCall(StagedCall):
     axis: Any
     types: Sequence[Any]  # of the consts and inputs
     dims: list[Any]  # where each of them has the mapped axis, or None
+    out_dims: list[Any]  # likewise for the outputs and intermediates
+
+    def intermediates(self, *args: Any) -> list[Any]:
+        own = len(self.jaxpr.invars) - len(self.dims)  # the constants of the batched code
+        return mapped_intermediates(self.inner, self.axis, self.dims, self.out_dims)(*args[own:])
+
+    def carried(self) -> list[bool]:
+        return self.inner.carried()
 
     def restage_for(self, perturbed: Sequence[bool]) -> tuple[StagedCall, list[Any]] | None:
         restaged = self.inner.restage_for(perturbed)
@@ -44,7 +52,8 @@ def batch_staged_call(
     # Every output gets the mapped axis: NOTE [shared outputs]. An intermediate has no cotangent and stays as it is.
     is_mapped = [d is not None for d in dims]
     depends = dependence(staged.jaxpr, is_mapped, lambda equation: names_axis(equation, axis))
-    out_dims = [0 if i < staged.outputs or d else None for i, d in enumerate(depends)]
+    is_output = [True] * staged.outputs
+    out_dims = [0 if any(found) else None for found in zip(depends, is_output + staged.carried(), strict=True)]
     # Only one application can be handed to the layer's `vmap`; JAX batches the batch.
     if staged.call.layer._has_vmap_method() and not isinstance(staged, BatchedStagedCall):
         mapped = _by_vmap_method(staged, axis, dims, out_dims)
@@ -73,17 +82,24 @@ def batch_staged_call(
         staged.sources,
         staged.is_traceable,
         staged.packs,
+        staged.carriers,
         inner=staged,
         axis=axis,
         types=types,
         dims=dims,
+        out_dims=out_dims,
     )
     return batched, consts, out_dims
 
 
+def mapped_intermediates(staged: StagedCall, axis: Any, dims: list[Any], out_dims: list[Any]) -> Callable[..., Any]:
+    """The intermediates of a batch, from consts, inputs, and the mapped outputs that carry the rule."""
+    in_dims = (*dims, *[0] * len(staged.carriers))
+    return vmap_over(axis, staged.intermediates, in_dims, out_dims[staged.outputs :])
+
+
 def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any], out_dims: list[Any]) -> Callable[..., list[Any]]:
     """Outputs by the layer's own batching; intermediates by JAX's, from inputs and outputs."""
-    intermediates, is_input = from_first_outputs(staged.jaxpr, staged.outputs)
 
     def mapped(*args: Any) -> list[Any]:
         __tracebackhide__ = True
@@ -94,9 +110,7 @@ def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any], out_dims: li
         check_mapped(staged.name, axis, outputs, [v.aval for v in staged.jaxpr.outvars[: staged.outputs]])
         if len(out_dims) == staged.outputs:
             return outputs
-        given = select(outputs, is_input)
-        in_dims = (*dims, *[0] * len(given))
-        rest = vmap_over(axis, lambda *xs: eval_jaxpr(intermediates, (), *xs), in_dims, out_dims[staged.outputs :])
-        return [*outputs, *rest(*args, *given)]
+        rest = mapped_intermediates(staged, axis, dims, out_dims)
+        return [*outputs, *rest(*args, *(outputs[i] for i in staged.carriers))]
 
     return mapped

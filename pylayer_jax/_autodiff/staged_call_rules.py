@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax import (
     HoldingPrimitive,
     dependence,
+    effects_of_own_refs,
     eval_jaxpr,
-    from_first_outputs,
+    forbid_derivative,
     has_tangent,
     held_object,
+    is_differentiated,
     is_named,
     is_undefined,
     lower_jaxpr,
     merge,
     names_axis,
     prune,
+    reads_refs,
     register,
     scatter,
     select,
+    stage,
     tangent_type,
     typeof,
     without_checks,
@@ -30,7 +35,7 @@ from pylayer_jax._jax import (
 
 from .intermediates import intermediate_tangents, nonzero_tangents
 from .linearity import Fact, add_rule, call_of
-from .staged_call import StagedCall
+from .staged_call import StagedCall, second_derivative_error
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
 
@@ -45,7 +50,25 @@ def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequenc
     if checks is not None:
         eval_jaxpr(checks, (), *consts, *tensors)
         staged = dataclasses.replace(staged, jaxpr=jaxpr)
+    if reads_refs(staged.jaxpr):
+        # An equation of ours cannot write to a Ref. The operations themselves can, but do not know the rule.
+        error = functools.partial(_closed_over_ref_error, staged.name)
+        try:
+            values = eval_jaxpr(staged.jaxpr, (), *consts, *tensors)
+        except Exception as refused:
+            if any(map(is_differentiated, tensors)):  # JAX refuses to write a value that is differentiated
+                raise error() from refused
+            raise
+        return forbid_derivative(values, error)
     return staged_call_p.bind(*consts, *tensors, staged=staged)
+
+
+def _closed_over_ref_error(layer: str) -> TypeError:
+    return TypeError(
+        f"{layer}.forward uses a jax.Ref that it closes over. Such a layer has a first derivative in reverse mode "
+        "only: no second derivative, no forward mode, no vmap method. Read the Ref before the layer, and pass its "
+        "value: ref[...]."
+    )
 
 
 # Of an equation whose results are not all used, `used` is a mask of those that are left; it is None for all. The other
@@ -59,7 +82,11 @@ def _evaluate(*args: Any, staged: StagedCall, used: tuple[bool, ...] | None = No
 
 def _types(*_: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> tuple[list[Any], Any]:
     jaxpr, _is_read = staged.computing(used)
-    return [v.aval for v in jaxpr.outvars], jaxpr.effects
+    return [v.aval for v in jaxpr.outvars], _effects(jaxpr)
+
+
+def _effects(jaxpr: Any) -> frozenset[Any]:
+    return frozenset(jaxpr.effects) - effects_of_own_refs()  # a Ref that `forward` makes ends with it
 
 
 def _lower(context: Any, *args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> Any:
@@ -73,7 +100,7 @@ def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
     jaxpr, _ = held_object(equation).computing(mask)
     # Inputs stay, since a derivative may need them.
     left = equation.replace(
-        outvars=select(equation.outvars, used), params=equation.params | {"used": mask}, effects=jaxpr.effects
+        outvars=select(equation.outvars, used), params=equation.params | {"used": mask}, effects=_effects(jaxpr)
     )
     return [True] * len(equation.invars), left
 
@@ -95,12 +122,20 @@ def _of_used(rule: Callable[..., Any]) -> Callable[..., Any]:
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall) -> tuple[list[Any], list[Any]]:
     __tracebackhide__ = True
     nonzero = nonzero_tangents(primals, tangents)
-    if any(nonzero[: staged.consts]):
+    if staged.loses_tangents(nonzero[: staged.consts]):
         raise staged.call.closed_over_error()
     values = staged_call_p.bind(*primals, staged=staged.without_packing())
     inputs, perturbed = primals[staged.consts :], nonzero[staged.consts :]
-    if not any(perturbed):
+    if not any(nonzero):
         return values, [None] * len(values)
+    # If `forward` ran on concrete values, the jaxpr holds its results as constants.
+    if not staged.is_traceable and (
+        error := second_derivative_error(staged.call, staged.saved, values[staged.outputs :])
+    ):
+        raise error
+    if not any(perturbed):  # only values that are kept for `backward`
+        none = [None] * staged.outputs
+        return values, none + _intermediate_tangents(staged, primals, tangents, values, none)
 
     run, residuals = staged, staged.residuals(inputs, values)
     if (restaged := staged.restage_for(perturbed)) is not None:
@@ -124,20 +159,18 @@ def _intermediate_tangents(
     intermediates = values[staged.outputs :]
     if not intermediates:
         return []
-    # An intermediate that is computed from an output carries the rule of that output.
-    jaxpr, is_input = from_first_outputs(staged.jaxpr, staged.outputs)
-    primals = [*primals, *select(values[: staged.outputs], is_input)]
-    tangents = [*tangents, *select(out_tangents, is_input)]
+    primals = [*primals, *(values[i] for i in staged.carriers)]
+    tangents = [*tangents, *(out_tangents[i] for i in staged.carriers)]
+    jaxpr, consts, _ = stage(
+        lambda *args: (staged.intermediates(*args), None), [typeof(x) for x in primals], staged.name
+    )
+    primals, tangents = [*consts, *primals], [*(None for _ in consts), *tangents]
     nonzero = nonzero_tangents(primals, tangents)
-    # If `forward` ran on concrete values, the jaxpr holds its results as constants; assume that every intermediate
-    # depends on every input.
-    depends = dependence(jaxpr, nonzero) if staged.is_traceable else [True] * len(intermediates)
+    depends = dependence(jaxpr, nonzero)
     wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
     if not any(wanted):
         return [None] * len(intermediates)
     forbidden = staged.derivative.second_derivative_error
-    if not staged.is_traceable:
-        raise forbidden() or staged.not_traceable_error()
     derived = intermediate_tangents(staged.name, jaxpr, wanted, nonzero, primals, select(tangents, nonzero), forbidden)
     return scatter(derived, wanted)
 

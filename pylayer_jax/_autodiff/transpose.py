@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from pylayer_jax._hooks.active import layers_only
 from pylayer_jax._jax import (
     KERNEL,
     NEEDS_VALUES,
@@ -49,7 +50,8 @@ def transpose(
 
     # Staged first, as its equations tell whether it is linear; an error of the user's own surfaces here.
     try:
-        jaxpr, consts, nonzero = stage(nonzero_gradients, types, f"backward of {layer}")
+        with layers_only(True):
+            jaxpr, consts, nonzero = stage(nonzero_gradients, types, f"backward of {layer}")
     except NEEDS_VALUES as error:
         error.add_note(
             f"Forward mode transposes {layer}.backward, which is traced for that and sees no numbers. Write it with "

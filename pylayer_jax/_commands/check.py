@@ -73,14 +73,27 @@ def check(arguments: list[str]) -> tuple[bool, str]:
         action="store_false",
         help="compute numerical gradients in the dtypes given; for a layer that rounds to a narrower dtype internally",
     )
+    parser.add_argument("--rtol", type=float, help="relative tolerance, instead of one that fits the dtypes")
+    parser.add_argument("--atol", type=float, help="absolute tolerance, instead of one that fits the dtypes and sizes")
     options = parser.parse_args(arguments)
     try:
         report = _report(options)
     except UnusableError as error:
         parser.error(str(error))
-    hint = report.hint("--reference MODULE:FUNCTION", lambda names: " ".join(f"--skip {shlex.quote(n)}" for n in names))
-    lines = [report.layer, *map(str, report.rows), *([hint] if hint else [])]
-    return report.passed, "\n".join(lines)
+    return report.passed, "\n".join([report.layer, *map(str, report.rows), *report.hints(_options)])
+
+
+def _options(**arguments: Any) -> str:
+    """Arguments of `check_layer` as options of the command."""
+    words: list[str] = []
+    for name, value in arguments.items():
+        if name == "reference":
+            words.append("--reference MODULE:FUNCTION")
+        elif name == "float64":
+            words.append("--no-float64")
+        else:
+            words += [f"--{name} {shlex.quote(str(v))}" for v in (value if isinstance(value, list) else [value])]
+    return " ".join(words)
 
 
 def _report(options: argparse.Namespace) -> LayerReport:
@@ -101,6 +114,8 @@ def _report(options: argparse.Namespace) -> LayerReport:
                 reference=reference,
                 skip=options.skip,
                 float64=options.float64,
+                rtol=options.rtol,
+                atol=options.atol,
                 raises=False,
                 verbose=sys.stderr.isatty(),
             )

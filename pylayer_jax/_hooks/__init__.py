@@ -3,8 +3,10 @@
 - `shards`: a tensor of several devices, on the host.
 - `host`: results of pack hooks that compiled programs hold on the host.
 - `disk`: tensors in files.
+- `quantize`: a tensor as small integers.
 - `function_keys`: when two hooks are one entry in jit's caches.
-- `active`: the pair that is active, and the facts that a layer takes from it.
+- `pack_cache`: the packed form of a tensor that several operations keep.
+- `active`: pairs of hooks, the blocks that are open, and the facts that a layer takes from them.
 - `packing`: packing one tensor, and unpacking it.
 - `derived`: which residuals follow from others, and how they are computed again.
 - `packed_residuals`: all residuals of a layer or operation, packed or derived.

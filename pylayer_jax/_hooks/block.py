@@ -14,30 +14,16 @@ from typing import Any, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
-from pylayer_jax._jax import current_trace, nothing_is_traced, set_current_trace, trace_below
+from pylayer_jax._jax import current_trace
 
-from .active import Disabled, Hook, Pair, active, active_pair, mark_nested
+from .active import Block, Disabled, Hook, Pair, active, active_pair, innermost_block, mark_nested
 from .derived import Errors
-from .operations import HooksTrace
+from .operations import HooksTrace, enter_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-
-
-class _Block(contextlib.ExitStack):
-    is_left = False
-
-
-class _OpenBlocks(threading.local):
-    """The blocks of this thread that are open, of all pairs, the innermost last."""
-
-    def __init__(self) -> None:
-        self.blocks: list[_Block] = []
-
-
-_open_blocks = _OpenBlocks()
 
 
 def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[str, Any]) -> saved_tensors_hooks:
@@ -115,7 +101,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     Derivatives of every order treat pack and unpack as the identity, as torch does; tensors that only a second
     derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
     differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Arrays on `ctx`
-    attributes are not packed, and PRNG keys never are.
+    attributes, constants of a compiled program and PRNG keys are not packed.
+
+    A block belongs to the thread: leave it before each `await`.
 
     A copied or unpickled object is a new one, made with the same arguments; a pickled hook has to be a function of a
     module (or cloudpickle is needed).
@@ -130,11 +118,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             packs its own. Explicit mesh axes tell the pieces; along automatic ones, where only the compiler knows, the
             first axis of the mesh cuts the first axis of the tensor that it divides, and each other one the last, and
             the compiler moves what it had placed otherwise. In eager mode the hooks see a whole tensor, or each shard
-            in this process if other processes hold the rest. The result of `pack_hook` is
-            dropped with the function that `jax.vjp` returned. In a compiled program it is dropped after its use, when
-            the same place of the program packs again in the same thread (at most 8 threads may share a program), and on
-            `close()`; where `backward` never runs, it stays until then, or until a million others wait as well. Not
-            under `jax.checkpoint`, which refuses effects.
+            in this process if other processes hold the rest. The result of `pack_hook` is dropped with the function
+            that `jax.vjp` returned. In a compiled program it is dropped after its use, when the same place of the
+            program packs again in the same thread (at most 8 threads may share a program), and on `close()`; where
+            `backward` never runs, it stays until then, or until a million others wait as well. Not under
+            `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`).
@@ -144,7 +132,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         TypeError: for hooks that are not callable or do not take one argument, and for a hook that needs values in
             traced code without `host`.
         ValueError: if `unpack_hook` returns another shape or dtype.
-        RuntimeError: on entry, inside `disable_saved_tensors_hooks`.
+        RuntimeError: on entry, inside `disable_saved_tensors_hooks`; on exit, without an entry; and for a layer or an
+            operation in the block of another asyncio task.
     """
 
     def __init__(
@@ -167,7 +156,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
                     f"{type(self).__name__}: {name} takes one argument, {_TAKES[name]}; {hook!r} does not: {misfit}."
                 )
         self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable), only)
-        self._entered = threading.local()
+        self._open: dict[int, Block] = {}
         self._pair = self._present_pair()
 
     _errors = Errors()  # nothing is known of the hooks of a user
@@ -206,38 +195,43 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def _present_pair(self) -> Pair:
         pair = Pair(*self._hooks, errors=self._errors)
-        weakref.finalize(self, pair.store.release, used_only=True).atexit = False
+        weakref.finalize(self, pair.store.release_unowned, used_only=True).atexit = False
         return pair
 
     def __enter__(self) -> Self:
-        if isinstance(active.value, Disabled):
-            raise RuntimeError(active.value.message)
+        block = innermost_block()
+        if block is not None and isinstance(block.value, Disabled) and not block.is_foreign():
+            raise RuntimeError(block.value.message)
         if self._pair.is_outdated():  # a variable that a hook reads was bound anew
             self._pair = self._present_pair()
         mark_nested(self._pair)
-        block = _Block()
-        block.enter_context(active(self._pair))
-        if not nothing_is_traced():
-            # Only the innermost pair applies.
-            block.enter_context(set_current_trace(HooksTrace(trace_below(current_trace()), self._pair)))
-        self._blocks().append(block)
-        _open_blocks.blocks.append(block)
+        self._pair.store.add_owner(self)
+        block = enter_block(self._pair)
+        self._open[id(block)] = block
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self._blocks().pop().is_left = True
-        # A block that is left before a block inside it (generators can do that) stays open until the inner one is left.
-        while _open_blocks.blocks and _open_blocks.blocks[-1].is_left:
-            _open_blocks.blocks.pop().close()
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        __tracebackhide__ = True
+        # One object may be entered by several threads and tasks; a generator may be closed by another one.
+        blocks = list(self._open.values())
+        mine = [block for block in blocks if block.thread == threading.get_ident()]
+        mine = [block for block in mine if not block.is_foreign()] or mine
+        if not blocks:
+            raise RuntimeError(f"{type(self).__name__}: __exit__ without __enter__. Use `with`, which calls both.")
+        block = (mine or blocks)[-1]
+        del self._open[id(block)]
+        innermost = active.value
+        block.leave()
+        if kind is None and innermost is not block and isinstance(innermost, Block) and innermost.is_foreign():
+            raise innermost.foreign_error()
 
     def close(self) -> None:
-        """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails."""
-        self._pair.store.release()
+        """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails.
 
-    def _blocks(self) -> list[_Block]:
-        if not hasattr(self._entered, "blocks"):
-            self._entered.blocks = []
-        return self._entered.blocks
+        Pairs of the same functions, or of the same directory on disk, share what they hold, until the last one that was
+        entered is closed or collected.
+        """
+        self._pair.store.close(self)
 
 
 @contextlib.contextmanager
@@ -249,5 +243,9 @@ def disable_saved_tensors_hooks(message: str) -> Generator[None]:
     """
     if active_pair() is not None:
         raise RuntimeError(message)
-    with active(Disabled(message)):
+    block = Block(Disabled(message))
+    block.enter()
+    try:
         yield
+    finally:
+        block.leave()

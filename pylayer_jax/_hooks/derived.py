@@ -17,6 +17,7 @@ import numpy as np
 
 from pylayer_jax._jax import (
     TraceBefore,
+    at_present_line,
     eval_jaxpr,
     inner_jaxprs,
     is_inlinable,
@@ -78,7 +79,7 @@ def _opened(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
     """The jaxpr and constants of a small jitted function, such as those of jax.numpy; None for another one."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not any(inner_jaxprs(e.params) for e in jaxpr.eqns)
-    return (jaxpr, consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
+    return (at_present_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
 
 
 class Step(NamedTuple):
@@ -155,12 +156,17 @@ def _is_simple(origin: Origin, origins: Origins, errors: Errors) -> bool:
         return _is_integer(inputs[0]) or np.can_cast(_dtype(inputs[0]), origin.params["new_dtype"])
     if name in ("mul", "div") or (name in ("add", "sub") and errors.keep_offsets):
         shortest, shape = errors.shortest_scaled_row, np.shape(origin.value)
-        by_row = shortest is not None and (not shape or shape[-1] >= shortest)
+        by_row = shortest is not None and (not shape or _is_at_least(shape[-1], shortest))
         is_uniform = _is_constant_along_rows if by_row else _is_one_number
         return any(is_uniform(x, origins) for x in (inputs[1:] if name == "div" else inputs))
     if name == "one_minus_square":
         return errors.keep_offsets
     return name == "square" or (name == "integer_pow" and origin.params["y"] in (2, 3))
+
+
+def _is_at_least(length: Any, shortest: int) -> bool:
+    """Whether an axis is known to have a length; in `jax.export` the length may be a symbol."""
+    return length >= shortest if isinstance(length, int) else not shortest
 
 
 def is_offset(name: str, args: Sequence[Any]) -> bool:

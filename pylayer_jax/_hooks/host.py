@@ -17,20 +17,38 @@ from .shards import Division
 
 
 class HostStore:
-    """Everything that equal pairs of hooks hold for compiled programs."""
+    """Everything that equal pairs of hooks hold for compiled programs.
+
+    Equal pairs share their programs, so that nothing tells for which of them a program packed. What it packed is
+    therefore kept until the last one is closed or collected.
+    """
 
     def __init__(self) -> None:
         self._sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
+        self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
+
+    def add_owner(self, hooks: Any) -> None:
+        """Keep everything until `hooks` is closed or collected."""
+        with self._lock:
+            self._owners[id(hooks)] = hooks
+
+    def close(self, hooks: Any) -> None:
+        with self._lock:
+            self._owners.pop(id(hooks), None)
+        self.release_unowned()
+
+    def release_unowned(self, used_only: bool = False) -> None:
+        """Drop what is kept if nobody owns it; with `used_only`, only what a `backward` has already asked for."""
+        with self._lock:
+            is_owned = any(True for _ in self._owners.values())
+        if not is_owned:
+            for site in self._present_sites():
+                site.release(used_only)
 
     def add(self, site: PackSite) -> None:
         with self._lock:
             self._sites.add(site)
-
-    def release(self, used_only: bool = False) -> None:
-        """Drop everything; with `used_only`, only the tensors that a `backward` has already asked for."""
-        for site in self._present_sites():
-            site.release(used_only)
 
     def abandon(self, packer: _Packer) -> None:
         """Drop what `packer` has packed when it packs again: an exception has ended its execution."""

@@ -5,6 +5,7 @@ The residuals are those of the operation's own `jax.vjp`.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from pylayer_jax._jax import (
     has_tangent,
     holds_hooks_block,
     is_symbolic_zero,
+    is_tracer,
     merge,
     scatter,
     select,
@@ -43,7 +45,7 @@ Run = Callable[..., Any]  # from arrays to an array or a list of arrays
 class Operation:
     """One operation of a block, as it travels through JAX inside a treedef. Holds no array."""
 
-    __slots__ = ("differentiated", "hooks", "log", "name", "run", "run_in_block")
+    __slots__ = ("constants", "differentiated", "hooks", "log", "name", "run", "run_in_block")
 
     def __init__(
         self,
@@ -52,12 +54,14 @@ class Operation:
         hooks: Hooks,
         differentiated: Sequence[bool] | None = None,
         run_in_block: Run | None = None,
+        constants: Sequence[bool] = (),
     ) -> None:
         self.name = name
         self.run = run
         self.run_in_block = run_in_block  # the same, if its own operations pack what they keep
         self.hooks = hooks
         self.differentiated = differentiated  # a mask of the inputs; None: the inputs that JAX perturbs
+        self.constants = constants  # a mask of the first inputs; the forward rule sees tracers in their place
         self.log: RunLog[_OperationRun] | None = RunLog() if hooks.deferred else None
 
     def apply(self, args: Sequence[Any]) -> Any:
@@ -99,7 +103,8 @@ class StagedOperation:
         has_derivative = any(differentiated) and any(has_tangent(v.aval) for v in self.jaxpr.outvars)
         if self.holds_hooks_block or not has_derivative:
             return self.run(*args)
-        return Operation(self.name, self.run, hooks, differentiated).apply(args)
+        constants = [hooks.deferred and not is_tracer(x) for x in args]
+        return Operation(self.name, self.run, hooks, differentiated, constants=constants).apply(args)
 
 
 # -- the custom_vjp -------------------------------------------------------------------------------
@@ -144,7 +149,8 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
         packed = PackedResiduals.unchanged(len(arrays))
     else:
         owner = f"the operation {operation.name}, residual"
-        packed, arrays, outputs = pack(operation.hooks, arrays, outputs, owner, recorder.origins)
+        constants = list(itertools.compress(args, operation.constants))
+        packed, arrays, outputs = pack(operation.hooks, arrays, outputs, owner, recorder.origins, constants)
     run_of_rule = _OperationRun(differentiated, [typeof(x) for x in outputs], output_treedef, packed, vjp)
     result = output_treedef.unflatten(outputs)
     if operation.log is None:

@@ -24,12 +24,14 @@ from pylayer_jax._jax import (
     holds_hooks_block,
     inner_jaxprs,
     is_deferred,
+    is_differentiated,
     is_differentiated_twice,
     is_reverse_mode_tracer,
     is_staged,
     is_staged_below,
     jaxpr_and_consts,
     keep_one_result,
+    nothing_is_traced,
     runs_custom_vjp_functions_once,
     set_current_trace,
     stage,
@@ -38,7 +40,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import split
 
-from .active import Hooks, Pair, active, hooks_suspended
+from .active import Block, Hooks, Pair, hooks_suspended, layers_only
 from .derived import is_offset
 from .operation_rule import Operation, Run, StagedOperation
 
@@ -55,22 +57,25 @@ _WITHOUT_RESIDUALS = frozenset(
 class HooksTrace(TraceBefore):
     """The current trace of a hooks block."""
 
-    __slots__ = ("pair",)
+    __slots__ = ("block", "outer_trace", "pair")
     is_hooks_block = True  # a trace that stands before this one hands it on
 
-    def __init__(self, parent_trace: Any, pair: Pair) -> None:
-        super().__init__(parent_trace)
+    def __init__(self, block: Block, pair: Pair) -> None:
+        self.outer_trace = current_trace()  # which may be that of a block around this one
+        super().__init__(trace_below(self.outer_trace))  # only the innermost pair applies
+        self.block = block
         self.pair = pair
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         def bind(*args: Any) -> Any:
             return primitive.bind(*args, **params)
 
-        if any(map(holds_hooks_block, inner_jaxprs(params))):
+        # A trace within this one may end, and make this one the current one again, after the block was left.
+        if self.block.left_in or any(map(holds_hooks_block, inner_jaxprs(params))):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
-        is_once = not any(map(is_differentiated_twice, tracers))
+        is_once = not any(map(is_differentiated_twice, tracers)) and not _is_in_forward_mode(tracers)
         if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
             with set_current_trace(self.parent_trace):
                 differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not is_deferred(tracers)
@@ -117,7 +122,7 @@ class HooksTrace(TraceBefore):
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
             operation, consts, rest = StagedOperation.of(name, run, tensors)
-            if not operation.holds_hooks_block:
+            if not operation.holds_hooks_block and not _is_in_forward_mode([*consts, *tensors]):
                 return rest.fill(operation.apply([*consts, *tensors], Hooks(self.pair, tensors), is_staged))
         return function(*args, **kwargs)
 
@@ -134,10 +139,13 @@ class HooksTrace(TraceBefore):
             is_reverse = any(map(is_reverse_mode_tracer, args))
             is_chosen = is_reverse_mode_tracer if is_reverse else is_staged
             keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.errors.keep_offsets and is_offset(name, args))
-            if keeps_nothing or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
+            is_packed = not keeps_nothing and not _is_in_forward_mode(args) and not self.block.left_in
+            if not is_packed or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
                     return bind(*args)
+            if self.block.is_foreign():
+                raise self.block.foreign_error()
             hooks = Hooks(self.pair, args)
             if hooks.deferred:
                 # A staged operation may be differentiated for different inputs in turn, for which JAX needs the same
@@ -149,8 +157,22 @@ class HooksTrace(TraceBefore):
             return operation.apply([*consts, *args], hooks, is_chosen)
 
 
+def enter_block(pair: Pair) -> Block:
+    """Enter a block, which the caller leaves."""
+    block = Block(pair)
+    block.enter()
+    if not nothing_is_traced() and not layers_only.value:
+        set_current_trace(HooksTrace(block, pair)).__enter__()  # `Block.leave` restores the trace
+    return block
+
+
 def _may_be_differentiated(value: object) -> bool:
     return is_staged(value) or is_reverse_mode_tracer(value)
+
+
+def _is_in_forward_mode(values: Sequence[Any]) -> bool:
+    """Whether `jax.jvp` alone differentiates an operation now, which then keeps nothing for backward."""
+    return any(map(is_differentiated, values)) and not any(map(is_reverse_mode_tracer, values))
 
 
 def _is_plain_array(value: Any) -> bool:
@@ -173,8 +195,11 @@ def _packing_inside(name: str, params: dict[str, Any], pair: Pair, differentiate
         return eval_jaxpr(jaxpr, consts, *args)
 
     def evaluate_in_block(*args: Any) -> list[Any]:
-        with active(pair), set_current_trace(HooksTrace(trace_below(current_trace()), pair)):
+        block = enter_block(pair)
+        try:
             return evaluate(*args)
+        finally:
+            block.leave()
 
     def body(*args: Any) -> tuple[list[Any], None]:
         if name != "scan":

@@ -8,10 +8,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax import compute_together, is_key, is_run_number, is_staged, typeof
+import jax
 
-from .active import Hooks, PackCache, hooks_suspended, outside_hooks_trace
+from pylayer_jax._jax import compute_together, is_key, is_run_number, is_staged, is_staging, is_tracer, typeof
+
+from .active import Hooks, hooks_suspended, outside_hooks_trace
 from .derived import Expression, Origins
+from .pack_cache import PackCache
 from .packing import PackedTensor, is_packed, pack_tensor
 
 
@@ -115,7 +118,12 @@ class LazyResiduals(Sequence[Any]):
 
 
 def pack(
-    hooks: Hooks, tensors: Sequence[Any], outputs: Sequence[Any], owner: str, origins: Origins | None = None
+    hooks: Hooks,
+    tensors: Sequence[Any],
+    outputs: Sequence[Any],
+    owner: str,
+    origins: Origins | None = None,
+    constants: Sequence[Any] = (),
 ) -> tuple[PackedResiduals, list[Any], list[Any]]:
     """Pack the tensors that a layer or an operation keeps.
 
@@ -125,11 +133,12 @@ def pack(
         outputs: what it returns.
         owner: its name and the kind of the tensors, for messages.
         origins: what made these values, as far as it was recorded.
+        constants: tracers that stand for constants of the program.
 
     Returns:
         The packed tensors, the arrays that JAX keeps for them, and the outputs, bound to the packing.
     """
-    packing = _Packing(hooks, owner, {} if origins is None else origins)
+    packing = _Packing(hooks, owner, {} if origins is None else origins, constants)
     entries = [packing.entry(tensor, i) for i, tensor in enumerate(tensors)]
     bound = packing.bind(outputs)
     distinct = list(dict.fromkeys(entries))
@@ -169,18 +178,20 @@ class _Entry:
 class _Packing:
     """Packs the tensors of one layer or operation, each distinct one once."""
 
-    def __init__(self, hooks: Hooks, owner: str, origins: Origins) -> None:
+    def __init__(self, hooks: Hooks, owner: str, origins: Origins, constants: Sequence[Any]) -> None:
         self._hooks = hooks
         self._cache = hooks.pair.cache
         self._owner = owner
         self._origins = origins
         self._entries: dict[int, _Entry] = {}  # by the identity of the tensor
         self._new: list[_Entry] = []  # of tensors that were packed here
+        self._constants = constants
+        self._is_staging = is_staging(further_out=True)
 
     def entry(self, tensor: Any, index: int) -> _Entry:
         """The entry of a tensor, which is packed if it does not follow from others that are no larger."""
         entry = self._known(tensor)
-        if entry is None and (is_key(tensor) or is_run_number(tensor)):  # a hook could hardly read a PRNG key
+        if entry is None and self._is_left_out(tensor):
             entry = _Entry(tensor, None, [tensor])
         if entry is None:
             entry = self._derived(tensor, index)
@@ -193,6 +204,13 @@ class _Packing:
                 entry = _Entry(tensor, None, [tensor])
         self._entries[id(tensor)] = entry
         return entry
+
+    def _is_left_out(self, tensor: Any) -> bool:
+        if is_key(tensor) or is_run_number(tensor):  # a hook could hardly read a PRNG key
+            return True
+        # A program holds its constants anyway, and XLA would run the hooks on them while it compiles, for seconds.
+        is_constant = self._is_staging and not is_tracer(tensor)
+        return is_constant or any(tensor is x for x in self._constants)
 
     def _known(self, tensor: Any) -> _Entry | None:
         if id(tensor) not in self._entries and (cached := self._cache.get(tensor)) is not None:
@@ -208,7 +226,7 @@ class _Packing:
         missing = [root for root in roots if not self._is_known(root)]
         if not expression.steps or (missing and index is None):
             return None
-        if sum(_bytes(root) for root in missing if typeof(root).ndim) > _bytes(tensor):
+        if _may_be_larger(sum(_bytes(root) for root in missing if typeof(root).ndim), _bytes(tensor)):
             return None
         entries = [self.entry(root, index or 0) for root in roots]
         ends = list(itertools.accumulate((len(entry.kept) for entry in entries), initial=0))
@@ -236,6 +254,13 @@ class _Packing:
             if entry is not None and self._cache.get(output) is None:
                 entry.put(self._cache, output)
         return bound
+
+
+def _may_be_larger(size: Any, other: Any) -> bool:
+    try:
+        return size > other
+    except jax.errors.InconclusiveDimensionOperation:  # symbols of `jax.export`
+        return True
 
 
 def _bytes(tensor: Any) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -43,6 +43,8 @@ from pylayer_jax._trees import Skeleton, describe, hiding_functions, is_tensor, 
 from .active import Hook, Hooks, Pair, hooks_suspended, outside_hooks_trace
 from .host import PackSite
 from .shards import Division, from_local_shards, local_shards
+
+PACK_SCOPE: Final = "pack_hook"  # the operations of pack hooks in compiled programs, profiles and reports
 
 
 class PackedTensor:
@@ -84,7 +86,7 @@ class PackedTensor:
         with hooks_suspended(), outside_hooks_trace():
             if self.site is not None:
                 return with_type(self.site.restored(arrays[0]), self.aval)
-            packed = self.skeleton.fill(arrays)
+            packed = self.skeleton.fill(as_arrays(arrays))  # JAX hands on some constants as numbers
             try:
                 with _needs_no_values("unpack_hook", self.where):
                     value = self._joined(packed) if self.is_in_shards else self.pair.unpack(packed)
@@ -122,7 +124,10 @@ def _checked(value: Any, aval: Any, where: str) -> Any:
 def pack_tensor(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
     """Pack one tensor. Returns its packed form, and the arrays that JAX has to keep for it."""
     with hooks_suspended(), outside_hooks_trace():
-        return (_pack_traced if is_tracer(tensor) else _pack_concrete)(hooks, tensor, where)
+        if not is_tracer(tensor):
+            return _pack_concrete(hooks, tensor, where)
+        with jax.named_scope(PACK_SCOPE):
+            return _pack_traced(hooks, tensor, where)
 
 
 def is_packed(hooks: Hooks, tensor: Any, where: str) -> bool:

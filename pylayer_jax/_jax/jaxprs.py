@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from jax.ref import AbstractRef, freeze, new_ref
 
 from .names import (
     ClosedJaxpr,
     DebugInfo,
     Jaxpr,
     Literal,
+    ShapedArray,
+    current,
+    eval_jaxpr,
     jaxprs_in_params,
     partial_eval,
     register_exclusion,
+    summarize,
     wrap_init,
 )
 
 # The lines that JAX shows for an operation (in errors about tracers, in profiles) are those of users.
-register_exclusion(str(Path(__file__).parents[1]) + os.sep)
+for _part in Path(__file__).parents[1].iterdir():
+    if _part.name != "_commands":  # holds layers, as the code of a user does
+        register_exclusion(str(_part))
 
 
 def stage(
@@ -66,6 +75,14 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
+def at_present_line(jaxpr: Any) -> Any:
+    """The jaxpr of a jitted function of JAX, whose equations have no line of a user, with the line that runs now."""
+    if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
+        return jaxpr
+    line = current().traceback
+    return jaxpr.replace(eqns=[e.replace(source_info=e.source_info.replace(traceback=line)) for e in jaxpr.eqns])
+
+
 def has_equation(jaxpr: Any, name: str) -> bool:
     """Whether a jaxpr, or one in the parameters of its equations, applies a primitive."""
     return any(
@@ -99,14 +116,41 @@ def names_axis(equation: Any, axis: Any) -> bool:
     return any(type(e).__name__ == "NamedAxisEffect" and e.name == axis.name for e in equation.effects)
 
 
-def dependence(jaxpr: Any, inputs: Sequence[bool], is_source: Callable[[Any], bool] | None = None) -> list[bool]:
-    """A mask of the outputs that depend on the inputs that are set, or on the results of equations that are sources."""
+def dependence(
+    jaxpr: Any,
+    inputs: Sequence[bool],
+    is_source: Callable[[Any], bool] | None = None,
+    variables: Sequence[Any] = (),
+) -> list[bool]:
+    """A mask of the outputs that depend on the inputs that are set.
+
+    `is_source` names equations whose results count as such inputs, and `variables` does so for single results.
+    """
     dependent = {v for v, is_set in zip(jaxpr.invars, inputs, strict=True) if is_set}
     for equation in jaxpr.eqns:
         depends = any(not is_literal(v) and v in dependent for v in equation.invars)
         if depends or (is_source is not None and is_source(equation)):
             dependent.update(equation.outvars)
+            dependent.update(_refs(equation))  # it may write to them
+        dependent.update(v for v in variables if v in equation.outvars)
     return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
+
+
+def _refs(equation: Any) -> list[Any]:
+    """The operands of an equation that are Refs."""
+    return [v for v in equation.invars if isinstance(v.aval, AbstractRef)]
+
+
+def reads_refs(jaxpr: Any) -> bool:
+    """Whether a Ref is among the inputs of a jaxpr, so that the state is not its own."""
+    return any(isinstance(v.aval, AbstractRef) for v in jaxpr.invars)
+
+
+@functools.cache
+def effects_of_own_refs() -> frozenset[Any]:
+    """The effects of a jaxpr that makes a Ref for itself. From outside it has none."""
+    jaxpr, _, _ = stage(lambda x: ([freeze(new_ref(x))], None), [ShapedArray((), np.dtype(np.float32))], "a Ref")
+    return jaxpr.effects
 
 
 def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
@@ -117,7 +161,7 @@ def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:
 def _needed_equations(
     jaxpr: Any,
     atoms: Sequence[Any],
-    known: Sequence[Any] = (),
+    known: Collection[Any] = (),
     is_wanted: Callable[[Any], bool] = lambda _: False,
 ) -> list[Any]:
     """The equations that compute `atoms` from the inputs and the `known` values, and those that are wanted anyway."""
@@ -129,7 +173,8 @@ def _needed_equations(
     need(atoms)
     kept: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        if is_wanted(equation) or any(v in needed for v in equation.outvars):
+        # What a Ref holds where it is read, an equation before wrote.
+        if is_wanted(equation) or any(v in needed for v in (*equation.outvars, *_refs(equation))):
             kept.append(equation)
             need(equation.invars)
     return kept[::-1]
@@ -141,17 +186,20 @@ def computing_only(jaxpr: Any, wanted: Sequence[bool]) -> Any:
     return _with_equations(jaxpr, _needed_equations(jaxpr, outputs), outputs)
 
 
-def from_first_outputs(jaxpr: Any, count: int) -> tuple[Any, list[bool]]:
-    """The jaxpr of all outputs but the first `count`, which become inputs behind the present ones.
-
-    The mask says which of the first outputs become inputs: constants do not.
-    """
-    is_input = [not is_literal(v) for v in jaxpr.outvars[:count]]
-    outputs = [v for v in jaxpr.outvars[:count] if not is_literal(v)]
-    kept = _needed_equations(jaxpr, jaxpr.outvars[count:], known=outputs)
-    debug = DebugInfo("pylayer_jax", "intermediates", None, None)
-    rest = jaxpr.replace(invars=[*jaxpr.invars, *outputs], eqns=kept, outvars=jaxpr.outvars[count:], debug_info=debug)
-    return rest, is_input
+def eval_with_given(jaxpr: Any, args: Sequence[Any], given: dict[Any, Any]) -> list[Any]:
+    """The outputs of a jaxpr, in which some variables have `given` values from where they are computed."""
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+    values.update(given)
+    rest = _needed_equations(jaxpr, jaxpr.outvars, known=given)
+    while rest:
+        # Up to the next equation that computes one of these variables beside others, which are needed.
+        count = next((i for i, e in enumerate(rest, 1) if any(v in given for v in e.outvars)), len(rest))
+        part, rest = rest[:count], rest[count:]
+        computed = [v for e in part for v in e.outvars]
+        piece = _with_equations(jaxpr, part, computed).replace(invars=list(values))
+        values.update(zip(computed, eval_jaxpr(piece, (), *values.values()), strict=True))
+        values.update((v, given[v]) for v in computed if v in given)
+    return [v.val if is_literal(v) else values[v] for v in jaxpr.outvars]
 
 
 def without_checks(jaxpr: Any) -> tuple[Any, Any]:

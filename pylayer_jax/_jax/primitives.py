@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from .names import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, mlir, partial_eval
-from .types import tangent_type, typeof
+from .jaxprs import effects_of_own_refs
+from .masks import select
+from .names import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_rules, mlir, partial_eval
+from .types import has_tangent, tangent_type, typeof
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
 
@@ -103,6 +108,8 @@ def register(
     primitive.def_impl(opened(evaluate))
     primitive.def_effectful_abstract_eval(opened(abstract))
     ad.primitive_jvps[primitive] = opened(jvp_rule)
+    if isinstance(primitive, HoldingPrimitive):  # other primitives stay errors of jet, such as those in a custom_vjp
+        jet_rules[primitive] = functools.partial(_taylor_series, primitive)
     if transpose is not None:
         ad.primitive_transposes[primitive] = opened(_with_zeros(transpose))
     # The "fancy" table hands over the axis name, which collectives inside a layer need.
@@ -130,6 +137,38 @@ def _with_zeros(transpose: Callable[..., Any]) -> Callable[..., list[Any]]:
         ]
 
     return transpose_rule
+
+
+# -- Taylor series -----------------------------------------------------------------------------------
+
+
+def _taylor_series(
+    primitive: Primitive, primals: Sequence[Any], series: Sequence[Sequence[Any]], **params: Any
+) -> tuple[list[Any], list[list[Any]]]:
+    """The rule for `jax.experimental.jet`: forward mode along a curve, once per order.
+
+    `series` has, for each operand, the coefficients of t, t**2, ... The results are of the same form.
+    """
+
+    def curve(t: Any) -> list[Any]:
+        points = [
+            functools.reduce(lambda rest, c: rest * t + c, reversed([x, *terms])) if has_tangent(typeof(x)) else x
+            for x, terms in zip(primals, series, strict=True)
+        ]
+        return select(primitive.bind(*points, **params), differentiable)
+
+    values = primitive.bind(*primals, **params)
+    differentiable = [has_tangent(typeof(v)) for v in values]
+    results = [[jnp.zeros_like(v)] * len(series[0]) for v in values]
+    for order in range(len(series[0])):
+        curve = functools.partial(_derivative, curve)
+        for terms, x in zip(select(results, differentiable), curve(0.0), strict=True):
+            terms[order] = x / math.factorial(order + 1)
+    return values, results
+
+
+def _derivative(function: Callable[[Any], list[Any]], t: Any) -> list[Any]:
+    return jax.jvp(function, (t,), (1.0,))[1]
 
 
 # -- batching -------------------------------------------------------------------------------------
@@ -162,7 +201,8 @@ def is_named(axis: Any, **_: Any) -> bool:
 
 def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
     """Lower a jaxpr in place, at half the cost of `mlir.lower_fun`, which traces it again."""
-    if getattr(jaxpr, "is_high", False):  # under jax_custom_vjp3 it has to be rewritten first
+    # Refs, and functions of jax_custom_vjp3, have to be rewritten first.
+    if getattr(jaxpr, "is_high", False) or jaxpr.effects & effects_of_own_refs():
         traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
         return traced(context, *args)
     module = context.module_context

@@ -63,7 +63,8 @@ def is_differentiated(value: object) -> bool:
 
 
 def is_forward_mode_tracer(value: object) -> bool:
-    return isinstance(value, ad.JVPTracer)
+    value = _example_of(value)
+    return isinstance(value, ad.JVPTracer) or type(value).__name__ == "JetTracer"
 
 
 def is_reverse_mode_tracer(value: object) -> bool:
@@ -73,6 +74,11 @@ def is_reverse_mode_tracer(value: object) -> bool:
 def is_rematerialization_tracer(value: object) -> bool:
     """With JAX_REMAT3 a forward rule runs before the differentiation, and JAX reports every input as perturbed."""
     return type(value).__name__ == "RematTracer"
+
+
+def is_unknown(value: object) -> bool:
+    """Whether `jax.linear_transpose` traces a value, or a batch of it, to transpose what is computed from it."""
+    return type(_example_of(value)).__name__ == "JaxprTracer"
 
 
 def is_staged(value: object) -> bool:
@@ -164,7 +170,7 @@ def is_leaked(value: object) -> bool:
 
 
 # A JaxprTrace runs the jvp rules of a function that jax.linearize takes apart.
-_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace", "JaxprTrace"})
+_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace", "JaxprTrace", "JetTrace"})
 
 
 def _is_staging_trace(trace: Any) -> bool:
@@ -172,7 +178,7 @@ def _is_staging_trace(trace: Any) -> bool:
 
 
 def is_forward_mode_trace(trace: Any) -> bool:
-    return isinstance(trace, ad.JVPTrace)
+    return isinstance(trace, ad.JVPTrace) or type(trace).__name__ == "JetTrace"
 
 
 def _differentiations(traces: Sequence[Any]) -> list[bool]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pylayer_jax._jax import as_arrays, has_tangent, is_ref, typeof
 from pylayer_jax._trees import LEAF, Skeleton, Watched, split
+
+from .mistakes import Attributes
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
@@ -66,8 +68,17 @@ class Arguments:
         """Call `function`, which runs the method of that name, on the context and the arguments.
 
         Raises:
-            ValueError: if it changed a container among the arguments in place.
+            ValueError: if it changed a container among the arguments in place, or wrote a traced value to an object.
+            AttributeError: if it set an attribute of an array.
         """
+        __tracebackhide__ = True
+        statics = () if self.are_tensors else [(a.name, x) for a in self.arguments for x in a.skeleton.statics()]
+        attributes = Attributes(statics, tensors)
+        result = self._call(method, function, ctx, tensors)
+        attributes.check(self.layer, method)
+        return result
+
+    def _call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
         __tracebackhide__ = True
         if self.are_tensors:
             return function(ctx, *tensors)
@@ -165,11 +176,20 @@ class _Declared(NamedTuple):
     required: int  # the number of them that such a call has to fill
 
 
+# By function, and then for a bound method and for the function itself. A signature does not keep its function alive.
+_known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
+
+
 def _declared(forward: Callable[..., Any]) -> _Declared:
+    function = getattr(forward, "__func__", forward)
     try:
-        return _cached_declared(forward)
-    except TypeError:  # an object with `__call__` that cannot be hashed
+        known = _known.setdefault(function, {})
+    except TypeError:  # an object with `__call__` that cannot be hashed, or has no weak references
         return _read_declared(forward)
+    is_bound = function is not forward
+    if is_bound not in known:
+        known[is_bound] = _read_declared(forward)
+    return known[is_bound]
 
 
 def _read_declared(forward: Callable[..., Any]) -> _Declared:
@@ -183,9 +203,6 @@ def _read_declared(forward: Callable[..., Any]) -> _Declared:
     return _Declared(
         signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if needs_keyword else required
     )
-
-
-_cached_declared = functools.lru_cache(maxsize=1024)(_read_declared)
 
 
 def _refuse_refs(layer: str, name: str, skeleton: Skeleton) -> None:

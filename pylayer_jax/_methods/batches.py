@@ -52,7 +52,7 @@ def map_outputs(
             "returns for the whole batch, and where each output has the mapped axis."
         )
     returned, out_dims = result
-    outputs, _, arrays = Outputs.of(layer, returned)
+    outputs, _, arrays = Outputs.of(layer, returned, tensors)
     array_dims = _dims(layer, returned, out_dims)
     for i, (array, dim) in enumerate(zip(arrays, array_dims, strict=True)):
         if dim is not None and (not -array.ndim <= dim < array.ndim or array.shape[dim] != axis.size):

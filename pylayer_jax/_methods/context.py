@@ -131,9 +131,10 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        In a second derivative a saved output carries the layer's own rule, a saved input its own derivative, and an
-        intermediate value is differentiated through `forward`. None, Python numbers and other statics pass through
-        unchanged, and a pytree is one entry.
+        In a second derivative a saved output carries the layer's own rule, and a saved input its own derivative, also
+        if `forward` returns it. Any other tensor is differentiated through `forward`, from inputs and outputs; an
+        output that is marked non-differentiable is among these tensors. Of one object that is returned twice, the last
+        counts. None, Python numbers and other statics pass through unchanged, and a pytree is one entry.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -196,12 +197,28 @@ class PyLayerContext:
         """
         self._state_in_forward("set_materialize_grads").materialize = bool(flag)
 
+    def set_grad_in_dtype_consistent(self, flag: bool) -> None:
+        """Accepted for code written for Paddle: True is how JAX works, where a cotangent has the dtype of its output.
+
+        Raises:
+            RuntimeError: when called outside `forward`.
+            ValueError: for False.
+        """
+        state = self._state_in_forward("set_grad_in_dtype_consistent")
+        if not flag:
+            raise ValueError(
+                f"ctx.set_grad_in_dtype_consistent(False) in {state.layer}.forward: in JAX a cotangent always has the "
+                "dtype of its output, so that backward cannot get another one. Remove the call; cast in backward what "
+                "shall be computed in another dtype."
+            )
+
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """One bool per argument of the call: whether its gradient is needed.
+        """One bool per argument of the call: whether its gradient is needed. All are False where nothing is
+        differentiated.
 
-        If `jax.jit` only stages `forward`, it is not known yet which gradients will be needed. Then it is True for
-        every argument that can have a gradient.
+        Under `jax.grad` of `jax.jit`, `forward` runs once undifferentiated and once for the gradient. A class with
+        forward mode or with a `vmap` is staged once for both: there every argument that can have a gradient has True.
         """
         self._state.read_needs_input_grad = True
         return self._state.needs()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pylayer_jax._trees import name_meant
+from pylayer_jax._trees import describe, name_meant
 
 _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
 _METHODS = ("forward", "backward", "setup_context")
@@ -14,7 +14,7 @@ def check_declarations(layer: Any) -> None:
     """Refuse flags of values that mean nothing, methods that the class does not have, and misspelled names.
 
     Raises:
-        TypeError: for a misspelled name, for `saved_names` of another type, and for `setup_context` on a `PyLayer`.
+        TypeError: for a misspelled name, a flag or `saved_names` of another type, and `setup_context` on a `PyLayer`.
         ValueError: for an unknown `complex_convention`.
         RuntimeError: for both ways to batch at once.
     """
@@ -25,6 +25,9 @@ def check_declarations(layer: Any) -> None:
             f"{name}.setup_context: it belongs to Function. Derive the class from pylayer_jax.Function; or let "
             "forward(ctx, ...) keep on ctx what backward needs, and give setup_context another name."
         )
+    for flag in ("forward_mode", "generate_vmap_rule"):
+        if not isinstance(value := getattr(layer, flag), bool):
+            raise TypeError(f"{name}.{flag}: expected True or False, got {describe(value)}.")
     if layer.complex_convention not in ("jax", "paddle"):
         raise ValueError(f"{name}.complex_convention: expected 'jax' or 'paddle', got {layer.complex_convention!r}.")
     if layer.generate_vmap_rule and layer._has_vmap_method():

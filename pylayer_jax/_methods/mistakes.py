@@ -1,4 +1,4 @@
-"""Mistakes that are easily made in a method, and what was meant: a forgotten return, a parameter too few."""
+"""Mistakes that are easily made in a method, and what was meant: no return, a parameter too few, a lost write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._trees import innermost, plural
+from pylayer_jax._jax import is_tracer, nothing_is_traced
+from pylayer_jax._trees import NO_ATTRIBUTES, hidden, innermost, plural
 
 from .outputs import Outputs
 
@@ -110,3 +111,46 @@ def _arity_error(
         hint = "" if has_context else " Is ctx missing, which comes first?"
         return TypeError(f"{method}: {expected}. It is defined with the parameters {signature}: {misfit}.{hint}")
     return None
+
+
+# -- writes that JAX would lose --------------------------------------------------------------------
+
+
+_INSTEAD = {
+    "forward": "Return it as one more output, or keep it for backward with ctx.save_for_backward",
+    "backward": "Return it as the gradient of an argument",
+}
+
+
+class Attributes:
+    """The attributes of objects and arrays before a method runs. `check` refuses those that it set and JAX would lose.
+
+    Under a trace an attribute of an object would keep a traced value, which nothing can use after the trace. Only
+    concrete arrays take attributes, and an operation on them does not hand these on.
+    """
+
+    __slots__ = ("_arrays", "_known", "_objects")
+
+    def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any]) -> None:
+        self._objects = () if nothing_is_traced() else objects
+        self._known = [value for _, held in self._objects for place in hidden(held) for value in place.traced()]
+        self._arrays = [(x, dict(vars(x))) for x in arrays if not is_tracer(x) and hasattr(x, "__dict__")]
+
+    def check(self, layer: str, method: str) -> None:
+        """Raise if the method set an attribute of an array, or an attribute of an object to a traced value."""
+        for array, before in self._arrays:
+            now = vars(array)
+            for name in [name for name in now if name not in before or now[name] is not before[name]]:
+                now.clear()
+                now.update(before)
+                raise AttributeError(
+                    f"{layer}.{method} set the attribute {name} of an array, which JAX would lose: {NO_ATTRIBUTES}."
+                )
+        known = {id(value) for value in self._known}
+        for name, held in self._objects:
+            for place in hidden(held, lambda value: is_tracer(value) and id(value) not in known):
+                path = f"{name}.{place.name.lstrip('.')}"
+                raise ValueError(
+                    f"{layer}.{method} wrote a traced value to {path}, which JAX would lose: {name} is no pytree, and "
+                    f"nothing can use the value after the trace. {_INSTEAD.get(method, _INSTEAD['forward'])}."
+                )

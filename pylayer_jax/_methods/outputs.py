@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 
@@ -16,13 +16,37 @@ from .context import ContextState
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
 
+Identity = tuple[Literal["input", "output"], int]
+
+
+def _identities(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Identity]:
+    """What each output counts as if it is saved: an input, if it is that object, or an output, the last that it is."""
+    known: dict[int, Identity] = {id(x): ("output", i) for i, x in enumerate(outputs)}
+    known |= {id(x): ("input", i) for i, x in enumerate(inputs)}
+    return [known[id(x)] for x in outputs]
+
+
 class Outputs:
     """The outputs of one run of `forward`, without its tensors."""
 
-    __slots__ = ("groups", "has_tangent", "is_sequence", "non_differentiable", "shardings", "skeleton", "types")
+    __slots__ = (
+        "groups",
+        "has_tangent",
+        "identities",
+        "is_sequence",
+        "non_differentiable",
+        "shardings",
+        "skeleton",
+        "types",
+    )
 
     def __init__(
-        self, result: Any, skeleton: Skeleton, arrays: Sequence[jax.Array], non_differentiable: frozenset[int]
+        self,
+        result: Any,
+        skeleton: Skeleton,
+        arrays: Sequence[jax.Array],
+        non_differentiable: frozenset[int],
+        inputs: Sequence[Any],
     ) -> None:
         self.skeleton = skeleton
         # One cotangent for each element of a tuple or list, or one for any other result.
@@ -31,12 +55,15 @@ class Outputs:
         self.non_differentiable = non_differentiable
         self.types = [typeof(x) for x in arrays]
         self.has_tangent = tuple(i not in non_differentiable and has_tangent(t) for i, t in enumerate(self.types))
+        self.identities = _identities(inputs, arrays)
         # JAX may place an array that is not committed on any device, and so its zeros.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
     @staticmethod
-    def of(layer: str, result: Any, state: ContextState | None = None) -> tuple[Outputs, list[Any], list[jax.Array]]:
-        """The outputs, the tensors of `result` as they are, and these as JAX arrays."""
+    def of(
+        layer: str, result: Any, inputs: Sequence[Any], state: ContextState | None = None
+    ) -> tuple[Outputs, list[Any], list[jax.Array]]:
+        """The outputs, the tensors of `result` as they are, and these as JAX arrays. `inputs` are the input tensors."""
         tensors, skeleton = split(result)
         if not tensors:
             raise ValueError(
@@ -45,7 +72,12 @@ class Outputs:
             )
         arrays = as_arrays(tensors)
         marked = frozenset() if state is None else _non_differentiable(layer, tensors, state)
-        return Outputs(result, skeleton, arrays, marked), tensors, arrays
+        return Outputs(result, skeleton, arrays, marked, inputs), tensors, arrays
+
+    def as_returned(self, values: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+        """The output tensors, where an output that is an input, or a later output, is that very object."""
+        known = {"input": inputs, "output": values}
+        return [known[kind][i] for kind, i in self.identities]
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """The arguments of `backward`: one entry for each element that holds a tensor. A missing one is zeros or None.

@@ -1,8 +1,8 @@
-"""`saved_tensors_report`: trace a function, and find the marks of its layers among its residuals."""
+"""`saved_tensors_report`: trace `jax.vjp` of a function, and tell of each residual where it comes from."""
 
 from __future__ import annotations
 
-import dataclasses
+import collections
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,31 +10,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._autodiff.call import residual_tracker
-from pylayer_jax._jax import compute_together_p, inner_jaxprs, is_key, is_literal, is_tracer, mesh_axes_of, typeof
+from pylayer_jax._jax import is_key, is_run_number, mesh_axes_of
 from pylayer_jax._trees import is_tensor, split
 
-from .marks import MarkedArray, ResidualTracker, number_of
 from .table import SavedTensor, SavedTensorsReport
+from .values import Value, Values, source_of
 
 
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
-    """List the tensors that the layers in `fun(*args, **kwargs)` save for backward.
+    """List everything that `jax.vjp` of `fun(*args, **kwargs)` would hold for backward.
 
-    `fun` is a function or a layer. The report traces it and does not run it; arguments may therefore be
-    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks count, and so do the
-    blocks of hooks inside `fun`.
+    `fun` is a function or a layer. The report traces `jax.vjp` of it and does not run it; arguments may therefore be
+    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks count, and so do the blocks of hooks
+    inside `fun`, each as in a compiled program.
 
-    One row is one tensor that `save_for_backward` or an attribute of ctx keeps: its name (the one in `saved_names` of
-    the class, if it has one), its type, its bytes before and after packing, the number of scan iterations that each
-    keep one, and the line that applies the layer. If several applications keep the same tensor, it counts once. If
-    `jax.checkpoint` computes a tensor again, it counts 0 bytes.
+    A row is a tensor that is kept, or several that differ only in their values: what a layer saves, by its class and
+    name (the one in `saved_names` of the class, if it has one); what a plain operation computes and a derivative keeps,
+    by the name of the operation; an input of `fun`, which exists anyway. What `jax.checkpoint` computes again is not
+    kept, and has no row. If several layers keep the same tensor, it has one row.
 
     Bytes are those of the whole array, and those on each device as far as the sharding is known while `fun` is traced:
-    from the type of an array (explicit axes), from an argument that is saved as it is, and inside `jax.shard_map`,
+    from the type of an array (explicit axes), from an argument that is kept as it is, and inside `jax.shard_map`,
     where the type in a row is that of one device. With automatic axes, the compiler chooses the shardings of
     intermediates after the trace: such a tensor counts in full on each device, so that the bytes per device are an
-    upper bound.
+    upper bound. Of what hooks keep on the host (`host=True`), only the number by which a program finds it counts.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -60,152 +59,73 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         _, pullback = jax.vjp(run, *(tensors[i] for i in differentiated))
         return jax.tree_util.tree_leaves(pullback)
 
-    tracker = ResidualTracker()
-    with residual_tracker(tracker):
-        jaxpr = jax.make_jaxpr(residuals)(*tensors).jaxpr
-    by_mark: dict[int, list[_Residual]] = {}
-    producers: dict[int, Any] = {}
-    for atom in jaxpr.outvars:
-        residual = _resolve(jaxpr, atom, producers)
-        if residual.mark is not None:
-            by_mark.setdefault(residual.mark, []).append(residual)
-    arguments = dict(zip(jaxpr.invars, tensors, strict=True))
-    for residual in (r for found in by_mark.values() for r in found if r.root in arguments):
-        residual.shape_on_device = _shape_on_device(arguments[residual.root])
-    return SavedTensorsReport(_rows(tracker.marked, by_mark, set(arguments)))
+    jaxpr = jax.make_jaxpr(residuals)(*tensors).jaxpr
+    values = Values()
+    names = [_name_of_input(path) for path in skeleton.tensor_paths()]
+    inputs = [values.new(v, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
+    kept = [v for v in dict.fromkeys(values.outputs(jaxpr, inputs)) if not is_run_number(v.aval)]
+    packed: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
+    for array in kept:
+        packed.setdefault(array.unpacked(), []).append(array)
+    arguments = dict(zip(inputs, tensors, strict=True))
+    rows = [_row(tensor, packed[tensor], arguments) for tensor in sorted(packed, key=lambda v: v.number)]
+    return SavedTensorsReport([row.multiplied(count) for row, count in collections.Counter(rows).items()])
 
 
-# -- marks in the jaxpr ---------------------------------------------------------------------------
+def _name_of_input(path: str) -> str:
+    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
 
 
-@dataclasses.dataclass
-class _Residual:
-    """A residual of the function, followed back to its mark."""
-
-    mark: int | None
-    aval: Any  # of the marked array
-    shape_on_device: tuple[int, ...]  # of the part of the marked array on one device
-    times: int
-    shards: int  # the devices of a shard_map that each keep another one
-    root: Any  # the variable that was copied or named, with the calls around it; the same array has the same root
-
-
-# The output of these primitives is their input, and needs no memory of its own.
-_PASS_ON = frozenset({"copy", "name", "optimization_barrier", compute_together_p.name, "reduce_precision"})
-
-
-def _resolve(jaxpr: Any, atom: Any, producers: dict[int, Any]) -> _Residual:
-    """Follow a value back to its mark, also into loops and calls. `producers` caches the equations of each jaxpr."""
-    here = producers.get(id(jaxpr))
-    if here is None:
-        here = producers[id(jaxpr)] = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
-    mark, aval = None, atom.aval
-    while not is_literal(atom) and atom in here:
-        equation, i = here[atom]
-        name = _checkpoint_name(equation)
-        if mark is None and (mark := number_of(name)) is not None:
-            aval = atom.aval
-        # A scalar leaves a shard_map as an array with one entry per device.
-        from_scalar = mark is None and equation.primitive.name == "broadcast_in_dim" and atom.aval.size == 1
-        if name or equation.primitive.name in _PASS_ON or from_scalar:
-            atom = equation.invars[i]
-            continue
-        inner = inner_jaxprs(equation.params)
-        if mark is None and inner:
-            for body in inner:
-                if i < len(body.outvars):
-                    found = _resolve(body, body.outvars[i], producers)
-                    # A scan stacks the residuals of its iterations; its carry has the same shape as in its body.
-                    stacked = len(atom.aval.shape) > len(body.outvars[i].aval.shape)
-                    if found.mark is not None:
-                        times, shards, inside = found.times, found.shards, body.outvars[i].aval
-                        if equation.primitive.name == "shard_map":
-                            shards *= atom.aval.size // max(inside.size, 1)
-                        elif stacked:
-                            times *= atom.aval.shape[0]
-                        # A jitted function that is called twice has one jaxpr: the equation tells the calls apart.
-                        root = (id(equation), found.root)
-                        return dataclasses.replace(found, times=times, shards=shards, root=root)
-        break
-    return _Residual(mark, aval, _shape_on_device(aval), 1, 1, None if is_literal(atom) else atom)
-
-
-def _checkpoint_name(equation: Any) -> str:
-    # With JAX_REMAT3, `checkpoint_name` is a primitive of another kind, which holds its name in `_prim`.
-    name = equation.params.get("name", "") if equation.primitive.name == "name" else ""
-    params = getattr(equation.params.get("_prim"), "params", {})
-    return name or (params.get("name", "") if isinstance(params, dict) else "")
-
-
-# -- rows -----------------------------------------------------------------------------------------
-
-
-def _rows(marked: list[MarkedArray], by_mark: dict[int, list[_Residual]], arguments: set[Any]) -> list[SavedTensor]:
-    seen: dict[Any, str] = {}
-    groups: dict[tuple[int, str], list[int]] = {}
-    for i, array in enumerate(marked):
-        groups.setdefault((array.application, array.name), []).append(i)
-    return [_row([(marked[i], by_mark.get(i, [])) for i in group], seen, arguments) for group in groups.values()]
-
-
-def _row(arrays: list[tuple[MarkedArray, list[_Residual]]], seen: dict[Any, str], arguments: set[Any]) -> SavedTensor:
-    """The row of one tensor, from the arrays that it was packed to. `seen` has a name for each root counted so far."""
-    first = arrays[0][0]
-    shape, shape_on_device = first.tensor_type.shape, _shape_on_device(first.tensor_type)
-    times, examples, examples_on_device, shards, packed, packed_on_device = 0, 1, 1, 1, 0, 0
-    note = "" if any(residuals for _, residuals in arrays) else "computed again, or not needed"
-    for array, residuals in arrays:
-        new = [residual for residual in residuals if residual.root not in seen]
-        if residuals and not new:
-            note = f"the same as {seen[residuals[0].root]}"
-        for residual in new:
-            seen[residual.root] = f"{first.layer} {first.application}, {first.name}"
-            is_argument, is_left_out = residual.root in arguments, array.is_left_out
-            notes = ("an argument of the function", is_argument), ("not packed, by `only`", is_left_out)
-            note = ", ".join(text for text, applies in notes if applies)
-            packed += residual.times * residual.shards * _bytes(residual.aval, residual.aval.shape)
-            packed_on_device += residual.times * _bytes(residual.aval, residual.shape_on_device)
-            shards = max(shards, residual.shards)
-            if _same_type(array.array_type, first.tensor_type):
-                # Not packed: the shape includes the examples of a vmap.
-                shape, shape_on_device = residual.aval.shape, residual.shape_on_device
-            else:
-                each, each_on_device = array.array_type.size, math.prod(_shape_on_device(array.array_type))
-                examples = residual.aval.size // max(each, 1)
-                examples_on_device = math.prod(residual.shape_on_device) // max(each_on_device, 1)
-        times = max(times, sum(residual.times for residual in new))
+def _row(tensor: Value, arrays: list[Value], arguments: dict[Value, Any]) -> SavedTensor:
+    """The row of one tensor, from the arrays that it was packed to. The sharding of an argument is known."""
+    one, times_of_one = tensor.innermost()
+    times, shards, on_device = 1, 1, 0
+    for array in arrays:
+        each, iterations = array.innermost()
+        times = max(times, iterations)
+        shards = max(shards, array.aval.size // max(1, iterations * each.aval.size))
+        on_device += iterations * _bytes_on_device(arguments.get(each, each.aval))
+    kept, is_packed = sum(_bytes(array.aval) for array in arrays), arrays != [tensor]
+    origin, layers = list(tensor.chain())[-1], [found for value in tensor.chain() for found in value.layers]
+    layer, name, equations = layers[0] if layers else ("", origin.name, origin.equations)
+    is_input, is_from_input = not is_packed and tensor.kind == "input", origin.kind == "input"
+    is_on_host = any(v.aval.memory_space == jax.memory.Space.Host for v in arrays)
+    notes = {
+        f"the input {origin.name}": bool(layers) and is_from_input,
+        **{f"also {other}, {saved}": (other, saved) != (layer, name) for other, saved, _ in layers},
+        "in host memory": is_on_host,
+        "packed on the host": any(v.innermost()[0].name == "host_call" for v in arrays),
+    }
     return SavedTensor(
-        layer=first.layer,
-        application=first.application,
-        name=first.name,
-        shape=tuple(shape),
-        dtype=str(first.tensor_type.dtype),
-        times=max(times, 1) * examples,
-        bytes=times * examples * shards * _bytes(first.tensor_type, shape),
-        bytes_per_device=times * examples_on_device * _bytes(first.tensor_type, shape_on_device),
-        packed_bytes=packed,
-        packed_bytes_per_device=packed_on_device,
-        source=first.source,
-        note=note,
+        kind="input" if is_input else "layer" if layers else "copy" if is_from_input else origin.kind,
+        layer=layer,
+        name=name,
+        shape=tuple(one.aval.shape),
+        dtype=str(one.aval.dtype),
+        times=times * times_of_one if is_packed else times,
+        bytes=times * shards * _bytes(tensor.aval) if is_packed else kept,
+        bytes_per_device=times * _bytes_on_device(arguments.get(tensor, tensor.aval)) if is_packed else on_device,
+        packed_bytes=kept,
+        packed_bytes_per_device=on_device,
+        memory="host" if is_on_host else "device",
+        source=source_of(equations),
+        note="; ".join(note for note, applies in notes.items() if applies),
     )
 
 
-def _same_type(array: Any, tensor: Any) -> bool:
-    return array.shape == tensor.shape and array.dtype == tensor.dtype
+def _bytes(array: Any, shape: tuple[int, ...] | None = None) -> int:
+    """The bytes of an array or type, or of a part of this shape."""
+    shape = tuple(array.shape) if shape is None else shape
+    if is_key(array):
+        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype)).size * 4
+    return math.prod(shape) * array.dtype.itemsize
 
 
-def _bytes(aval: Any, shape: tuple[int, ...]) -> int:
-    """The bytes of an array of this shape, with the dtype of `aval`."""
-    if is_key(aval):
-        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, aval.dtype)).size * 4
-    return math.prod(shape) * aval.dtype.itemsize
-
-
-def _shape_on_device(array: Any) -> tuple[int, ...]:
-    """The shape of the part on one device, by the sharding of an array or of a type."""
-    shape, sharding = tuple(array.shape), getattr(typeof(array) if is_tracer(array) else array, "sharding", None)
+def _bytes_on_device(array: Any) -> int:
+    """The bytes of the part on one device, by the sharding of an array or of a type."""
+    shape, sharding = tuple(array.shape), getattr(array, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
-        return shape if sharding is None else sharding.shard_shape(shape)
+        return _bytes(array, shape if sharding is None else sharding.shard_shape(shape))
     # `shard_shape` refuses the type of an array inside of a shard_map.
     cuts = [math.prod(sharding.mesh.shape[name] for name in axes) for axes in mesh_axes_of(sharding, len(shape))]
-    return tuple(-(-length // cut) for length, cut in zip(shape, cuts, strict=True))
+    return _bytes(array, tuple(-(-length // cut) for length, cut in zip(shape, cuts, strict=True)))

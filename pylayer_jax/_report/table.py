@@ -1,4 +1,4 @@
-"""The report that users see: one row per saved tensor."""
+"""The report that users see: one row per saved tensor, or per group of equal ones."""
 
 from __future__ import annotations
 
@@ -10,20 +10,33 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """One tensor that one application of a layer keeps for `backward`."""
+    """One tensor that is kept for backward, or several that differ only in their values."""
 
-    layer: str  # name of the class
-    application: int  # the number of the application among those of all layers, from 0
-    name: str  # saved[0], or its name in `saved_names` of the class; ctx.scale for an attribute
+    kind: str  # "layer" saves it; "input" of the function, which exists anyway; "copy" of one; "operation"; "constant"
+    layer: str  # the class that saves it, also if it is an input; empty if no layer does
+    name: str  # saved[0], or its name in `saved_names` of the class; ctx.scale; of the operation, or of the input
     shape: tuple[int, ...]
     dtype: str
-    times: int  # scan iterations that each keep one; if it is packed, also times the examples of a vmap
-    bytes: int  # of all iterations, before packing; 0 if the tensor is not kept, or already counted
+    times: int  # how many are kept: by iterations of a scan, by calls from one line
+    bytes: int  # of all of them, before packing
     bytes_per_device: int  # the part of `bytes` on each device; all of them if no sharding is known
-    packed_bytes: int  # of all iterations, after the active hooks packed them
+    packed_bytes: int  # that the vjp function holds for them
     packed_bytes_per_device: int  # the part of `packed_bytes` on each device
-    source: str  # file and line of the call of apply
-    note: str  # why the tensor does not count, or that it is an argument of the function
+    memory: str  # "device" or "host"
+    source: str  # file and line of the call of apply, or of the operation
+    note: str
+
+    def multiplied(self, count: int) -> SavedTensor:
+        """The row of `count` such tensors."""
+        return dataclasses.replace(self, **{name: count * getattr(self, name) for name in ("times", *_SIZES.values())})
+
+
+_SIZES = {
+    "bytes": "bytes",
+    "per device": "bytes_per_device",
+    "packed": "packed_bytes",
+    "packed per device": "packed_bytes_per_device",
+}
 
 
 class SavedTensorsReport:
@@ -34,29 +47,37 @@ class SavedTensorsReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all tensors before packing, each counted once."""
-        return sum(row.bytes for row in self.rows)
+        """Bytes that the vjp function holds: those of all rows as they are packed, inputs and host memory included."""
+        return self._sum("packed_bytes")
 
     @property
     def total_bytes_per_device(self) -> int:
-        """Bytes of all tensors on each device before packing; a tensor whose sharding is not known counts in full."""
-        return sum(row.bytes_per_device for row in self.rows)
+        """The part of `total_bytes` on each device; a tensor whose sharding is not known counts in full."""
+        return self._sum("packed_bytes_per_device")
 
     @property
-    def total_packed_bytes(self) -> int:
-        """Bytes of all tensors after packing, each counted once."""
-        return sum(row.packed_bytes for row in self.rows)
+    def total_unpacked_bytes(self) -> int:
+        """What `total_bytes` would be if nothing was packed."""
+        return self._sum("bytes")
 
     @property
-    def total_packed_bytes_per_device(self) -> int:
-        """Bytes of all tensors on each device after packing; a tensor whose sharding is not known counts in full."""
-        return sum(row.packed_bytes_per_device for row in self.rows)
+    def input_bytes(self) -> int:
+        """The part of `total_bytes` that is inputs of the function as they are, which exist anyway."""
+        return self._sum("packed_bytes", kind="input")
+
+    @property
+    def host_bytes(self) -> int:
+        """The part of `total_bytes` in host memory."""
+        return self._sum("packed_bytes", memory="host")
+
+    def _sum(self, size: str, **chosen: str) -> int:
+        return sum(getattr(r, size) for r in self.rows if all(getattr(r, k) == v for k, v in chosen.items()))
 
     def __str__(self) -> str:
         columns = self._columns()
         cells = [list(columns), *([cell(row) for cell in columns.values()] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        align = [str.rjust if name in _NUMBERS else str.ljust for name in columns]
+        align = [str.rjust if name == "times" or name in _SIZES else str.ljust for name in columns]
         lines = ["  ".join(a(c, w) for a, c, w in zip(align, row, widths, strict=True)) for row in cells]
         return "\n".join(line.rstrip() for line in [*lines, self._total()])
 
@@ -78,65 +99,50 @@ class SavedTensorsReport:
 
     def _columns(self) -> dict[str, Callable[[SavedTensor], str]]:
         """The columns that say something: the sizes after packing, and on each device, only if these differ."""
-        packed = any(row.packed_bytes != row.bytes for row in self.rows)
-        sharded = any(
-            row.bytes_per_device != row.bytes or row.packed_bytes_per_device != row.packed_bytes for row in self.rows
-        )
-        left_out = {"packed": not packed, "per device": not sharded, "packed per device": not (packed and sharded)}
-        return {name: cell for name, cell in _COLUMNS.items() if not left_out.get(name)}
+        packed = any(r.packed_bytes != r.bytes for r in self.rows)
+        sharded = any(r.packed_bytes_per_device != r.packed_bytes for r in self.rows)
+        shown = {"bytes": True, "per device": sharded, "packed": packed, "packed per device": packed and sharded}
+        sizes = {title: (lambda r, s=size: f"{getattr(r, s):,}") for title, size in _SIZES.items() if shown[title]}
+        return {
+            "origin": lambda r: r.layer or r.kind,
+            "name": lambda r: r.name,
+            "type": lambda r: f"{r.dtype}[{','.join(map(str, r.shape))}]",
+            "times": lambda r: f"{r.times}",
+            **sizes,
+            "where": lambda r: r.source,
+            "": lambda r: r.note,
+        }
 
     def _total(self) -> str:
-        columns = self._columns()
-        kept = f"{self.total_bytes:,} bytes are saved for backward"
-        if "per device" in columns:
-            kept += f" ({self.total_bytes_per_device:,} per device)"
-        if "packed" in columns:
-            kept += f", {self.total_packed_bytes:,} as they are packed"
-        if "packed per device" in columns:
-            kept += f" ({self.total_packed_bytes_per_device:,} per device)"
-        count = len({row.application for row in self.rows})
-        return f"{kept}, in {count} application{'' if count == 1 else 's'} of layers."
+        facts = {
+            f"{self.total_bytes_per_device:,} per device": self.total_bytes_per_device != self.total_bytes,
+            f"{self.total_unpacked_bytes:,} before packing": self.total_unpacked_bytes != self.total_bytes,
+            f"{self.input_bytes:,} of them in inputs of the function": self.input_bytes > 0,
+            f"{self.host_bytes:,} of them in host memory": self.host_bytes > 0,
+        }
+        kept = f"{self.total_bytes:,} bytes are kept for backward"
+        return ", ".join([kept, *(fact for fact, is_said in facts.items() if is_said)])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw one bar per application of a layer: its bytes, and its packed bytes if these differ.
+        """Draw one bar per row: its bytes, and its packed bytes if any differ. Needs matplotlib.
 
         Returns:
             The axes with the bars: `ax`, or new ones.
-
-        Raises:
-            ImportError: if matplotlib is not installed.
         """
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError as error:
-            raise ImportError("saved_tensors_report(...).plot() needs matplotlib: pip install matplotlib") from error
         if ax is None:
-            _, ax = plt.subplots()
-        applications = sorted({row.application for row in self.rows})
-        labels = [next(f"{r.layer} {i}" for r in self.rows if r.application == i) for i in applications]
-        saved, packed = (
-            [sum(getattr(r, field) for r in self.rows if r.application == i) for i in applications]
-            for field in ("bytes", "packed_bytes")
-        )
-        ax.barh(labels, saved, label="saved", alpha=0.5 if packed != saved else 1.0)
-        if packed != saved:
-            ax.barh(labels, packed, label="packed")
+            try:
+                import matplotlib.pyplot as plt
+            except ImportError as error:
+                message = "saved_tensors_report(...).plot() needs matplotlib: pip install matplotlib"
+                raise ImportError(message) from error
+            _, ax = plt.subplots(layout="constrained", figsize=(6.4, 1.2 + 0.25 * len(self.rows)))
+        places = range(len(self.rows))
+        sizes, packed = ([getattr(r, size) for r in self.rows] for size in ("bytes", "packed_bytes"))
+        ax.barh(places, sizes, label="before packing", alpha=0.5 if packed != sizes else 1.0)
+        if packed != sizes:
+            ax.barh(places, packed, label="kept")
             ax.legend()
+        ax.set_yticks(places, [f"{r.layer or r.kind}  {r.name}  {r.source}".rstrip() for r in self.rows])
         ax.invert_yaxis()
         ax.set_xlabel("bytes")
         return ax
-
-
-_NUMBERS = ("times", "bytes", "per device", "packed", "packed per device")
-_COLUMNS: dict[str, Callable[[SavedTensor], str]] = {
-    "layer": lambda row: row.layer,
-    "saved": lambda row: row.name,
-    "type": lambda row: f"{row.dtype}[{','.join(map(str, row.shape))}]",
-    "times": lambda row: f"{row.times}",
-    "bytes": lambda row: f"{row.bytes:,}",
-    "per device": lambda row: f"{row.bytes_per_device:,}",
-    "packed": lambda row: f"{row.packed_bytes:,}",
-    "packed per device": lambda row: f"{row.packed_bytes_per_device:,}",
-    "where": lambda row: row.source,
-    "": lambda row: row.note,
-}

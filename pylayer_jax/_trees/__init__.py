@@ -11,15 +11,29 @@ This file hands their names on, so that the wings above import from `pylayer_jax
 """
 
 from .changes import Watched
-from .closures import content, hiding_functions, traced_attributes, traced_names
+from .closures import (
+    Place,
+    content,
+    filled,
+    hidden,
+    hiding_functions,
+    is_live,
+    is_live_constant,
+    is_made_here,
+    traced_names,
+    vacate,
+    values_in_reach,
+)
 from .matching import collect_like
-from .messages import add_note, describe, innermost, name_meant, plural, source_of
+from .messages import NO_ATTRIBUTES, add_note, describe, innermost, name_meant, plural, source_of
 from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_box, is_tensor, split, unboxed
 from .static import IdentityKey, Static
 
 __all__ = [
     "LEAF",
+    "NO_ATTRIBUTES",
     "IdentityKey",
+    "Place",
     "Skeleton",
     "Static",
     "Watched",
@@ -29,16 +43,22 @@ __all__ = [
     "contains",
     "content",
     "describe",
+    "filled",
     "flatten",
+    "hidden",
     "hiding_functions",
     "innermost",
     "is_box",
+    "is_live",
+    "is_live_constant",
+    "is_made_here",
     "is_tensor",
     "name_meant",
     "plural",
     "source_of",
     "split",
-    "traced_attributes",
     "traced_names",
     "unboxed",
+    "vacate",
+    "values_in_reach",
 ]

@@ -13,6 +13,11 @@ import jax
 
 from .partition import is_tensor
 
+NO_ATTRIBUTES = (
+    "under jit an array takes no attributes. Return the value, as one more output of forward or as the gradient of the "
+    "array in backward, or keep it for backward on the context: ctx.name = value"
+)
+
 
 def describe(value: Any) -> str:
     """A value as an error message shows it: the type, and dtype and shape of a tensor."""
@@ -71,6 +76,8 @@ def add_note(error: Exception, layer: str, method: str) -> None:
         )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
+        if isinstance(error, AttributeError) and re.match(r"'\w*Tracer' object has no attribute", str(error)):
+            error.add_note(f"Did it set an attribute of an array? {NO_ATTRIBUTES[0].upper() + NO_ATTRIBUTES[1:]}.")
         if isinstance(error, TypeError) and (hint := _what_was_meant(error, method)):
             error.add_note(hint)
 

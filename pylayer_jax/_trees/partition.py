@@ -16,6 +16,7 @@ import numpy as np
 from pylayer_jax._jax import as_arrays, is_array
 
 _TENSOR: Final = object()
+_NONE: Final = jax.tree_util.tree_structure(None)
 _NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
 
 
@@ -49,8 +50,8 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        """Whether the tree is more than one leaf."""
-        return self is not LEAF and self.treedef.num_nodes > 1
+        """Whether the tree is more than one leaf or None; an empty list is a container too."""
+        return self.treedef.num_nodes > 1 or not (self.leaves or self.treedef == _NONE)
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
         """The tree with `tensors`, in flattening order, where its own tensors were; `change` maps every static."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -58,6 +59,11 @@ def as_input(layer: str, parameter: str, x: Any) -> jax.Array:
     return jnp.asarray(x)
 
 
+def map_arrays(f: Callable[[str, Any], jax.Array], tree: Any) -> Any:
+    """The tree of what `f` makes of each leaf of an argument `x`, and of its name, as in `x['weights'][0]`."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: f(f"x{jax.tree_util.keystr(path)}", x), tree)
+
+
 def accumulated(x: jax.Array) -> jax.Array:
     """x in the dtype of sums over its entries: float32, if its own is narrower."""
     return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
@@ -103,6 +109,35 @@ def check_replicated(layer: str, parameter: str, x: jax.Array, axes: Axes) -> No
             "sum, add it up (parallel.reduce_from); if all copies are equal, leave out the cast (jax.lax.pcast), or "
             "the in_specs, that made it varying."
         )
+
+
+def as_parts(layer: str, parameter: str, x: Any, axes: Axes, wrong: str, instead: str) -> jax.Array:
+    """x as each device's own part of a sum over the axes, typed as varying over them.
+
+    A Python number or a NumPy array is a constant that each device has for itself, such as the size of its own batch:
+    N equal parts. An array of JAX that is replicated is one value, which would be counted N times.
+
+    Args:
+        wrong: what the result would be, for the message; `{size}` stands for the number of devices.
+        instead: what to do with one value.
+
+    Raises:
+        ValueError: if the type of x says that x is replicated over one of the axes.
+    """
+    array = as_input(layer, parameter, x)
+    found = [a for a in axes if a in manual_axes() and not varies_over(array, (a,)) and has_types((a,))]
+    if found and isinstance(x, jax.Array):
+        size = int(jax.lax.axis_size(tuple(found)))
+        rest = tuple(axis for axis in axes if axis not in found)
+        if rest:
+            instead = f"name only the axes over which it varies, {rest!r}"
+        raise ValueError(
+            f"parallel.{layer}: {parameter}: expected each device's own part, which varies over {axes!r}; got "
+            f"{typeof(array).str_short()}, which is replicated over {found}: {size} devices have the same value, "
+            f"and {wrong.format(size=size)}. If {parameter} is one value, {instead}. If {size} equal parts are meant, "
+            f"pass parallel.copy_to({parameter}, {tuple(found) if len(found) > 1 else found[0]!r})."
+        )
+    return as_varying(array, axes)
 
 
 # -- axes of an array -----------------------------------------------------------------------------

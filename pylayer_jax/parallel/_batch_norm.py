@@ -121,7 +121,7 @@ def sync_batch_norm(
     the statistics. bfloat16 and float16 are computed in float32.
 
     Args:
-        x: floats, of any shape with channels: the own part of the batch.
+        x: floats, of any shape with channels: the own part of the batch. A replicated x is N equal parts.
         scale, bias: floats of shape [channels], replicated over `axis_name`: equal on all devices along it.
         axis_name: a mesh axis, or a tuple of them; N devices.
         channel_axis: the axis of the channels in x. Statistics are over all others, and over the devices.

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from ._axes import AxisName, as_input, check_replicated, has_types, mesh_axes
+from ._axes import AxisName, as_input, check_replicated, has_types, map_arrays, mesh_axes
 from ._collectives import Collective, CopyTo, ReplicatedInput
 
 
@@ -15,6 +15,10 @@ def replicated_input(x: Any, axis_name: AxisName) -> Any:
 
     With check_vma=False JAX adds up the cotangents of all copies of such an input. This layer turns the cotangent of a
     replicated value, of which each device has all, into N equal parts. With check_vma=True it returns x.
+
+    With check_vma=False, nothing tells where it is missing: the gradient of x is N times too large. Nor where
+    `jax.grad` is inside of the mapped function, which needs none: the gradient is 1/N of the right one.
+    `pylayer_jax.testing.check_parallel` finds both.
 
     Communicates nothing.
 
@@ -37,6 +41,10 @@ def replicated_output(x: Any, axis_name: AxisName) -> Any:
     With check_vma=False JAX hands each device 1/N of the cotangent of such an output. This layer adds up these parts,
     so that each device has all of it. With check_vma=True it returns x.
 
+    With check_vma=False, nothing tells where it is missing: gradients of what x is computed from are 1/N of the right
+    ones. Nor where `jax.grad` is inside of the mapped function, which needs none: they are N times too large.
+    `pylayer_jax.testing.check_parallel` finds both.
+
     Communicates nothing forward, and all-reduces the cotangent backward (with check_vma=False). Apply it to the loss,
     which is a scalar, where you can.
 
@@ -57,9 +65,9 @@ def _at_border(layer: str, collective: type[Collective], x: Any, axis_name: Axis
     axes = mesh_axes(layer, axis_name)
     typed = has_types(axes)
 
-    def one(x: Any) -> jax.Array:
-        x = as_input(layer, "x", x)
-        check_replicated(layer, "x", x, axes)
+    def one(name: str, x: Any) -> jax.Array:
+        x = as_input(layer, name, x)
+        check_replicated(layer, name, x, axes)
         return x if typed else collective.apply(x, axes)
 
-    return jax.tree.map(one, x)
+    return map_arrays(one, x)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pylayer_jax._layer import PyLayer
 from pylayer_jax._methods.context import PyLayerContext
 
-from ._axes import Axes, AxisName, accumulated, as_input, as_varying, check_replicated, mesh_axes, vary_alike
+from ._axes import Axes, AxisName, accumulated, as_input, as_parts, as_varying, check_replicated, mesh_axes, vary_alike
 from ._collectives import CopyTo, ReduceFrom
 
 
@@ -121,7 +121,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, labels: jax.Array, axis_name
     Raises:
         TypeError: unless logits are real floats and labels integers.
         ValueError: if `axis_name` is no mesh axis, or the shapes do not fit; with check_vma=True, if the labels vary
-            over `axis_name`.
+            over `axis_name`, or the logits do not.
     """
     name = "vocab_parallel_cross_entropy"
     axes = mesh_axes(name, axis_name)
@@ -144,5 +144,7 @@ def vocab_parallel_cross_entropy(logits: jax.Array, labels: jax.Array, axis_name
     # Narrower integers may not hold the size of the vocabulary, and unsigned ones no label before that of a device.
     labels = labels.astype(jnp.int64 if labels.dtype.itemsize == 8 else jnp.int32)
     logits, labels = vary_alike(axes, logits, labels)
-    losses, _ = VocabParallelCrossEntropy.apply(as_varying(logits, axes), labels, axes)
+    wrong, instead = "the vocabulary counts {size} times", "with the whole vocabulary, cut it with scatter_to"
+    logits = as_parts(name, "logits", logits, axes, wrong, instead)
+    losses, _ = VocabParallelCrossEntropy.apply(logits, labels, axes)
     return losses

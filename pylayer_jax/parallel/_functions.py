@@ -6,8 +6,20 @@ from typing import Any
 
 import jax
 
-from ._axes import AxisName, array_axis, as_input, as_varying, check_divides, check_replicated, mesh_axes
+from ._axes import (
+    AxisName,
+    array_axis,
+    as_input,
+    as_parts,
+    as_varying,
+    check_divides,
+    check_replicated,
+    map_arrays,
+    mesh_axes,
+)
 from ._collectives import AllGather, AllToAll, CopyTo, GatherFrom, ReduceFrom, ReduceScatter, ScatterTo
+
+SUM_OF_COPIES = "the sum is {size} times as large"
 
 
 def copy_to(x: Any, axis_name: AxisName) -> Any:
@@ -29,12 +41,12 @@ def copy_to(x: Any, axis_name: AxisName) -> Any:
     """
     axes = mesh_axes("copy_to", axis_name)
 
-    def one(x: Any) -> jax.Array:
-        x = as_input("copy_to", "x", x)
-        check_replicated("copy_to", "x", x, axes)
+    def one(name: str, x: Any) -> jax.Array:
+        x = as_input("copy_to", name, x)
+        check_replicated("copy_to", name, x, axes)
         return CopyTo.apply(x, axes)
 
-    return jax.tree.map(one, x)
+    return map_arrays(one, x)
 
 
 def reduce_from(x: Any, axis_name: AxisName) -> Any:
@@ -45,17 +57,25 @@ def reduce_from(x: Any, axis_name: AxisName) -> Any:
     All-reduces x forward, and communicates nothing backward: each device's part gets the cotangent of the sum.
 
     Args:
-        x: an array, or a pytree of arrays: the parts. With check_vma=True a replicated x is N equal parts.
+        x: an array, or a pytree of arrays: the part of each device. A Python number or a NumPy array is a constant of
+            each device's own, so that the sum is N times as large.
         axis_name: a mesh axis, or a tuple of them.
 
     Returns:
         The sum over the devices along `axis_name`; typed as replicated with check_vma=True.
 
     Raises:
-        ValueError: if `axis_name` is no mesh axis.
+        ValueError: if `axis_name` is no mesh axis; with check_vma=True, if x is an array of JAX that is replicated over
+            it: the sum of N copies. (That may be the gradient of replicated weights, which JAX itself adds up.) With
+            check_vma=False nothing tells; `pylayer_jax.testing.check_parallel` finds it.
     """
     axes = mesh_axes("reduce_from", axis_name)
-    return jax.tree.map(lambda x: ReduceFrom.apply(as_varying(as_input("reduce_from", "x", x), axes), axes), x)
+
+    def one(name: str, x: Any) -> jax.Array:
+        instead = "such as a sum already, or a gradient that JAX added up, leave out reduce_from"
+        return ReduceFrom.apply(as_parts("reduce_from", name, x, axes, SUM_OF_COPIES, instead), axes)
+
+    return map_arrays(one, x)
 
 
 def scatter_to(x: jax.Array, axis_name: AxisName, axis: int = -1) -> jax.Array:
@@ -95,7 +115,7 @@ def gather_from(x: jax.Array, axis_name: AxisName, axis: int = -1) -> jax.Array:
     devices go on to compute different things with the result, `all_gather` is the layer to use.
 
     Args:
-        x: an array: the part of each device.
+        x: an array: the part of each device. A replicated x is N equal parts.
         axis_name: a mesh axis, or a tuple of them; N devices.
         axis: the axis along which the parts are joined.
 
@@ -118,7 +138,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Array:
     All-gathers x forward, and reduce-scatters the cotangents of the copies backward.
 
     Args:
-        x: an array: the part of each device.
+        x: an array: the part of each device. A replicated x is N equal parts.
         axis_name: a mesh axis, or a tuple of them; N devices.
         axis: the axis along which the parts are joined.
 
@@ -141,7 +161,7 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Arra
     Reduce-scatters x forward, and all-gathers the cotangents of the pieces backward.
 
     Args:
-        x: an array: the part of each device.
+        x: an array: the part of each device. A replicated x is N equal parts.
         axis_name: a mesh axis, or a tuple of them; N devices.
         axis: the axis along which the sum is cut into N pieces.
 
@@ -149,12 +169,14 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Arra
         Piece i of the sum on device i, of 1/N of the length along `axis`; typed as varying with check_vma=True.
 
     Raises:
-        ValueError: if `axis_name` is no mesh axis, x has no such axis, or N does not divide its length.
+        ValueError: if `axis_name` is no mesh axis, x has no such axis, or N does not divide its length; with
+            check_vma=True, if x is an array of JAX that is replicated over `axis_name`, as in reduce_from.
     """
     axes, x = mesh_axes("reduce_scatter", axis_name), as_input("reduce_scatter", "x", x)
     axis = array_axis("reduce_scatter", "axis", axis, x)
     check_divides("reduce_scatter", "axis", axis, x, axes)
-    return ReduceScatter.apply(as_varying(x, axes), axes, axis)
+    instead = "such as a sum already, cut it with scatter_to"
+    return ReduceScatter.apply(as_parts("reduce_scatter", "x", x, axes, SUM_OF_COPIES, instead), axes, axis)
 
 
 def all_to_all(x: jax.Array, axis_name: AxisName, split_axis: int = 0, concat_axis: int = 0) -> jax.Array:
@@ -166,7 +188,7 @@ def all_to_all(x: jax.Array, axis_name: AxisName, split_axis: int = 0, concat_ax
     An all-to-all forward, and an all-to-all of the cotangents with the axes exchanged backward.
 
     Args:
-        x: an array: that of each device.
+        x: an array: that of each device. A replicated x is N equal arrays.
         axis_name: a mesh axis, or a tuple of them; N devices.
         split_axis: the axis along which x is cut into N pieces.
         concat_axis: the axis along which the pieces of all devices are joined, in their order.

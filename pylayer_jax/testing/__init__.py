@@ -1,20 +1,24 @@
 """Checks of layers for a test suite: against numerical gradients, against a reference, and under each transform.
 
-The rooms, each of which imports only rooms above it:
+The modules, each of which imports only those above it:
 
 - `_comparison`: arrays against expected ones, and the errors of the checkers;
 - `_flat_function`: a function at its arguments, as a function of a list of tensors;
-- `_variants`: its gradients in every way in which JAX may compute them, and the detection of leaked tracers;
-- `_numerical`: gradients against central differences, for the checkers of `_gradcheck`;
+- `_gradient_runs`: its gradients in every way in which JAX may compute them, and the detection of leaked tracers;
+- `_central_differences`: numerical derivatives, with which `_numerical` compares gradients, for `_gradcheck`;
 - `_equivalence`: outputs and derivatives against those of a reference in plain JAX;
+- `_parallel`: a function that runs on several devices against the same function on one;
 - `_layer_under_test`: a layer with its results in eager mode. `_transforms` compares these with the results under jit,
-  vmap, scan and other transforms, `_forward_mode` with tangents;
+  vmap, scan and other transforms, `_forward_mode` with tangents, `_linear` with those of other cotangents,
+  `_not_differentiated` with those where other gradients are taken, with the help of `_hidden_tensors`;
 - `_progress`: the line that shows what `check_layer` tests;
-- `_check_layer`: the table of all properties, and the report.
+- `_report`: the table of results, and the hints below it;
+- `_check_layer`: all properties.
 """
 
 from ._check_layer import check_layer
 from ._equivalence import assert_equivalent
 from ._gradcheck import gradcheck, gradgradcheck
+from ._parallel import check_parallel
 
-__all__ = ["assert_equivalent", "check_layer", "gradcheck", "gradgradcheck"]
+__all__ = ["assert_equivalent", "check_layer", "check_parallel", "gradcheck", "gradgradcheck"]

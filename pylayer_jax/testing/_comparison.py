@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,18 +12,16 @@ import numpy as np
 
 from pylayer_jax._jax import has_tangent, is_key
 
+__tracebackhide__ = True  # pytest hides the frames of this module
+
 
 class MismatchError(AssertionError):
     """The layer is wrong; any other AssertionError comes from the code of the user."""
 
 
-@contextlib.contextmanager
-def mismatch_of(name: str, order: int) -> Generator[None, None, None]:
-    """Add the name of the checked function and the order of differentiation to the message of a mismatch."""
-    try:
-        yield
-    except MismatchError as error:
-        raise AssertionError(f"{name}, {_ORDERS[order]}: {error}") from error
+def error_of(name: str, order: int, mismatch: MismatchError) -> AssertionError:
+    """The error that a checker raises: with the name of the checked function and the order of differentiation."""
+    return AssertionError(f"{name}, {_ORDERS[order]}: {mismatch}")
 
 
 _ORDERS = ("values", "first order", "second order", "third order")
@@ -36,19 +33,22 @@ class Comparison:
 
     rtol: float | None = None
     atol: float | None = None
+    epsilon: float = 0.0  # of the narrowest dtype through which the arrays may have gone
     right: str = "eager mode"  # the source of the expected arrays, as messages name it
 
-    def of_arrays(self, got: Any, expected: Any, name: str) -> None:
+    def of_arrays(self, got: Any, expected: Any, name: str, noise: float = 0.0) -> None:
+        """Compare two arrays; `noise` is how far rounding may move the expected one, as `rounding_noise` finds."""
         if got.shape != expected.shape or got.dtype != expected.dtype:
             raise MismatchError(f"{name} is {type_of(got)}, but {type_of(expected)} by {self.right}.")
         if is_key(got):
             got, expected = jax.random.key_data(got), jax.random.key_data(expected)
         a, b = exact(got), exact(expected)
-        size = float(np.max(np.abs(b), initial=0.0, where=np.isfinite(b)))
-        epsilon = float(jnp.finfo(got.dtype).eps) if has_tangent(got) else 0.0
+        size = largest_entry(b)
+        epsilon = max(float(jnp.finfo(got.dtype).eps), self.epsilon) if has_tangent(got) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
-        # Sums that cancel to zero leave rounding errors.
-        atol = epsilon**0.5 * size + 16 * epsilon if self.atol is None else self.atol
+        # Sums that cancel to zero leave rounding errors. They are small beside 1, unless the array itself is large.
+        noise = min(noise, epsilon**0.5 * max(size, 1.0))
+        atol = epsilon**0.5 * size + noise if self.atol is None else self.atol
         with np.errstate(invalid="ignore"):
             excess = np.where(a == b, 0.0, np.abs(a - b) - (atol + rtol * np.abs(b)))
         excess = np.where(np.isnan(a) & np.isnan(b), 0.0, np.where(np.isnan(excess), np.inf, excess))
@@ -60,9 +60,28 @@ class Comparison:
             f"{atol + rtol * abs(b[index]):.1g}); wrong at {np.sum(excess > 0)} of {excess.size} places."
         )
 
-    def of_all(self, got: Sequence[Any], expected: Sequence[Any], names: Sequence[str], label: str) -> None:
-        for a, b, name in zip(got, expected, names, strict=True):
-            self.of_arrays(a, b, f"{name} {label}")
+    def of_all(
+        self, got: Sequence[Any], expected: Sequence[Any], names: Sequence[str], label: str, noise: Sequence[float]
+    ) -> None:
+        for a, b, name, noise_of_one in zip(got, expected, names, noise, strict=True):
+            self.of_arrays(a, b, f"{name}{label}", noise_of_one)
+
+
+def rounded_otherwise(values: Sequence[Any]) -> list[Any]:
+    """Values that differ by a few units in the last place, as other rounding errors might leave them."""
+    rng = np.random.default_rng(0)
+    steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in values]
+    return [x * jnp.asarray(1 + step, x.dtype) for x, step in zip(values, steps, strict=True)]
+
+
+def rounding_noise(found: Sequence[Any], otherwise: Sequence[Any]) -> list[float]:
+    """How far rounding may move each array, from the arrays that were found and those of `rounded_otherwise`.
+
+    The size of an array does not tell this where large terms cancel, and a fixed number would hide every error of a
+    layer with small units.
+    """
+    pairs = zip(found, otherwise, strict=True)
+    return [4 * largest_entry(exact(a) - exact(b)) if has_tangent(a) else 0.0 for a, b in pairs]
 
 
 def type_of(x: Any) -> str:
@@ -73,6 +92,12 @@ def exact(x: Any) -> np.ndarray:
     """A NumPy array in double precision."""
     x = np.asarray(x)
     return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def largest_entry(x: Any) -> float:
+    """The size of the largest finite entry."""
+    x = exact(x)
+    return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 
 def first_line(error: BaseException) -> str:

@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ._comparison import Comparison, MismatchError, mismatch_of
+from ._comparison import Comparison, MismatchError, error_of, rounded_otherwise, rounding_noise
 from ._flat_function import FlatFunction, flat_function
-from ._variants import gradient_variants
+from ._gradient_runs import at_once, every_run, times
+
+__tracebackhide__ = True  # pytest hides the frames of this module
 
 
 def assert_equivalent(
@@ -26,17 +28,19 @@ def assert_equivalent(
 
     The reference defines the right gradients, even if they are not the derivatives of the outputs: for a
     straight-through `round` it is `lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x)`. The derivatives are computed
-    several times, as in `gradcheck`; also under `jax.jit`, unless the layer needs concrete values.
+    several times, as in `gradcheck`; also for other values than `args`, if the layer takes these, and under `jax.jit`,
+    unless the layer needs concrete values.
 
     Args:
         layer: a layer class, or a function of `args`.
-        reference: a function of the same `args` that returns the same tensors, in any containers.
+        reference: a function of the same `args` that returns the same tensors, in any containers. If it returns
+            statics, they have to be those of the layer.
         args: any pytrees, as a tuple. The arrays must lie on devices of this process.
         orders: the orders of differentiation to compare, from 0 to 3: 0 compares outputs, 1 gradients, 2 gradients of
             gradients.
         rtol: relative tolerance; the square root of the machine epsilon by default.
         atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
-            array.
+            array, and what rounding errors of the arguments change.
         seed: seed of the cotangents.
 
     Raises:
@@ -48,8 +52,10 @@ def assert_equivalent(
     if not orders or any(order not in range(4) for order in orders):
         raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")
     for order in sorted(set(orders)):
-        with mismatch_of(name, order):
+        try:
             compare_with_reference(flat, flat_reference, order, rtol, atol, np.random.default_rng(seed))
+        except MismatchError as error:
+            raise error_of(name, order, error) from None
 
 
 def compare_with_reference(
@@ -60,12 +66,29 @@ def compare_with_reference(
     atol: float | None,
     rng: np.random.Generator,
 ) -> None:
-    """Compare the outputs and, from order 1 on, all variants of the derivatives of that order.
+    """Compare the outputs and, from order 1 on, the derivatives of that order, computed in every way.
 
     Raises:
         MismatchError: if they differ.
     """
-    comparison = Comparison(rtol, atol, "the reference")
+    for i, point in enumerate([flat, *flat.other_points()]):
+        right = "the reference" if not i else "the reference, for other values"
+        comparison = Comparison(rtol, atol, point.epsilon([]), right)
+        other = reference.with_values(point.values)
+        try:
+            _compare_at(point, other, order, comparison, rng, every_run if not i else at_once)
+        except MismatchError:
+            raise
+        except Exception:
+            if not i:
+                raise
+            # The layer or its reference may take only some values.
+
+
+def _compare_at(
+    flat: FlatFunction, reference: FlatFunction, order: int, comparison: Comparison, rng: np.random.Generator, runs: Any
+) -> None:
+    _compare_statics(flat, reference, comparison)
     outputs = _compare_outputs(flat, reference, comparison, "")
     for _ in range(1, order):
         cotangents = flat.random_cotangents(outputs, rng)
@@ -74,21 +97,38 @@ def compare_with_reference(
     if not order:
         return
     cotangents = flat.random_cotangents(outputs, rng)
-    expected: dict[tuple[int, ...], list[Any]] = {}
-    for found in gradient_variants(flat, cotangents):
-        if found.leak:
-            raise MismatchError(found.leak)
-        if found.outputs not in expected:
-            expected[found.outputs] = reference.grads({k: cotangents[k] for k in found.outputs})
-        for j, gradient in found.by_argument.items():
-            name = f"the gradient of {flat.names[j]}{found.label}"
-            comparison.of_arrays(gradient, expected[found.outputs][j], name)
+    otherwise = reference.with_values(rounded_otherwise(reference.values))
+    noise = rounding_noise(reference.grads(cotangents), otherwise.grads(cotangents))
+    expected: dict[tuple[Any, ...], list[Any]] = {}
+    for run in runs(flat, cotangents):
+        key = (*run.cotangents, run.factor)
+        if key not in expected:
+            expected[key] = [times(1 / run.factor, g) for g in reference.grads(run.cotangents)]
+        for j, gradient in run.gradients.items():
+            name = f"the gradient of {flat.names[j]}{run.label}"
+            comparison.of_arrays(gradient, expected[key][j], name, noise[j])
 
 
 def _compare_outputs(flat: FlatFunction, reference: FlatFunction, comparison: Comparison, kind: str) -> list[Any]:
-    outputs, expected = flat.outputs(flat.values), reference.outputs(reference.values)
+    outputs, expected = flat.run(), reference.run()
     if len(outputs) != len(expected):
         raise MismatchError(f"{len(outputs)} tensors are returned, but {len(expected)} by {comparison.right}.")
-    for i, pair in enumerate(zip(outputs, expected, strict=True)):
-        comparison.of_arrays(*pair, f"{kind}output {i}")
+    noise = rounding_noise(expected, reference.outputs(rounded_otherwise(reference.values)))
+    comparison.of_all(outputs, expected, [f"{kind}output {i}" for i in range(len(outputs))], "", noise)
     return outputs
+
+
+def _compare_statics(flat: FlatFunction, reference: FlatFunction, comparison: Comparison) -> None:
+    statics, expected = flat.run_with_statics()[1], reference.run_with_statics()[1]
+    if not expected or (len(statics) == len(expected) and all(map(_is_same_static, statics, expected))):
+        return
+    raise MismatchError(f"the statics {statics!r} are returned, but {expected!r} by {comparison.right}.")
+
+
+def _is_same_static(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or type(a).__eq__ is object.__eq__:  # two runs may return two objects, such as functions
+        return type(a) is type(b)
+    try:
+        return bool(a == b) or bool(a != a and b != b)  # NaN
+    except Exception:  # a static need not be comparable
+        return True

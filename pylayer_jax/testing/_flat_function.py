@@ -15,6 +15,12 @@ from pylayer_jax._trees import split
 
 from ._comparison import type_of
 
+__tracebackhide__ = True  # pytest hides the frames of this module
+
+
+# Numbers without a meaning: a layer rarely has a kink at these multiples of the values that a user chose.
+_OTHER_POINTS = (0.7391, 1.1834)
+
 
 class FlatFunction:
     """A function at its arguments, as a function of the tensors in them.
@@ -44,7 +50,12 @@ class FlatFunction:
 
     def run(self) -> list[Any]:
         """The tensors that the function returns."""
-        return [jnp.asarray(y) for y in split(self.function(*self.skeleton.fill(self.tensors)))[0]]
+        return self.run_with_statics()[0]
+
+    def run_with_statics(self) -> tuple[list[Any], list[Any]]:
+        """The tensors that the function returns, and its other outputs."""
+        tensors, skeleton = split(self.function(*self.skeleton.fill(self.tensors)))
+        return [jnp.asarray(y) for y in tensors], skeleton.statics()
 
     def differentiable_outputs(self) -> list[int]:
         """The positions of the outputs with a gradient: not integers, and not outputs marked as not differentiable."""
@@ -103,9 +114,22 @@ class FlatFunction:
         other.tensors = list(tensors)
         return other
 
-    def scaled_values(self) -> list[Any]:
-        """Other values of the same signs, on which the function can run between forward and backward."""
-        return [x * jnp.asarray(0.75, x.dtype) for x in self.values]
+    def scaled_values(self, factor: float = 0.75) -> list[Any]:
+        """Other values of the same signs."""
+        return [x * jnp.asarray(factor, x.dtype) for x in self.values]
+
+    def other_points(self) -> list[FlatFunction]:
+        """The same function at other values; empty if it refuses those that are tried."""
+        finite = [jnp.isfinite(y) for y in self.run() if has_tangent(y)]
+        for factor in _OTHER_POINTS:
+            other = self.with_values(self.scaled_values(factor))
+            try:
+                found = [jnp.isfinite(y) for y in other.run() if has_tangent(y)]
+            except Exception:  # a layer may take only some values
+                continue
+            if len(found) == len(finite) and all(map(jnp.array_equal, found, finite)):
+                return [other]
+        return []
 
     def run_with_other_inputs(self) -> Iterator[None]:
         """Run on other numbers, flags and shapes, and yield after each run. Errors are ignored."""
@@ -128,8 +152,11 @@ class FlatFunction:
 
     def in_double_precision(self) -> FlatFunction:
         """The same function at values in float64 and complex128; needs `jax.enable_x64`."""
-        wide = [x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64) for x in self.values]
-        return self.with_values(wide)
+        return self.with_values([in_double_precision(x) for x in self.values])
+
+
+def in_double_precision(x: Any) -> Any:
+    return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
 
 
 def _where(applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -22,9 +22,11 @@ from pylayer_jax._autodiff.refusals import NoForwardModeError, NotDerivableError
 from pylayer_jax._jax import NEEDS_VALUES, is_missing_forward_mode
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
-from ._comparison import MismatchError, exact, first_line
+from ._comparison import MismatchError, exact, first_line, rounded_otherwise, rounding_noise
 from ._flat_function import FlatFunction, random_like
 from ._layer_under_test import LayerUnderTest
+
+__tracebackhide__ = True  # pytest hides the frames of this module
 
 _MAX_ENTRIES = 200  # of the gradients; larger ones are compared at this many random entries
 
@@ -38,7 +40,8 @@ def forward_mode(layer: LayerUnderTest) -> str:
             raise
         return f"there is none: {refusing} defines backward alone"
     beside = _compare_with_reference(layer, pairing, output_tangents)
-    count = pairing.compare_under_jit(output_tangents, "jax.jvp", layer.gradient_names)
+    names = [f"the gradient of {name}" for name in layer.flat.names]
+    count = pairing.compare_under_jit(output_tangents, "jax.jvp", names)
     pairing.compare_under_vmap()
     return f"as reverse mode at {count} places, under jit, of vmap{beside}"
 
@@ -97,7 +100,7 @@ def _compare_with_reference(layer: LayerUnderTest, pairing: _Pairing, output_tan
             raise
         return ""
     comparison = dataclasses.replace(layer.comparison, right="the reference")
-    comparison.of_all(output_tangents, expected, pairing.names, "by jax.jvp")
+    comparison.of_all(output_tangents, expected, pairing.names, " by jax.jvp", pairing.noise(output_tangents))
     return ", and as of the reference"
 
 
@@ -125,23 +128,28 @@ class _Pairing:
         returned = self.flat.outputs(values)
         return [returned[k] for k in self.cotangents]
 
-    def jvp(self, tangents: Sequence[Any]) -> list[Any]:
-        return jax.jvp(self.outputs, self.flat.values, list(tangents))[1]
+    def jvp(self, tangents: Sequence[Any], values: Sequence[Any] | None = None) -> list[Any]:
+        return jax.jvp(self.outputs, list(self.flat.values if values is None else values), list(tangents))[1]
+
+    def noise(self, output_tangents: Sequence[Any]) -> list[float]:
+        return rounding_noise(output_tangents, self.jvp(self.tangents, rounded_otherwise(self.flat.values)))
 
     def compare_sums(self, label: str) -> list[Any]:
         """Compare w . (J t) with (J^T w) . t in eager mode, and return J t."""
         output_tangents = self.jvp(self.tangents)
         found = _inner_product(self.cotangents.values(), output_tangents)
-        self.compare_numbers(found, _inner_product(self.gradients, self.tangents), label, "reverse mode")
+        sizes = [float(np.sum(np.abs(exact(w)))) for w in self.cotangents.values()]
+        noise = float(np.dot(sizes, self.noise(output_tangents)))
+        self.compare_numbers(found, _inner_product(self.gradients, self.tangents), label, "reverse mode", noise)
         return output_tangents
 
     def compare_numbers(
-        self, found: tuple[float, float], expected: tuple[float, float], label: str, right: str
+        self, found: tuple[float, float], expected: tuple[float, float], label: str, right: str, noise: float = 0.0
     ) -> None:
         """Compare two inner products; the size of their terms sets the tolerance."""
         rtol, atol = self.comparison.rtol, self.comparison.atol
         rtol = self.flat.epsilon(list(self.cotangents.values())) ** 0.5 if rtol is None else rtol
-        tolerance = (atol or 0.0) + rtol * (found[1] + expected[1])
+        tolerance = (noise if atol is None else atol) + rtol * (found[1] + expected[1])
         if not abs(found[0] - expected[0]) <= tolerance:
             raise MismatchError(
                 f"along a random direction the derivative is {found[0]:.6g} by {label}, but {expected[0]:.6g} by "
@@ -155,15 +163,18 @@ class _Pairing:
             The number of entries of J^T w that were compared.
         """
         under_jit, derivatives = self._run(self.flat.values, self.tangents)
-        self.comparison.of_all(under_jit, output_tangents, self.names, f"by {label}, under jit")
+        noise = self.noise(output_tangents)
+        self.comparison.of_all(under_jit, output_tangents, self.names, f" by {label}, under jit", noise)
+        rounded = self.flat.with_values(rounded_otherwise(self.flat.values))
+        noise = rounding_noise(self.gradients, rounded.grads(self.cotangents))
         comparison = dataclasses.replace(self.comparison, right=label)
-        for gradient, name, indices in zip(self.gradients, names, self.indices.T, strict=True):
+        for i, (gradient, name, indices) in enumerate(zip(self.gradients, names, self.indices.T, strict=True)):
             expected = np.array(gradient)
             inside = (indices >= 0) & (indices < expected.size)
             real, imaginary = (np.asarray(part)[inside] for part in derivatives)
             entries = real - 1j * imaginary if np.iscomplexobj(expected) else real
             expected.reshape(-1)[indices[inside]] = entries.astype(expected.dtype)
-            comparison.of_arrays(gradient, jnp.asarray(expected), name)
+            comparison.of_arrays(gradient, jnp.asarray(expected), name, noise[i])
         return len(self.indices)
 
     def compare_under_vmap(self) -> None:
@@ -175,7 +186,8 @@ class _Pairing:
         each = [self._run([x[i] for x in values], [t[i] for t in tangents])[0] for i in count]
         expected = [jnp.stack(ts) for ts in zip(*each, strict=True)]
         comparison = dataclasses.replace(self.comparison, right="each example")
-        comparison.of_all(batched(values, tangents), expected, self.names, "by jax.jvp of vmap")
+        noise = self.noise(self.jvp(self.tangents))
+        comparison.of_all(batched(values, tangents), expected, self.names, " by jax.jvp of vmap", noise)
 
     def _run(self, values: list[Any], tangents: list[Any]) -> tuple[list[Any], tuple[Any, Any]]:
         return self.compiled(values, tangents, self.cotangents, jnp.asarray(self.indices, jnp.int32))

@@ -1,164 +1,198 @@
-"""Gradients against numerical ones.
+"""Gradients against numerical ones: in float64 for precision, and in the dtypes of the arguments.
 
-A numerical derivative is a central difference `(f(x + h) - f(x - h)) / 2h` with `h` the cube root of the machine
-epsilon, at which the errors of rounding and of truncation are of one size (Press et al., Numerical Recipes, 5.7).
-Outputs are summed with fixed random weights, so that errors at two of them do not cancel. For complex arguments the
-gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)`.
+For complex arguments the gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._comparison import MismatchError, exact
-from ._flat_function import FlatFunction
-from ._variants import Gradients, gradient_variants
+from ._central_differences import Measurement, Settings, measure
+from ._comparison import Comparison, MismatchError, exact, largest_entry, rounded_otherwise, rounding_noise
+from ._flat_function import FlatFunction, in_double_precision
+from ._gradient_runs import GradientRun, at_once
+
+__tracebackhide__ = True  # pytest hides the frames of this module
+
+_Runs = Callable[[FlatFunction, dict[int, Any]], Iterator[GradientRun]]
+_ENTRIES_OF_OTHER_VALUES = 1  # and a random direction over all entries
+_REFUSED = "it takes no other values that were tried"
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of `gradcheck`; None stands for the default of the dtype."""
+def compare_numerically(flat: FlatFunction, order: int, settings: Settings, runs: _Runs) -> str:
+    """Compare gradients with numerical ones, also for other values, and return a sentence about the comparison.
 
-    rtol: float | None
-    atol: float | None
-    step: float | None
-    limit: int
-    seed: int
-    float64: bool
-
-
-def compare_numerically(flat: FlatFunction, order: int, settings: Settings, all_variants: bool = True) -> str:
-    """Compare gradients with numerical ones, and return a sentence about the comparison.
+    `runs` are the ways in which the gradients are computed for the values given.
 
     Raises:
         MismatchError: if a gradient differs from the numerical one.
     """
-    if settings.float64:
-        with jax.enable_x64(True):
-            try:
-                wide = flat.in_double_precision()
-                epsilon = wide.epsilon(wide.outputs(wide.values))
-                measured = _measure(wide, order, settings, epsilon, all_variants) if epsilon < 1e-15 else None
-            except Exception:  # the layer refuses these dtypes, or has another error, which the code below meets again
-                measured = None
-        if measured is not None:
-            return _judge(measured, settings)
-    epsilon = flat.epsilon(flat.outputs(flat.values))
-    return _judge(_measure(flat, order, settings, epsilon, all_variants), settings)
+    sentence, too = _compare_at(flat, order, settings, runs, near_kinks=False)
+    others = flat.other_points()
+    less = dataclasses.replace(settings, limit=min(settings.limit, _ENTRIES_OF_OTHER_VALUES))
+    for other in others:
+        try:
+            _compare_at(other, order, less, at_once, near_kinks=True)
+        except MismatchError as error:
+            raise MismatchError(f"for other values: {error}") from None
+    too += ["for other values"] if others else []
+    return "; ".join([sentence, *([f"{' and '.join(too)} too"] if too else []), *([] if others else [_REFUSED])])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Probe:
-    """The change of the outputs between two points that differ in one argument."""
-
-    argument: int
-    where: str  # the entry or the direction in which the points differ, as messages name it
-    step: np.ndarray  # from the lower to the upper point
-    changes: dict[
-        int, tuple[float, float]
-    ]  # per output: the change of its weighted sum, and the rounding error of that
-
-
-@dataclasses.dataclass(frozen=True)
-class _Measurement:
-    """Gradients, and the probes that give the numerical ones."""
-
-    names: list[str]
-    probes: list[_Probe]
-    gradients: list[Gradients]
-    epsilon: float
+def _compare_at(
+    flat: FlatFunction, order: int, settings: Settings, runs: _Runs, near_kinks: bool
+) -> tuple[str, list[str]]:
+    """The comparison for one set of values; with `near_kinks`, these may be near a kink."""
+    flat, weights, scales = _derivative(flat, order, settings.seed)
+    found = _judges_in_float64(flat, weights, scales, settings, near_kinks) if settings.float64 else None
+    first = judge = None
+    if found is not None:
+        first, gradients, judge = found
+        first.compare(gradients)
+    judge = judge or _judge(flat, weights, scales, settings, near_kinks)
+    for run in runs(flat, weights):
+        judge.compare(run)
+    first = first or judge
+    places = f"{len(first.measured.probes)} places, relative tolerance {first.rtol:.0e}"
+    return f"as numerically, at {places}", [judge.where] if judge.where else []
 
 
-def _measure(flat: FlatFunction, order: int, settings: Settings, epsilon: float, all_variants: bool) -> _Measurement:
-    rng = np.random.default_rng(settings.seed)
+def _derivative(flat: FlatFunction, order: int, seed: int) -> tuple[FlatFunction, dict[int, Any], _Scales]:
+    """The function of which the gradients are compared, with random cotangents."""
     differentiable = flat.differentiable_outputs()
     if not differentiable:
         raise ValueError(
             "none of the outputs carries a gradient: each is an integer, is marked as not differentiable, or does not "
             "depend on a differentiated argument."
         )
-    weights = flat.random_cotangents(flat.outputs(flat.values), rng)
+    rng = np.random.default_rng(seed)
+    outputs = flat.run()
+    weights = flat.random_cotangents(outputs, rng)
     weights = {k: weights[k] for k in differentiable}
+    scales = _scales(flat, weights, outputs, [0.0] * len(outputs))
     for _ in range(1, order):
         flat = flat.grad_function(weights)
-        weights = flat.random_cotangents(flat.outputs(flat.values), rng)
-    variants = gradient_variants(flat, weights) if all_variants else [next(gradient_variants(flat, weights))]
-    gradients = [dataclasses.replace(v, by_argument={j: exact(g) for j, g in v.by_argument.items()}) for v in variants]
-    step = epsilon ** (1 / 3) if settings.step is None else settings.step
-    probes = list(_probes(flat, weights, step, settings.limit, rng, epsilon))
-    return _Measurement(flat.names, probes, gradients, epsilon)
+        outputs = flat.run()
+        weights = flat.random_cotangents(outputs, rng)
+        scales = _scales(flat, weights, outputs, scales.gradients)
+    return flat, weights, scales
 
 
-def _probes(
-    flat: FlatFunction, weights: dict[int, Any], step: float, limit: int, rng: np.random.Generator, epsilon: float
-) -> Iterator[_Probe]:
-    values = [np.asarray(x) for x in flat.values]
-    exact_weights = {k: exact(w) for k, w in weights.items()}
-    for j, value in enumerate(values):
-        for where, direction in _directions(value, limit, rng):
-            size = step * max(1.0, float(np.max(np.abs(exact(value)[direction != 0]))))
-            ends = [(exact(value) + s * size * direction).astype(value.dtype) for s in (-1, 1)]
-            low, high = (flat.outputs([*flat.values[:j], jnp.asarray(end), *flat.values[j + 1 :]]) for end in ends)
-            changes: dict[int, tuple[float, float]] = {}
-            for k, weight in exact_weights.items():
-                lower, upper = exact(low[k]), exact(high[k])
-                rounding = 4 * epsilon * np.sum(np.abs(weight * upper), where=lower != upper)
-                changes[k] = float(np.sum(weight * (upper - lower)).real), float(rounding)
-            yield _Probe(j, where, exact(ends[1]) - exact(ends[0]), changes)
+class _Scales(NamedTuple):
+    """How large the numbers are of which results are computed; the results may be smaller, if the numbers cancel."""
+
+    outputs: list[float]
+    gradients: list[float]  # per argument: the largest weighted output over the largest entry
 
 
-def _directions(value: np.ndarray, limit: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    """One unit vector per entry; if there are more than `limit`, per random entry, and one over all entries."""
-    complex_valued = np.iscomplexobj(value)
-    kind = np.complex128 if complex_valued else np.float64
-    entries: Any = range(value.size)
-    if value.size > limit:
-        entries = np.sort(rng.choice(value.size, limit, replace=False))
-    for entry in entries:
-        index = tuple(int(i) for i in np.unravel_index(entry, value.shape))
-        for unit, part in ((1, ", real part"), (1j, ", imaginary part")) if complex_valued else ((1, ""),):
-            direction = np.zeros(value.shape, kind)
-            direction[index] = unit
-            yield f"at index {index}{part}", direction
-    if value.size > limit:
-        direction = rng.normal(size=value.shape) + (1j * rng.normal(size=value.shape) if complex_valued else 0)
-        yield f"along a random direction over all {value.size} entries", direction / np.linalg.norm(direction)
+def _scales(flat: FlatFunction, weights: dict[int, Any], outputs: list[Any], sizes: list[float]) -> _Scales:
+    largest = max(largest_entry(w) * max(largest_entry(outputs[k]), sizes[k]) for k, w in weights.items())
+    return _Scales(sizes, [largest / (largest_entry(x) or 1.0) for x in flat.values])
 
 
-def _judge(measured: _Measurement, settings: Settings) -> str:
+@dataclasses.dataclass(frozen=True)
+class _Judge:
+    """Compares gradients with numerical ones."""
+
+    measured: Measurement
+    scales: _Scales
+    settings: Settings
+    rtol: float
+    epsilon: float  # of the gradients that are compared
+    noise: tuple[float, ...] = ()  # per argument: how far rounding may move its gradient, as `rounding_noise` finds
+    where: str = ""  # the dtypes of the gradients, if the numerical ones are of others
+
+    def compare(self, run: GradientRun) -> None:
+        """Raise a MismatchError about the probe with the largest error, if there are errors."""
+        measured, outputs = self.measured, run.cotangents
+        absolute = {j: self._absolute_tolerance(j, outputs) for j in run.gradients}
+        gradients = {j: exact(gradient) for j, gradient in run.gradients.items()}
+        worst, message, wrong, count = 0.0, "", 0, 0
+        for probe in measured.probes:
+            j = probe.argument
+            if j not in gradients:
+                continue
+            terms = np.real(gradients[j] * probe.step) / probe.length
+            analytical, numerical = float(np.sum(terms)), probe.derivative(outputs)
+            tolerance = absolute[j] + self.rtol * max(abs(numerical), _spread(terms)) + probe.error(outputs)
+            error, count = abs(analytical - numerical), count + 1
+            if error <= tolerance:
+                continue
+            wrong += 1
+            ratio = error / tolerance if np.isfinite(error) and tolerance else np.inf
+            if ratio > worst:
+                worst = ratio
+                message = (
+                    f"the gradient of {measured.names[j]} {probe.where} is {analytical:.6g} by backward"
+                    f"{self.where and f' {self.where}'}, but {numerical:.6g} numerically (tolerance {tolerance:.1g})"
+                    f"{run.label}"
+                )
+        if message:
+            raise MismatchError(f"{message}; wrong at {wrong} of {count} places.")
+
+    def _absolute_tolerance(self, argument: int, outputs: Collection[int]) -> float:
+        if self.settings.atol is not None:
+            return self.settings.atol
+        # A gradient that cancels to zero is as large as rounding errors are beside the outputs.
+        size, slope = self.measured.largest_derivative(argument, outputs), self.scales.gradients[argument]
+        noise = self.noise[argument] if self.noise else 0.0
+        return self.epsilon ** (1 / 2) * size + self.epsilon ** (3 / 4) * slope + noise
+
+
+def _spread(terms: np.ndarray) -> float:
+    """The size of a sum of terms with errors of their own, if there are several; they may cancel."""
+    size = float(np.linalg.norm(terms)) if np.count_nonzero(terms) > 1 else 0.0
+    return size if np.isfinite(size) else 0.0
+
+
+def _judge(
+    flat: FlatFunction, weights: dict[int, Any], scales: _Scales, settings: Settings, near_kinks: bool
+) -> _Judge:
+    measured = measure(flat, weights, scales.outputs, settings, near_kinks)
     rtol = measured.epsilon ** (1 / 3) if settings.rtol is None else settings.rtol
-    atol = measured.epsilon ** (1 / 2) if settings.atol is None else settings.atol
-    for gradients in measured.gradients:
-        if message := gradients.leak or _worst_mismatch(gradients, measured, rtol, atol):
-            raise MismatchError(message)
-    return f"as numerically, at {len(measured.probes)} places, relative tolerance {rtol:.0e}"
+    return _Judge(measured, scales, settings, rtol, measured.epsilon)
 
 
-def _worst_mismatch(gradients: Gradients, measured: _Measurement, rtol: float, atol: float) -> str:
-    """The message about the probe with the largest error; empty if gradients and numerical ones agree."""
-    worst, message, wrong, count = 0.0, "", 0, 0
-    for probe in measured.probes:
-        if probe.argument not in gradients.by_argument:
-            continue
-        gradient, length = exact(gradients.by_argument[probe.argument]), float(np.linalg.norm(probe.step))
-        analytical = float(np.sum(gradient * probe.step).real) / length
-        numerical = sum(probe.changes[k][0] for k in gradients.outputs) / length
-        tolerance = atol + rtol * abs(numerical) + sum(probe.changes[k][1] for k in gradients.outputs) / length
-        error, count = abs(analytical - numerical), count + 1
-        if error <= tolerance:
-            continue
-        wrong += 1
-        ratio = error / tolerance if np.isfinite(error) and tolerance else np.inf
-        if ratio > worst:
-            worst = ratio
-            message = (
-                f"the gradient of {measured.names[probe.argument]} {probe.where} is {analytical:.6g} by backward, but "
-                f"{numerical:.6g} numerically (tolerance {tolerance:.1g}){gradients.label}"
-            )
-    return message and f"{message}; wrong at {wrong} of {count} places."
+# -- float64 --------------------------------------------------------------------------------------
+
+
+def _judges_in_float64(
+    own: FlatFunction, weights: dict[int, Any], scales: _Scales, settings: Settings, near_kinks: bool
+) -> tuple[_Judge, GradientRun, _Judge | None] | None:
+    """A judge in float64 with the gradients there, and one of the gradients in the dtypes of the arguments.
+
+    The second is None if the function is another one in these dtypes, as one is that draws random numbers.
+
+    Returns:
+        None if the function refuses float64, or has another error, which the caller meets again.
+    """
+    with jax.enable_x64(True):
+        try:
+            wide, weights = own.in_double_precision(), {k: in_double_precision(w) for k, w in weights.items()}
+            outputs = wide.run()
+            if wide.epsilon(outputs) > 1e-15:
+                return None
+            gradients = next(at_once(wide, weights))
+            judge = _judge(wide, weights, scales, settings, near_kinks)
+            rounded = own.with_values(rounded_otherwise(own.values)).in_double_precision()
+            noise = rounding_noise(list(gradients.gradients.values()), rounded.grads(weights))
+            noise_of_outputs = rounding_noise(outputs, rounded.run())
+        except Exception:
+            return None
+    found = own.run()
+    epsilon = own.epsilon(found)
+    try:
+        for i, (a, b) in enumerate(zip(found, outputs, strict=True)):
+            Comparison().of_arrays(a, jnp.asarray(np.asarray(b), a.dtype), f"output {i}", noise_of_outputs[i])
+    except MismatchError:
+        return judge, gradients, None
+    dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in own.values if float(jnp.finfo(x.dtype).eps) > 1e-15))
+    rtol = max(epsilon ** (1 / 2), judge.rtol) if settings.rtol is None else settings.rtol
+    own_judge = _Judge(judge.measured, scales, settings, rtol, epsilon, tuple(noise), dtypes and f"in {dtypes}")
+    return judge, gradients, own_judge

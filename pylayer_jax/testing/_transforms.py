@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,21 +13,25 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_key
 
 from ._comparison import MismatchError, first_line
+from ._flat_function import FlatFunction
 from ._layer_under_test import LayerUnderTest, outputs_and_grads
 
+__tracebackhide__ = True  # pytest hides the frames of this module
+
 _EXAMPLES = 3
+_MOST_CHOICES = 16  # of what is mapped
 
 
 def jit(layer: LayerUnderTest) -> str:
-    layer.compare_with_eager(jax.jit(layer.flat.outputs), "of jit")
+    layer.compare_with_eager(jax.jit(layer.flat.outputs), " of jit")
     gradients = jax.jit(lambda values, cotangents: layer.flat.with_values(values).grads(cotangents))
     inside = gradients(layer.flat.values, layer.cotangents)
-    layer.comparison.of_all(inside, layer.gradients, layer.gradient_names, "under jit")
+    layer.compare_gradients(inside, " under jit")
     return "as in eager mode: outputs, gradients, gradients of the jitted layer"
 
 
 def remat(layer: LayerUnderTest) -> str:
-    layer.compare_with_eager(jax.checkpoint(layer.flat.outputs), "of jax.checkpoint")
+    layer.compare_with_eager(jax.checkpoint(layer.flat.outputs), " of jax.checkpoint")
     return "as in eager mode: outputs, gradients"
 
 
@@ -42,8 +47,8 @@ def cond(layer: LayerUnderTest) -> str:
         return outputs_and_grads(outputs, values, cotangents)
 
     outputs, gradients = run(jnp.asarray(True), flat.values, layer.cotangents)
-    layer.comparison.of_all(outputs, layer.outputs, layer.output_names, "of cond")
-    layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, "of cond")
+    layer.compare_outputs(outputs, " of cond")
+    layer.compare_gradients(gradients, " of cond")
     return "as in eager mode: outputs, gradients, where a traced predicate chooses the layer"
 
 
@@ -71,52 +76,72 @@ def shard_map(layer: LayerUnderTest) -> str:
 
     for label, runs in (("under jit", jax.jit(run)), ("eagerly", run)):
         outputs, gradients = runs(tensors, cotangents)
-        layer.comparison.of_all(outputs, layer.outputs, layer.output_names, f"of shard_map {label}")
-        layer.comparison.of_all(gradients, layer.gradients, layer.gradient_names, f"of shard_map {label}")
+        layer.compare_outputs(outputs, f" of shard_map {label}")
+        layer.compare_gradients(gradients, f" of shard_map {label}")
     devices = "1 device" if count == 1 else f"each of {count} devices"
     return f"as in eager mode: outputs and gradients on {devices}, under jit and eagerly"
 
 
 # -- several examples -----------------------------------------------------------------------------
 
-# The positions of the mapped tensors, the mapped axis, and its description in a message.
-_Mapping = tuple[Sequence[int], int, str]
+_Mapping = dict[int, int]  # from the position of a mapped tensor to its mapped axis
 
 
 def vmap(layer: LayerUnderTest) -> str:
-    flat, differentiated = layer.flat, layer.flat.differentiated
-    mappings: list[_Mapping] = [(differentiated, 0, "")]
-    if len(differentiated) > 1:
-        mappings.append((differentiated[:1], -1, f", {flat.names[0]} alone mapped, along its last axis"))
-        mappings.append((differentiated[1:], 0, f", all but {flat.names[0]} mapped"))
-    elif flat.values[0].ndim:
-        mappings.append((differentiated, -1, ", mapped along its last axis"))
-    return _over_examples(layer, lambda f, batch, axis: jax.vmap(f, in_axes=axis)(batch), "of vmap", mappings)
+    def map_over(f: Callable[[Any], Any], batch: Any, axes: Sequence[int]) -> Any:
+        return jax.vmap(f, in_axes=(list(axes),))(batch)
+
+    return _over_examples(layer, map_over, " of vmap", _mappings(layer.flat))
 
 
 def scan(layer: LayerUnderTest) -> str:
-    def map_over(f: Callable[[Any], Any], batch: Any, _: int) -> Any:
+    def map_over(f: Callable[[Any], Any], batch: Any, _: Sequence[int]) -> Any:
         return jax.lax.scan(lambda _, x: (None, f(x)), None, batch)[1]
 
     flat, differentiated = layer.flat, layer.flat.differentiated
-    mappings: list[_Mapping] = [(differentiated, 0, "")]
+    mappings = {"": dict.fromkeys(differentiated, 0)}
     if len(differentiated) > 1:
-        mappings.append((differentiated[:1], 0, f", {flat.names[0]} alone mapped"))
-    return _over_examples(layer, map_over, "of scan", mappings)
+        mappings[f", {flat.names[0]} alone mapped"] = {differentiated[0]: 0}
+    return _over_examples(layer, map_over, " of scan", mappings)
+
+
+def _mappings(flat: FlatFunction) -> dict[str, _Mapping]:
+    """Which of the differentiated tensors are mapped along which axes, with the ends of the messages about it."""
+    positions, count = flat.differentiated, len(flat.differentiated)
+    mappings = {"": dict.fromkeys(positions, 0)}
+    if count == 1:
+        return mappings | ({", mapped along its last axis": {positions[0]: -1}} if flat.values[0].ndim else {})
+    mappings[", mapped along the last and first axes in turn"] = {
+        p: -1 if i % 2 == 0 else 0 for i, p in enumerate(positions)
+    }
+    few_first = [1, count - 1, *range(2, count - 1)]
+    for chosen in itertools.chain.from_iterable(itertools.combinations(positions, n) for n in dict.fromkeys(few_first)):
+        if len(mappings) == _MOST_CHOICES:
+            break
+        names = [flat.paths[p] for p in chosen]
+        rest = [flat.paths[p] for p in positions if p not in chosen]
+        which = f"{names[0]} alone" if len(names) == 1 else f"all but {rest[0]}" if len(rest) == 1 else ", ".join(names)
+        mappings[f", {which} mapped"] = dict.fromkeys(chosen, 0)
+    return mappings
 
 
 def _over_examples(
-    layer: LayerUnderTest, map_over: Callable[..., Any], label: str, mappings: Sequence[_Mapping]
+    layer: LayerUnderTest, map_over: Callable[..., Any], label: str, mappings: Mapping[str, _Mapping]
 ) -> str:
-    for i, (mapped, axis, description) in enumerate(mappings):
-        _compare_examples(layer, map_over, axis, mapped, f"{label}{description}", staged=i > 0)
+    for i, (description, mapped) in enumerate(mappings.items()):
+        _compare_examples(layer, map_over, mapped, f"{label}{description}", staged=i > 0)
     flat, done = layer.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
-    everything = [p for p, x in enumerate(flat.tensors) if not _is_rbg_key(x)]
-    names = ", ".join(flat.paths[p] for p in everything if p not in flat.differentiated)
+    if (choices := 2 ** len(flat.differentiated) - 1) > 1 and len(mappings) > 2:
+        chosen = len({tuple(mapped) for mapped in mappings.values()})
+        done += f", {chosen} of {choices} choices of what is mapped"
+    others = [p for p, x in enumerate(flat.tensors) if p not in flat.differentiated and not _is_rbg_key(x)]
+    names = ", ".join(flat.paths[p] for p in others)
     if not names:
         return done
     try:
-        _compare_examples(layer, map_over, 0, everything, f"{label}, {names} mapped too", staged=True)
+        for description, mapped in ("too", [*flat.differentiated, *others]), ("alone", others):
+            ending = f"{label}, {names} mapped {description}"
+            _compare_examples(layer, map_over, dict.fromkeys(sorted(mapped), 0), ending, staged=True)
     except MismatchError:
         raise
     except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
@@ -125,7 +150,7 @@ def _over_examples(
 
 
 def _compare_examples(
-    layer: LayerUnderTest, map_over: Callable[..., Any], axis: int, mapped: Sequence[int], label: str, staged: bool
+    layer: LayerUnderTest, map_over: Callable[..., Any], mapped: _Mapping, label: str, staged: bool
 ) -> None:
     flat, count = layer.flat, _EXAMPLES
     cotangents = {k: jnp.stack([w] * count) for k, w in layer.cotangents.items()}
@@ -139,10 +164,10 @@ def _compare_examples(
     outputs = [jnp.stack(ys) for ys in zip(*outputs_of_each, strict=True)]
     # The gradient of an argument that is not mapped is the sum over the examples.
     gradients = [
-        jnp.stack(gs, axis) if p in mapped else sum(gs[1:], gs[0])
+        jnp.stack(gs, mapped[p]) if p in mapped else sum(gs[1:], gs[0])
         for p, gs in zip(flat.differentiated, zip(*gradients_of_each, strict=True), strict=True)
     ]
-    tensors = [jnp.stack(xs, axis) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
+    tensors = [jnp.stack(xs, mapped[p]) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
 
     def run(values: list[Any]) -> list[Any]:
         shared = flat.with_tensors(tensors).with_values(values).tensors
@@ -153,15 +178,15 @@ def _compare_examples(
                 example[p] = x
             return flat.with_tensors(example).run()
 
-        return map_over(one, [shared[p] for p in mapped], axis)
+        return map_over(one, [shared[p] for p in mapped], list(mapped.values()))
 
     values = [tensors[p] for p in flat.differentiated]
     if staged:
         got_outputs, got_gradients = _jitted_if_possible(run, values, cotangents)
     else:
         got_outputs, (_, got_gradients) = run(values), outputs_and_grads(run, values, cotangents)
-    layer.comparison.of_all(got_outputs, outputs, layer.output_names, label)
-    layer.comparison.of_all(got_gradients, gradients, layer.gradient_names, label)
+    layer.compare_outputs(got_outputs, label, outputs)
+    layer.compare_gradients(got_gradients, label, gradients)
 
 
 def _jitted_if_possible(

@@ -39,6 +39,14 @@ def forward_layer(backward, forward=jnp.sin):
         (lambda ctx, dy: jax.nn.relu(dy), "the operation 'max'"),
         (lambda ctx, dy: jnp.where(dy > 0, dy, 0.0), "the operation 'gt'"),
         (lambda ctx, dy: dy * dy, r"a product of two terms that depend on them \(mul\)"),
+        (
+            lambda ctx, dy: jnp.ones(2) * (jnp.append(dy, X) @ jnp.append(X, dy)),
+            r"adds a term that does not depend on them \(concatenate; in place of .* write a @ b\.T \+ b @ a\.T\)",
+        ),
+        (
+            lambda ctx, dy: jax.lax.custom_linear_solve(lambda v: dy * v, dy, lambda _, b: b, lambda _, b: b),
+            "the operation 'custom_linear_solve', whose matrix depends on them",
+        ),
         (lambda ctx, dy: 1 / dy, "the operation 'div', whose divisor depends on them"),
         (lambda ctx, dy: dy + 1, r"adds a term that does not depend on them \(add\)"),
         (lambda ctx, dy: jnp.ones_like(dy), "returns a gradient that does not depend on them"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, saved_tensors_hooks
+from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 from tests.kit.layers import Multiply, bits
 from tests.kit.transforms import (
     FIRST_ORDER,
@@ -111,3 +111,35 @@ def test_hooks_unpack_what_is_asked_for():
         jax.grad(lambda x: AsksForNothing.apply(x, x).sum())(X)
         ForwardMultiply.apply(X, X)
     assert log == ["pack"]  # one tensor in two places
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["plain", "forward_mode"])
+def test_a_block_within_backward(flag):
+    log, hooks = noting()
+
+    class Sine(PyLayer):
+        forward_mode = flag
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return jnp.sin(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensor()
+            with hooks:
+                return hooks(lambda dy: dy * jnp.cos(x))(dy) * 1.0
+
+    def derivatives(f):
+        yield jax.hessian(lambda x: f(x).sum())
+        if flag:
+            yield jax.jacfwd(f)
+            yield jax.jacrev(jax.jacfwd(f))
+
+    for run in (lambda f: f, jax.jit):
+        for ours, expected in zip(derivatives(Sine.apply), derivatives(jnp.sin), strict=True):
+            np.testing.assert_allclose(run(ours)(X), expected(X), rtol=1e-5, atol=1e-6)
+    assert log == []  # nothing is saved where a backward is transposed
+    np.testing.assert_allclose(jax.jacrev(jax.grad(lambda x: Sine.apply(x).sum()))(X), -jnp.diag(jnp.sin(X)))
+    assert "pack" in log

@@ -71,3 +71,16 @@ def test_a_static_argument_dies_with_the_program(layer, transform):
         del model
     gc.collect()
     assert [model() for model in models] == [None, None, None]
+
+
+@pytest.mark.parametrize("layer", [Scale, ScaleWithForwardMode])
+def test_a_static_argument_in_an_eager_loop_dies_with_the_caches_of_jax(layer):
+    # JAX remembers the body of a loop that it ran in eager mode, and with it the static arguments of a custom_vjp
+    # function, of JAX's own or of ours.
+    model = Model()
+    found = weakref.ref(model)
+    grad(lambda x, model=model: jax.lax.scan(lambda c, _: (layer.apply(c, model), None), x, None, length=2)[0])(X)
+    del model
+    jax.clear_caches()
+    gc.collect()
+    assert found() is None

@@ -261,7 +261,7 @@ def test_host_code_that_saves_an_intermediate_is_refused_at_second_order():
     if jax.config.jax_custom_vjp3:
         pytest.skip("under jax_custom_vjp3 forward must be traceable")
     np.testing.assert_allclose(grad(Host.apply)(jnp.float32(0.5)), 4.0)
-    with pytest.raises(TypeError, match="forward needs concrete values and cannot be traced"):
+    with pytest.raises(TypeError, match="forward, which needs concrete values and cannot be traced"):
         grad(grad(Host.apply))(jnp.float32(0.5))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -89,6 +90,68 @@ def test_labels_and_scales_that_vary():
             jnp.ones(8),
             in_specs=OWN,
         )
+
+
+# One value, of which each device has a copy, would be counted once per device.
+COUNTED_TWICE = {
+    "reduce_from": (
+        lambda x: parallel.reduce_from({"loss": x.sum()}, "model"),
+        r"x\['loss'\]",
+        "sum is 2 times",
+        "leave",
+    ),
+    "reduced twice": (
+        lambda x: parallel.reduce_from(parallel.reduce_from(parallel.copy_to(x, "model"), "model"), "model"),
+        "x",
+        "sum is 2 times as large",
+        "leave out reduce_from",
+    ),
+    "gradient": (  # of replicated weights: JAX adds it up
+        lambda x: parallel.reduce_from(jax.grad(lambda w: (parallel.copy_to(w, "model") ** 2).sum())(x), "model"),
+        "x",
+        "sum is 2 times as large",
+        "a gradient that JAX added up",
+    ),
+    "one axis of two": (
+        lambda x: parallel.reduce_from(parallel.copy_to(x, "data"), ("data", "model")),
+        "x",
+        "sum is 2 times as large",
+        r"name only the axes over which it varies, \('data',\)",
+    ),
+    "reduce_scatter": (lambda x: parallel.reduce_scatter(x, "model"), "x", "sum is 2 times as large", "scatter_to"),
+    "vocab_parallel_cross_entropy": (
+        lambda x: parallel.vocab_parallel_cross_entropy(x, jnp.zeros(4, jnp.int32), "model"),
+        "logits",
+        "vocabulary counts 2 times",
+        "scatter_to",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED_TWICE)
+def test_a_replicated_value_where_each_device_needs_its_own_part(name):
+    f, argument, wrong, instead = COUNTED_TWICE[name]
+    message = rf"{argument}: expected each device's own part.*replicated over \['model'\].*{wrong}.*{instead}.*parts"
+    with pytest.raises(
+        ValueError, match=rf"^parallel\.\w+: {message} are meant, pass parallel\.copy_to\(.*, 'model'\)"
+    ):
+        run(f, jnp.ones((4, 4)))
+
+
+def test_what_is_replicated_and_counts_once_per_device():
+    """Constants of each device's own, equal parts that are meant, and equal parts that are joined."""
+
+    def of_shard(x):
+        equal = parallel.reduce_from(parallel.copy_to(jnp.ones(()), ("data", "model")), ("data", "model"))
+        counts = parallel.reduce_from([2, np.float32(2)], "model")
+        zeros = parallel.all_gather(jnp.zeros(2), "model"), parallel.all_to_all(jnp.zeros(2), "model")
+        joined = parallel.gather_from(x[:1], "model", 0)
+        assert [z.shape for z in zeros] == [(4,), (2,)]
+        return jnp.stack([equal, *(c.astype(jnp.float32) for c in counts), joined.sum()])
+
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mapped = jax.shard_map(of_shard, mesh=mesh, in_specs=ALL, out_specs=ALL)
+    assert jax.jit(mapped)(jnp.ones(4)).tolist() == [4, 4, 4, 2]
 
 
 @pytest.mark.parametrize("name", ["scatter_to", "reduce_scatter", "all_to_all"])

@@ -66,3 +66,53 @@ def test_one_jitted_function_differentiated_for_different_arguments_in_turn():
     _, by_w = jax.vjp(lambda w: f(X, w), w)
     np.testing.assert_allclose(by_x(jnp.ones_like(value))[0], jax.grad(plain)(X, w), rtol=1e-5)
     np.testing.assert_allclose(by_w(jnp.ones_like(value))[0], jax.grad(plain, 1)(X, w), rtol=1e-5)
+
+
+DERIVATIVES = {
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
+    "jacfwd": jax.jacfwd,
+    "hessian": lambda f: jax.hessian(lambda x: f(x).sum()),
+    "reverse twice": lambda f: jax.grad(lambda x: jax.grad(lambda x: f(x).sum())(x).sum()),
+    "reverse over forward": lambda f: jax.jacrev(lambda x: jax.jvp(f, (x,), (x,))[1]),
+}
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+def test_a_block_in_a_backward_that_is_transposed(derivative, jitted):
+    class Twice(PyLayer):
+        forward_mode = True
+
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 2 * dy
+
+    class Squared(PyLayer):
+        forward_mode = True
+
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            with bits():
+                return 2 * ctx.saved_tensor()[0] * Twice.apply(dy) / 2
+
+    around = jax.jit if jitted else lambda f: f
+    np.testing.assert_allclose(
+        around(DERIVATIVES[derivative](Squared.apply))(X), DERIVATIVES[derivative](lambda x: x * x)(X), rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_forward_mode_directly_around_a_block(jitted):
+    def tangent(w):
+        return jax.jvp(bits()(lambda x: jnp.sin(x) * w), (X,), (X,))[1]
+
+    np.testing.assert_allclose((jax.jit if jitted else lambda f: f)(tangent)(X), jnp.cos(X) * X * X, rtol=1e-6)

@@ -262,3 +262,41 @@ def test_a_checkpointed_loop(loop, jitted):
     gradient = jax.jit(jax.grad(loss)) if jitted else jax.grad(loss)
     expected = jax.grad(lambda x: jnp.sum(LOOPS[loop](jnp.tanh, x) * x))(X)
     np.testing.assert_allclose(gradient(X), expected, rtol=1e-5)
+
+
+DATA = jnp.linspace(-1.0, 1.0, 20).reshape(5, 4)
+
+
+@pytest.mark.parametrize("decorate", [False, True])
+@pytest.mark.parametrize("differentiate", [lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))])
+def test_constants_of_a_program_are_not_packed(differentiate, decorate):
+    seen = []
+    hooks = saved_tensors_hooks(lambda x: seen.append(x.shape) or (x,), lambda kept: kept[0])
+
+    def plain(w):
+        return jnp.sum(jnp.tanh(DATA @ w))
+
+    def block(w):
+        with hooks:
+            return plain(w)
+
+    w = jnp.ones((4, 3))
+    np.testing.assert_allclose(differentiate(hooks(plain) if decorate else block)(w), jax.grad(plain)(w), rtol=1e-5)
+    assert set(seen) == {(5, 3)}
+
+
+@pytest.mark.parametrize("kept", [lambda x: x, lambda x: (x, jnp.asarray(2.0))], ids=["itself", "with a constant"])
+@pytest.mark.parametrize("f", [lambda x: 1.7 * jnp.sum(x**2), lambda x: Multiply.apply(x, jnp.full(3, 1.7)).sum()])
+def test_unpack_gets_arrays_where_checkpoint_has_numbers(f, kept):
+    def unpack(packed):
+        x, scale = packed if isinstance(packed, tuple) else (packed, jnp.ones(()))
+        return x + 0 * scale.astype(x.dtype) if x.ndim else x
+
+    hooks = saved_tensors_hooks(kept, unpack, differentiable=True)
+
+    @jax.checkpoint
+    def hooked(x):
+        with hooks:
+            return f(x)
+
+    np.testing.assert_allclose(jax.grad(hooked)(X), jax.grad(f)(X), rtol=1e-6)

@@ -150,6 +150,57 @@ class Forgets(Sine):
         return jax.lax.stop_gradient(dy * jnp.cos(ctx.saved_tensors[0]))
 
 
+class ThreeTimesInFloat32(Sine):
+    """Right in float64."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        return Sine.backward(ctx, dy) * (3 if dy.dtype == jnp.float32 else 1)
+
+
+class NanInFloat32(Sine):
+    @staticmethod
+    def backward(ctx, dy):
+        tiny = jnp.asarray(1e-60, dy.dtype)  # zero in float32
+        return Sine.backward(ctx, dy) * tiny / tiny
+
+
+TABLE = {}
+
+
+class KeepsATable(Sine):
+    """Right for the first values of a shape."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return dy * TABLE.setdefault(x.shape, np.cos(np.asarray(x)))
+
+
+class AbsoluteCotangent(Sine):
+    @staticmethod
+    def backward(ctx, dy):
+        return Sine.backward(ctx, jnp.abs(dy))
+
+
+class ClippedCotangent(Sine):
+    @staticmethod
+    def backward(ctx, dy):
+        return Sine.backward(ctx, jnp.clip(dy, -5, 5))
+
+
+class SmallUnits(PyLayer):
+    """Five times its gradient, which is far below one."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1e-9
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 5e-9
+
+
 class OtherUnderJit(Sine):
     @staticmethod
     def backward(ctx, dy):
@@ -225,6 +276,34 @@ class DropsOneOfThree(PyLayer):
         return sum(given) if len(given) != 2 else given[0]
 
 
+class NeedsEveryCotangent(PyLayer):
+    """Gives a gradient only if each output has a cotangent that is not zero."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x, 2 * x
+
+    @staticmethod
+    def backward(ctx, da, db):
+        return jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0)
+
+
+class Holder:
+    """An object that is no pytree, with a tensor."""
+
+    def __init__(self, w):
+        self.w = w
+
+
+class OtherForTracedObjects(Sine):
+    """Wrong where the tensor that its argument hides is traced."""
+
+    @staticmethod
+    def forward(ctx, x, holder):
+        ctx.save_for_backward(x)
+        return jnp.sin(x) * (2.0 if isinstance(holder.w, jax.core.Tracer) else holder.w)
+
+
 # -- wrong under one transform ----------------------------------------------------------------------
 
 
@@ -251,9 +330,17 @@ def wrong_within(file, but_not="nothing"):
 
 WrongUnderScan = wrong_within("loops")
 WrongUnderCond = wrong_within("conditionals")
+
+
 WrongUnderRemat = wrong_within("ad_checkpoint")
 WrongUnderShardMap = wrong_within("shard_map")
 WrongUnderEagerShardMap = wrong_within("shard_map", but_not="pjit")
+
+
+class OtherForwardUnderScan(Sine):
+    @staticmethod
+    def forward(ctx, x):
+        return Sine.forward(ctx, x) * (1.1 if within("loops") else 1.0)
 
 
 class TakesTheBatchInFront(Sine):
@@ -273,6 +360,27 @@ class SharesTheFirst(Multiply):
             return jnp.stack([a * b[0]] * info.batch_size), 0
         a = jnp.moveaxis(a, in_dims[0], 0)
         return a * b, 0
+
+
+class SharesTheSecondOfThree(PyLayer):
+    """Wrong where its second argument alone is mapped."""
+
+    @staticmethod
+    def forward(ctx, a, b, c):
+        ctx.save_for_backward(a, b, c)
+        return a * b * c
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b, c = ctx.saved_tensors
+        return dy * b * c, dy * a * c, dy * a * b
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        a, b, c = (x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, in_dims, strict=True))
+        if in_dims == (None, 0, None):
+            b = jnp.stack([b[0]] * info.batch_size)
+        return a * b * c, 0
 
 
 @jax.custom_batching.custom_vmap
@@ -417,13 +525,21 @@ WRONG = {
     "counter": (Counts, jnp.sin, (X,)),
     "jit": (OtherUnderJit, jnp.sin, (X,)),
     "conjugate": (Conjugated, jnp.square, (jnp.array([1 + 2j, 0.5 - 1j]),)),
+    "three times": (ThreeTimesInFloat32, jnp.sin, (X,)),
+    "nan": (NanInFloat32, jnp.sin, (X,)),
+    "table": (KeepsATable, jnp.sin, (X,)),
+    "absolute": (AbsoluteCotangent, jnp.sin, (X,)),
+    "absolute scalar": (AbsoluteCotangent, jnp.sin, (X[0, 0],)),
+    "clipped": (ClippedCotangent, jnp.sin, (X,)),
+    "small units": (SmallUnits, lambda x: x * 1e-9, (X,)),
 }
 
 # The layer, its arguments, the properties that it lacks beside others that it has, and what the first of them says.
 WRONG_IN_ONE_WAY = {
     "breaks on None": (BreaksOnNone, (X,), ["cotangents"], "TypeError: .*NoneType"),
     "miscounts on None": (MiscountsOnNone, (X, X), ["cotangents"], "ValueError: .*1 gradient"),
-    "one of three": (DropsOneOfThree, (X,), ["cotangents"], r"args\[0\] without one for output 0 at index"),
+    "one of three": (DropsOneOfThree, (X,), ["cotangents"], r"args\[0\] without a cotangent for output 0 at index"),
+    "every cotangent": (NeedsEveryCotangent, (X,), ["linear"], r"args\[0\] with cotangents for all outputs at index"),
     "static on class": (OnClass, (X, 0.5), ["repeatable"], "ran on other statics or shapes before backward"),
     "shape on class": (ShapeOnClass, (X,), ["repeatable"], "ran on other statics or shapes before backward"),
     "scan": (WrongUnderScan, (X,), ["scan"], r"args\[0\] of scan"),
@@ -433,9 +549,22 @@ WRONG_IN_ONE_WAY = {
     "eager shard_map": (WrongUnderEagerShardMap, (X,), ["shard_map"], r"args\[0\] of shard_map eagerly"),
     "vmap": (OtherUnderVmap, (X,), ["vmap"], "output 0 of vmap at index"),
     "axis of the batch": (TakesTheBatchInFront, (X[0],), ["vmap"], "output 0 of vmap, mapped along its last axis"),
-    "second argument mapped": (SharesTheFirst, (X, X), ["vmap"], r"output 0 of vmap, all but args\[0\] mapped"),
+    "second argument mapped": (SharesTheFirst, (X, X), ["vmap"], r"output 0 of vmap, args\[1\] alone mapped"),
+    "second of three mapped": (SharesTheSecondOfThree, (X, X, X), ["vmap"], r"of vmap, args\[1\] alone mapped"),
     "sum over the batch": (SumsOverTheBatch, (X,), ["vmap"], r"the gradient of args\[0\] of vmap at index"),
     "index mapped": (SharesTheIndex, (X[0], INDEX), ["vmap"], r"output 0 of vmap, args\[1\] mapped too at index"),
+    "traced object": (
+        OtherForTracedObjects,
+        (X, Holder(jnp.float32(1))),
+        ["not differentiated"],
+        "output 0 of jit, where objects hold traced values at index",
+    ),
+    "not differentiated": (
+        OtherForwardUnderScan,
+        (X,),
+        ["not differentiated"],
+        "output 0 of scan, where it is not differentiated at index",
+    ),
     "tangent": (WrongTangent, (X,), ["forward mode"], "by jax.jvp, but .* by reverse mode"),
     "tangent at one index": (
         with_tangent(SineBothWays, lambda t: t.at[1, 2].multiply(1.002)),

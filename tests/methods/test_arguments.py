@@ -324,6 +324,24 @@ def test_an_argument_that_changed_in_place(forward, path, around):
     assert all(a is b for a, b in zip(found, leaves, strict=True))
 
 
+@pytest.mark.parametrize("mode", ["eager", "vmap of eager", *MODES])
+@pytest.mark.parametrize(("empty", "path"), [(list, "[0]"), (dict, "['h']"), (lambda: {"all": []}, "['all'][0]")])
+def test_an_empty_container_that_forward_fills(mode, empty, path):
+    def forward(ctx, x, hidden_states=None):
+        inner = hidden_states.get("all", hidden_states) if isinstance(hidden_states, dict) else hidden_states
+        if inner is not None:
+            inner.append(x) if isinstance(inner, list) else inner.update(h=x)
+        return x * 2
+
+    layer = type("Fills", (PyLayer,), {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, dy: dy)})
+    transform = {**MODES, "eager": lambda f: f, "vmap of eager": lambda f: lambda x: jax.vmap(f)(x[None])}[mode]
+    with pytest.raises(
+        ValueError, match=rf"Fills\.forward changed its argument hidden_states{re.escape(path)} in place"
+    ):
+        transform(lambda x: layer.apply(x, empty()).sum())(X)
+    transform(lambda x: layer.apply(x, None).sum())(X)
+
+
 @jax.tree_util.register_pytree_node_class
 class MadeAnew:
     """Its leaves and its static data are new objects whenever JAX asks for them; the data equals no other object."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
+from tests.kit.modes import MODES, modes
 
 X = jnp.array([0.5, -1.0, 2.0])
 runs = pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -134,12 +135,26 @@ def test_gradient_for_an_argument_without_tensors(run):
         run(jax.grad(lambda x: named(lambda dy: (dy, dy, dy)).apply(x, 2, X).sum()))(X)
 
 
-@runs
-def test_trailing_entries_may_be_left_out_where_no_gradient_is_needed(run):
-    short = named(lambda dy: 5 * dy)
-    assert run(jax.grad(lambda x: short.apply(x, 2, X).sum()))(X).tolist() == [5, 5, 5]
-    with pytest.raises(ValueError, match="Missing: w; return None where the gradient is zero"):
-        run(jax.grad(lambda w: short.apply(X, 2, w).sum()))(X)
+@modes
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_trailing_entries_may_be_left_out_where_no_gradient_is_needed(mode, forward_mode, reads):
+    class Short(PyLayer):
+        @staticmethod
+        def forward(ctx, x, n, w):
+            assert not reads or ctx.needs_input_grad
+            return x * n + w
+
+        @staticmethod
+        def backward(ctx, dy):
+            return 5 * dy
+
+    Short.forward_mode = forward_mode
+    assert MODES[mode](lambda x: Short.apply(x, 2, X).sum())(X).tolist() == [5, 5, 5]
+    with pytest.raises(
+        ValueError, match=r"returned 1 gradient; expected 2.* Missing: w; return None where the gradient"
+    ):
+        MODES[mode](lambda w: Short.apply(X, 2, w).sum())(X)
 
 
 @runs
@@ -235,9 +250,19 @@ def test_complex_conventions(run, convention):
     np.testing.assert_allclose(run(jax.grad(loss(Square.apply)))(z), jax.grad(loss(lambda z: z**2))(z), rtol=1e-5)
 
 
-def test_unknown_complex_convention():
-    with pytest.raises(ValueError, match=r"Odd\.complex_convention: expected 'jax' or 'paddle', got 'torch'"):
-        type("Odd", (PyLayer,), {"complex_convention": "torch"})
+@pytest.mark.parametrize(
+    ("flag", "value", "error"),
+    [
+        ("complex_convention", "torch", "expected 'jax' or 'paddle', got 'torch'"),
+        ("forward_mode", "yes", "expected True or False, got 'yes' of type str"),
+        ("forward_mode", None, "expected True or False, got None"),
+        ("generate_vmap_rule", 1, "expected True or False, got 1 of type int"),
+        ("saved_names", "y", "expected a tuple of strings"),
+    ],
+)
+def test_flags_of_the_wrong_kind(flag, value, error):
+    with pytest.raises((TypeError, ValueError), match=rf"Odd\.{flag}: {error}"):
+        type("Odd", (PyLayer,), {flag: value})
 
 
 def test_replicated_input_in_shard_map_says_to_sum():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer, saved_tensors_hooks
-from tests.kit.modes import MODES, X, modes
+from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
 
 
 def layer(forward, backward=lambda ctx, *dys: dys[0]):
@@ -228,6 +228,21 @@ def test_saving_twice_is_refused(run):
 def test_marks_of_the_wrong_values(run, call, message):
     with pytest.raises(ValueError, match=message):
         run(lambda x: layer(lambda ctx, x: (call(ctx, x), x * 1)[1]).apply(x).sum())(X)
+
+
+@EAGER_AND_JIT
+def test_the_dtype_of_a_cotangent_is_that_of_its_output(mode):
+    def run(flag):
+        made = layer(
+            lambda ctx, x: (ctx.set_grad_in_dtype_consistent(flag), x.astype("float16"))[1], lambda ctx, dy: dy
+        )
+        return mode(jax.grad(lambda x: made.apply(x).astype("float32").sum()))(X)
+
+    assert run(True).tolist() == [1, 1, 1]
+    with pytest.raises(
+        ValueError, match=r"\(False\) in Made\.forward: .* cotangent always has the dtype of its output"
+    ):
+        run(False)
 
 
 def test_names_of_the_context_cannot_be_assigned():
@@ -524,7 +539,7 @@ def test_a_numpy_output_that_changed_after_it_was_kept_is_an_intermediate():
 
     made = layer(forward, lambda ctx, dy: 3 * dy * (1 - ctx.saved_tensor()[0] ** 2))
     np.testing.assert_allclose(jax.grad(lambda x: made.apply(x).sum())(X), 3 - 3 * jnp.tanh(X) ** 2, rtol=1e-5)
-    with pytest.raises(TypeError, match=r"a tensor that forward saved and that is neither an input nor an output"):
+    with pytest.raises(TypeError, match="saved a tensor that is neither an input nor an output"):
         jax.grad(lambda x: jax.grad(lambda x: made.apply(x).sum())(x).sum())(X)
 
 
@@ -631,7 +646,7 @@ def test_dir_of_a_context_lists_what_users_use(layer):
     first, *_, last = (names for _, names in shown_by(layer, jnp.ones(2)))
     expected = {
         *("mark_non_differentiable", "mark_not_inplace", "needs_input_grad", "save_for_backward", "saved_tensor"),
-        *("saved_tensors", "set_materialize_grads"),
+        *("saved_tensors", "set_grad_in_dtype_consistent", "set_materialize_grads"),
         *(() if layer is PyLayer else ("mark_dirty", "save_for_forward")),
     }
     assert set(first) == expected

@@ -108,6 +108,24 @@ def test_the_warning_keeps_no_class_alive():
     assert found() is None
 
 
+@pytest.mark.parametrize("method", [staticmethod, classmethod])
+def test_what_forward_closes_over_keeps_no_class_alive(method):
+    class Data:
+        pass
+
+    def run():
+        data = Data()
+        forward = lambda *args: (data, args[-1] * 2)[1]  # noqa: E731
+        made = type("Made", (PyLayer,), {"forward": method(forward), "backward": staticmethod(lambda ctx, dy: dy)})
+        jax.grad(lambda x: made.apply(x).sum())(X)
+        return weakref.ref(data), weakref.ref(made)
+
+    found = run()
+    jax.clear_caches()
+    gc.collect()
+    assert [x() for x in found] == [None, None]
+
+
 @bases
 def test_backward_without_return_where_two_gradients_are_needed(base):
     made = layer(lambda ctx, dy: None, lambda ctx, x, w: x * w, base)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.kit.wrong_layers import CALLS, LAST, LEAKED
+from tests.kit.wrong_layers import CALLS, LAST, LEAKED, TABLE
 
 
 def pytest_itemcollected(item):
@@ -13,4 +13,5 @@ def pytest_itemcollected(item):
 def fresh_globals():
     LEAKED.clear()
     LAST.clear()
+    TABLE.clear()
     CALLS[:] = [0]

@@ -41,5 +41,15 @@ def test_assert_equivalent_compares_values():
         assert_equivalent(Tanh, jnp.tanh, (X,), orders=[4])
 
 
+def test_assert_equivalent_compares_statics():
+    def layer(x):
+        return Tanh.apply(x), 3, None, "text", jnp.sin, float("nan")
+
+    assert_equivalent(layer, jnp.tanh, (X,), orders=[0])
+    assert_equivalent(layer, lambda x: (3, (jnp.tanh(x), "text", jnp.cos, float("nan"))), (X,), orders=[0])
+    with pytest.raises(AssertionError, match=r"values: the statics \[3, 'text', .*are returned, but \[4, 'text', "):
+        assert_equivalent(layer, lambda x: (jnp.tanh(x), 4, None, "text", jnp.sin, float("nan")), (X,))
+
+
 def test_the_third_order():
     assert_equivalent(Tanh, jnp.tanh, (X,), orders=[3])

@@ -98,7 +98,8 @@ def test_a_right_layer_has_a_tick_per_property(module, capsys):
     assert name == "Scale"
     assert all(line.startswith("✓ ") for line in lines)
     names = ["eager", "jit", "vmap", "scan", "cond", "remat", "shard_map", "gradients", "second order", "forward mode"]
-    names += ["forward over reverse", "arguments", "cotangents", "repeatable", "leaks", "saved"]
+    names += ["forward over reverse", "arguments", "cotangents", "linear", "not differentiated", "repeatable", "leaks"]
+    names += ["saved"]
     assert [line[2:].split("  ")[0] for line in lines] == names
 
 
@@ -114,10 +115,11 @@ def test_a_wrong_layer_has_the_reason(capsys):
 
 def test_a_wrong_gradient_says_how_a_meant_one_is_declared(capsys):
     assert check("checked_layers:Wrong", "f32[3]", "0.5", *FAST) == 1
-    hint = " ".join(capsys.readouterr().out.splitlines()[-2:])
-    assert hint.startswith("Is backward meant to give another gradient (straight-through, reversed, clipped)?")
-    assert "Then pass --reference MODULE:FUNCTION: plain JAX with the meant gradient" in hint
-    assert hint.endswith("or --skip gradients.")
+    first, second, third = capsys.readouterr().out.splitlines()[-3:]
+    assert first.startswith("Is backward meant to give another gradient (straight-through, reversed, clipped)?")
+    assert first.endswith("Then pass --reference MODULE:FUNCTION: plain JAX with")
+    assert second.endswith("or --skip gradients.")
+    assert "Then pass --no-float64, or tolerances that allow for it, as in --rtol 0.03 --atol 0.03." in third
     assert check("checked_layers:Wrong", "f32[3]", "0.5", *only("jit"), "--skip", "gradients") == 0
     assert "Is backward meant" not in capsys.readouterr().out
     assert check(f"{wrong_layers.__name__}:WrongAtSecondOrder", "f32[2]", *only("second order")) == 1
@@ -142,7 +144,7 @@ def test_a_terminal_without_ticks(encoding, monkeypatch):
     monkeypatch.setattr(sys, "stdout", written)
     assert check("checked_layers:Wrong", "f32[3]", "0.5", *FAST) == 1
     written.flush()
-    lines = written.buffer.getvalue().decode(encoding).splitlines()[1:-2]  # without the hint
+    lines = written.buffer.getvalue().decode(encoding).splitlines()[1:-3]  # without the hints
     starts = [line[:7] for line in lines]
     assert starts.count("FAILED ") == 1
     assert starts.count("ok     ") == len(lines) - 1
@@ -156,6 +158,8 @@ def test_a_terminal_without_ticks(encoding, monkeypatch):
         ("WrongAtSecondOrder", "second order"),
         ("DropsNone", "cotangents"),
         ("BreaksOnNone", "cotangents"),
+        ("NeedsEveryCotangent", "linear"),
+        ("OtherForwardUnderScan", "not differentiated"),
         ("Leaks", "leaks"),
         ("ReadsGlobal", "repeatable"),
         ("ShapeOnClass", "repeatable"),
@@ -181,6 +185,7 @@ def test_a_wrong_layer_fails_by_the_property_that_it_lacks(layer, wrong, capsys)
 def test_a_layer_that_rounds_is_measured_in_its_dtype(capsys):
     assert check("checked_layers:narrow", "bf16[2]", *only("gradients")) == 1
     assert check("checked_layers:narrow", "bf16[2]", "--no-float64", *only("gradients")) == 0
+    assert check("checked_layers:narrow", "f32[2]", "--rtol=9", "--atol=9", *only("gradients")) == 0
 
 
 def test_a_reference_says_what_the_gradient_is_meant_to_be(capsys):

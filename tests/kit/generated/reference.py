@@ -6,6 +6,7 @@ rule again. The innermost is the bare `forward`. What a saved object counts as (
 
 - an object that is an input counts as that input, also where it is returned as well; each argument is an input of its
   own, also where one array is passed twice;
+- a closed-over array is a constant for what is computed from it; if it is returned and saved, it is that output;
 - an operation that does nothing, for which JAX hands back its operand, is its operand;
 - an object that is an output carries the rule; of one that is returned twice, the last counts;
 - a closed-over array that is returned carries the rule where it is saved, as any output, but remains a constant for
@@ -39,6 +40,9 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
     plain = {*inputs, *constants, *marked}
     returned = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
     carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
+    returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
+
+    saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
 
     def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
         """What each name of `forward` stands for, where some objects are given."""
@@ -69,10 +73,8 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
         def forward(*xs: jax.Array) -> Any:
             ys = inner(*xs)
             scope = names(xs, {name: ys[i] for name, i in carries_rule.items()})
-            saved = [
-                ys[returned[o]] if (o := layer.origin(name)) in returned else scope[name] for name, _ in layer.saved
-            ]
-            return ys, (saved, xs)
+            scope |= {name: ys[returned_constants[o]] for name, o in saved_origins if o in returned_constants}
+            return ys, ([scope[name] for name, _ in layer.saved], xs)
 
         function = jax.custom_vjp(inner)
         function.defvjp(forward, lambda saved, cotangents: gradients(*saved, cotangents))

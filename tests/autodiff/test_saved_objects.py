@@ -1,0 +1,313 @@
+"""What a saved object counts as: an input, an output that carries the rule, or an intermediate; in every transform."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, PyLayer, saved_tensors_hooks
+
+grad = jax.grad
+X, S, C = 0.7, np.sin(0.7), np.cos(0.7)
+
+
+def layer(forward, save, backward=lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0], kind="PyLayer", **attributes):
+    """A layer of one input, which saves save(inputs, outputs); its second derivative is the one of `save`."""
+    if kind == "setup_context":
+        methods = {
+            "forward": staticmethod(forward),
+            "setup_context": staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(save(*inputs, output))),
+        }
+    else:
+
+        def forward_with_ctx(ctx, x):
+            output = forward(x)
+            ctx.save_for_backward(save(x, output))
+            return output
+
+        methods = {"forward": staticmethod(forward_with_ctx)}
+    base = PyLayer if kind == "PyLayer" else Function
+    return type("Saves", (base,), {**methods, "backward": staticmethod(backward), **attributes})
+
+
+TWO = jnp.float32(2.0)
+two_results = jax.jit(lambda x: (jnp.sin(x), x**3))
+
+# name: forward, what is saved (x, output), the second derivative of the sum of the outputs at X. As backward is dy * m,
+# the derivative of m is: the own one for an input, m for an output (the rule), through forward for an intermediate.
+CASES = {
+    "an input that is returned": (lambda x: x, lambda x, y: x * x, 2 * X),
+    "a no-op by astype": (lambda x: x.astype(x.dtype), lambda x, y: x * x, 2 * X),
+    "a no-op by reshape": (lambda x: x.reshape(x.shape), lambda x, y: x * x, 2 * X),
+    "a no-op by real": (lambda x: jnp.real(x), lambda x, y: x * x, 2 * X),
+    "a new value": (lambda x: x + 0, lambda x, y: x * x, 2 * X),
+    "an input in a list": (lambda x: [x], lambda x, y: x * x, 2 * X),
+    "the input as the output": (lambda x: x, lambda x, y: y, 1.0),
+    "an output": (jnp.sin, lambda x, y: y, S),
+    "computed from the output": (jnp.sin, lambda x, y: y * y, 2 * S * S**2),
+    "computed from the output and the input": (jnp.sin, lambda x, y: y * x, S * X * X + S),
+    "one object twice": (lambda x: (lambda y: (y, y))(jnp.sin(x)), lambda x, y: y[0] * y[0], 2 * 2 * S * S**2),
+    "one object twice, the first": (lambda x: (lambda y: (y, y))(jnp.sin(x)), lambda x, y: y[0], 2 * S),
+    "a constant that is returned": (lambda x: TWO, lambda x, y: x * TWO, 2.0),
+    "one of two results of an operation": (lambda x: two_results(x)[0], lambda x, y: two_results(x)[1] * y, None),
+}
+
+
+SECOND = {
+    "reverse over reverse": lambda f: grad(grad(f)),
+    "jit": lambda f: jax.jit(grad(grad(f))),
+    "grad of jit": lambda f: grad(jax.jit(grad(jax.jit(f)))),
+    "hessian": jax.hessian,
+    "jvp of grad": lambda f: lambda x: jax.jvp(grad(f), (x,), (1.0,))[1],
+    "jit of jvp of grad": lambda f: jax.jit(lambda x: jax.jvp(grad(f), (x,), (1.0,))[1]),
+    "vmap": lambda f: lambda x: jax.vmap(grad(grad(f)))(jnp.stack([x, x]))[1],
+    "around vmap": lambda f: grad(lambda x: 0.5 * jax.vmap(grad(f))(jnp.stack([x, x])).sum()),
+    "hessian of vmap": lambda f: jax.hessian(lambda x: 0.5 * jax.vmap(f)(jnp.stack([x, x])).sum()),
+    "scan": lambda f: grad(grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0])),
+    "remat": lambda f: grad(grad(jax.checkpoint(f))),
+    "hooks": lambda f: grad(grad(saved_tensors_hooks(lambda x: x, lambda x: x)(f))),
+}
+
+
+@pytest.mark.parametrize("second", SECOND)
+@pytest.mark.parametrize("kind", ["PyLayer", "setup_context"])
+def test_second_derivative_by_what_is_saved(kind, second):
+    for forward_mode in (False, True):
+        for name, (forward, save, expected) in CASES.items():
+            apply = layer(forward, save, kind=kind, forward_mode=forward_mode).apply
+            found = SECOND[second](lambda x: sum(jax.tree.leaves(apply(x))))(jnp.float32(X))  # noqa: B023
+            if expected is None:
+                # In setup_context, both results of the operation are computed again, beside the output.
+                expected = S * X**3 * X**3 + S * 3 * X**2
+            np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=f"{name}, {forward_mode=}")
+
+
+@pytest.mark.parametrize("second", SECOND)
+def test_marked_output_is_plain_code_for_what_is_computed_from_it(second):
+    class Marked(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            h = x**3
+            ctx.mark_non_differentiable(h)
+            ctx.save_for_backward(h, 2 * h)
+            return x * 1, h
+
+        @staticmethod
+        def backward(ctx, dy, _):
+            h, twice = ctx.saved_tensor()
+            return dy * h * twice
+
+    np.testing.assert_allclose(SECOND[second](lambda x: Marked.apply(x)[0])(jnp.float32(X)), 12 * X**5, rtol=1e-5)
+
+
+def test_marked_input_keeps_its_own_derivative():
+    class MarkedInput(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.mark_non_differentiable(x)
+            ctx.save_for_backward(jnp.sin(x))
+            return x, jnp.cos(x)
+
+        @staticmethod
+        def backward(ctx, _, dy):
+            return -dy * ctx.saved_tensor()[0]
+
+    for second in SECOND.values():
+        np.testing.assert_allclose(second(lambda x: MarkedInput.apply(x)[1])(jnp.float32(X)), -C, rtol=1e-5)
+
+
+def test_setup_context_may_mark_an_input_that_is_returned():
+    class MarkedInSetup(Function):
+        @staticmethod
+        def forward(x):
+            return x, 2 * x
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.mark_non_differentiable(inputs[0])
+
+        @staticmethod
+        def backward(ctx, _, dy):
+            return 5 * dy
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            return (x, 2 * x), (0, 0)
+
+    loss = lambda x: sum(MarkedInSetup.apply(x))  # noqa: E731
+    assert grad(loss)(1.0) == 5
+    assert jax.vmap(grad(loss))(jnp.ones(2)).tolist() == [5, 5]
+    assert grad(lambda x: jax.vmap(loss)(x).sum())(jnp.ones(2)).tolist() == [5, 5]
+
+
+def test_one_array_in_two_arguments_of_which_one_is_marked():
+    class FirstMarked(PyLayer):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.mark_non_differentiable(a)
+            return a, b
+
+        @staticmethod
+        def backward(ctx, da, db):
+            return da, db
+
+    loss = lambda x: sum(FirstMarked.apply(x, x))  # noqa: E731
+    for derivative in (grad(loss), jax.jit(grad(loss)), grad(jax.jit(loss))):
+        assert derivative(1.0) == 1
+
+
+def test_an_output_that_no_mapped_argument_reaches():
+    apply = layer(None, None)  # for its backward
+    apply.forward = staticmethod(lambda ctx, a, b: (lambda y: (ctx.save_for_backward(y * y), y)[1])(jnp.sin(b)))
+    apply.backward = staticmethod(lambda ctx, dy: (dy * ctx.saved_tensors[0],) * 2)
+
+    def around(b):
+        return jax.vmap(grad(apply.apply), (0, None))(jnp.ones(2), b).sum()
+
+    for derivative in (grad(around), jax.jit(grad(around)), lambda b: jax.jvp(around, (b,), (1.0,))[1]):
+        np.testing.assert_allclose(derivative(X), 2 * 2 * S * S**2, rtol=1e-5)
+
+
+# -- Refs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_a_ref_that_forward_makes_is_right_at_every_order(forward_mode):
+    def saved(x, _):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = x**3
+        return ref[...]
+
+    apply = layer(lambda x: x * 1, saved, forward_mode=forward_mode).apply
+    for within in (lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x)):
+        f = within(apply)
+        np.testing.assert_allclose(grad(f)(X), X**3, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(grad(f))(X), X**3, rtol=1e-5)
+    for name, second in SECOND.items():
+        if "vmap" in name and name != "vmap":
+            continue
+        np.testing.assert_allclose(second(apply)(jnp.float32(X)), 3 * X**2, rtol=1e-5, err_msg=name)
+
+
+def test_a_ref_that_forward_closes_over_has_a_first_derivative():
+    def run(derivative):
+        ref = jax.new_ref(jnp.zeros(()))
+
+        class Counts(PyLayer):
+            @staticmethod
+            def forward(ctx, x):
+                ref[...] += x
+                return x * ref[...]
+
+            @staticmethod
+            def backward(ctx, dy):
+                return 3 * dy
+
+        return derivative(Counts.apply)(jnp.float32(2.0)), ref[...]
+
+    scanned = lambda f: grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0])  # noqa: E731
+    for derivative, expected in ((grad, 3), (lambda f: grad(jax.jit(f)), 3), (scanned, 6)):
+        assert run(derivative)[0] == expected
+    assert jax.jit(lambda: run(grad))() == (3, 2)
+    for second in (lambda f: grad(grad(f)), lambda f: jax.jit(grad(grad(f)))):
+        with pytest.raises(TypeError, match=r"Counts\.forward uses a jax\.Ref that it closes over"):
+            run(second)
+
+
+# -- host code ----------------------------------------------------------------------------------------
+
+
+class Box:
+    def __init__(self, value):
+        self.value = value
+
+
+def _closure(value):
+    return lambda: value
+
+
+SCALE = 0.5
+KEPT = {  # what forward keeps of x and a static argument; whether it may depend on x
+    "a float": (lambda x, fn: float(x), True),
+    "a list of floats": (lambda x, fn: [float(x)], True),
+    "a closure": (lambda x, fn: _closure(float(x)), True),
+    "an object": (lambda x, fn: Box(np.asarray(x)), True),
+    "a NumPy array": (lambda x, fn: np.asarray(x), True),
+    "an integer": (lambda x, fn: int(x), False),
+    "an argument": (lambda x, fn: fn, False),
+    "a constant": (None, False),
+    "a global": (None, False),
+}
+
+
+@pytest.mark.parametrize("kept", KEPT)
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_what_host_code_keeps_has_no_second_derivative(kept, forward_mode):
+    keep, may_depend = KEPT[kept]
+
+    class Keeps(PyLayer):
+        @staticmethod
+        def forward(ctx, x, fn):
+            ctx.kept = 0.25 if kept == "a constant" else SCALE if kept == "a global" else keep(x, fn)
+            ctx.save_for_backward(x)
+            return jnp.asarray(np.sin(np.asarray(x)))
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * ctx.saved_tensor()[0] ** 2, None
+
+    if jax.config.jax_custom_vjp3 and not forward_mode:
+        pytest.skip("under jax_custom_vjp3 forward must be traceable")
+    Keeps.forward_mode = forward_mode
+    apply = lambda x: Keeps.apply(x, jnp.sin)  # noqa: E731
+    np.testing.assert_allclose(grad(apply)(X), X**2, rtol=1e-5)
+    for second in (grad(grad(apply)), lambda x: jax.jvp(grad(apply), (x,), (1.0,))[1]):
+        if may_depend:
+            with pytest.raises(TypeError, match="Keeps: a second derivative goes through forward"):
+                second(X)
+        else:
+            np.testing.assert_allclose(second(X), 2 * X, rtol=1e-5)
+
+
+# -- needs_input_grad ---------------------------------------------------------------------------------
+
+
+def test_needs_input_grad_is_false_where_nothing_is_differentiated():
+    seen = []
+
+    class Asks(PyLayer):
+        @staticmethod
+        def forward(ctx, x, w):
+            seen.append(ctx.needs_input_grad)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy, dy
+
+    jax.jit(Asks.apply)(1.0, jnp.float32(2.0))
+    jax.vmap(Asks.apply, (0, None))(jnp.ones(2), jnp.float32(2.0))
+    assert set(seen) == {(False, False)}
+    x, w = jnp.float32(1.0), jnp.float32(2.0)
+    for derivative in (grad(jax.jit(Asks.apply)), jax.jit(grad(Asks.apply)), grad(jax.checkpoint(Asks.apply))):
+        derivative(x, w)
+        assert seen[-1] == (True, False)
+
+
+def test_other_outputs_where_something_is_differentiated_are_an_error_under_jit():
+    class Grows(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return (x, 2 * x) if any(ctx.needs_input_grad) else (x,)
+
+        @staticmethod
+        def backward(ctx, *dys):
+            return dys[0]
+
+    first = lambda x: Grows.apply(x)[0]  # noqa: E731
+    assert grad(first)(1.0) == 1
+    if not jax.config.jax_custom_vjp3:
+        with pytest.raises(ValueError, match=r"Grows\.forward returned 1 tensor where nothing is differentiated"):
+            grad(jax.jit(first))(1.0)

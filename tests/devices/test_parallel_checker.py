@@ -1,0 +1,305 @@
+"""check_parallel: it accepts every layer of `pylayer_jax.parallel`, and names what is wrong in wrong functions."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pylayer_jax import PyLayer, parallel
+from pylayer_jax.testing import check_parallel
+from tests.kit.case import grid
+
+from .parallel_cases import CASES, LAYOUTS, A, B, X, network
+from .ranks import VMA
+
+pytestmark = pytest.mark.own_primitive
+
+ONE_AXIS = LAYOUTS["one axis"]
+MESH = ONE_AXIS.mesh
+COLUMNS, ROWS, ALL = P(None, "model"), P("model"), P()
+IN_SPECS = ALL, COLUMNS, ROWS
+ARGS = X, A, B
+
+
+def specs_of(case):
+    ins, out = jax.tree.map(ONE_AXIS.spec, (case.ins, case.out))
+    return {"mesh": MESH, "in_specs": ins, "out_specs": out}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@VMA
+def test_accepts_the_layers(case, check_vma):
+    check_parallel(case.mapped(ONE_AXIS, check_vma), case.whole, case.args)
+    check_parallel(lambda *a: case.shards(ONE_AXIS, *a), case.whole, case.args, check_vma=check_vma, **specs_of(case))
+
+
+@VMA
+def test_accepts_them_at_second_order(check_vma):
+    case = CASES[0]
+    local = lambda *args: case.shards(ONE_AXIS, *args)  # noqa: E731
+    check_parallel(local, case.whole, case.args, check_vma=check_vma, orders=(0, 1, 2), **specs_of(case))
+    layout = LAYOUTS["data and model" if check_vma else "two axes"]
+    check_parallel(case.mapped(layout, check_vma), case.whole, case.args, orders=[2])
+
+
+# -- wrong functions ------------------------------------------------------------------------------
+
+
+def mlp(enter, leave, border_in=lambda x: x, border_out=lambda y: y):
+    return lambda x, a, b: border_out(leave(jnp.tanh(enter(border_in(x)) @ a) @ b))
+
+
+def same(x):
+    return x
+
+
+def of(layer, **options):
+    return lambda x: layer(x, "model", **options)
+
+
+def psum(x):
+    return jax.lax.psum(x, "model")
+
+
+class AddsUpBackward(PyLayer):
+    """Right without check_vma at first order: at the second, JAX takes psum for its own transpose there."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return psum(dy)
+
+
+copy, reduce = of(parallel.copy_to), of(parallel.reduce_from)
+enters, leaves = of(parallel.replicated_input), of(parallel.replicated_output)
+
+# Where jax.grad is, check_vma, the function, how the message begins after the name, and how it ends.
+FIRST = r"first order: the gradient of args\[{}\] "
+WRONG = {
+    "reduces twice": (
+        "outside",
+        False,
+        mlp(copy, lambda y: reduce(reduce(y)), enters, leaves),
+        "values: output 0 at",
+        "4 times the right value everywhere. Does it add up a value that each device has already",
+    ),
+    "reduces twice, inside": (
+        "inside",
+        False,
+        mlp(copy, lambda y: reduce(reduce(y))),
+        "values: output 0 at",
+        "4 times .*has already",
+    ),
+    "adds a bias to each part": (
+        "inside",
+        True,
+        mlp(copy, lambda y: reduce(y + 1)),
+        "values: output 0 at",
+        "places.",
+    ),
+    "forgets replicated_input": (
+        "outside",
+        False,
+        mlp(copy, reduce, same, leaves),
+        FIRST.format(0),
+        r"4 times .*replicated_input missing",
+    ),
+    "forgets replicated_output": (
+        "outside",
+        False,
+        mlp(copy, reduce, enters),
+        FIRST.format(0),
+        r"1/4 of .*replicated_output missing",
+    ),
+    "forgets both": (
+        "outside",
+        False,
+        mlp(copy, reduce),
+        FIRST.format(1),
+        r"1/4 of .*replicated_output missing",
+    ),
+    "forgets copy_to": (
+        "outside",
+        False,
+        mlp(same, reduce, enters, leaves),
+        FIRST.format(0),
+        r"1/4 .* parallel.copy_to where",
+    ),
+    "forgets copy_to, inside": (
+        "inside",
+        False,
+        mlp(same, reduce),
+        FIRST.format(0) + "on .*cpu:0 at",
+        "copies .* differ. Is parallel.copy_to missing",
+    ),
+    "replicated_input, inside": (
+        "inside",
+        False,
+        mlp(copy, reduce, enters),
+        FIRST.format(0),
+        "1/4 of .* parallel.replicated_input is for",
+    ),
+    "replicated_output, inside": (
+        "inside",
+        False,
+        mlp(copy, reduce, same, leaves),
+        FIRST.format(0),
+        "4 times .* parallel.replicated_output is for",
+    ),
+    "forgets reduce_from": (
+        "inside",
+        False,
+        mlp(copy, same),
+        "values: output 0 on .*cpu:0 at",
+        "copies .* differ. Is parallel.reduce_from or",
+    ),
+    "psum, inside": ("inside", False, mlp(copy, psum), FIRST.format(0), "4 times .* its own transpose"),
+    "own layer, with types": (
+        "outside",
+        True,
+        mlp(AddsUpBackward.apply, reduce),
+        FIRST.format(0),
+        "4 times .*as JAX does already",
+    ),
+}
+
+
+def check(name, **options):
+    where, check_vma, f, *_ = WRONG.get(name, (name, *options.pop("given", ())))
+    specs = {"mesh": MESH, "in_specs": IN_SPECS, "out_specs": ALL, "check_vma": check_vma}
+    if where == "outside":
+        return check_parallel(jax.shard_map(f, **specs), network, ARGS, **options)
+    return check_parallel(f, network, ARGS, **specs, **options)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rejects(name):
+    with pytest.raises(AssertionError) as caught:
+        check(name)
+    begin, end = WRONG[name][3:]
+    assert re.match(rf"check_parallel of \S+, {begin}.*by the reference.* {end}", str(caught.value)), caught.value
+
+
+def test_rejects_a_gather_for_the_other_one():
+    """The gradients of gather_from and all_gather differ, their outputs do not."""
+
+    def local(gather):
+        def f(x, a, b):
+            return parallel.reduce_scatter(jnp.tanh(gather(x, "model", axis=0) @ a) @ b, "model")
+
+        return f
+
+    specs = {"mesh": MESH, "in_specs": (ROWS, COLUMNS, ROWS), "out_specs": ROWS, "check_vma": False}
+    check_parallel(local(parallel.all_gather), network, ARGS, **specs)
+    with pytest.raises(AssertionError, match=r"first order: the gradient of args\[0\] at"):
+        check_parallel(local(parallel.gather_from), network, ARGS, **specs)
+
+
+def test_rejects_what_is_wrong_at_second_order():
+    given = False, mlp(AddsUpBackward.apply, reduce)
+    check("inside", given=given)
+    with pytest.raises(AssertionError, match=r", second order: the gradient of args\[0\] at"):
+        check("inside", given=given, orders=(0, 1, 2))
+
+
+def test_rejects_other_outputs():
+    for f, message in [
+        (lambda *args: 2 * network(*args), "values: output 0 at index"),
+        (lambda *args: network(*args).T, r"values: output 0 is float32\[8,4\], but float32\[4,8\] by the reference"),
+        (lambda *args: (network(*args),) * 2, "values: 2 tensors are returned, but 1 by the reference"),
+    ]:
+        put = lambda x, spec: jax.device_put(x, NamedSharding(MESH, spec))  # noqa: E731
+        with pytest.raises(AssertionError, match=f"check_parallel of .*, {message}"):
+            check_parallel(f, network, tuple(map(put, ARGS, IN_SPECS)))
+
+
+# -- functions as users have them -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("entered", [False, True])
+def test_a_jitted_function_of_sharded_arrays(kind, entered):
+    mesh = jax.make_mesh((4,), ("model",), axis_types=(kind,))
+
+    def layer(params, labels, key, scale):
+        hidden = scale * jnp.tanh(params["x"] @ params["w"])
+        return {"loss": jnp.sum(hidden**2), "hidden": hidden, "labels": labels, "key": key}
+
+    params = {"x": jax.device_put(X, NamedSharding(mesh, ROWS)), "w": jax.device_put(A, NamedSharding(mesh, ALL))}
+    args = params, jax.device_put(jnp.arange(8), NamedSharding(mesh, ROWS)), jax.random.key(0), jnp.float32(3)
+    with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
+        check_parallel(jax.jit(layer), layer, args)
+        with pytest.raises(AssertionError, match=r"first order: the gradient of args\[0\]\['w'\] at"):
+            check_parallel(
+                jax.jit(lambda p, *args: layer(p | {"w": jax.lax.stop_gradient(p["w"])}, *args)), layer, args
+            )
+
+
+def test_gradients_that_a_function_takes_itself():
+    def gradients(enter):
+        loss = lambda *args: jnp.sum(jnp.sin(mlp(enter, reduce)(*args)))  # noqa: E731
+        return jax.shard_map(
+            jax.grad(loss, (0, 1, 2)), mesh=MESH, in_specs=IN_SPECS, out_specs=IN_SPECS, check_vma=False
+        )
+
+    whole = jax.grad(lambda *args: jnp.sum(jnp.sin(network(*args))), (0, 1, 2))
+    check_parallel(gradients(copy), whole, ARGS, orders=[0])
+    with pytest.raises(AssertionError, match=r"values: output 0 on .*cpu:0 at .* copies of the devices differ"):
+        check_parallel(gradients(same), whole, ARGS, orders=[0])
+
+
+@VMA
+def test_trees_integers_and_outputs_that_the_specs_cut(check_vma):
+    def of_shard(params, places, scale):
+        total = reduce(jnp.sum(copy(params["w"]) * params["x"] * scale, keepdims=True))
+        return {"total": total if check_vma else copy(total), "places": (places + 1, total[0])}
+
+    def whole(params, places, scale):
+        total = jnp.sum(params["w"] * params["x"] * scale, keepdims=True)
+        return {"total": jnp.tile(total, 4), "places": (places + 1, total[0])}
+
+    check_parallel(
+        of_shard,
+        whole,
+        ({"w": grid(1), "x": grid(8)}, jnp.arange(4), 3.0),
+        mesh=MESH,
+        in_specs=({"w": ALL, "x": ROWS}, ROWS, ALL),
+        out_specs={"total": ROWS, "places": (ROWS, ALL)},
+        check_vma=check_vma,
+        orders=(0, 1, 2),
+    )
+
+
+def test_a_gradient_that_cancels():
+    """The gradient of the shift is 0, but for rounding errors, which differ with the order of the sums."""
+    rows = {"mesh": MESH, "in_specs": (ROWS, ALL), "out_specs": ROWS}
+
+    def centre(x, shift):
+        x = x + copy(shift)
+        return (x - copy(reduce(x.sum(0))) / 16) ** 3
+
+    check_parallel(centre, lambda x, shift: (x + shift - (x + shift).mean(0)) ** 3, (grid(16, 3) * 7, grid(3)), **rows)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"out_specs": None}, TypeError, "expected in_specs and out_specs, for a function of the shards"),
+        ({"in_specs": None, "out_specs": None}, TypeError, ".*or none of mesh, in_specs and out_specs"),
+        ({"orders": [4]}, ValueError, r"expected orders from 0 to 3, got \(4,\)"),
+        ({"mesh": jax.make_mesh((1,), ("model",))}, ValueError, "it ran on one device, where no mistake .* XLA_FLAGS"),
+    ],
+)
+def test_what_it_refuses(options, error, message):
+    specs = {"mesh": MESH, "in_specs": IN_SPECS, "out_specs": ALL} | options
+    with pytest.raises(error, match=f"check_parallel.*: {message}"):
+        check_parallel(mlp(copy, reduce), network, ARGS, **specs)

@@ -1,0 +1,232 @@
+"""Blocks of saved_tensors_hooks that are not left where, or in the order in which, they were entered."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
+from tests.kit.layers import Square, Tanh, bits
+
+from .spy import Spy, X
+
+
+def layer_gradient(x=1.0):
+    return jax.grad(Square.apply)(x)
+
+
+def assert_no_block_is_open():
+    with disable_saved_tensors_hooks("a block is open"):
+        pass
+    spy = Spy()
+    jax.grad(spy.hooks(lambda x: jnp.sum(jnp.sin(x))))(X)
+    assert spy.counts() == (1, 1)
+
+
+# -- asyncio --------------------------------------------------------------------------------------
+
+
+def run_tasks(**tasks):
+    """Runs the tasks one step after another, from one `await step()` to the next; returns their exceptions."""
+
+    async def main():
+        made = [asyncio.create_task(function(), name=name) for name, function in tasks.items()]
+        return await asyncio.gather(*made, return_exceptions=True)
+
+    return asyncio.run(main())
+
+
+def step():
+    return asyncio.sleep(0)
+
+
+async def waits_in_a_block():
+    with bits():
+        await step()
+        await step()
+
+
+USES = {
+    "layer": layer_gradient,
+    "layer within jit": lambda: jax.jit(jax.grad(lambda x: Tanh.apply(x).sum()))(X),
+    "disabling": lambda: disable_saved_tensors_hooks("none").__enter__(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_block_of_another_task_is_an_error(use):
+    async def uses():
+        USES[use]()
+
+    first, second = run_tasks(writer=waits_in_a_block, reader=uses)
+    assert first is None
+    assert isinstance(second, RuntimeError)
+    for text in ("the asyncio task 'writer' entered", "the asyncio task 'reader' runs", "before each await"):
+        assert text in str(second)
+    assert_no_block_is_open()
+
+
+def test_a_block_of_another_task_around_plain_operations():
+    async def uses():
+        return jnp.sin(tracer)
+
+    def loss(x):
+        nonlocal tracer
+        tracer = x
+        _, error = run_tasks(writer=waits_in_a_block, reader=uses)
+        assert isinstance(error, RuntimeError)
+        assert "'writer'" in str(error)
+        return jnp.sum(x * x)
+
+    tracer = None
+    np.testing.assert_allclose(jax.grad(loss)(X), 2 * X, rtol=1e-6)
+    assert_no_block_is_open()
+
+
+def test_blocks_of_two_tasks_that_end_in_another_order():
+    spies = Spy(), Spy()
+
+    async def first():
+        with spies[0].hooks:
+            layer_gradient()
+            await step()
+
+    async def second():
+        with spies[1].hooks:
+            layer_gradient()
+            await step()
+            layer_gradient(2.0)
+
+    error, nothing = run_tasks(first=first, second=second)
+    assert isinstance(error, RuntimeError)
+    assert "'second' entered" in str(error)
+    assert nothing is None
+    assert [spy.counts() for spy in spies] == [(1, 1), (2, 2)]
+    assert_no_block_is_open()
+
+
+def test_one_hooks_object_in_two_tasks():
+    spy = Spy()
+
+    async def task():
+        with spy.hooks:
+            layer_gradient()
+        await step()
+        with spy.hooks:
+            layer_gradient()
+
+    assert run_tasks(first=task, second=task) == [None, None]
+    assert spy.counts() == (4, 4)
+
+
+def test_a_block_around_tasks_is_theirs():
+    spy = Spy()
+
+    async def task():
+        await step()
+        layer_gradient()
+
+    with spy.hooks:
+        assert run_tasks(first=task, second=task) == [None, None]
+
+    async def parent():
+        with spy.hooks:
+            await asyncio.gather(task(), asyncio.create_task(task()))
+            layer_gradient()
+
+    assert run_tasks(parent=parent) == [None]
+    assert spy.counts() == (5, 5)
+    assert_no_block_is_open()
+
+
+def test_a_block_of_its_own_while_another_task_waits_in_one():
+    spy = Spy()
+
+    async def uses():
+        with spy.hooks:
+            layer_gradient()
+
+    assert run_tasks(writer=waits_in_a_block, reader=uses) == [None, None]
+    assert spy.counts() == (1, 1)
+    assert_no_block_is_open()
+
+
+# -- generators and threads -----------------------------------------------------------------------
+
+
+def holding(hooks):
+    with hooks:
+        yield
+
+
+def test_a_generator_that_outlives_its_trace():
+    spy = Spy()
+    held = holding(spy.hooks)
+    jax.grad(lambda x: (next(held), jnp.sum(x * x))[1])(X)
+    assert spy.counts() == (1, 1)
+    layer_gradient()
+    held.close()
+    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(x))))(X), jnp.cos(X), rtol=1e-6)
+    layer_gradient()
+    assert spy.counts() == (2, 2)
+    assert_no_block_is_open()
+
+
+def test_a_generator_that_is_closed_within_a_trace_of_its_own():
+    spy = Spy()
+    held = holding(spy.hooks)
+
+    def loss(x):
+        next(held)
+        y = jnp.sin(x)
+        y = jax.jit(lambda y: (held.close(), y * y)[1])(y)
+        return jnp.sum(jnp.cos(y))
+
+    np.testing.assert_allclose(jax.grad(loss)(X), jax.grad(lambda x: jnp.sum(jnp.cos(jnp.sin(x) ** 2)))(X), rtol=1e-5)
+    assert spy.counts() == (1, 1)
+    assert_no_block_is_open()
+
+
+def close_in_thread(held):
+    thread = threading.Thread(target=held.close, name="other")
+    thread.start()
+    thread.join()
+
+
+@pytest.mark.parametrize("around", [bits, lambda: disable_saved_tensors_hooks("none")], ids=["block", "disabled"])
+def test_a_generator_that_is_closed_in_another_thread(around):
+    for use in (assert_no_block_is_open, lambda: layer_gradient()):
+        held = holding(around())
+        next(held)
+        close_in_thread(held)
+        use()
+        assert_no_block_is_open()
+
+
+def test_staged_code_after_a_block_was_left_in_another_thread():
+    spy = Spy()
+    held = holding(spy.hooks)
+    step = jax.jit(jax.grad(lambda x: Tanh.apply(x).sum()))
+    next(held)
+    close_in_thread(held)
+    with pytest.raises(RuntimeError, match=r"was left in the thread 'other'.*Leave a block where it was entered"):
+        step(X)
+    step(X)
+    assert spy.counts() == (0, 0)
+    with spy.hooks:
+        step(X)
+    assert spy.counts() == (1, 1)
+
+
+def test_exit_without_enter():
+    with pytest.raises(RuntimeError, match="saved_tensors_hooks: __exit__ without __enter__"):
+        bits().__exit__(None, None, None)
+    hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
+    with pytest.raises(RuntimeError, match="without __enter__"), hooks:
+        hooks.__exit__(None, None, None)
+    assert_no_block_is_open()

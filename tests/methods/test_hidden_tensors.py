@@ -1,0 +1,275 @@
+"""Traced values where JAX does not look: in objects that are no pytrees, and in functions among the arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import PyLayer
+from tests.kit.modes import MODES, X, modes
+
+WEIGHT = jnp.float32(2.0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    w: object
+
+    def __call__(self, x):
+        return x * self.w
+
+
+class Model:
+    def __init__(self, w):
+        self.layers = [types.SimpleNamespace(w=w, parent=self)]
+
+    def __call__(self, x):
+        return x * self.layers[0].w
+
+    def method(self, x):
+        return x * self.layers[0].w
+
+
+def decorated(w):
+    return functools.wraps(Model)(lambda x: x * w)
+
+
+# Objects and functions that multiply by `w`, which they hold.
+HIDING = {
+    "slots": Frozen,
+    "nested object": Model,
+    "method": lambda w: Model(w).method,
+    "closure": lambda w: lambda x: x * w,
+    "default": lambda w: lambda x, w=w: x * w,
+    "partial": lambda w: functools.partial(lambda w, x: x * w, w),
+    "partial by keyword": lambda w: functools.partial(lambda x, w: x * w, w=w),
+    "decorated": decorated,
+}
+
+
+class Applies(PyLayer):
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.function = function
+        return function(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.function(dy) * 3
+
+
+class AppliesForward(Applies):
+    forward_mode = True
+
+
+class Keeps(PyLayer):
+    """Keeps an object that holds what it computed."""
+
+    @staticmethod
+    def forward(ctx, x, function):
+        ctx.kept = types.SimpleNamespace(y=function(jnp.ones(3)))
+        return x * ctx.kept.y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.kept.y * 3
+
+
+@modes
+@pytest.mark.parametrize("layer", [Applies, AppliesForward, Keeps])
+@pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING)
+def test_a_hidden_value_is_a_constant(hide, layer, mode):
+    # `w` is computed within the transform, from no value that is differentiated.
+    def loss(x):
+        return layer.apply(x, hide(WEIGHT * jax.lax.stop_gradient(jnp.ones_like(x)))).sum()
+
+    assert MODES[mode](loss)(X).tolist() == [6, 6, 6]
+
+
+@modes
+def test_a_jitted_function_hides_a_constant_from_forward_alone(mode):
+    def loss(x, keep):
+        w = WEIGHT * jax.lax.stop_gradient(jnp.ones_like(x))
+
+        class Jitted(Applies):
+            @staticmethod
+            def forward(ctx, x, function):
+                if keep:
+                    ctx.function = function
+                return function(x)
+
+            @staticmethod
+            def backward(ctx, dy):
+                return dy * 6
+
+        return Jitted.apply(x, jax.jit(lambda x: x * w)).sum()
+
+    assert MODES[mode](lambda x: loss(x, False))(X).tolist() == [6, 6, 6]
+    if mode not in ("grad", "vmap"):  # there, `w` is concrete
+        with pytest.raises(
+            ValueError, match=r"ctx\.function in .*Jitted\.forward is a function that closes over traced"
+        ):
+            MODES[mode](lambda x: loss(x, True))(X)
+
+
+@pytest.mark.parametrize("hide", ["nested object", "closure"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: jax.grad(jax.jit(f))(X, WEIGHT),
+        lambda f: jax.vmap(jax.grad(f), (None, 0))(X, WEIGHT[None])[0],
+        lambda f: jax.grad(lambda x, w: jax.vmap(f, (None, 0))(x, w).sum())(X, WEIGHT[None]),
+        lambda f: jax.grad(lambda x: jax.lax.map(lambda w: f(x, w), WEIGHT[None]).sum())(X),
+        lambda f: jax.jit(jax.grad(jax.checkpoint(f)))(X, WEIGHT),
+    ],
+    ids=["grad of jit", "vmap of grad", "grad of vmap", "map", "jit of grad of remat"],
+)
+def test_a_hidden_value_that_the_transform_traces(hide, run):
+    hide = HIDING[hide]
+    assert run(lambda x, w: Applies.apply(x, hide(w)).sum()).tolist() == [6, 6, 6]
+
+
+@pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "outer",
+    [
+        lambda f: jax.grad(f),
+        lambda f: jax.grad(jax.jit(f)),
+        lambda f: lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),))[1],
+        lambda f: jax.grad(jax.checkpoint(f)),
+    ],
+    ids=["grad", "grad of jit", "jvp", "remat"],
+)
+def test_the_derivative_with_respect_to_a_value_that_only_backward_reads(inner, outer):
+    class Reads(PyLayer):
+        @staticmethod
+        def forward(ctx, x, model):
+            ctx.model = model
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * ctx.model.w**2
+
+    def summed_gradient(w):
+        return jax.grad(inner(lambda x: Reads.apply(x, Frozen(w)).sum()))(X).sum()
+
+    assert outer(summed_gradient)(WEIGHT) == 12
+
+
+@modes
+@pytest.mark.parametrize("layer", [Applies, AppliesForward, Keeps])
+@pytest.mark.parametrize(
+    ("hide", "message"),
+    [
+        ("slots", r"argument function holds a traced value in \.w, but its type Frozen is no pytree"),
+        ("method", r"argument function holds a traced value in \.layers\.w, but its type Model is no pytree"),
+        ("closure", r"closes over \(w \(in argument function\)\)\. .*Pass it as an argument: \w+\.apply\(\.\.\., w\)"),
+    ],
+)
+def test_a_hidden_value_that_is_differentiated_is_named(hide, message, layer, mode):
+    loss = lambda w: layer.apply(X * 1, HIDING[hide](w)).sum()  # noqa: E731
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
+        MODES[mode](loss)(X)
+
+
+@modes
+def test_a_differentiated_value_that_forward_closes_over_is_named(mode):
+    def loss(w):
+        made = type("Closes", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x * w)})
+        return made.apply(X).sum()
+
+    with pytest.raises(
+        jax.errors.UnexpectedTracerError, match=r"Closes\.forward uses .* closes over \(w\)\. .*Pass it"
+    ):
+        MODES[mode](loss)(X)
+
+
+@modes
+def test_an_object_with_differentiated_values_that_nobody_reads(mode):
+    class Flagged(PyLayer):
+        @staticmethod
+        def forward(ctx, x, model):
+            ctx.model = model
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * len(ctx.model.layers)
+
+    assert MODES[mode](lambda x: (Flagged.apply(x, Model(x)) + x).sum())(X).tolist() == [2, 2, 2]
+    assert MODES[mode](lambda x: (Flagged.apply(X, Model(x)) + x).sum())(X).tolist() == [1, 1, 1]
+
+
+# -- what a method writes -------------------------------------------------------------------------
+
+
+def writing(method, **members):
+    def forward(ctx, x, model):
+        ctx.model = model
+        if method == "forward":
+            model.mask = x > 0
+        return x * 2
+
+    def backward(ctx, dy):
+        if method == "backward":
+            ctx.model.mask = dy * 1
+        return dy
+
+    members |= {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Writes", (PyLayer,), members)
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("method", ["forward", "backward"])
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in ("grad", "vmap")])
+def test_a_traced_value_written_to_an_object(mode, method, forward_mode):
+    made = writing(method, forward_mode=forward_mode)
+    name = {"forward": "model", "backward": r"ctx\.model"}[method]
+    with pytest.raises(
+        ValueError, match=rf"Writes\.{method} wrote a traced value to {name}\.mask, .*Return it as"
+    ) as e:
+        MODES[mode](lambda x: made.apply(x, types.SimpleNamespace()).sum())(X)
+    assert "save_for_backward" in str(e.value) or method == "backward"
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_in_eager_mode_an_object_takes_arrays(method):
+    model = types.SimpleNamespace()
+    jax.grad(lambda x: writing(method).apply(x, model).sum())(X)
+    np.testing.assert_array_equal(model.mask, X > 0 if method == "forward" else jnp.full(3, 1.0))
+    with pytest.raises(ValueError, match="wrote a traced value to model"):
+        jax.vmap(lambda x: writing("forward").apply(x, model))(X)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
+@pytest.mark.parametrize("method", ["forward", "backward"])
+def test_an_attribute_of_an_array(method, run):
+    def note(array, name):
+        if method == name:
+            array.main_grad = 1
+
+    class Notes(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            note(x, "forward")
+            ctx.save_for_backward(x)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            note(ctx.saved_tensors[0], "backward")
+            return dy
+
+    with pytest.raises(AttributeError, match="main_grad") as caught:
+        run(jax.grad(lambda x: Notes.apply(x).sum()))(X[None])
+    text = "\n".join([str(caught.value), *caught.value.__notes__])
+    assert "nder jit an array takes no attributes. Return the value, as one more output of forward" in text
+    assert f"Notes.{method}" in text
+    assert not hasattr(X, "main_grad")
