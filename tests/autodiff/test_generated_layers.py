@@ -86,7 +86,7 @@ def outcome(case: Case) -> tuple[str, str]:
 
 
 def kind_of(error: Exception) -> str:
-    words = re.sub(r"\bL\d\b|\b[a-z]\d*\b|[\d.]+|['\"`]", "", str(error)).split()
+    words = re.sub(r"\bL\d\b|\b[a-z]\d*\b|\d[\d.]*|['\"`]", "", str(error)).split()
     return f"{type(error).__name__}: {' '.join(words[:12])}"
 
 

@@ -9,8 +9,6 @@ rule again. The innermost is the bare `forward`. What a saved object counts as (
 - a closed-over array is a constant for what is computed from it; if it is returned and saved, it is that output;
 - an operation that does nothing, for which JAX hands back its operand, is its operand;
 - an object that is an output carries the rule; of one that is returned twice, the last counts;
-- a closed-over array that is returned carries the rule where it is saved, as any output, but remains a constant for
-  what is computed from it;
 - all else is an intermediate: what `forward` makes of the inputs and of those outputs that carry the rule;
 - an output that is marked as not differentiable carries no rule: it is an intermediate, within `forward`, where it is
   saved and where something saved is computed from it. Outside its derivative is zero.
@@ -38,10 +36,8 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
     outputs = [layer.origin(name) for name in layer.outputs]
     marked = {layer.origin(name) for name in layer.marked}
     plain = {*inputs, *constants, *marked}
-    returned = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
     carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
     returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
-
     saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
 
     def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
