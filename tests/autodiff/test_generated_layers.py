@@ -155,19 +155,21 @@ def fixed(**changes: Any) -> Case:
         marked=changes.pop("marked", []),
         dirty=[],
         materialize=True,
-        gradients=[[Term(i, text) for i, text in terms] for terms in changes.pop("gradients", [[(0, "s0 * {d}")]])],
+        gradients=[
+            terms and [Term(*term) for term in terms] for terms in changes.pop("gradients", [[(0, "s0 * {d}")]])
+        ],
         per_slot=False,
         asks=False,
         forward_mode=False,
     )
-    times, result = changes.pop("times", 1), changes.pop("result", "y0")
-    inputs = [["x0"] * len(layer.inputs), *([f"y{10 * i}"] for i in range(times - 1))]
-    ys = [[f"y{10 * i + j}" for j in range(len(layer.outputs))] for i in range(times)]
-    calls = [Call(y, "l0", x) for x, y in zip(inputs, ys, strict=True)]
-    calls += [Call(["z"], None, [result if times == 1 else f"y{10 * times - 10}"], changes.pop("then", "{}"))]
-    steps = [("slope", (0,))] * changes.pop("order", 2)
+    passed = changes.pop("passed", ["x0"] * len(layer.inputs))
+    calls = [Call([f"y{j}" for j in range(len(layer.outputs))], "l0", passed)]
+    calls += [Call(["y0"], "l0", ["y0"])] * (changes.pop("times", 1) - 1)
+    calls += [Call(["z"], None, [changes.pop("result", "y0")], changes.pop("then", "{}"))]
+    steps = changes.pop("steps", [("slope", (0,))] * 2)
     assert not changes
-    return Case(0, "float64", (), 1, [layer], calls, ["z"], "", False, steps, {"x0": 0.3, "C0": 0.7, "C1": 0.4})
+    values = {"x0": 0.3, "x1": 0.3, "C0": 0.7, "C1": 0.4}
+    return Case(0, "float64", (), len(set(passed)), [layer], calls, ["z"], "", False, steps, values)
 
 
 x = 0.3
@@ -191,7 +193,7 @@ KNOWN = {
     ),
     "doubled tanh": (doubled_tanh, -8 * math.tanh(x) * (1 - math.tanh(x) ** 2)),
     "doubled tanh twice": ({**doubled_tanh, "times": 2}, -10.9068),
-    "doubled tanh twice, third order": ({**doubled_tanh, "times": 2, "order": 3}, -64.157),
+    "doubled tanh twice, third order": ({**doubled_tanh, "times": 2, "steps": [("slope", (0,))] * 3}, -64.157),
     # what a saved object counts as, where `backward` is s·dy unless it is given
     "intermediate": ({"body": [("u0", "a * a")], "saved": ["u0"]}, 2 * x),
     "input": ({**sine, "saved": ["a"]}, 1.0),
@@ -239,7 +241,7 @@ KNOWN = {
         },
         math.cos(x),
     ),
-    "a marked output": ({**sine, "marked": ["u0"], "order": 1, "then": "{} + 0"}, 0.0),
+    "a marked output": ({**sine, "marked": ["u0"], "steps": [("slope", (0,))], "then": "{} + 0"}, 0.0),
     "one array in two arguments, one of them marked": (
         {
             "arguments": ["a", "b"],
@@ -247,9 +249,21 @@ KNOWN = {
             "marked": ["a"],
             "gradients": [[(0, "{d}")], [(1, "4.0 * {d}")]],
             "result": "y1",
-            "order": 1,
+            "steps": [("slope", (0,))],
         },
         4.0,
+    ),
+    "an output that no mapped argument reaches": (
+        {
+            "arguments": ["a", "b"],
+            "passed": ["x0", "x1"],
+            "body": [("u0", "jnp.sin(b)"), ("u1", "u0 * u0")],
+            "returned": "u0",
+            "saved": ["u1"],
+            "gradients": [None, [(0, "s0 * {d}")]],
+            "steps": [("slope", (1,)), ("vmap_first", None), ("slope", (1,))],
+        },
+        4 * math.sin(x) ** 3,
     ),
     "a constant that is returned": (
         {"returned": ("a", "C0"), "saved": ["C0"], "gradients": [[(0, "s0 * {d}"), (1, "5.0 * {d}")]]},
