@@ -56,6 +56,11 @@ ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
         lambda case: case.hooks == "inside" and any(name in FORWARD_MODE for name, _ in case.steps),
         "packing is for reverse mode",
     ),
+    (
+        "NotImplementedError: Differentiation rule for custom_lin not implemented",
+        lambda case: case.hooks == "inside" and any(name == "linearize" for name, _ in case.steps[:-1]),
+        "the same where jax.linearize is differentiated: JAX's own words, for any custom_vjp",
+    ),
 ]
 
 
