@@ -58,8 +58,8 @@ ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
     ),
     (
         "NotImplementedError: Differentiation rule for custom_lin not implemented",
-        lambda case: case.hooks == "inside" and {name for name, _ in case.steps} >= {"linearize"},
-        "the same, where jax.linearize has left the linear part of a packed operation; the words are JAX's",
+        lambda case: case.hooks == "inside" and any(name == "linearize" for name, _ in case.steps[:-1]),
+        "the same where jax.linearize is differentiated: JAX's own words, for any custom_vjp",
     ),
 ]
 
@@ -81,6 +81,7 @@ def outcome(case: Case) -> tuple[str, str]:
         if jax.tree.structure(got) != jax.tree.structure(wanted):
             return "differs", f"got structure {jax.tree.structure(got)}\nnot {jax.tree.structure(wanted)}"
         pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
+        assert all(np.all(np.isfinite(w)) for _, w in pairs), shown(case, "the reference is not finite")
         scale = max(1.0, *(float(np.max(np.abs(w))) for _, w in pairs))
         tolerance = scale * (1e-9 if case.dtype == "float64" else 2e-4)
         for g, w in pairs:
@@ -90,7 +91,7 @@ def outcome(case: Case) -> tuple[str, str]:
 
 
 def kind_of(error: Exception) -> str:
-    words = re.sub(r"\bL\d\b|\b[a-z]\d*\b|[\d.]+|['\"`]", "", str(error)).split()
+    words = re.sub(r"\bL\d\b|\b[a-z]\d*\b|\d[\d.]*|['\"`]", "", str(error)).split()
     return f"{type(error).__name__}: {' '.join(words[:12])}"
 
 
@@ -114,9 +115,9 @@ def table(number: int, first: int, shrinks: bool) -> None:
     for seed in range(first, first + number):
         case = draw(seed)
         kind, message = outcome(case)
-        found[kind].append(seed)
+        found[("allowed: " if is_allowed(case, kind) else "") + kind].append(seed)
         if number == 1 or kind != "agreed":
-            if shrinks and kind != "agreed":
+            if shrinks and kind != "agreed" and not is_allowed(case, kind):
                 case = smallest(case, kind)
                 kind, message = outcome(case)
             verdict = "allowed: " if is_allowed(case, kind) else ""
@@ -159,19 +160,21 @@ def fixed(**changes: Any) -> Case:
         marked=changes.pop("marked", []),
         dirty=[],
         materialize=True,
-        gradients=[[Term(i, text) for i, text in terms] for terms in changes.pop("gradients", [[(0, "s0 * {d}")]])],
+        gradients=[
+            terms and [Term(*term) for term in terms] for terms in changes.pop("gradients", [[(0, "s0 * {d}")]])
+        ],
         per_slot=False,
         asks=False,
         forward_mode=False,
     )
-    times, result = changes.pop("times", 1), changes.pop("result", "y0")
-    inputs = [["x0"] * len(layer.inputs), *([f"y{10 * i}"] for i in range(times - 1))]
-    ys = [[f"y{10 * i + j}" for j in range(len(layer.outputs))] for i in range(times)]
-    calls = [Call(y, "l0", x) for x, y in zip(inputs, ys, strict=True)]
-    calls += [Call(["z"], None, [result if times == 1 else f"y{10 * times - 10}"], changes.pop("then", "{}"))]
-    steps = [("slope", (0,))] * changes.pop("order", 2)
+    passed = changes.pop("passed", ["x0"] * len(layer.inputs))
+    calls = [Call([f"y{j}" for j in range(len(layer.outputs))], "l0", passed)]
+    calls += [Call(["y0"], "l0", ["y0"])] * (changes.pop("times", 1) - 1)
+    calls += [Call(["z"], None, [changes.pop("result", "y0")], changes.pop("then", "{}"))]
+    steps = changes.pop("steps", [("slope", (0,))] * 2)
     assert not changes
-    return Case(0, "float64", (), 1, [layer], calls, ["z"], "", False, steps, {"x0": 0.3, "C0": 0.7, "C1": 0.4})
+    values = {"x0": 0.3, "x1": 0.3, "C0": 0.7, "C1": 0.4}
+    return Case(0, "float64", (), len(set(passed)), [layer], calls, ["z"], "", False, steps, values)
 
 
 x = 0.3
@@ -195,7 +198,7 @@ KNOWN = {
     ),
     "doubled tanh": (doubled_tanh, -8 * math.tanh(x) * (1 - math.tanh(x) ** 2)),
     "doubled tanh twice": ({**doubled_tanh, "times": 2}, -10.9068),
-    "doubled tanh twice, third order": ({**doubled_tanh, "times": 2, "order": 3}, -64.157),
+    "doubled tanh twice, third order": ({**doubled_tanh, "times": 2, "steps": [("slope", (0,))] * 3}, -64.157),
     # what a saved object counts as, where `backward` is s·dy unless it is given
     "intermediate": ({"body": [("u0", "a * a")], "saved": ["u0"]}, 2 * x),
     "input": ({**sine, "saved": ["a"]}, 1.0),
@@ -243,7 +246,7 @@ KNOWN = {
         },
         math.cos(x),
     ),
-    "a marked output": ({**sine, "marked": ["u0"], "order": 1, "then": "{} + 0"}, 0.0),
+    "a marked output": ({**sine, "marked": ["u0"], "steps": [("slope", (0,))], "then": "{} + 0"}, 0.0),
     "one array in two arguments, one of them marked": (
         {
             "arguments": ["a", "b"],
@@ -251,11 +254,27 @@ KNOWN = {
             "marked": ["a"],
             "gradients": [[(0, "{d}")], [(1, "4.0 * {d}")]],
             "result": "y1",
-            "order": 1,
+            "steps": [("slope", (0,))],
         },
         4.0,
     ),
+    "an output that no mapped argument reaches": (
+        {
+            "arguments": ["a", "b"],
+            "passed": ["x0", "x1"],
+            "body": [("u0", "jnp.sin(b)"), ("u1", "u0 * u0")],
+            "returned": "u0",
+            "saved": ["u1"],
+            "gradients": [None, [(0, "s0 * {d}")]],
+            "steps": [("slope", (1,)), ("vmap_first", None), ("slope", (1,))],
+        },
+        4 * math.sin(x) ** 3,
+    ),
     "a constant that is returned": (
+        {"returned": ("a", "C0"), "saved": ["C0"], "gradients": [[(0, "s0 * {d}"), (1, "5.0 * {d}")]]},
+        5.0,
+    ),
+    "of a constant that is returned": (
         {
             "body": [("u0", "C0 * a")],
             "returned": ("a", "C0"),

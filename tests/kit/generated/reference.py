@@ -38,7 +38,6 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
     plain = {*inputs, *constants, *marked}
     carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
     returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
-
     saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
 
     def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:

@@ -206,7 +206,7 @@ class Case:
     def values(self) -> dict[str, Any]:
         """Numbers for the constants and the inputs."""
         if self.given:
-            return self.given
+            return {name: v for name, v in self.given.items() if name[0] == "C" or name in self.inputs}
         rng = random.Random(self.seed)
 
         def number() -> float:
