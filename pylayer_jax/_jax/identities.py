@@ -34,7 +34,7 @@ batch_together_p = Primitive("batch_together")
 
 def batch_together(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """The outputs; under vmap all are mapped, with the axis in front, as soon as one of the inputs or outputs is."""
-    return batch_together_p.bind(*inputs, *outputs, count=len(outputs))
+    return batch_together_p.bind(*inputs, *outputs, count=len(outputs)) if outputs else []
 
 
 def _batch_together_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
