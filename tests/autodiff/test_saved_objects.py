@@ -307,8 +307,9 @@ def test_other_outputs_where_something_is_differentiated_are_an_error_under_jit(
         def backward(ctx, *dys):
             return dys[0]
 
+    if jax.config.jax_custom_vjp3:
+        pytest.skip("jax_custom_vjp3 always runs forward undifferentiated too")
     first = lambda x: Grows.apply(x)[0]  # noqa: E731
     assert grad(first)(1.0) == 1
-    if not jax.config.jax_custom_vjp3:
-        with pytest.raises(ValueError, match=r"Grows\.forward returned 1 tensor where nothing is differentiated"):
-            grad(jax.jit(first))(1.0)
+    with pytest.raises(ValueError, match=r"Grows\.forward returned 1 tensor where nothing is differentiated"):
+        grad(jax.jit(first))(1.0)

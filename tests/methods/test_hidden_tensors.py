@@ -241,6 +241,8 @@ def test_a_traced_value_written_to_an_object(mode, method, forward_mode):
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
 def test_in_eager_mode_an_object_takes_arrays(method):
+    if jax.config.jax_custom_vjp3 and method == "forward":
+        pytest.skip("under jax_custom_vjp3 forward is always traced")
     model = types.SimpleNamespace()
     jax.grad(lambda x: writing(method).apply(x, model).sum())(X)
     np.testing.assert_array_equal(model.mask, X > 0 if method == "forward" else jnp.full(3, 1.0))
