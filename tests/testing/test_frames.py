@@ -1,5 +1,6 @@
 """What pytest shows of a checker that fails: the error, and none of the frames of the checker."""
 
+import os
 import subprocess
 import sys
 
@@ -24,7 +25,8 @@ def test_check_layer():
 def test_frames_of_the_checkers_are_hidden(tmp_path, pytestconfig):
     (tmp_path / "test_wrong.py").write_text(TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", str(tmp_path)]
-    done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=False)
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    done = subprocess.run(command, cwd=pytestconfig.rootpath, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert "E           ✗ gradients " in done.stdout or "E       ✗ gradients " in done.stdout
     assert "pylayer_jax/testing" not in done.stdout
