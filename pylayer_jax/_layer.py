@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
-from ._autodiff.call import NO_CONTEXT, LayerCall, no_custom_vjp
+from ._autodiff.call import LayerCall, force_primitive, null_context
 from ._autodiff.custom_vjp import compile_layer
-from ._autodiff.eager_call import SingleCall
-from ._autodiff.eager_call import bind as bind_eager_call
-from ._autodiff.forward import run_directly
-from ._autodiff.refusals import NoForwardModeError
-from ._hooks.active import Hooks, outside_hooks_trace
+from ._autodiff.errors import NoForwardModeError
+from ._autodiff.forward_mode_call import SingleCall
+from ._autodiff.forward_mode_call import bind as bind_eager_call
+from ._autodiff.run_forward import forward_only
+from ._hooks.open_blocks import Hooks, outside_hooks_trace
 from ._jax import (
     active_traces,
     call_with_symbolic_zeros,
@@ -28,7 +28,7 @@ from ._jax import (
     is_unknown,
     nothing_is_traced,
 )
-from ._methods.apply import Apply
+from ._methods.apply_descriptor import Apply
 from ._methods.arguments import bind, call_of_apply
 from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
@@ -190,7 +190,7 @@ class PyLayer:
         """
         __tracebackhide__ = True
         if nothing_is_traced():
-            return run_directly(cls, args, kwargs)
+            return forward_only(cls, args, kwargs)
         return _run_traced(cls, args, kwargs)
 
 
@@ -198,7 +198,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     __tracebackhide__ = True
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
-    has_forward_mode = layer._has_forward_mode() or no_custom_vjp.value or any(map(is_unknown, tensors))
+    has_forward_mode = layer._has_forward_mode() or force_primitive.value or any(map(is_unknown, tensors))
     traces = active_traces()
     if not has_forward_mode:
         if is_forward_mode_trace(traces[0]) and any(map(is_forward_mode_tracer, tensors)):
@@ -212,7 +212,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     call.hides = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
     try:
         # A layer packs its saved tensors itself.
-        with NO_CONTEXT if call.hooks is None else outside_hooks_trace():
+        with null_context if call.hooks is None else outside_hooks_trace():
             if has_forward_mode or call.hides or layer._has_vmap_method():
                 values = bind_eager_call(SingleCall(call), tensors)
             else:

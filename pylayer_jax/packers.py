@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._hooks.block import saved_tensors_hooks
-from ._hooks.derived import Errors
 from ._hooks.disk import File, folder_of
 from ._hooks.quantize import Blocks, Quantized, dequantize, quantize
+from ._hooks.recompute import Errors
 from ._jax import is_tracer
 
 Only = Callable[[jax.Array], bool]

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "pylayer_jax"
-MUTATED = ("_jax", "_trees", "_methods", "_hooks", "_autodiff", "_layer.py", "_function.py", "packers.py")
+MUTATED = ("_jax", "_trees", "_methods", "_hooks", "_autodiff", "_layer.py", "_torch_function.py", "packers.py")
 TESTS = ("methods", "cost", "hooks", "autodiff", "report")  # the fast ones first
 MARKERS = "not slow and not notebooks and not checkers and not frameworks"
 

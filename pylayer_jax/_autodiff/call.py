@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import jax
 
-from pylayer_jax._hooks.active import Hooks
+from pylayer_jax._hooks.open_blocks import Hooks
 from pylayer_jax._jax import RunLog, eval_jaxpr, is_differentiated, is_leaked, is_staging, is_tracer, stage
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
@@ -26,10 +26,10 @@ from pylayer_jax._trees import innermost, source_of, split, traced_names
 # True while code runs that may be transposed, or differentiated in forward mode: a `backward`, and a `forward` that is
 # staged under `jax.jvp`. A layer that this code applies is then no `jax.custom_vjp` function, which allows neither. It
 # is part of jit's cache key, since a jitted function may apply the layer.
-no_custom_vjp: Final = jax.make_user_context(False)
+force_primitive: Final = jax.make_user_context(False)
 
 
-NO_CONTEXT: Final = contextlib.nullcontext()
+null_context: Final = contextlib.nullcontext()
 
 
 class LayerCall:
@@ -58,7 +58,7 @@ class LayerCall:
     def scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """The operations of a method as `Tanh/forward` in compiled programs and profiles."""
         # JAX compiles an operation of eager mode by itself, without the scopes around it.
-        return self.staged_scope(method) if is_staging(further_out=True) else NO_CONTEXT
+        return self.staged_scope(method) if is_staging(include_outer=True) else null_context
 
     def staged_scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
         """The same in code that is known to be staged."""

@@ -23,10 +23,10 @@ from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import Static, plural, source_of
 
 from .call import LayerCall
-from .derivative import Derivative
-from .differentiate import differentiate
-from .forward import run_undifferentiated
-from .refusals import NoForwardModeError
+from .errors import NoForwardModeError
+from .forward_rule import differentiate
+from .run_forward import run_undifferentiated
+from .tangent_map import Derivative
 
 
 def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
@@ -45,7 +45,7 @@ def _source(layer: type) -> Callable[[], str]:
     return lambda: source_of(name, getattr(found(), "forward", _primal))
 
 
-class _Run(NamedTuple):
+class _SavedRun(NamedTuple):
     """What one run of the forward rule leaves for the backward rule, without its arrays."""
 
     layer: str
@@ -69,7 +69,7 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple
     saved, derivative, outputs, residuals = differentiate(call, tensors, needs_grad, perturbed_is_exact).packed(call)
     _check_outputs(call.name, call.outputs, saved.outputs)
     call.outputs = saved.outputs
-    run = _Run(call.name, derivative, needs_grad)
+    run = _SavedRun(call.name, derivative, needs_grad)
     if call.log is None:
         return tuple(outputs), (Static(run), *residuals)
     # NOTE [several runs]
@@ -111,7 +111,7 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
 _PADDED_TO = 16
 
 
-def _check_count(run: _Run, residuals: int) -> None:
+def _check_count(run: _SavedRun, residuals: int) -> None:
     if not residuals - _PADDED_TO < run.derivative.residuals <= residuals:
         raise RuntimeError(
             f"{run.layer}.forward saved {run.derivative.residuals} tensors for one choice of needs_input_grad "

@@ -22,7 +22,7 @@ import numpy as np
 from pylayer_jax._jax import custom_function_name, has_tangent, inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
 
 
-class Fact(NamedTuple):
+class ZeroInfo(NamedTuple):
     """What is known of a value."""
 
     is_zero: bool  # known to be zero if the inputs are zero
@@ -30,9 +30,9 @@ class Fact(NamedTuple):
     problem: str = ""  # why a value that depends on the inputs may not be linear in them; ends "as ..."
 
 
-Rule = Callable[[Any, list[Fact]], list[Fact]]
+Rule = Callable[[Any, list[ZeroInfo]], list[ZeroInfo]]
 
-_ZERO, _UNKNOWN = Fact(True, False), Fact(False, False)
+_ZERO, _UNKNOWN = ZeroInfo(True, False), ZeroInfo(False, False)
 _RULES: dict[str, Rule] = {}
 
 
@@ -41,7 +41,7 @@ def why_not_linear(jaxpr: Any, inputs: Sequence[bool], consts: Sequence[Any] = (
 
     `consts` are the values of its first inputs, as far as they are known.
     """
-    facts = [Fact(True, True) if is_set else _UNKNOWN for is_set in inputs]
+    facts = [ZeroInfo(True, True) if is_set else _UNKNOWN for is_set in inputs]
     problem = _problem_of(evaluate(jaxpr, facts))
     if problem and any(map(_is_concrete_zero, consts)):  # looked at only if the proof needs it
         facts[: len(consts)] = [_ZERO if _is_concrete_zero(c) else f for c, f in zip(consts, facts, strict=False)]
@@ -49,7 +49,7 @@ def why_not_linear(jaxpr: Any, inputs: Sequence[bool], consts: Sequence[Any] = (
     return problem
 
 
-def _problem_of(outputs: Sequence[Fact]) -> str:
+def _problem_of(outputs: Sequence[ZeroInfo]) -> str:
     for fact in outputs:
         if fact.problem:
             return fact.problem
@@ -63,12 +63,12 @@ def _is_concrete_zero(value: Any) -> bool:
         return False
 
 
-def evaluate(jaxpr: Any, inputs: Sequence[Fact]) -> list[Fact]:
+def evaluate(jaxpr: Any, inputs: Sequence[ZeroInfo]) -> list[ZeroInfo]:
     """The facts of the outputs of a jaxpr, from those of its inputs."""
-    facts: dict[Any, Fact] = dict(zip(jaxpr.invars, inputs, strict=True))
+    facts: dict[Any, ZeroInfo] = dict(zip(jaxpr.invars, inputs, strict=True))
     facts |= dict.fromkeys(jaxpr.constvars, _UNKNOWN)
 
-    def read(atom: Any) -> Fact:
+    def read(atom: Any) -> ZeroInfo:
         return (_ZERO if _is_concrete_zero(atom.val) else _UNKNOWN) if is_literal(atom) else facts[atom]
 
     for equation in jaxpr.eqns:
@@ -79,7 +79,7 @@ def evaluate(jaxpr: Any, inputs: Sequence[Fact]) -> list[Fact]:
     return [read(a) for a in jaxpr.outvars]
 
 
-def _checked(equation: Any, result: Any, fact: Fact) -> Fact:
+def _checked(equation: Any, result: Any, fact: ZeroInfo) -> ZeroInfo:
     """The fact of one result of an equation, with the problem if there is one."""
     if not fact.depends or fact.problem:
         return fact
@@ -105,26 +105,26 @@ def add_rule(name: str, rule: Rule) -> None:
     _RULES[name] = rule
 
 
-def _result(operands: Sequence[Fact], is_zero: bool) -> Fact:
+def _result(operands: Sequence[ZeroInfo], is_zero: bool) -> ZeroInfo:
     problem = next((f.problem for f in operands if f.problem), "")
-    return Fact(is_zero, any(f.depends for f in operands), problem)
+    return ZeroInfo(is_zero, any(f.depends for f in operands), problem)
 
 
-def _unknown(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _unknown(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     return [_result(operands, False)] * len(equation.outvars)
 
 
-def _zero_if(which: Callable[[Any, list[Fact]], Sequence[Fact]]) -> Rule:
+def _zero_if(which: Callable[[Any, list[ZeroInfo]], Sequence[ZeroInfo]]) -> Rule:
     """Zero if these operands are."""
 
-    def rule(equation: Any, operands: list[Fact]) -> list[Fact]:
+    def rule(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
         is_zero = all(f.is_zero for f in which(equation, operands))
         return [_result(operands, is_zero)] * len(equation.outvars)
 
     return rule
 
 
-def _each(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _each(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     """Each result is the operand at its position."""
     del equation
     return operands
@@ -142,7 +142,7 @@ for _name in (
     add_rule(_name, _zero_if(lambda _, operands: operands))
 
 
-def _product(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _product(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     """Zero if one of the two factors is; linear in one of them at a time."""
     a, b = operands[:2]
     fact = _result(operands, a.is_zero or b.is_zero)
@@ -159,7 +159,7 @@ for _name in ("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"
 def _linear_in(positions: Sequence[int], others: str) -> Rule:
     """Zero if the operands at these positions are; linear in these, and not in the others."""
 
-    def rule(equation: Any, operands: list[Fact]) -> list[Fact]:
+    def rule(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
         fact = _result(operands, all(operands[i].is_zero for i in positions))
         if not fact.problem and any(f.depends for i, f in enumerate(operands) if i not in positions):
             name = equation.primitive.name
@@ -184,7 +184,7 @@ for _name, _positions, _others in (
     add_rule(_name, _linear_in(_positions, _others))
 
 
-def _linear_solve(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _linear_solve(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     count = len(operands)
     return _linear_in(range(count - len(equation.outvars), count), "matrix")(equation, operands)
 
@@ -192,7 +192,7 @@ def _linear_solve(equation: Any, operands: list[Fact]) -> list[Fact]:
 add_rule("custom_linear_solve", _linear_solve)
 
 
-def _scatter(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _scatter(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     # With a function for the updates, as in x.at[i].apply(f), it may compute anything.
     rule = _unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2), "index")
     return rule(equation, operands)
@@ -208,7 +208,7 @@ add_rule("with_tangent", lambda _, operands: [_result(operands, operands[1].is_z
 add_rule("batch_together", lambda equation, operands: operands[-equation.params["count"] :])
 
 
-def _gather(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _gather(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     # Without a fill value, an index that is out of bounds gives NaN, which everybody sees.
     fill = equation.params.get("fill_value")
     return [_result(operands, operands[0].is_zero and (fill is None or fill == 0 or np.isnan(fill)))]
@@ -220,13 +220,13 @@ add_rule("gather", _gather)
 # -- calls, branches, loops -----------------------------------------------------------------------
 
 
-def call_of(jaxpr: Any, equation: Any, operands: list[Fact]) -> list[Fact]:
+def call_of(jaxpr: Any, equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     """The results of a call: those of its jaxpr, whose last inputs are the operands."""
     inputs = [_UNKNOWN] * (len(jaxpr.invars) - len(operands)) + operands
     return evaluate(jaxpr, inputs)[: len(equation.outvars)]
 
 
-def _call(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _call(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     return call_of(inner_jaxprs(equation.params)[0], equation, operands)
 
 
@@ -240,14 +240,14 @@ add_rule(
 )
 
 
-def _joined(one: Sequence[Fact], other: Sequence[Fact]) -> list[Fact]:
+def _joined(one: Sequence[ZeroInfo], other: Sequence[ZeroInfo]) -> list[ZeroInfo]:
     return [
-        Fact(a.is_zero and b.is_zero, a.depends or b.depends, a.problem or b.problem)
+        ZeroInfo(a.is_zero and b.is_zero, a.depends or b.depends, a.problem or b.problem)
         for a, b in zip(one, other, strict=True)
     ]
 
 
-def _cond(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _cond(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     index, *rest = operands
     branches = [evaluate(jaxpr_and_consts(b)[0], rest) for b in equation.params["branches"]]
     results = branches[0]
@@ -256,11 +256,11 @@ def _cond(equation: Any, operands: list[Fact]) -> list[Fact]:
     return [_with_condition(f, index) for f in results]
 
 
-def _with_condition(fact: Fact, condition: Fact) -> Fact:
+def _with_condition(fact: ZeroInfo, condition: ZeroInfo) -> ZeroInfo:
     return fact._replace(depends=True, problem=fact.problem or condition.problem) if condition.depends else fact
 
 
-def _scan(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _scan(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     consts, carries = scan_counts(equation.params)
     body = jaxpr_and_consts(equation.params["jaxpr"])[0]
     carry, per_iteration = operands[consts : consts + carries], operands[consts + carries :]
@@ -272,7 +272,7 @@ def _scan(equation: Any, operands: list[Fact]) -> list[Fact]:
         carry = joined
 
 
-def _while(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _while(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     of_cond, of_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
     condition, body = (jaxpr_and_consts(equation.params[k])[0] for k in ("cond_jaxpr", "body_jaxpr"))
     carry = operands[of_cond + of_body :]

@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from pylayer_jax._hooks.active import SUSPENDED, active
-from pylayer_jax._hooks.packed_residuals import LazyResiduals, PackedResiduals, pack
+from pylayer_jax._hooks.open_blocks import SUSPENDED, active
+from pylayer_jax._hooks.packed_residuals import PackedResiduals, UnpackOnRead, pack
 from pylayer_jax._jax import checkpoint_name, is_staging, is_tracer
 
 from .call import LayerCall
-from .derivative import Derivative, WrappedDerivative
 from .saved_state import SavedState
+from .tangent_map import Derivative, WrappedDerivative
 
 
 def pack_residuals(
@@ -31,7 +31,7 @@ def pack_residuals(
         kept = derivative.residuals - len(packed.tensors) + packed.size
         derivative = PackedDerivative.of(derivative, residuals=kept, is_packed=True, packed=packed)
         residuals, owners = [*arrays, *residuals[saved.packable :]], packed.owners
-    if not call.layer.saved_names or not is_staging(further_out=True):
+    if not call.layer.saved_names or not is_staging(include_outer=True):
         return derivative, residuals, outputs
     names = _checkpoint_names(call, saved, count)
     named = [_named(x, names[i]) for x, i in zip(residuals, owners, strict=False)] + residuals[len(owners) :]
@@ -57,4 +57,4 @@ class PackedDerivative(WrappedDerivative):
     packed: PackedResiduals
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        return LazyResiduals(self.packed, arrays, cotangents)
+        return UnpackOnRead(self.packed, arrays, cotangents)

@@ -1,4 +1,4 @@
-"""Everything that one run of `forward` left for `backward`, except the tensors themselves."""
+"""The non-array state that `forward` saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import (
     Place,
-    Skeleton,
+    TreeWithoutTensors,
     contains,
     hidden,
     is_made_here,
@@ -30,7 +30,7 @@ from pylayer_jax._trees import (
 class SavedTree:
     """A pytree: its skeleton, and the index of each of its tensors among the residuals."""
 
-    skeleton: Skeleton
+    skeleton: TreeWithoutTensors
     residuals: list[int]
 
     def restore(self, residuals: Sequence[Any]) -> Any:
@@ -48,7 +48,7 @@ _CONTAINERS = (dict, set, collections.deque, bytearray)  # the dicts have keys t
 
 @dataclasses.dataclass(eq=False, slots=True)
 class SavedState:
-    """Everything that one run of `forward` left for `backward`, except the tensors themselves.
+    """The non-array state that one run of `forward` saved.
 
     A saved value is a `SavedTree` if it is a tensor or a container, and the value itself if not.
     """
@@ -145,7 +145,7 @@ def save_state(
                 places[f"{path}.{place.name.lstrip('.')}"] = place
         return keep(tensors, skeleton, value)
 
-    def keep(tensors: list[Any], skeleton: Skeleton, value: Any) -> Any:
+    def keep(tensors: list[Any], skeleton: TreeWithoutTensors, value: Any) -> Any:
         if kept_as:
             tensors = [kept_as.get(id(x), x) for x in tensors]
         for tensor in tensors:

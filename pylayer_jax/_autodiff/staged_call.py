@@ -48,12 +48,12 @@ from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.outputs import Identity, Outputs
 from pylayer_jax._trees import values_in_reach
 
-from .backward import LayerDerivative
-from .call import NO_CONTEXT, LayerCall, no_custom_vjp
-from .derivative import Derivative
-from .forward import run_and_save
+from .backward_rule import LayerDerivative
+from .call import LayerCall, force_primitive, null_context
 from .residuals import pack_residuals
+from .run_forward import run_and_save
 from .saved_state import SavedState
+from .tangent_map import Derivative
 
 Source = Identity | tuple[Literal["intermediate"], int]
 
@@ -107,7 +107,7 @@ class StagedCall:
         variables = [self.jaxpr.outvars[i] for i in self.carriers]
         return dependence(self.jaxpr, [False] * len(self.jaxpr.invars), variables=variables)[self.outputs :]
 
-    def computing(self, used: Sequence[bool] | None) -> tuple[Any, list[bool]]:
+    def dce(self, used: Sequence[bool] | None) -> tuple[Any, list[bool]]:
         """The jaxpr of the results that are used (None: of all), and a mask of the inputs that it reads."""
         return (self.jaxpr, [True] * len(self.jaxpr.invars)) if used is None else prune(self.jaxpr, used)
 
@@ -180,7 +180,7 @@ def stage_call(
         return [*outputs, *intermediates], (saved, sources)
 
     try:
-        with no_custom_vjp(True) if is_forward_mode() else NO_CONTEXT:
+        with force_primitive(True) if is_forward_mode() else null_context:
             jaxpr, consts, (saved, sources) = stage(forward, types, call.source)
     except NEEDS_VALUES as error:
         # Host code in `forward`. Under eager differentiation the numbers are there, below the tracers.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax import (
-    HoldingPrimitive,
+    PrimitiveWithObject,
     dependence,
     effects_of_own_refs,
     eval_jaxpr,
@@ -33,13 +33,13 @@ from pylayer_jax._jax import (
     zeros_of,
 )
 
-from .intermediates import intermediate_tangents, nonzero_tangents
-from .linearity import Fact, add_rule, call_of
+from .intermediate_tangents import intermediate_tangents, nonzero_tangents
+from .linearity import ZeroInfo, add_rule, call_of
 from .staged_call import StagedCall, second_derivative_error
 from .staged_call_batching import batch_staged_call
 from .transpose import transpose_forward
 
-staged_call_p = HoldingPrimitive("staged_call", "staged")
+staged_call_p = PrimitiveWithObject("staged_call", "staged")
 
 
 def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
@@ -76,12 +76,12 @@ def _closed_over_ref_error(layer: str) -> TypeError:
 
 
 def _evaluate(*args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> list[Any]:
-    jaxpr, is_read = staged.computing(used)
+    jaxpr, is_read = staged.dce(used)
     return eval_jaxpr(jaxpr, (), *select(args, is_read))
 
 
 def _types(*_: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> tuple[list[Any], Any]:
-    jaxpr, _is_read = staged.computing(used)
+    jaxpr, _is_read = staged.dce(used)
     return [v.aval for v in jaxpr.outvars], _effects(jaxpr)
 
 
@@ -90,14 +90,14 @@ def _effects(jaxpr: Any) -> frozenset[Any]:
 
 
 def _lower(context: Any, *args: Any, staged: StagedCall, used: tuple[bool, ...] | None = None) -> Any:
-    jaxpr, is_read = staged.computing(used)
+    jaxpr, is_read = staged.dce(used)
     return lower_jaxpr(context, jaxpr, *select(args, is_read))
 
 
 def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
     before = equation.params.get("used")
     mask = tuple(used) if before is None else tuple(merge(before, used, [False] * len(before)))
-    jaxpr, _ = held_object(equation).computing(mask)
+    jaxpr, _ = held_object(equation).dce(mask)
     # Inputs stay, since a derivative may need them.
     left = equation.replace(
         outvars=select(equation.outvars, used), params=equation.params | {"used": mask}, effects=_effects(jaxpr)
@@ -218,9 +218,9 @@ register(
 )
 
 
-def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _facts(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     staged: StagedCall = held_object(equation)
-    jaxpr, is_read = staged.computing(equation.params.get("used"))
+    jaxpr, is_read = staged.dce(equation.params.get("used"))
     facts = call_of(jaxpr, equation, select(operands, is_read))
     return [
         f._replace(problem=f"it applies the layer {staged.name}, whose forward is not, as {f.problem}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._hooks.active import layers_only
+from pylayer_jax._hooks.open_blocks import layers_only
 from pylayer_jax._jax import (
     KERNEL,
     NEEDS_VALUES,
@@ -20,8 +20,8 @@ from pylayer_jax._jax import (
     without_stopped_selections,
 )
 
+from .errors import KernelInBackward, NotDerivableError
 from .linearity import why_not_linear
-from .refusals import KernelInBackward, NotDerivableError
 
 
 def transpose(

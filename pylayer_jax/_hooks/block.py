@@ -16,9 +16,10 @@ import numpy as np
 
 from pylayer_jax._jax import current_trace
 
-from .active import Block, Disabled, Hook, Pair, active, active_pair, innermost_block, mark_nested
-from .derived import Errors
-from .operations import HooksTrace, enter_block
+from .open_blocks import Block, Disabled, active, active_pair, innermost_block, mark_nested
+from .pair import Hook, Pair
+from .recompute import Errors
+from .trace import HooksTrace, enter_block
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -202,7 +203,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         block = innermost_block()
         if block is not None and isinstance(block.value, Disabled) and not block.is_foreign():
             raise RuntimeError(block.value.message)
-        if self._pair.is_outdated():  # a variable that a hook reads was bound anew
+        if self._pair.globals_changed():  # a variable that a hook reads was bound anew
             self._pair = self._present_pair()
         mark_nested(self._pair)
         self._pair.store.add_owner(self)

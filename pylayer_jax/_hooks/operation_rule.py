@@ -35,9 +35,9 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import Static
 
-from .active import Hooks, hooks_suspended
-from .derived import Recorder
+from .open_blocks import Hooks, hooks_suspended
 from .packed_residuals import PackedResiduals, pack
+from .recompute import Recorder
 
 Run = Callable[..., Any]  # from arrays to an array or a list of arrays
 
@@ -62,7 +62,7 @@ class Operation:
         self.hooks = hooks
         self.differentiated = differentiated  # a mask of the inputs; None: the inputs that JAX perturbs
         self.constants = constants  # a mask of the first inputs; the forward rule sees tracers in their place
-        self.log: RunLog[_OperationRun] | None = RunLog() if hooks.deferred else None
+        self.log: RunLog[_SavedRun] | None = RunLog() if hooks.deferred else None
 
     def apply(self, args: Sequence[Any]) -> Any:
         return call_with_symbolic_zeros(_rule, Static(self), args)
@@ -110,7 +110,7 @@ class StagedOperation:
 # -- the custom_vjp -------------------------------------------------------------------------------
 
 
-class _OperationRun:
+class _SavedRun:
     """What one run of the forward rule leaves for the backward rule, without its arrays."""
 
     __slots__ = ("differentiated", "output_types", "packed", "pullback", "treedef")
@@ -151,7 +151,7 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
         owner = f"the operation {operation.name}, residual"
         constants = list(itertools.compress(args, operation.constants))
         packed, arrays, outputs = pack(operation.hooks, arrays, outputs, owner, recorder.origins, constants)
-    run_of_rule = _OperationRun(differentiated, [typeof(x) for x in outputs], output_treedef, packed, vjp)
+    run_of_rule = _SavedRun(differentiated, [typeof(x) for x in outputs], output_treedef, packed, vjp)
     result = output_treedef.unflatten(outputs)
     if operation.log is None:
         return result, (Static(run_of_rule), *arrays)

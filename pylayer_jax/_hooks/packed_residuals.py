@@ -12,10 +12,10 @@ import jax
 
 from pylayer_jax._jax import compute_together, is_key, is_run_number, is_staged, is_staging, is_tracer, typeof
 
-from .active import Hooks, hooks_suspended, outside_hooks_trace
-from .derived import Expression, Origins
+from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
 from .pack_cache import PackCache
 from .packing import PackedTensor, is_packed, pack_tensor
+from .recompute import Expression, Origins
 
 
 class DerivedTensor:
@@ -102,7 +102,7 @@ def _unpacked(packed: Kept, arrays: Sequence[Any], wait_for: list[Any], found: d
     return found[key]
 
 
-class LazyResiduals(Sequence[Any]):
+class UnpackOnRead(Sequence[Any]):
     """Residuals of which the first are packed. They are unpacked when one of them is asked for."""
 
     def __init__(self, packed: PackedResiduals, arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
@@ -186,7 +186,7 @@ class _Packing:
         self._entries: dict[int, _Entry] = {}  # by the identity of the tensor
         self._new: list[_Entry] = []  # of tensors that were packed here
         self._constants = constants
-        self._is_staging = is_staging(further_out=True)
+        self._is_staging = is_staging(include_outer=True)
 
     def entry(self, tensor: Any, index: int) -> _Entry:
         """The entry of a tensor, which is packed if it does not follow from others that are no larger."""

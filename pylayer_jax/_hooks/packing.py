@@ -38,11 +38,12 @@ from pylayer_jax._jax import (
     with_tangent,
     with_type,
 )
-from pylayer_jax._trees import Skeleton, describe, hiding_functions, is_tensor, split
+from pylayer_jax._trees import TreeWithoutTensors, describe, hiding_functions, is_tensor, split
 
-from .active import Hook, Hooks, Pair, hooks_suspended, outside_hooks_trace
-from .host import PackSite
-from .shards import Division, from_local_shards, local_shards
+from .host_shards import ShardLayout, from_local_shards, local_shards
+from .host_store import PackSite
+from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
+from .pair import Hook, Pair
 
 PACK_SCOPE: Final = "pack_hook"  # the operations of pack hooks in compiled programs, profiles and reports
 
@@ -71,7 +72,7 @@ class PackedTensor:
         self.keeps_original = keeps_original  # whether the tensor itself is kept, for its tangent
         self.is_in_shards = False  # whether its shards in this process are packed, each by itself
         self.site: PackSite | None = None
-        self.skeleton: Skeleton
+        self.skeleton: TreeWithoutTensors
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> jax.Array:
         """The tensor, by the unpack hook; in staged code not before the cotangents are there."""
@@ -173,7 +174,7 @@ def _pack_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, l
                 f"{where} cannot be packed on the host inside of jax.checkpoint, which refuses effects. Put the hooks "
                 "block around the checkpointed function instead of inside, or use hooks without host=True."
             )
-        division = Division.of(value)
+        division = ShardLayout.of(value)
         unpack = _checking(pair.unpack, division.piece, where)
         packed.site = PackSite(pair.store, pair.pack, unpack, division, where)
         arrays = [packed.site.token(value)]
@@ -197,7 +198,7 @@ class _PackedWhenStaged:
         )
 
 
-def _run_pack_hook(pack: Hook, value: Any, where: str) -> tuple[list[Any], Skeleton]:
+def _run_pack_hook(pack: Hook, value: Any, where: str) -> tuple[list[Any], TreeWithoutTensors]:
     with _needs_no_values("pack_hook", where):
         packed = pack(value)
     # A NumPy array stays on the host, and is released with the vjp function, as every other object is.

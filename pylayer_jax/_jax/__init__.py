@@ -1,20 +1,20 @@
-"""JAX, as far as it may move: the ground floor of the package.
+"""Imports and helpers that depend on JAX's internals.
 
-- `names`: the only importer of names of JAX that may move between versions.
+- `imports`: the only importer of names of JAX that may move between versions.
 - `tracers`: facts about tracers, and about the traces that are active.
 - `types`: shapes, dtypes, weak types, shardings; zeros of a type.
 - `masks`: lists of values and masks.
 - `jaxprs`: making jaxprs, reading and changing them.
 - `primitives`: entering a primitive into the rule tables of JAX.
-- `custom_rules`: functions with custom rules, and the log of their runs.
+- `custom_vjp`: functions with custom rules, and the log of their runs.
 - `identities`: primitives that compute nothing.
 - `host_calls`: the primitive that runs a function on the host.
 - `kernels`: operations of which JAX does not know the derivative in reverse mode, and marks on their operands.
 
-This file hands their names on, so that the other wings import from `pylayer_jax._jax`.
+This file hands their names on, so that the other subpackages import from `pylayer_jax._jax`.
 """
 
-from .custom_rules import (
+from .custom_vjp import (
     NO_RESIDUAL,
     RunLog,
     call_with_symbolic_zeros,
@@ -35,6 +35,14 @@ from .identities import (
     holds_hooks_block,
     mark_hooks_block,
     with_tangent,
+)
+from .imports import (
+    ShapedArray,
+    checkpoint_name,
+    eval_context,
+    eval_jaxpr,
+    set_current_trace,
+    summarize,
 )
 from .jaxprs import (
     as_parameter,
@@ -65,16 +73,8 @@ from .kernels import (
     naming_kernels,
 )
 from .masks import merge, one_hot, scatter, select
-from .names import (
-    ShapedArray,
-    checkpoint_name,
-    eval_context,
-    eval_jaxpr,
-    set_current_trace,
-    summarize,
-)
 from .primitives import (
-    HoldingPrimitive,
+    PrimitiveWithObject,
     batch_axis_to_front,
     held_object,
     is_named,
@@ -85,7 +85,7 @@ from .primitives import (
 )
 from .tracers import (
     NEEDS_VALUES,
-    TraceBefore,
+    PassThroughTrace,
     active_traces,
     concrete_value,
     current_trace,
@@ -134,10 +134,10 @@ __all__ = [
     "KERNEL",
     "NEEDS_VALUES",
     "NO_RESIDUAL",
-    "HoldingPrimitive",
+    "PassThroughTrace",
+    "PrimitiveWithObject",
     "RunLog",
     "ShapedArray",
-    "TraceBefore",
     "active_traces",
     "as_array",
     "as_arrays",

@@ -16,14 +16,14 @@ from typing import Any
 import jax
 import numpy as np
 
+from .imports import ShapedArray, buffer_callback, io_callback, mlir
 from .masks import merge
-from .names import ShapedArray, buffer_callback, io_callback, mlir
-from .primitives import HoldingPrimitive, register
+from .primitives import PrimitiveWithObject, register
 from .types import explicit_sharding
 
 HostFunction = Callable[..., np.ndarray | np.generic]
 
-host_call_p = HoldingPrimitive("host_call", "function")
+host_call_p = PrimitiveWithObject("host_call", "function")
 
 
 def host_call(function: HostFunction, result: jax.ShapeDtypeStruct, *args: Any) -> jax.Array:

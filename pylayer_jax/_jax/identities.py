@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
+from .imports import Primitive, partial_eval, stablehlo
 from .jaxprs import has_equation
 from .masks import merge, scatter, select
-from .names import Primitive, partial_eval, stablehlo
 from .primitives import batch_axis_to_front, register
 
 

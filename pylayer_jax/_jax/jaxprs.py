@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.ref import AbstractRef, freeze, new_ref
 
-from .names import (
+from .imports import (
     ClosedJaxpr,
     DebugInfo,
     Jaxpr,

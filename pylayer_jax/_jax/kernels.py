@@ -14,11 +14,11 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 from .identities import drop_operands
+from .imports import Primitive, ShapedArray, eval_jaxpr, partial_eval, set_current_trace
 from .jaxprs import changed_inside, computing_only, dependence, inner_jaxprs, is_literal, stage
 from .masks import merge, one_hot, select
-from .names import Primitive, ShapedArray, eval_jaxpr, partial_eval, set_current_trace
 from .primitives import register
-from .tracers import TraceBefore, current_trace, is_differentiated
+from .tracers import PassThroughTrace, current_trace, is_differentiated
 from .types import has_tangent, typeof
 
 
@@ -150,7 +150,7 @@ partial_eval.partial_eval_jaxpr_custom_rules[kernel_tangents_p] = _evaluate_tang
 # -- the trace --------------------------------------------------------------------------------------
 
 
-class KernelsTrace(TraceBefore):
+class KernelsTrace(PassThroughTrace):
     """Marks the operands of kernels, also of those in jitted functions, loops and branches."""
 
     __slots__ = ("refusal",)

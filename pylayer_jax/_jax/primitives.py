@@ -11,15 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .imports import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_rules, mlir, partial_eval
 from .jaxprs import effects_of_own_refs
 from .masks import select
-from .names import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_rules, mlir, partial_eval
 from .types import has_tangent, tangent_type, typeof
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
 
 
-class HoldingPrimitive(Primitive):
+class PrimitiveWithObject(Primitive):
     """A primitive with one parameter that is a Python object, which lives as long as the equation does.
 
     NOTE [held objects]
@@ -58,7 +58,7 @@ _NO_DEBUG_INFO = DebugInfo("pylayer_jax", "held object", None, None)
 
 
 def held_object(equation: Any) -> Any:
-    """The object that an equation of a `HoldingPrimitive` holds."""
+    """The object that an equation of a `PrimitiveWithObject` holds."""
     return _held_objects[equation.params[equation.primitive.parameter][0][0]]
 
 
@@ -87,7 +87,7 @@ def register(
     and the equation without these outputs. Otherwise all inputs of an equation count as read if an output is used.
     """
     bind = bind or primitive.bind
-    opened = primitive.with_object if isinstance(primitive, HoldingPrimitive) else lambda rule: rule
+    opened = primitive.with_object if isinstance(primitive, PrimitiveWithObject) else lambda rule: rule
 
     def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
@@ -108,7 +108,7 @@ def register(
     primitive.def_impl(opened(evaluate))
     primitive.def_effectful_abstract_eval(opened(abstract))
     ad.primitive_jvps[primitive] = opened(jvp_rule)
-    if isinstance(primitive, HoldingPrimitive):  # other primitives stay errors of jet, such as those in a custom_vjp
+    if isinstance(primitive, PrimitiveWithObject):  # other primitives stay errors of jet, such as those in a custom_vjp
         jet_rules[primitive] = functools.partial(_taylor_series, primitive)
     if transpose is not None:
         ad.primitive_transposes[primitive] = opened(_with_zeros(transpose))

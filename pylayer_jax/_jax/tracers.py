@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .names import (
+from .imports import (
     Trace,
     Tracer,
     ad,
@@ -111,7 +111,7 @@ def current_trace() -> Any:
         return trace
 
 
-class TraceBefore(Trace):
+class PassThroughTrace(Trace):
     """The base of a trace that stands before another trace and makes no tracers of its own."""
 
     __slots__ = ("parent_trace",)
@@ -145,7 +145,7 @@ class TraceBefore(Trace):
 
 
 def trace_below(trace: Any) -> Any:
-    while isinstance(trace, TraceBefore):
+    while isinstance(trace, PassThroughTrace):
         trace = trace.parent_trace
     return trace
 
@@ -205,15 +205,15 @@ def is_forward_over_reverse(traces: Sequence[Any]) -> bool:
     return bool(found) and not found[0] and any(found)
 
 
-def is_staging(further_out: bool = False) -> bool:
+def is_staging(include_outer: bool = False) -> bool:
     """Whether the running code becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
 
-    With `further_out`, also if a trace further out stages, as in grad or vmap within jit.
+    With `include_outer`, also if a trace further out stages, as in grad or vmap within jit.
     """
     for trace in active_traces():
         if _is_staging_trace(trace):
             return True
-        if not further_out and type(trace).__name__ != "JaxprTrace":
+        if not include_outer and type(trace).__name__ != "JaxprTrace":
             return False
     return False
 

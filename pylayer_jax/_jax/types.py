@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .names import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
+from .imports import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
 from .tracers import is_staged, is_tracer
 
 typeof = jax.typeof

@@ -1,6 +1,6 @@
-"""The methods that a user writes on a class: one room for each, with the values that it takes and returns.
+"""The methods that a user writes on a class: one module for each, with the values that it takes and returns.
 
-- `apply`: the method that users call, with the signature and the types of `forward`.
+- `apply_descriptor`: the method that users call, with the signature and the types of `forward`.
 - `arguments`: the arguments of `forward`, bound to its signature.
 - `context`: the `ctx` that carries values from `forward` to `backward`.
 - `outputs`: the outputs of `forward`, and the cotangents for `backward`.
@@ -11,5 +11,5 @@
 - `mistakes`: warnings and errors for a forgotten return, and for parameters too few or too many.
 - `once_differentiable`: the decorator for a `backward` without a derivative.
 
-Nothing in here knows how JAX differentiates. Each room checks values that a user gave, and raises errors about them.
+Nothing in here knows how JAX differentiates. Each module checks values that a user gave, and raises errors about them.
 """

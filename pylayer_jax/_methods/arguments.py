@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pylayer_jax._jax import as_arrays, has_tangent, is_ref, typeof
-from pylayer_jax._trees import LEAF, Skeleton, Watched, split
+from pylayer_jax._trees import LEAF, MutationCheck, TreeWithoutTensors, split
 
 from .mistakes import Attributes
 
@@ -21,7 +21,7 @@ class Argument:
 
     __slots__ = ("first", "name", "skeleton")
 
-    def __init__(self, name: str, skeleton: Skeleton, first: int) -> None:
+    def __init__(self, name: str, skeleton: TreeWithoutTensors, first: int) -> None:
         self.name = name
         self.skeleton = skeleton
         self.first = first  # index of its first tensor among those of the call
@@ -83,7 +83,9 @@ class Arguments:
         if self.are_tensors:
             return function(ctx, *tensors)
         values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
-        watched = [(a.name, Watched(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container]
+        watched = [
+            (a.name, MutationCheck(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container
+        ]
         result = function(
             ctx, *values[: self.positional], **dict(zip(self.keywords, values[self.positional :], strict=True))
         )
@@ -205,7 +207,7 @@ def _read_declared(forward: Callable[..., Any]) -> _Declared:
     )
 
 
-def _refuse_refs(layer: str, name: str, skeleton: Skeleton) -> None:
+def _refuse_refs(layer: str, name: str, skeleton: TreeWithoutTensors) -> None:
     if not any(map(is_ref, skeleton.leaves)):
         return
     path = next(path for path, leaf in skeleton.static_paths() if is_ref(leaf))

@@ -46,7 +46,9 @@ def check_declarations(layer: Any) -> None:
 
 def _refuse_misspelled_names(layer: Any) -> None:
     own = vars(layer)
-    users = [base for base in layer.__mro__ if base.__module__ not in ("pylayer_jax._layer", "pylayer_jax._function")]
+    users = [
+        base for base in layer.__mro__ if base.__module__ not in ("pylayer_jax._layer", "pylayer_jax._torch_function")
+    ]
     for name in own:
         meant = name_meant(name, _FLAGS + _METHODS)
         if meant is None or name[0] == "_" or name[-1].isdigit() or not hasattr(layer, meant):

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 from pylayer_jax._jax import as_arrays, has_tangent, is_staging, is_tracer, typeof, zeros_of
-from pylayer_jax._trees import Skeleton, contains, describe, split
+from pylayer_jax._trees import TreeWithoutTensors, contains, describe, split
 
 from .context import ContextState
 
@@ -43,7 +43,7 @@ class Outputs:
     def __init__(
         self,
         result: Any,
-        skeleton: Skeleton,
+        skeleton: TreeWithoutTensors,
         arrays: Sequence[jax.Array],
         non_differentiable: frozenset[int],
         inputs: Sequence[Any],
@@ -96,7 +96,7 @@ class Outputs:
 
     def _zeros(self, i: int) -> jax.Array:
         aval, sharding = self.types[i], self.shardings[i]
-        return zeros_of(aval) if sharding is None or is_staging(further_out=True) else _zeros_maker(aval, sharding)()
+        return zeros_of(aval) if sharding is None or is_staging(include_outer=True) else _zeros_maker(aval, sharding)()
 
 
 def _non_differentiable(layer: str, tensors: Sequence[Any], state: ContextState) -> frozenset[int]:

@@ -1,6 +1,6 @@
 """`saved_tensors_report`: everything that `jax.vjp` of a function keeps for backward, and its bytes.
 
-The rooms, each of which imports only rooms above it:
+The modules, each of which imports only modules above it:
 
 - `table`: the report that users see, as rows, text, HTML and bars;
 - `values`: follows the equations of a jaxpr, also into inner jaxprs, and finds where each of its values comes from;

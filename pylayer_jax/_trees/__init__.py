@@ -1,16 +1,16 @@
 """Pytrees: arguments, outputs and saved values of any structure.
 
 - `partition`: tensors and statics, separated.
-- `static`: Python objects that travel in a treedef.
+- `opaque`: Python objects that travel in a treedef.
 - `changes`: whether a container was changed in place.
 - `messages`: how error messages show values.
 - `matching`: a pytree that a user returned, laid along another.
 - `closures`: traced values hidden inside functions and objects.
 
-This file hands their names on, so that the wings above import from `pylayer_jax._trees`.
+This file hands their names on, so that the subpackages above import from `pylayer_jax._trees`.
 """
 
-from .changes import Watched
+from .changes import MutationCheck
 from .closures import (
     Place,
     content,
@@ -26,17 +26,17 @@ from .closures import (
 )
 from .matching import collect_like
 from .messages import NO_ATTRIBUTES, add_note, describe, innermost, name_meant, plural, source_of
-from .partition import LEAF, Skeleton, as_jax, contains, flatten, is_box, is_tensor, split, unboxed
-from .static import IdentityKey, Static
+from .opaque import IdentityKey, Static
+from .partition import LEAF, TreeWithoutTensors, as_jax, contains, flatten, is_box, is_tensor, split, unboxed
 
 __all__ = [
     "LEAF",
     "NO_ATTRIBUTES",
     "IdentityKey",
+    "MutationCheck",
     "Place",
-    "Skeleton",
     "Static",
-    "Watched",
+    "TreeWithoutTensors",
     "add_note",
     "as_jax",
     "collect_like",

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .partition import Skeleton, flatten
+from .partition import TreeWithoutTensors, flatten
 
 
-class Watched:
+class MutationCheck:
     """A pytree and what it held; `change` tells where it holds something else now.
 
     Leaves are compared by identity, so that nothing of an array is read.
@@ -28,11 +28,11 @@ class Watched:
         if self._is_same(leaves, treedef):
             return None
         # Some nodes make their leaves, or their static data, anew whenever they are flattened.
-        again = Watched(self._tree)
+        again = MutationCheck(self._tree)
         if not again._is_same(leaves, treedef):
             return None
-        before = dict(Skeleton(self._treedef, self._leaves, 0).static_paths())
-        after = dict(Skeleton(treedef, leaves, 0).static_paths())
+        before = dict(TreeWithoutTensors(self._treedef, self._leaves, 0).static_paths())
+        after = dict(TreeWithoutTensors(treedef, leaves, 0).static_paths())
         missing = object()
         for path in {**before, **after}:
             if before.get(path, missing) is not after.get(path, missing):

@@ -14,7 +14,7 @@ import jax
 from pylayer_jax._jax import current_trace, is_differentiated, is_leaked, is_ref, is_staging, is_tracer, trace_below
 
 from .messages import innermost
-from .partition import Skeleton, is_tensor
+from .partition import TreeWithoutTensors, is_tensor
 
 _DEPTH = (
     4  # a lambda in a partial in a closure, or an array in a layer of a model, is as deep as real code was seen to go
@@ -55,7 +55,7 @@ def hidden(root: object, predicate: Callable[[object], bool] = is_tracer) -> lis
     return found
 
 
-def hiding_functions(skeleton: Skeleton) -> Iterator[tuple[str, str]]:
+def hiding_functions(skeleton: TreeWithoutTensors) -> Iterator[tuple[str, str]]:
     """The path of each static that is a function over traced values, and their names, joined by commas."""
     if not any(map(callable, skeleton.statics())):  # paths cost more than a look at the leaves
         return

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .messages import describe, plural
-from .partition import Skeleton, is_box, is_tensor, unboxed
+from .partition import TreeWithoutTensors, is_box, is_tensor, unboxed
 
 _ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
 
@@ -20,7 +20,7 @@ class _NumberedLeaf:
         self.index = index
 
 
-def collect_like(entry: Any, skeleton: Skeleton, where: str) -> list[Any]:
+def collect_like(entry: Any, skeleton: TreeWithoutTensors, where: str) -> list[Any]:
     """The leaves of `entry`, one per tensor of `skeleton`; None in `entry` is None for a whole subtree.
 
     Raises:

@@ -1,7 +1,7 @@
 """Tensors and statics, separated.
 
-Any pytree splits into its tensors, which JAX may trace, and a `Skeleton`, which holds everything else unchanged:
-containers, Python numbers, functions, objects. Statics are never compared or hashed.
+Any pytree splits into its tensors, which JAX may trace, and a `TreeWithoutTensors`, which holds everything else
+unchanged: containers, Python numbers, functions, objects. Statics are never compared or hashed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def unboxed(value: Any) -> Any:
     return value.__jax_array__() if is_box(value) else value
 
 
-class Skeleton:
+class TreeWithoutTensors:
     """A pytree without its tensors; `fill` puts other tensors where they were.
 
     The skeleton of a bare tensor is always `LEAF`.
@@ -161,10 +161,10 @@ def _treedef_in_order(tree: Any) -> Any:
 
 
 # Nearly every argument, output and saved tensor is a bare tensor, which needs no flattening.
-LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
+LEAF: Final = TreeWithoutTensors(jax.tree_util.tree_structure(0), [_TENSOR], 1)
 
 
-def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
+def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], TreeWithoutTensors]:
     """The tensors of a pytree (the leaves for which `predicate` holds) in flattening order, and its skeleton."""
     if predicate(tree):
         return [tree], LEAF
@@ -176,13 +176,13 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
         if predicate(leaf):
             tensors.append(leaf)
             leaves[i] = _TENSOR
-    return tensors, Skeleton(treedef, leaves, len(tensors), _treedef_in_order(tree))
+    return tensors, TreeWithoutTensors(treedef, leaves, len(tensors), _treedef_in_order(tree))
 
 
 @functools.cache
-def _tuple_of(count: int) -> Skeleton:
+def _tuple_of(count: int) -> TreeWithoutTensors:
     """The skeleton of a tuple of tensors, as most outputs and saved tensors are."""
-    return Skeleton(jax.tree_util.tree_structure((0,) * count), [_TENSOR] * count, count)
+    return TreeWithoutTensors(jax.tree_util.tree_structure((0,) * count), [_TENSOR] * count, count)
 
 
 def as_jax(tree: Any) -> Any:

@@ -49,14 +49,13 @@ the cotangent of a replicated output, and adds up the cotangents of all copies o
 
 An `axis_name` is the name of a mesh axis, or a tuple of names (the first is the slowest, as in a `PartitionSpec`).
 
-The modules: `_axes` (mesh axes, kinds of values, errors), `_collectives` (the layers), `_functions` (the public
-functions of them), `_borders` (the border of a shard_map without check_vma), `_cross_entropy`, `_batch_norm`.
+The modules: `_axes` (mesh axes, kinds of values, errors), `_collectives` (the layers), `_public` (the public
+functions of them), `_unchecked_vma` (the border of a shard_map without check_vma), `_cross_entropy`, `_batch_norm`.
 """
 
 from ._batch_norm import sync_batch_norm
-from ._borders import replicated_input, replicated_output
 from ._cross_entropy import vocab_parallel_cross_entropy
-from ._functions import (
+from ._public import (
     all_gather,
     all_to_all,
     copy_to,
@@ -65,6 +64,7 @@ from ._functions import (
     reduce_scatter,
     scatter_to,
 )
+from ._unchecked_vma import replicated_input, replicated_output
 
 __all__ = [
     "all_gather",

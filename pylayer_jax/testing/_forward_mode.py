@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._autodiff.refusals import NoForwardModeError, NotDerivableError
+from pylayer_jax._autodiff.errors import NoForwardModeError, NotDerivableError
 from pylayer_jax._jax import NEEDS_VALUES, is_missing_forward_mode
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax import has_tangent
-from pylayer_jax._trees import Skeleton
+from pylayer_jax._trees import TreeWithoutTensors
 from pylayer_jax._trees.closures import content
 
 from ._flat_function import FlatFunction
@@ -43,7 +43,7 @@ def _replaced(flat: FlatFunction, replace: Callable[[Any], Any]) -> FlatFunction
     walk, skeleton = _Walk(replace), flat.skeleton
     other = flat.with_tensors(flat.tensors)
     other.function = walk.visit(flat.function)
-    other.skeleton = Skeleton(skeleton.treedef, [walk.visit(leaf) for leaf in skeleton.leaves], skeleton.size)
+    other.skeleton = TreeWithoutTensors(skeleton.treedef, [walk.visit(leaf) for leaf in skeleton.leaves], skeleton.size)
     return other
 
 

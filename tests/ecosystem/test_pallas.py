@@ -10,7 +10,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pylayer_jax import PyLayer, once_differentiable, saved_tensors_report
-from pylayer_jax._autodiff import backward, intermediates
+from pylayer_jax._autodiff import backward_rule, intermediate_tangents
 from pylayer_jax.packers import cast_saved, save_on_cpu
 from tests.ecosystem.kernels import (
     CrossEntropy,
@@ -416,6 +416,6 @@ def test_compiled_programs_are_the_same_as_without_the_search_for_kernels(layer,
         return re.sub(r"loc\(.*?\)|#loc.*", "", gradient.lower(*args).as_text())
 
     with_search = program()
-    for room in (backward, intermediates):
-        monkeypatch.setattr(room, "kernels_may_run", lambda: False)
+    for module in (backward_rule, intermediate_tangents):
+        monkeypatch.setattr(module, "kernels_may_run", lambda: False)
     assert program() == with_search

@@ -195,7 +195,7 @@ def test_a_backward_after_close_fails_and_says_why():
 
 
 def test_a_forward_whose_backward_never_runs_is_bounded(monkeypatch):
-    from pylayer_jax._hooks.host import PackSite
+    from pylayer_jax._hooks.host_store import PackSite
 
     monkeypatch.setattr(PackSite, "max_waiting", 7)
     host = Host()

@@ -1,4 +1,4 @@
-"""How the package is built: which wing may import which, how long a room may be, where names of JAX may move."""
+"""How the package is built: which subpackage may import which, the length of modules, names of JAX that may move."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pylayer_jax
 PACKAGE = Path(pylayer_jax.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# Each wing imports only the wings that stand above it.
-WINGS = (
+# Each subpackage imports only the subpackages that stand above it.
+SUBPACKAGES = (
     "_jax",
     "_trees",
     "_methods",
     "_hooks",
     "_autodiff",
     "_layer",
-    "_function",
+    "_torch_function",
     "_report",
     "__init__",
     "packers",
@@ -29,13 +29,13 @@ WINGS = (
     "_commands",
     "__main__",
 )
-# These may move between versions of JAX: only one room imports them.
+# These may move between versions of JAX: only one module imports them.
 MAY_MOVE = ("jax.core", "jax.extend", "jax.interpreters", "jax.experimental", "jax.ad_checkpoint")
-LONGEST_ROOM = 300  # lines; `packers` is public and stays whole
+LONGEST_MODULE = 300  # lines; `packers` is public and stays whole
 
 
-def wing_of(module: str) -> str:
-    """The wing of a module, which is named without `pylayer_jax`."""
+def subpackage_of(module: str) -> str:
+    """The subpackage of a module, which is named without `pylayer_jax`."""
     return module.split(".", maxsplit=1)[0] or "__init__"
 
 
@@ -63,15 +63,15 @@ def own_imports_of(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_a_wing_imports_only_the_wings_above_it(file):
-    own = wing_of(module_of(file))
+def test_a_subpackage_imports_only_those_above_it(file):
+    own = subpackage_of(module_of(file))
     for module in own_imports_of(file):
         # `from . import __version__` names the package itself.
-        other = wing_of(module) if wing_of(module) in WINGS else "__init__"
-        assert WINGS.index(other) <= WINGS.index(own), f"{own} imports {other}"
+        other = subpackage_of(module) if subpackage_of(module) in SUBPACKAGES else "__init__"
+        assert SUBPACKAGES.index(other) <= SUBPACKAGES.index(own), f"{own} imports {other}"
 
 
-def test_rooms_do_not_import_each_other_in_a_circle():
+def test_modules_do_not_import_each_other_in_a_circle():
     imports = {module_of(file): own_imports_of(file) for file in FILES}
 
     def visit(module: str, path: tuple[str, ...]) -> None:
@@ -88,14 +88,14 @@ def test_rooms_do_not_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_no_room_is_longer_than_a_reader_takes_in_at_once(file):
+def test_no_module_is_longer_than_a_reader_takes_in_at_once(file):
     if file.name != "packers.py":
-        assert len(file.read_text().splitlines()) <= LONGEST_ROOM
+        assert len(file.read_text().splitlines()) <= LONGEST_MODULE
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_of)
-def test_only_one_room_imports_names_of_jax_that_may_move(file):
+def test_only_one_module_imports_names_of_jax_that_may_move(file):
     names = imports_of(file)
     assert not any(name.startswith("jax._src") for name in names)
-    if module_of(file) != "_jax.names":
+    if module_of(file) != "_jax.imports":
         assert not [name for name in names if name.startswith(MAY_MOVE)]

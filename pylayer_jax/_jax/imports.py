@@ -1,6 +1,6 @@
 """Every name of JAX that may move between versions. Lint forbids these modules everywhere else in the package.
 
-The rest of the package uses `jax`, `jax.numpy`, `jax.lax`, `jax.tree_util`, `jax.errors` and the rooms of this wing.
+The rest of the package uses `jax`, `jax.numpy`, `jax.lax`, `jax.tree_util`, `jax.errors` and this subpackage.
 """
 
 from jax.ad_checkpoint import checkpoint_name

@@ -13,7 +13,7 @@ import numpy as np
 
 from pylayer_jax._jax import host_call, manual_axes, typeof, with_varying_axes
 
-from .shards import Division
+from .host_shards import ShardLayout
 
 
 class HostStore:
@@ -99,7 +99,7 @@ class PackSite:
         store: HostStore,
         pack: Callable[[Any], Any],
         unpack: Callable[[Any], Any],
-        division: Division,
+        division: ShardLayout,
         where: str,
     ) -> None:
         self._pack = pack

@@ -45,7 +45,7 @@ def _devices_by_shard(shape: tuple[int, ...], sharding: Any) -> list[list[Any]]:
 # -- traced values --------------------------------------------------------------------------------
 
 
-class Division(NamedTuple):
+class ShardLayout(NamedTuple):
     """How the devices of a mesh divide a traced tensor. Each of them runs a function on its own piece."""
 
     piece: jax.ShapeDtypeStruct  # the type of the pieces

@@ -11,7 +11,7 @@ from typing import Any, Final, Generic, TypeVar
 import jax
 import numpy as np
 
-from .names import DebugInfo, SymbolicZero, batching, mlir
+from .imports import DebugInfo, SymbolicZero, batching, mlir
 
 _Run = TypeVar("_Run")
 

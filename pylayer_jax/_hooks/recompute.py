@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax import (
-    TraceBefore,
+    PassThroughTrace,
     at_present_line,
     eval_jaxpr,
     inner_jaxprs,
@@ -55,7 +55,7 @@ class Origin(NamedTuple):
 Origins = dict[int, Origin]  # by the identity of the value
 
 
-class Recorder(TraceBefore):
+class Recorder(PassThroughTrace):
     """Runs operations on the trace below, and remembers of each one that has one result what made it."""
 
     __slots__ = ("origins",)

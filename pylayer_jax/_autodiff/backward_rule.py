@@ -23,10 +23,10 @@ from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note, filled
 
-from .call import NO_CONTEXT, LayerCall, no_custom_vjp
-from .derivative import Derivative
-from .refusals import KernelInBackward
+from .call import LayerCall, force_primitive, null_context
+from .errors import KernelInBackward
 from .saved_state import SavedState, SavedTree, fresh
+from .tangent_map import Derivative
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -64,16 +64,16 @@ class LayerDerivative(Derivative):
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
         # anew.
-        is_staged = is_staging(further_out=True)
+        is_staged = is_staging(include_outer=True)
         may_be_transposed = is_staged or is_differentiating()
         backward = call.backward_that_checks_closures() if is_staged else layer.backward
         refusal = KernelInBackward(call.name, self.has_pushforward) if may_be_transposed and kernels_may_run() else None
         try:
             with (
                 self._filled(residuals),
-                no_custom_vjp(True) if may_be_transposed else NO_CONTEXT,
-                call.staged_scope("backward") if is_staged else NO_CONTEXT,
-                NO_CONTEXT if refusal is None else naming_kernels(refusal),
+                force_primitive(True) if may_be_transposed else null_context,
+                call.staged_scope("backward") if is_staged else null_context,
+                null_context if refusal is None else naming_kernels(refusal),
             ):
                 result = backward(ctx, *given)
         except jax.errors.UnexpectedTracerError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ._layer import PyLayer
-from ._methods.apply import Apply
+from ._methods.apply_descriptor import Apply
 from ._methods.context import PyLayerContext, own_copy
 from ._trees import describe, is_box, is_tensor
 

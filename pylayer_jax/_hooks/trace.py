@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax import (
+    PassThroughTrace,
     ShapedArray,
-    TraceBefore,
     as_arrays,
     as_parameter,
     current_trace,
@@ -40,9 +40,10 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import split
 
-from .active import Block, Hooks, Pair, hooks_suspended, layers_only
-from .derived import is_offset
+from .open_blocks import Block, Hooks, hooks_suspended, layers_only
 from .operation_rule import Operation, Run, StagedOperation
+from .pair import Pair
+from .recompute import is_offset
 
 # Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
 _WITHOUT_RESIDUALS = frozenset(
@@ -54,7 +55,7 @@ _WITHOUT_RESIDUALS = frozenset(
 )  # fmt: skip
 
 
-class HooksTrace(TraceBefore):
+class HooksTrace(PassThroughTrace):
     """The current trace of a hooks block."""
 
     __slots__ = ("block", "outer_trace", "pair")

@@ -1,4 +1,4 @@
-"""Pairs of saved-tensor hooks, the blocks that are open, and the facts that a layer or an operation takes from them."""
+"""The blocks of hooks that are open, and the facts that a layer or an operation takes from them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, Final
 
 import jax
@@ -21,68 +21,11 @@ from pylayer_jax._jax import (
     trace_below,
 )
 
-from .derived import Errors
-from .function_keys import function_key
-from .host import HostStore, host_store_of
-from .pack_cache import PackCache
-
-Hook = Callable[[Any], Any]
-
-
-class Pair:
-    """A pack hook and an unpack hook. Equal pairs are one entry in jit's caches."""
-
-    __slots__ = (
-        "__weakref__",
-        "_hash",
-        "cache",
-        "differentiable",
-        "errors",
-        "host",
-        "key",
-        "only",
-        "pack",
-        "store",
-        "unpack",
-    )
-
-    def __init__(
-        self,
-        pack: Hook,
-        unpack: Hook,
-        host: bool,
-        differentiable: bool = False,
-        only: Hook | None = None,
-        errors: Errors = Errors(),  # noqa: B008 - immutable
-    ) -> None:
-        self.pack = pack
-        self.unpack = unpack
-        self.host = host
-        self.differentiable = differentiable  # whether pack, then unpack, has the derivative of the identity
-        self.only = only  # a predicate: tensors for which it is False are not packed
-        self.errors = errors
-        self.key = self._present_key()
-        self._hash = hash(self.key)
-        self.store: HostStore = host_store_of(self.key)
-        self.cache = PackCache()
-
-    def _present_key(self) -> Any:
-        functions = (self.pack, self.unpack, *(() if self.only is None else (self.only,)))
-        return *map(function_key, functions), self.host, self.differentiable, self.errors
-
-    def is_outdated(self) -> bool:
-        """Whether a variable that a hook reads was bound anew."""
-        return self.key != self._present_key()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pair) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return self._hash
+from .pair import Pair
 
 
 class Disabled:
-    """Stands for a pair while hooks are disabled: it is an error to enter a pair."""
+    """Marker: hooks are disabled, and to enter a pair is an error."""
 
     __slots__ = ("message",)
 
@@ -96,7 +39,7 @@ class Disabled:
         return hash(self.message)
 
 
-# Stands for a block while hooks are suspended: the code further out packs everything that is saved.
+# Marker: an outer block already packs what is saved.
 SUSPENDED: Final = "suspended"
 
 # The innermost block. Part of the key of every cache of JAX, so that a function is traced again if it was compiled
@@ -197,7 +140,7 @@ def innermost_block() -> Block | None:
     while isinstance(block := active.value, Block) and block.left_in:
         block.restore()
         # A jitted function that is traced here is remembered as one within the block.
-        if is_staging(further_out=True):
+        if is_staging(include_outer=True):
             is_here = block.left_in == threading.current_thread().name
             where = "within a layer or a hook" if is_here else f"in the thread {block.left_in!r}"
             raise RuntimeError(

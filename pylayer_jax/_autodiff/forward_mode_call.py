@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pylayer_jax._jax import (
     NEEDS_VALUES,
-    HoldingPrimitive,
+    PrimitiveWithObject,
     as_arrays,
     concrete_value,
     eval_context,
@@ -36,15 +36,15 @@ from pylayer_jax._methods.batches import check_mapped, map_outputs
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import Static, contains
 
-from .backward import LayerDerivative
+from .backward_rule import LayerDerivative
 from .call import LayerCall
-from .derivative import BatchedDerivative, Derivative
-from .differentiate import Differentiated, differentiate
-from .forward import run_setup_context, run_undifferentiated
+from .forward_rule import Differentiated, differentiate
+from .run_forward import run_setup_context, run_undifferentiated
 from .saved_state import SavedState
 from .staged_call import StagedCall, second_derivative_error, stage_call
 from .staged_call_batching import batch_staged_call
 from .staged_call_rules import bind_staged_call, nonzero_tangents
+from .tangent_map import BatchedDerivative, Derivative
 
 # The saved state, the derivative, and the residuals that the derivative takes.
 SetUp = tuple[SavedState, Derivative, list[Any]]
@@ -198,7 +198,7 @@ def _vmap_run(eager: EagerCall, axis: Any, dims: Sequence[Any], tensors: Sequenc
 
 # -- eager_call: inputs -> outputs -----------------------------------------------------------------
 
-eager_call_p = HoldingPrimitive("eager_call", "eager")
+eager_call_p = PrimitiveWithObject("eager_call", "eager")
 
 
 def bind(eager: EagerCall, tensors: Sequence[Any]) -> list[Any]:

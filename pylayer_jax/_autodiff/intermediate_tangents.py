@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax import (
-    HoldingPrimitive,
+    PrimitiveWithObject,
     batch_axis_to_front,
     computing_only,
     eval_jaxpr,
@@ -43,8 +43,8 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
-from .linearity import Fact, add_rule
-from .refusals import KernelInForward, NoForwardModeError, NotDerivableError
+from .errors import KernelInForward, NoForwardModeError, NotDerivableError
+from .linearity import ZeroInfo, add_rule
 
 
 def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
@@ -160,7 +160,7 @@ class Code:
 
 # -- code_tangent: primals, tangents -> tangents ---------------------------------------------------
 
-code_tangent_p = HoldingPrimitive("code_tangent", "code")
+code_tangent_p = PrimitiveWithObject("code_tangent", "code")
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, code: Code) -> tuple[list[Any], list[Any]]:
@@ -205,13 +205,15 @@ register(
 )
 
 
-def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _facts(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     count = len(held_object(equation).nonzero)
     tangents = operands[count:]
     problem = next((f.problem for f in operands if f.problem), "")
     if any(f.depends for f in operands[:count]):
         problem = problem or "it differentiates a layer at values that depend on them"
-    return [Fact(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)] * len(equation.outvars)
+    return [ZeroInfo(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)] * len(
+        equation.outvars
+    )
 
 
 add_rule(code_tangent_p.name, _facts)

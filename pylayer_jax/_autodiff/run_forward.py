@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._hooks.active import hooks_suspended
+from pylayer_jax._hooks.open_blocks import hooks_suspended
 from pylayer_jax._jax import as_arrays, has_tangent
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import add_note, as_jax, flatten, is_live, is_made_here, plural
 
-from .call import NO_CONTEXT, LayerCall
+from .call import LayerCall, null_context
 from .saved_state import SavedState, save_state
 
 _TO_CONVERT_OR_REFUSE = (np.ndarray, np.generic, jax.Ref)
 
 
-def run_directly(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def forward_only(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run `forward` when nothing is traced, so that nothing is differentiated: no rule, no binding of arguments."""
     __tracebackhide__ = True
     name, forward = layer.__qualname__, layer._forward_with_ctx()
@@ -109,7 +109,7 @@ def _run_call(
 
     # Inside `forward` only `ctx` saves tensors, and an active pair would give every eager operation its own entry in
     # the compile cache.
-    with NO_CONTEXT if call.hooks is None else hooks_suspended(), call.scope(method):
+    with null_context if call.hooks is None else hooks_suspended(), call.scope(method):
         return _run(call.layer, state, method, run)
 
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from pylayer_jax._jax import (
     NEEDS_VALUES,
-    HoldingPrimitive,
+    PrimitiveWithObject,
     as_array,
     held_object,
     is_named,
@@ -40,8 +40,8 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import Static
 
-from .linearity import Fact, add_rule
-from .refusals import NoKernelRuleError
+from .errors import NoKernelRuleError
+from .linearity import ZeroInfo, add_rule
 from .transpose import transpose
 
 
@@ -100,7 +100,7 @@ class Derivative:
 
 # -- tangent_map: residuals, input tangents -> output tangents -------------------------------------
 
-tangent_map_p = HoldingPrimitive("tangent_map", "derivative")
+tangent_map_p = PrimitiveWithObject("tangent_map", "derivative")
 
 
 def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) -> list[Any]:
@@ -190,13 +190,13 @@ register(
 )
 
 
-def _facts(equation: Any, operands: list[Fact]) -> list[Fact]:
+def _facts(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     count = held_object(equation).residuals
     tangents = operands[count:]
     problem = next((f.problem for f in operands if f.problem), "")
     if any(f.depends for f in operands[:count]):
         problem = problem or "it applies a layer whose saved tensors depend on them"
-    fact = Fact(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)
+    fact = ZeroInfo(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)
     return [fact] * len(equation.outvars)
 
 
