@@ -7,9 +7,12 @@ linear in the cotangents.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from tests.kit.generated.text import Call, Case, Layer, Statement, Static, Term, leaves, without_what_is_not_used
+
+Steps = list[tuple[str, Any]]
 
 UNARY = ["jnp.sin({})", "jnp.cos({})", "jnp.tanh({})", "{0} * {0}", "0.7 * {}", "{} + 0", "-{}"]
 BINARY = ["{} * {}", "{} + {}", "{} - {}", "jnp.sin({}) * {}"]
@@ -52,7 +55,7 @@ def draw(seed: int) -> Case:
     results = [y for y in pool[count:] if rng.random() < 0.6] or pool[-1:]
     order = rng.choices([0, 1, 2, 3], [1, 2, 12, 1])[0]
     hooks = rng.choice(["", "", "", "inside", "outside"])
-    steps = _steps(rng, order, count, linear, forward_mode)
+    steps = _steps(rng, order, calls, linear, forward_mode, count)
     dtype = rng.choice(["float64"] * 4 + ["float32"])
     return Case(seed, dtype, shape, count, layers, calls, results, hooks, rng.random() < 0.5, steps)
 
@@ -61,18 +64,34 @@ def _recent(rng: random.Random, pool: list[str]) -> str:
     return rng.choice(pool[-3:] if rng.random() < 0.6 else pool)
 
 
-def _steps(rng: random.Random, order: int, count: int, linear: bool, forward_mode: bool) -> list[tuple[str, Any]]:
-    steps: list[tuple[str, Any]] = []
+def _steps(rng: random.Random, order: int, calls: list[Call], linear: bool, forward_mode: bool, count: int) -> Steps:
+    steps: Steps = []
     forward = linear and forward_mode
     for _ in range(order):
         kind = rng.choice(FORWARD if forward and rng.random() < 0.4 else REVERSE)
-        forward = forward or (linear and kind in REVERSE)
-        steps.append((kind, tuple(sorted(rng.sample(range(count), rng.randint(1, count))))))
+        positions = tuple(sorted(rng.sample(range(count), rng.randint(1, count))))
+        forward = forward or (linear and kind in REVERSE and _reaches_all(calls, positions, count))
+        steps.append((kind, positions))
     transforms = [name for name in TRANSFORMS if linear or name not in OTHER_COTANGENTS]
     for _ in range(rng.choice([0, 0, 1, 1, 2, 2])):
         steps.insert(rng.randint(0, len(steps)), (rng.choice(transforms), None))
     # Half of the cases are one program: operation by operation they take several times as long.
     return [*steps, ("jit", None)] if rng.random() < 0.5 else steps
+
+
+def _reaches_all(calls: list[Call], positions: tuple[int, ...], count: int) -> bool:
+    """Whether each layer that has a derivative at all is differentiated in reverse mode, and so has forward over it."""
+
+    def reached(inputs: Iterable[int]) -> set[int]:
+        names = {f"x{i}" for i in inputs}
+        numbers = set()
+        for n, call in enumerate(calls):
+            if not names.isdisjoint(call.arguments):
+                names.update(call.results)
+                numbers.add(n)
+        return numbers
+
+    return reached(positions) == reached(range(count))
 
 
 def _layer(rng: random.Random, name: str, shape: tuple[int, ...], linear: bool, forward_mode: bool) -> Layer:
