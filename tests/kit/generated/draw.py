@@ -210,13 +210,17 @@ def _gradient(rng: random.Random, shape: tuple[int, ...], linear: bool, outputs:
 
 def _mark(rng: random.Random, layer: Layer) -> None:
     names = [s.name for s in layer.later if s.name[0] == "o"] or layer.outputs
+    # `jnp.real` of a real tensor is the same tensor to a derivative, but within vmap or a hooks block another object.
+    copied: set[str] = set()
+    copied.update(s.name for s in layer.body if "jnp.real" in s.text or s.same_as in copied)
+    kept = [x for x in layer.outputs if x not in copied]
+    returned = [x for x in layer.inputs if x in map(layer.origin, kept)]
     if rng.random() < 0.25:
         for name in names:
             origin = layer.origin(name)
             # In setup_context an output that is an input may be named either way.
             if rng.random() < 0.5:
-                layer.marked.append(origin if origin in layer.inputs and rng.random() < 0.5 else name)
+                layer.marked.append(origin if origin in returned and rng.random() < 0.5 else name)
         layer.marked = list(dict.fromkeys(layer.marked))
-    returned = [x for x in layer.inputs if x in map(layer.origin, layer.outputs)]
     if layer.dialect != "PyLayer" and returned and rng.random() < 0.2:
         layer.dirty = [rng.choice(returned)]
