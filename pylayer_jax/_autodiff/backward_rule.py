@@ -29,31 +29,30 @@ from .saved_state import SavedState, SavedTree, fresh
 from .tangent_map import Derivative
 
 
-@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
-class LayerDerivative(Derivative):
-    """The derivative of one run of `forward`, by the `backward` of its class, and by its `jvp` if it has one."""
+@dataclasses.dataclass(eq=False, repr=False)
+class LayerRun:
+    """One run of `forward`, with the `backward` of its class, and its `jvp` if it has one."""
 
     call: LayerCall
     saved: SavedState
 
-    @staticmethod
-    def of(call: LayerCall, saved: SavedState, residuals: int) -> LayerDerivative:
-        return LayerDerivative(
-            name=call.name,
-            output_types=saved.outputs.types,
-            has_tangent=saved.outputs.has_tangent,
-            residuals=residuals,
-            forward_mode=call.layer.forward_mode,
-            has_pushforward=call.layer._jvp_method() is not None,
-            call=call,
-            saved=saved,
-        )
+    @property
+    def name(self) -> str:
+        return self.call.name
+
+    @property
+    def forward_mode(self) -> bool:
+        return self.call.layer.forward_mode
+
+    @property
+    def has_pushforward(self) -> bool:
+        return self.call.layer._jvp_method() is not None
 
     def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero)."""
         __tracebackhide__ = True
         call, saved, layer = self.call, self.saved, self.call.layer
-        cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
+        cotangents = [c if has else None for c, has in zip(cotangents, saved.outputs.has_tangent, strict=True)]
         if all(c is None for c in cotangents):
             return [None] * len(call.arguments.avals)
         seen = self._needs_input_grad(needs_grad)
@@ -137,6 +136,11 @@ class LayerDerivative(Derivative):
             lambda: restore(tensors),
             {name: restore(value) for name, value in self.saved.attributes.items()},
         )
+
+
+def derivative_of(call: LayerCall, saved: SavedState, residuals: int) -> Derivative:
+    """The derivative of one run of `forward`, which kept that many residuals."""
+    return Derivative(LayerRun(call, saved), saved.outputs.types, saved.outputs.has_tangent, residuals)
 
 
 def _conjugated(values: Sequence[Any]) -> list[Any]:

@@ -36,7 +36,7 @@ from pylayer_jax._methods.batches import check_mapped, map_outputs
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import Static, contains
 
-from .backward_rule import LayerDerivative
+from .backward_rule import derivative_of
 from .call import LayerCall
 from .forward_rule import Differentiated, differentiate
 from .run_forward import run_setup_context, run_undifferentiated
@@ -44,7 +44,7 @@ from .saved_state import SavedState
 from .staged_call import StagedCall, second_derivative_error, stage_call
 from .staged_call_batching import batch_staged_call
 from .staged_call_rules import bind_staged_call, nonzero_tangents
-from .tangent_map import BatchedDerivative, Derivative
+from .tangent_map import Batch, Derivative
 
 # The saved state, the derivative, and the residuals that the derivative takes.
 SetUp = tuple[SavedState, Derivative, list[Any]]
@@ -123,7 +123,7 @@ class SingleCall:
 
     def setup(self, outputs: Outputs, values: Sequence[Any], tensors: Sequence[Any], needs_grad: list[bool]) -> SetUp:
         saved, residuals = run_setup_context(self.call, outputs, values, tensors, needs_grad)
-        return saved, LayerDerivative.of(self.call, saved, len(residuals)), residuals
+        return saved, derivative_of(self.call, saved, len(residuals)), residuals
 
     def without_packing(self) -> SingleCall:
         return SingleCall(self.call, packs=False)
@@ -170,13 +170,8 @@ class BatchedCall:
         setup = vmap_over(self.axis, setup_one, (self.dims, 0), 0)
         own, static = setup(list(tensors), list(values))
         saved, derivative, inputs = static.value
-        batched = BatchedDerivative.of(
-            derivative,
-            output_types=[typeof(x) for x in values],
-            axis=self.axis,
-            array_dims=[0 if i is None else None for i in inputs],
-            input_dims=self.dims,
-        )
+        batch = Batch(self.axis, [0 if i is None else None for i in inputs], self.dims)
+        batched = derivative.batched(batch, [typeof(x) for x in values])
         rest = iter(own)
         return saved, batched, [next(rest) if i is None else tensors[i] for i in inputs]
 

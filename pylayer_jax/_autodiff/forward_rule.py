@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pylayer_jax._jax import is_differentiated, is_tracer, typeof
 
-from .backward_rule import LayerDerivative
+from .backward_rule import derivative_of
 from .call import LayerCall
 from .residuals import pack_residuals
 from .run_forward import run_and_save
@@ -52,4 +52,4 @@ def differentiate(
     saved, outputs, residuals = run_and_save(call, tensors, needs_grad, perturbed_is_exact)
     if any(map(is_differentiated, [*outputs, *residuals])):
         raise call.closed_over_error()
-    return Differentiated(saved, LayerDerivative.of(call, saved, len(residuals)), outputs, residuals)
+    return Differentiated(saved, derivative_of(call, saved, len(residuals)), outputs, residuals)

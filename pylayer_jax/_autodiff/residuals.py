@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from pylayer_jax._hooks.open_blocks import SUSPENDED, active
-from pylayer_jax._hooks.packed_residuals import PackedResiduals, UnpackOnRead, pack
+from pylayer_jax._hooks.packed_residuals import pack
 from pylayer_jax._jax import checkpoint_name, is_staging, is_tracer
 
 from .call import LayerCall
 from .saved_state import SavedState
-from .tangent_map import Derivative, WrappedDerivative
+from .tangent_map import Derivative
 
 
 def pack_residuals(
@@ -28,8 +27,7 @@ def pack_residuals(
     if saved.packable and call.hooks is not None and active.value is not SUSPENDED:
         owner = f"{call.name}, saved tensor"
         packed, arrays, outputs = pack(call.hooks, residuals[: saved.packable], outputs, owner)
-        kept = derivative.residuals - len(packed.tensors) + packed.size
-        derivative = PackedDerivative.of(derivative, residuals=kept, is_packed=True, packed=packed)
+        derivative = derivative.packing(packed)
         residuals, owners = [*arrays, *residuals[saved.packable :]], packed.owners
     if not call.layer.saved_names or not is_staging(include_outer=True):
         return derivative, residuals, outputs
@@ -48,13 +46,3 @@ def _checkpoint_names(call: LayerCall, saved: SavedState, count: int) -> list[st
     """A name, which may be empty, for each saved residual, for the policies of `jax.checkpoint`."""
     given, layer = call.layer.saved_names, call.layer.__name__
     return saved.residual_names(count, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
-
-
-@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
-class PackedDerivative(WrappedDerivative):
-    """A derivative whose first residuals are packed."""
-
-    packed: PackedResiduals
-
-    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        return UnpackOnRead(self.packed, arrays, cotangents)

@@ -48,7 +48,7 @@ from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.outputs import Identity, Outputs
 from pylayer_jax._trees import values_in_reach
 
-from .backward_rule import LayerDerivative
+from .backward_rule import derivative_of
 from .call import LayerCall, force_primitive, null_context
 from .residuals import pack_residuals
 from .run_forward import run_and_save
@@ -193,7 +193,7 @@ def stage_call(
             raise error from None
         results, is_traceable = forward(*inputs), False
         jaxpr, consts, (saved, sources) = stage(lambda *_: results, types, call.source)
-    derivative = LayerDerivative.of(call, saved, len(sources))
+    derivative = derivative_of(call, saved, len(sources))
     carriers = _carriers(jaxpr, derivative.has_tangent)
     staged = StagedCall(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, carriers=carriers)
     if any(map(is_leaked, consts)) or staged.loses_tangents([*map(is_differentiated, consts)]):

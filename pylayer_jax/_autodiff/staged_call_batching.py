@@ -10,7 +10,7 @@ from pylayer_jax._jax import dependence, eval_jaxpr, names_axis, stage, typeof, 
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 
 from .staged_call import StagedCall
-from .tangent_map import BatchedDerivative
+from .tangent_map import Batch
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)
@@ -66,13 +66,8 @@ def batch_staged_call(
 
     jaxpr, consts, _ = stage(batch, types, staged.name)
     by_source = {"input": dims[staged.consts :], "output": out_dims, "intermediate": out_dims[staged.outputs :]}
-    derivative = BatchedDerivative.of(
-        staged.derivative,
-        output_types=[v.aval for v in jaxpr.outvars[: staged.outputs]],
-        axis=axis,
-        array_dims=[by_source[kind][i] for kind, i in staged.sources],
-        input_dims=dims[staged.consts :],
-    )
+    batch_of_inputs = Batch(axis, [by_source[kind][i] for kind, i in staged.sources], dims[staged.consts :])
+    derivative = staged.derivative.batched(batch_of_inputs, [v.aval for v in jaxpr.outvars[: staged.outputs]])
     batched = BatchedStagedCall(
         staged.call,
         staged.saved,

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from pylayer_jax._hooks.packed_residuals import PackedResiduals, UnpackOnRead
 from pylayer_jax._jax import (
     NEEDS_VALUES,
     PrimitiveWithObject,
@@ -45,41 +46,136 @@ from .linearity import ZeroInfo, add_rule
 from .transpose import transpose
 
 
+class Run(Protocol):
+    """One run of `forward`, with the rules of its class. Holds no array; None is a zero gradient or tangent."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def forward_mode(self) -> bool:
+        """Whether the class declares forward mode."""
+        ...
+
+    @property
+    def has_pushforward(self) -> bool:
+        """Whether the class has a `jvp`; otherwise its pullback is transposed."""
+        ...
+
+    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from cotangents of all outputs."""
+        ...
+
+    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
+        ...
+
+    def second_derivative_error(self) -> Exception | None:
+        """The error for a derivative of the transposed pullback, if the class forbids it."""
+        ...
+
+
+class Batch(NamedTuple):
+    """A batch that was laid on a derivative; every output has the mapped axis in front."""
+
+    axis: Any
+    array_dims: Sequence[Any]  # where each array that is kept has the mapped axis, or None
+    input_dims: Sequence[Any]  # likewise for the inputs
+
+
 @dataclasses.dataclass(eq=False, repr=False)
 class Derivative:
-    """Both directions of the derivative of one application. Holds no array.
+    """Both directions of the derivative of one run, or of a batch of them. Holds no array.
 
     `needs_grad` is a mask of the inputs. None is a zero gradient, cotangent or tangent. Compared by identity, since a
     derivative is a parameter of equations.
     """
 
-    name: str
+    run: Run
     output_types: list[Any]
     has_tangent: tuple[bool, ...]  # per output: neither marked non-differentiable nor of an integer type
     residuals: int  # the number of arrays that are kept
-    forward_mode: bool = False  # whether the class declares forward mode
-    has_pushforward: bool = False  # whether the layer has a `jvp`; otherwise its pullback is transposed
-    is_packed: bool = False  # whether `unpack` does anything
+    batches: tuple[Batch, ...] = ()  # the innermost first
+    packed: PackedResiduals | None = None  # the first residuals, if they are packed
+    packed_within: int = 0  # the number of batches that were there when they were packed
 
     def __repr__(self) -> str:
-        return self.name  # as jaxprs show it
+        return self.run.name  # as jaxprs show it
+
+    def packing(self, packed: PackedResiduals) -> Derivative:
+        """The same derivative, of which the first residuals are packed."""
+        kept = self.residuals - len(packed.tensors) + packed.size
+        return dataclasses.replace(self, residuals=kept, packed=packed, packed_within=len(self.batches))
+
+    def batched(self, batch: Batch, output_types: list[Any]) -> Derivative:
+        """The derivative for a batch of examples."""
+        return dataclasses.replace(self, batches=(*self.batches, batch), output_types=output_types)
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
         """The residuals, from the arrays that are kept; in staged code not before the cotangents are there."""
-        del cotangents
-        return arrays
+        packed, outer = self.packed, self.batches[self.packed_within :]
+        if packed is None:
+            return arrays
+        if not outer:
+            return UnpackOnRead(packed, arrays, cotangents)
+
+        def unpack(arrays: Sequence[Any]) -> list[Any]:
+            return list(UnpackOnRead(packed, arrays, ()))  # a batch does not wait for the cotangents
+
+        for batch in outer:
+            unpack = vmap_over(batch.axis, unpack, (list(batch.array_dims),), 0)
+        return unpack(list(arrays))
 
     def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of all inputs from cotangents of all outputs."""
-        raise NotImplementedError
+        __tracebackhide__ = True
+        return self._pull(len(self.batches), needs_grad, residuals, cotangents)
+
+    def _pull(
+        self, batches: int, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        __tracebackhide__ = True
+        if not batches:
+            return self.run.pull(needs_grad, residuals, cotangents)
+        batch, given = self.batches[batches - 1], [c is not None for c in cotangents]
+        if not any(given):
+            return [None] * len(batch.input_dims)
+
+        def pull_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            __tracebackhide__ = True
+            gradients = self._pull(batches - 1, needs_grad, residuals, scatter(cotangents, given))
+            nonzero = [g is not None for g in gradients]
+            return select(gradients, nonzero), Static(nonzero)
+
+        pull = vmap_over(batch.axis, pull_one, (self._residual_dims(batches), 0), 0)
+        gradients, nonzero = pull(list(residuals), select(cotangents, given))
+        full = zip(scatter(gradients, nonzero.value), batch.input_dims, strict=True)
+        return [None if g is None else _with_axis_at(g, dim) for g, dim in full]
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        """Tangents of the outputs that can have one, from tangents of all inputs; if the layer has a `jvp`."""
-        raise NotImplementedError
+        """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
+        return self._push(len(self.batches), needs_grad, residuals, tangents)
 
-    def second_derivative_error(self) -> Exception | None:
-        """The error for a derivative of the transposed pullback, if the class forbids it."""
-        raise NotImplementedError
+    def _push(
+        self, batches: int, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]
+    ) -> list[Any]:
+        if not batches:
+            return self.run.push(needs_grad, residuals, tangents)
+        batch, given = self.batches[batches - 1], [t is not None for t in tangents]
+
+        def push_one(residuals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            pushed = self._push(batches - 1, needs_grad, residuals, scatter(tangents, given))
+            nonzero = [t is not None for t in pushed]
+            return select(pushed, nonzero), Static(nonzero)
+
+        in_dims = self._residual_dims(batches), select(batch.input_dims, given)
+        pushed, nonzero = vmap_over(batch.axis, push_one, in_dims, 0)(list(residuals), select(tangents, given))
+        return scatter(pushed, nonzero.value)
+
+    def _residual_dims(self, batches: int) -> Any:
+        # What was unpacked within a batch has its axis in front.
+        is_unpacked_within = self.packed is not None and self.packed_within < batches
+        return 0 if is_unpacked_within else list(self.batches[batches - 1].array_dims)
 
     def gradients(self, needs_grad: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of all inputs from the arrays that are kept and cotangents of all outputs."""
@@ -98,6 +194,11 @@ class Derivative:
         return [tangent_type(a) for a in select(self.output_types, self.has_tangent)]
 
 
+def _with_axis_at(gradient: Any, dim: int | None) -> Any:
+    # An input that all examples share gets the sum of their gradients.
+    return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
+
+
 # -- tangent_map: residuals, input tangents -> output tangents -------------------------------------
 
 tangent_map_p = PrimitiveWithObject("tangent_map", "derivative")
@@ -106,7 +207,7 @@ tangent_map_p = PrimitiveWithObject("tangent_map", "derivative")
 def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) -> list[Any]:
     __tracebackhide__ = True
     residuals, tangents = derivative.unpack(args[: derivative.residuals], ()), args[derivative.residuals :]
-    if derivative.has_pushforward:
+    if derivative.run.has_pushforward:
         pushed = derivative.push(needs_grad, residuals, scatter(tangents, needs_grad))
         return [zeros_of(a) if t is None else t for a, t in zip(derivative.tangent_types, pushed, strict=True)]
 
@@ -116,11 +217,11 @@ def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) 
         return select(gradients, needs_grad)
 
     try:
-        return transpose(derivative.name, pull, derivative.tangent_types, tangents, derivative.forward_mode)
+        return transpose(derivative.run.name, pull, derivative.tangent_types, tangents, derivative.run.forward_mode)
     except (*NEEDS_VALUES, NoKernelRuleError):
         # Host code, or a kernel, in a backward that must not be differentiated. Without forward mode this is a second
         # derivative.
-        if not derivative.forward_mode and (error := derivative.second_derivative_error()) is not None:
+        if not derivative.run.forward_mode and (error := derivative.run.second_derivative_error()) is not None:
             raise error from None
         raise
 
@@ -144,7 +245,7 @@ def _jvp(
             for p, t in zip(primals[count:], tangents[count:], strict=True)
         ]
         return bind(*primals), bind(*primals[:count], *full)
-    if not derivative.has_pushforward and (error := derivative.second_derivative_error()) is not None:
+    if not derivative.run.has_pushforward and (error := derivative.run.second_derivative_error()) is not None:
         raise error  # a transposed pullback does not run as it was written, and cannot raise this itself
     nonzero = [t is not None for t in tangents]
 
@@ -168,13 +269,8 @@ def _batch(
 ) -> tuple[list[Any], list[Any]]:
     __tracebackhide__ = True
     count = derivative.residuals
-    batched = BatchedDerivative.of(
-        derivative,
-        output_types=[mapped_type(axis, t) for t in derivative.output_types],
-        axis=axis,
-        array_dims=dims[:count],
-        input_dims=scatter(dims[count:], needs_grad),
-    )
+    batch = Batch(axis, dims[:count], scatter(dims[count:], needs_grad))
+    batched = derivative.batched(batch, [mapped_type(axis, t) for t in derivative.output_types])
     values = tangent_map_p.bind(*args, derivative=batched, needs_grad=needs_grad)
     return values, [0] * len(values)
 
@@ -201,84 +297,3 @@ def _facts(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
 
 
 add_rule(tangent_map_p.name, _facts)
-
-
-# -- derivatives made of another ------------------------------------------------------------------
-
-
-@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
-class WrappedDerivative(Derivative):
-    """A derivative made of another one, whose facts it shares unless they are given."""
-
-    inner: Derivative
-
-    @classmethod
-    def of(cls, inner: Derivative, **changed: Any) -> Self:
-        facts = {field.name: getattr(inner, field.name) for field in dataclasses.fields(Derivative)}
-        return cls(inner=inner, **(facts | changed))
-
-    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        return self.inner.pull(needs_grad, residuals, cotangents)
-
-    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        return self.inner.push(needs_grad, residuals, tangents)
-
-    def second_derivative_error(self) -> Exception | None:
-        return self.inner.second_derivative_error()
-
-
-@dataclasses.dataclass(eq=False, repr=False, kw_only=True)
-class BatchedDerivative(WrappedDerivative):
-    """The derivative for a batch of examples; every output has the mapped axis in front."""
-
-    axis: Any
-    array_dims: Sequence[Any]  # where each array that is kept has the mapped axis, or None
-    input_dims: Sequence[Any]  # likewise for the inputs
-
-    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
-        del cotangents  # a batch does not wait for them
-        if not self.is_packed:
-            return arrays
-
-        def unpack_one(arrays: Sequence[Any]) -> list[Any]:
-            return list(self.inner.unpack(arrays, ()))
-
-        return vmap_over(self.axis, unpack_one, (list(self.array_dims),), 0)(list(arrays))
-
-    @property
-    def _residual_dims(self) -> Any:
-        return 0 if self.is_packed else list(self.array_dims)  # unpacked residuals have the axis in front
-
-    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        __tracebackhide__ = True
-        given = [c is not None for c in cotangents]
-        if not any(given):
-            return [None] * len(self.input_dims)
-
-        def pull_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Static]:
-            __tracebackhide__ = True
-            gradients = self.inner.pull(needs_grad, residuals, scatter(cotangents, given))
-            nonzero = [g is not None for g in gradients]
-            return select(gradients, nonzero), Static(nonzero)
-
-        pull = vmap_over(self.axis, pull_one, (self._residual_dims, 0), 0)
-        gradients, nonzero = pull(list(residuals), select(cotangents, given))
-        full = zip(scatter(gradients, nonzero.value), self.input_dims, strict=True)
-        return [None if g is None else _with_axis_at(g, dim) for g, dim in full]
-
-    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        given = [t is not None for t in tangents]
-
-        def push_one(residuals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Static]:
-            pushed = self.inner.push(needs_grad, residuals, scatter(tangents, given))
-            nonzero = [t is not None for t in pushed]
-            return select(pushed, nonzero), Static(nonzero)
-
-        push = vmap_over(self.axis, push_one, (self._residual_dims, select(self.input_dims, given)), 0)
-        pushed, nonzero = push(list(residuals), select(tangents, given))
-        return scatter(pushed, nonzero.value)
-
-
-def _with_axis_at(gradient: Any, dim: int | None) -> Any:
-    # An input that all examples share gets the sum of their gradients.
-    return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
