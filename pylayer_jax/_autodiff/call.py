@@ -1,4 +1,4 @@
-"""One call of `apply`, as it travels through JAX.
+"""Static data of one call.
 
 NOTE [hidden tensors]
 A function or an object among the arguments may hold traced values where JAX does not look: `model.w`, a variable that a
@@ -33,7 +33,7 @@ null_context: Final = contextlib.nullcontext()
 
 
 class LayerCall:
-    """One call of `apply`, as it travels through JAX inside a treedef. Holds no array."""
+    """Static data of one call of `apply`, which travels through JAX inside a treedef. Holds no array."""
 
     __slots__ = ("arguments", "hides", "hooks", "layer", "log", "name", "outputs")
 

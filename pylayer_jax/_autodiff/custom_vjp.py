@@ -115,6 +115,6 @@ def _check_count(run: _SavedRun, residuals: int) -> None:
     if not residuals - _PADDED_TO < run.derivative.residuals <= residuals:
         raise RuntimeError(
             f"{run.layer}.forward saved {run.derivative.residuals} tensors for one choice of needs_input_grad "
-            f"and {residuals} or somewhat fewer for another, within one jitted function that was differentiated both "
+            f"and at most {residuals} for another, within one jitted function that was differentiated both "
             "ways. Save the same tensors for every choice, or differentiate inside jit: jax.jit(jax.grad(f))."
         )

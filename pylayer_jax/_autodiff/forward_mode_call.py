@@ -1,4 +1,4 @@
-"""A layer as one operation of our own, for classes with forward mode or their own batching. See NOTE [two bindings].
+"""Implements a layer as a JAX primitive, for classes with forward mode or their own batching: NOTE [two bindings].
 
 In eager mode such a class binds *eager_call*: inputs -> outputs, whose rules look inside as late as possible: `forward`
 sees concrete values, and a batch goes to the layer's `vmap` as a whole. Staged code gets *staged_call* instead (NOTE

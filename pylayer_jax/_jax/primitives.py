@@ -26,7 +26,7 @@ class PrimitiveWithObject(Primitive):
     JAX remembers the parameters of thousands of equations, in caches that outlive the equations; the object would live
     there with all that it holds, such as the static arguments of a user. These caches hold jaxprs weakly. Therefore the
     parameter of the equation is an empty jaxpr, made for this purpose, and a table leads from it to the object. It is
-    within two tuples, where JAX's walks over the jaxprs of an equation do not look for it.
+    nested in tuples, so that `jaxprs_in_params` skips it.
     """
 
     def __init__(self, name: str, parameter: str) -> None:

@@ -115,7 +115,7 @@ def gather_from(x: jax.Array, axis_name: AxisName, axis: int = -1) -> jax.Array:
     devices go on to compute different things with the result, `all_gather` is the layer to use.
 
     Args:
-        x: an array: the part of each device. A replicated x is N equal parts.
+        x: an array: the part of each device.
         axis_name: a mesh axis, or a tuple of them; N devices.
         axis: the axis along which the parts are joined.
 
@@ -138,7 +138,7 @@ def all_gather(x: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Array:
     All-gathers x forward, and reduce-scatters the cotangents of the copies backward.
 
     Args:
-        x: an array: the part of each device. A replicated x is N equal parts.
+        x: an array: the part of each device.
         axis_name: a mesh axis, or a tuple of them; N devices.
         axis: the axis along which the parts are joined.
 
@@ -161,7 +161,7 @@ def reduce_scatter(x: jax.Array, axis_name: AxisName, axis: int = 0) -> jax.Arra
     Reduce-scatters x forward, and all-gathers the cotangents of the pieces backward.
 
     Args:
-        x: an array: the part of each device. A replicated x is N equal parts.
+        x: an array: the part of each device.
         axis_name: a mesh axis, or a tuple of them; N devices.
         axis: the axis along which the sum is cut into N pieces.
 

@@ -1,4 +1,4 @@
-"""The rule at every order: pinned numbers, and what must not happen on the way."""
+"""The rule at every order: pinned numbers, and regressions."""
 
 from __future__ import annotations
 

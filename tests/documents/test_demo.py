@@ -1,4 +1,4 @@
-"""The main job and its command line."""
+"""The demo and its command line."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def standard_promotion():
         yield
 
 
-def test_main_job_reports_accuracy_gradients_and_what_is_saved(capsys):
+def test_demo_reports_accuracy_gradients_and_what_is_saved(capsys):
     status = __main__.main(["--epochs", "8", "--quiet"])
     out = capsys.readouterr().out
     accuracy = float(out.split("Test accuracy: ")[1].split("%")[0])
@@ -58,7 +58,7 @@ def test_wrong_gradients_fail_the_job(capsys, monkeypatch):
 def test_missing_extra_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     assert __main__.main(["--quiet"]) == 1
-    assert "optax is missing. The main job needs: pip install optax scikit-learn tqdm" in capsys.readouterr().err
+    assert "optax is missing. The demo needs: pip install optax scikit-learn tqdm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--epochs", "0"], ["train"]])
