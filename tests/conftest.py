@@ -19,8 +19,12 @@ from tests.kit.skipped import how_to_run  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# What a bare `python -m pytest` runs: every subject, but for what takes long, and what needs other packages.
+CORE = "not slow and not checkers and not frameworks and not ecosystem and not notebooks"
+
 
 def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="run the tests that a bare `python -m pytest` leaves out, too")
     parser.addoption(
         "--require-frameworks",
         action="store_true",
@@ -31,6 +35,12 @@ def pytest_addoption(parser):
         action="store_true",
         help="fail where flax, equinox or another library of tests/ecosystem is absent, instead of skipping",
     )
+
+
+def pytest_configure(config):
+    chosen = config.option.markexpr or config.option.keyword or config.args_source is config.ArgsSource.ARGS
+    if not chosen and not config.option.all:
+        config.option.markexpr = CORE
 
 
 @pytest.fixture
@@ -58,6 +68,9 @@ def paddle(framework):
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last thing to be printed before the counts
 def pytest_terminal_summary(terminalreporter):
     result = yield
+    if terminalreporter.config.option.markexpr == CORE:
+        left_out = "tests of the checkers, layers beside Paddle and torch, other libraries, notebooks, slow tests"
+        terminalreporter.write_line(f"Left out: {left_out}. To run them too: python -m pytest -n auto --all")
     reports = terminalreporter.stats.get("skipped", [])
     for line in how_to_run([report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)]):
         terminalreporter.write_line(line, yellow=True)
