@@ -1,5 +1,6 @@
 """Settings that every test runs under: several CPU devices, strict dtype promotion."""
 
+import gc
 import importlib
 import os
 import warnings
@@ -41,6 +42,13 @@ def pytest_configure(config):
     chosen = config.option.markexpr or config.option.keyword or config.args_source is config.ArgsSource.ARGS
     if not chosen and not config.option.all:
         config.option.markexpr = CORE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap():
+    """A test that collects garbage walks over its own objects, not over all that JAX has cached for other tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

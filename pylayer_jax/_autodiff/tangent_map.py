@@ -1,7 +1,7 @@
 """The derivative of one application of a layer, as one linear operation.
 
-With a pullback B (the layer's `backward`, linear in the cotangents c) and residuals r, the tangent map of the
-outputs is the transpose of B,
+With a pullback B (the layer's `backward`, linear in the cotangents c) and residuals r, the tangent map of the outputs
+is the transpose of B,
 
     c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
 
@@ -154,22 +154,25 @@ class Derivative:
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
+        __tracebackhide__ = True
         return self._push(len(self.batches), needs_grad, residuals, tangents)
 
     def _push(
         self, batches: int, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]
     ) -> list[Any]:
+        __tracebackhide__ = True
         if not batches:
             return self.run.push(needs_grad, residuals, tangents)
         batch, given = self.batches[batches - 1], [t is not None for t in tangents]
 
         def push_one(residuals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            __tracebackhide__ = True
             pushed = self._push(batches - 1, needs_grad, residuals, scatter(tangents, given))
             nonzero = [t is not None for t in pushed]
             return select(pushed, nonzero), Static(nonzero)
 
-        in_dims = self._residual_dims(batches), select(batch.input_dims, given)
-        pushed, nonzero = vmap_over(batch.axis, push_one, in_dims, 0)(list(residuals), select(tangents, given))
+        push = vmap_over(batch.axis, push_one, (self._residual_dims(batches), select(batch.input_dims, given)), 0)
+        pushed, nonzero = push(list(residuals), select(tangents, given))
         return scatter(pushed, nonzero.value)
 
     def _residual_dims(self, batches: int) -> Any:
