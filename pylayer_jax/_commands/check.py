@@ -117,7 +117,6 @@ def _report(options: argparse.Namespace) -> LayerReport:
                 rtol=options.rtol,
                 atol=options.atol,
                 raises=False,
-                verbose=sys.stderr.isatty(),
             )
         except ValueError as error:  # no argument can be differentiated, or --skip has an unknown name
             raise UnusableError(str(error)) from error

@@ -110,7 +110,7 @@ def test_a_wrong_layer_has_the_reason(capsys):
     assert len(wrong) == 1
     assert "✗ gradients " in wrong[0]
     assert "the gradient of args[0] at index (" in wrong[0]
-    assert err == ""  # no progress, because this is no terminal
+    assert err == ""
 
 
 def test_a_wrong_gradient_says_how_a_meant_one_is_declared(capsys):
@@ -124,18 +124,6 @@ def test_a_wrong_gradient_says_how_a_meant_one_is_declared(capsys):
     assert "Is backward meant" not in capsys.readouterr().out
     assert check(f"{wrong_layers.__name__}:WrongAtSecondOrder", "f32[2]", *only("second order")) == 1
     assert "or --skip 'second order'." in capsys.readouterr().out
-
-
-def test_a_terminal_shows_what_is_tested(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert check("checked_layers:Scale", "f32[2,3]", "0.5", *FAST) == 0
-    out, err = capsys.readouterr()
-    assert "(" not in out.splitlines()[0]
-    assert "\n" not in err
-    shown = [line for line in err.split("\r") if line.strip()]
-    names = ["eager", "jit", "gradients", "arguments", "cotangents", "saved"]
-    assert shown == [f"Scale: {name} ({i} of 6)" for i, name in enumerate(names, 1)]
-    assert err.endswith(f"\r{' ' * len(shown[-1])}\r")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
