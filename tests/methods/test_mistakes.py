@@ -401,7 +401,7 @@ def test_saved_tensors_are_a_tuple_to_jax():
     [
         ("save_for_backwards", r"Did you mean ctx\.save_for_backward\?"),
         ("need_input_grad", r"Did you mean ctx\.needs_input_grad\?"),
-        ("mark_dirty", r"The context of a pylayer_jax\.Function has mark_dirty\."),
+        ("mark_dirty", r"The context of a pylayer_jax\.Function has mark_dirty"),
         ("shape", r"It is an attribute of arrays\."),
     ],
 )
