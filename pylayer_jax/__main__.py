@@ -1,4 +1,4 @@
-"""`python -m pylayer_jax` runs the main job on real data; `python -m pylayer_jax check` checks a user's own layer."""
+"""`python -m pylayer_jax` runs the demo on real data; `python -m pylayer_jax check` checks a user's own layer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         result = demo.train(options.epochs, options.seed, progress=not options.quiet)
     except ImportError as error:
-        print(f"{error.name} is missing. The main job needs: pip install {PACKAGES}", file=sys.stderr)
+        print(f"{error.name} is missing. The demo needs: pip install {PACKAGES}", file=sys.stderr)
         return 1
     learned, right = result.accuracy >= ACCURACY, result.gradient_error <= GRADIENT_ERROR
     too_few = not learned and options.epochs < ENOUGH_EPOCHS

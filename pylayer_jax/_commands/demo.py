@@ -1,4 +1,4 @@
-"""The main job: real handwritten digits, classified by a network whose gradients are PyLayers."""
+"""The demo: real handwritten digits, classified by a network whose gradients are PyLayers."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _logits(parameters: Parameters, images: jax.Array, layers: Layers) -> jax.Ar
 
 @dataclasses.dataclass
 class Result:
-    """The results of the main job."""
+    """The results of the demo."""
 
     accuracy: float  # on the test images
     gradient_error: float  # the largest difference to plain JAX, relative to the largest gradient

@@ -1,4 +1,4 @@
-"""The main job and its command line."""
+"""The demo and its command line."""
 
 import os
 import re
@@ -58,7 +58,7 @@ def test_wrong_gradients_fail_the_job(capsys, monkeypatch):
 def test_missing_extra_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "optax", None)
     assert __main__.main(["--quiet"]) == 1
-    assert "optax is missing. The main job needs: pip install optax scikit-learn tqdm" in capsys.readouterr().err
+    assert "optax is missing. The demo needs: pip install optax scikit-learn tqdm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["--epochs", "0"], ["train"]])
