@@ -177,13 +177,12 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     Of a tensor that several devices hold, each process writes its own shards: see `host` of `saved_tensors_hooks`.
 
-    A file is written under a temporary name and then renamed; therefore no half-written file is ever read. The process
-    keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode together with the
-    function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On `close()`
-    the files of compiled programs are removed, but not what a function of eager `jax.vjp` still holds. Objects with the
-    same directory share the files of compiled programs, which stay until the last of them is closed. When the process
-    ends, all files are removed; those of a process that was killed, by the next one that uses the directory (not on
-    Windows).
+    The process keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode with
+    the function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On
+    `close()` the files of compiled programs are removed, but not what a function of eager `jax.vjp` still holds.
+    Objects with the same directory share the files of compiled programs, which stay until the last of them is closed.
+    When the process ends, all files are removed; those of a process that was killed, by the next one that uses the
+    directory (not on Windows).
 
     Args:
         directory: the files are written to a folder of this process in this directory. It is made if it does not exist.
@@ -200,7 +199,7 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         folder = folder_of(os.path.abspath(os.fspath(directory)))
 
         def pack(x: Any) -> Any:
-            return folder.write(x) if _is_float(x) else x
+            return File(folder, x) if _is_float(x) else x
 
         def unpack(packed: Any) -> Any:
             return packed.read() if isinstance(packed, File) else packed

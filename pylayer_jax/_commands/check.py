@@ -25,8 +25,7 @@ _LAYER: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.p
 _SPECS: Final = f"""\
 how an argument of the layer is written (SPEC):
   "f32[8,8]" "f32[]"   an array of numbers between 0.2 and 1.2 in size, of either sign; zeros and ones for "i32[4]" and
-                       "bool[4]". The dtypes are {", ".join(DTYPES)},
-                       or their long names, such as float32
+                       "bool[4]". The dtypes are {", ".join(DTYPES)}
   "key[]"              a PRNG key
   3 -0.5 True "'text'" a Python literal, for a static: numbers, True, False, None, strings (quoted for Python too)
   "{{'w': f32[8,8], 'b': f32[8]}}" "[f32[8], f32[]]" "(f32[8], 3)"
@@ -117,7 +116,6 @@ def _report(options: argparse.Namespace) -> LayerReport:
                 rtol=options.rtol,
                 atol=options.atol,
                 raises=False,
-                verbose=sys.stderr.isatty(),
             )
         except ValueError as error:  # no argument can be differentiated, or --skip has an unknown name
             raise UnusableError(str(error)) from error

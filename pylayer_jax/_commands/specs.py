@@ -2,7 +2,7 @@
 
     SPEC   = VALUE | NAME=VALUE                 the second is passed by keyword
     VALUE  = DTYPE[SIZES] | key[] | STATIC | (VALUE, ...) | [VALUE, ...] | {STATIC: VALUE, ...}
-    DTYPE  = f32, float32, bf16, ...            in either case
+    DTYPE  = f32, bf16, i32, ...
     STATIC = a Python literal: 3, -0.5, True, None, 'text'
 
 The text is parsed into a syntax tree of Python, of which only these forms are read. Nothing is evaluated.
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import io
-import re
 import token
 import tokenize
 from collections.abc import Sequence
@@ -41,8 +39,11 @@ DTYPES: Final = {
     "u64": jnp.uint64,
     "bool": jnp.bool_,
 }
-_LONG: Final = {np.dtype(dtype).name: name for name, dtype in DTYPES.items()}  # the names that reports print
 _WIDE: Final = ("f64", "c128", "i64", "u64")
+_EXPECTED: Final = (
+    'Expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 3, 0.5, True, None or \'"text"\', or a '
+    "tuple, list or dict of these."
+)
 
 
 class UnusableError(Exception):
@@ -86,58 +87,25 @@ def parse_arguments(specs: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, An
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     for spec in specs:
-        keyword, text = _keyword(spec)
-        value = _parsed(spec, text)
-        if keyword is None:
-            args.append(value)
+        keyword, equals, text = (part.strip() for part in spec.partition("="))
+        if not (equals and keyword.isidentifier()):
+            args.append(_value(spec, spec.strip()))
         elif keyword in kwargs:
             raise UnusableError(f"{spec}: the keyword {keyword} is given twice.")
         else:
-            kwargs[keyword] = value
+            kwargs[keyword] = _value(spec, text)
     return tuple(args), kwargs
 
 
-def _keyword(spec: str) -> tuple[str | None, str]:
-    name, equals, text = spec.partition("=")
-    return (name.strip(), text) if equals and name.strip().isidentifier() else (None, spec)
-
-
-def _parsed(spec: str, text: str) -> Any:
+def _value(spec: str, text: str) -> Any:
     try:
-        return _value(text)
-    except _NoSpecError as error:
-        reason = str(error)
-    suggestions = _suggestions(text)
-    if suggestions:
-        meant = " or ".join(f'"{spec.removesuffix(text)}{suggestion}"' for suggestion in suggestions[:3])
-        raise UnusableError(f"{spec}: did you mean {meant}? {reason}")
-    hint = f" For a string, quote it twice: '\"{text}\"'." if text.isidentifier() else ""
-    raise UnusableError(f"{spec}: {reason}{hint}")
-
-
-# -- reading --------------------------------------------------------------------------------------
-
-
-class _NoSpecError(Exception):
-    """The text is not a spec; the message says what was expected."""
-
-
-_EXPECTED: Final = (
-    'Expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 3, 0.5, True, None or \'"text"\', or a '
-    "tuple, list or dict of these."
-)
-
-
-def _value(text: str) -> Any:
-    text = text.strip()
-    try:
-        node = ast.parse(_with_scalars(text), mode="eval").body
-        if not isinstance(node, ast.Tuple) or text.startswith("("):
-            return _read(node)
-    # The last four are from literal_eval for a name, from a list as the key of a dict, and from very long texts.
-    except (SyntaxError, tokenize.TokenError, ValueError, TypeError, RecursionError, MemoryError):
-        raise _NoSpecError(_EXPECTED) from None
-    raise _NoSpecError("An array needs a dtype, and a tuple needs parentheses.")
+        return _read(ast.parse(_with_scalars(text), mode="eval").body)
+    except UnusableError as error:
+        raise UnusableError(f"{spec}: {error}") from None
+    # The last two are from literal_eval for a name, and from a list as the key of a dict.
+    except (SyntaxError, tokenize.TokenError, ValueError, TypeError):
+        hint = f" For a string, quote it twice: '\"{text}\"'." if text.isidentifier() else ""
+        raise UnusableError(f"{spec}: {_EXPECTED}{hint}") from None
 
 
 def _with_scalars(text: str) -> str:
@@ -169,75 +137,12 @@ def _read(node: ast.expr) -> Any:
 
 
 def _array(name: str, index: ast.expr) -> ArraySpec:
-    dtype = _dtype(name)
-    if dtype is None:
-        raise _NoSpecError(f"Unknown dtype {name!r}; expected one of {', '.join(DTYPES)}, or key.")
+    if name not in (*DTYPES, "key"):
+        raise UnusableError(f"Unknown dtype {name!r}; expected one of {', '.join(DTYPES)}, or key.")
     sizes = index.elts if isinstance(index, ast.Tuple) else [index]
     shape = tuple(size.value for size in sizes if isinstance(size, ast.Constant) and type(size.value) is int)
     if len(shape) < len(sizes):
-        raise _NoSpecError(f"Expected whole numbers as sizes, as in {name}[8,8].")
-    if dtype == "key" and shape:
-        raise _NoSpecError("Expected one PRNG key: key[].")
-    return ArraySpec(dtype, shape)
-
-
-def _dtype(name: str) -> str | None:
-    name = name.lower()
-    name = _LONG.get(name, name)
-    return name if name in DTYPES or name == "key" else None
-
-
-# -- suggestions ----------------------------------------------------------------------------------
-
-_SIZES: Final = r"\d+(?:\s*[,x*; ]\s*\d+)*"
-# An array that is written in another way: f32[8x8], f32(8,8), f32<8,8>, f32{8}, f32:8,8, f32 8 8, jnp.float32[8].
-_NEARLY: Final = re.compile(
-    rf"(?:\b\w+\.)?\b([A-Za-z]+\d+|[A-Za-z]+)\s*(?:[\[({{<:]|(?=\s\d))\s*({_SIZES}|)\s*[,;]?\s*(?:[\])}}>]|$)"
-)
-_SYNONYMS: Final = {"float": "f32", "double": "f64", "half": "f16", "int": "i32", "complex": "c64", "prngkey": "key"}
-
-
-def _suggestions(text: str) -> list[str]:
-    """Specs near to a text that is not one."""
-    text = text.strip()
-    if re.fullmatch(_SIZES, text):  # no dtype
-        found = [f"f32[{_sizes(text)}]", f"({text})"]
-    elif text.lower() in (*DTYPES, *_LONG, "key"):  # no sizes
-        found = [f"{_dtype(text)}[]"]
-    else:
-        found = list(dict.fromkeys(_respelled(text, choice) for choice in range(len(DTYPES))))
-    return [suggestion for suggestion in found if suggestion != text and _is_spec(suggestion)]
-
-
-def _respelled(text: str, choice: int) -> str:
-    """The text with each array as this command reads it; `choice` picks one of several dtypes that are equally near."""
-
-    def array(match: re.Match[str]) -> str:
-        near = _near_dtypes(match[1])
-        return f"{near[min(choice, len(near) - 1)]}[{_sizes(match[2])}]" if near else match[0]
-
-    return _NEARLY.sub(array, text)
-
-
-def _near_dtypes(name: str) -> list[str]:
-    """The dtypes that a name may stand for, all equally near."""
-    exact = _dtype(_SYNONYMS.get(name.lower(), name))
-    if exact is not None:
-        return [exact]
-    known = {**{short: short for short in DTYPES}, **_LONG}
-    near = difflib.get_close_matches(name.lower(), known, n=len(known))
-    ratios = [difflib.SequenceMatcher(None, found, name.lower()).ratio() for found in near]
-    best = [known[found] for found, ratio in zip(near, ratios, strict=True) if ratio == ratios[0]]
-    return [short for short in DTYPES if short in best]
-
-
-def _sizes(text: str) -> str:
-    return ",".join(re.findall(r"\d+", text))
-
-
-def _is_spec(text: str) -> bool:
-    try:
-        _value(text)
-    except _NoSpecError:
-        return False
-    return True
+        raise UnusableError(f"Expected whole numbers as sizes, as in {name}[8,8].")
+    if name == "key" and shape:
+        raise UnusableError("Expected one PRNG key: key[].")
+    return ArraySpec(name, shape)

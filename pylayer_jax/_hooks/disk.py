@@ -9,7 +9,6 @@ nobody locks. A folder gets its name only after it is locked. Where locks do not
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import tempfile
@@ -32,59 +31,42 @@ class Folder:
     """A folder of this process in the directory of the user; removed when no hooks and no files use it."""
 
     def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._lock = threading.Lock()
-        self.path = ""
-        self._make()
-
-    def _make(self) -> None:
         try:
-            os.makedirs(self._directory, exist_ok=True)
-            _remove_folders_of_dead_processes(self._directory)
-            made = tempfile.mkdtemp(prefix=".", dir=self._directory)
+            os.makedirs(directory, exist_ok=True)
+            for name in os.listdir(directory):
+                old = os.path.join(directory, name)
+                if name.startswith(_PREFIX) and (lock := _locked(old)) is not None:
+                    _remove(old, lock)
+            made = tempfile.mkdtemp(prefix=".", dir=directory)
             lock = _locked(made)
-            self.path = os.path.join(self._directory, _PREFIX + os.path.basename(made)[1:])
+            self.path = os.path.join(directory, _PREFIX + os.path.basename(made)[1:])
             os.rename(made, self.path)
         except OSError as error:
-            raise _unwritable_error(error, self._directory, "a folder") from error
-        weakref.finalize(self, _in_process(os.getpid(), _remove), self.path, lock)
-
-    def write(self, x: np.ndarray) -> File:
-        """Write a tensor to a new file.
-
-        Raises:
-            OSError: if it cannot be written; the unfinished file is removed.
-        """
-        content = np.ascontiguousarray(x).reshape(-1).view(np.uint8)
-        with self._lock:
-            if not os.path.isdir(self.path):  # something removed it, and the tensors in it
-                self._make()
-        temporary = ""
-        try:
-            handle, temporary = tempfile.mkstemp(suffix=".part", dir=self.path)
-            with os.fdopen(handle, "wb") as file:
-                file.write(content.data)
-            path = temporary.removesuffix(".part")
-            os.replace(temporary, path)
-        except OSError as error:
-            if temporary:
-                _unlink(temporary)
-            raise _unwritable_error(error, self.path, f"{x.nbytes} bytes") from error
-        return File(self, path, x.shape, x.dtype, zlib.crc32(content.data))
+            raise _unwritable_error(error, directory, "a folder") from error
+        weakref.finalize(self, _in_process, os.getpid(), _remove, self.path, lock)
 
 
 class File:
-    """One tensor in a file; the file is removed with this object."""
+    """One tensor in a file; the file is removed with this object.
 
-    __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_shape", "path")
+    Raises:
+        OSError: if it cannot be written; the unfinished file is removed.
+    """
 
-    def __init__(self, folder: Folder, path: str, shape: tuple[int, ...], dtype: np.dtype, checksum: int) -> None:
+    __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
+
+    def __init__(self, folder: Folder, x: np.ndarray) -> None:
         self._folder = folder  # which lives as long as its files
-        self.path = path
-        self._shape = shape
-        self._dtype = dtype
-        self._checksum = checksum
-        weakref.finalize(self, _in_process(os.getpid(), _unlink), path)
+        self._shape, self._dtype = x.shape, x.dtype
+        content = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+        self._checksum = zlib.crc32(content)
+        try:
+            handle, self._path = tempfile.mkstemp(dir=folder.path)
+            weakref.finalize(self, _in_process, os.getpid(), _unlink, self._path)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+        except OSError as error:
+            raise _unwritable_error(error, folder.path, f"{x.nbytes} bytes") from error
 
     def read(self) -> np.ndarray:
         """The tensor.
@@ -92,24 +74,19 @@ class File:
         Raises:
             OSError: if the file was deleted or changed, or cannot be read.
         """
+        number, what = None, "holds other bytes than those that were written"
         try:
-            content = np.fromfile(self.path, dtype=np.uint8)
+            content = np.fromfile(self._path, dtype=np.uint8)
+            if zlib.crc32(content.data) == self._checksum:
+                return content.view(self._dtype).reshape(self._shape)
         except OSError as error:
-            what = "was deleted" if isinstance(error, FileNotFoundError) else f"cannot be read ({error.strerror})"
-            raise self._error(what, error.errno) from error
-        expected = math.prod(self._shape) * self._dtype.itemsize
-        if content.size != expected:
-            raise self._error(f"holds {content.size} bytes, but {expected} were written")
-        if zlib.crc32(content.data) != self._checksum:
-            raise self._error("holds other bytes than those that were written")
-        return content.view(self._dtype).reshape(self._shape)
-
-    def _error(self, what: str, number: int | None = None) -> OSError:
-        message = (
+            number, what = error.errno, f"cannot be read ({error.strerror})"
+        raise OSError(
+            number,
             f"save_on_disk: the file of a tensor of dtype {self._dtype} and shape {self._shape} {what}. Something else "
-            "changed it; give save_on_disk a directory of its own"
+            "changed it; give save_on_disk a directory of its own",
+            self._path,
         )
-        return OSError(number, message, self.path)
 
 
 _folders: weakref.WeakValueDictionary[str, Folder] = weakref.WeakValueDictionary()
@@ -119,31 +96,22 @@ _folders_lock = threading.Lock()
 def folder_of(directory: str) -> Folder:
     """The folder of this process in a directory; one for all hooks that use the directory."""
     with _folders_lock:
-        folder = _folders.get(directory)
-        if folder is None:
-            folder = _folders[directory] = Folder(directory)
-        return folder
+        return _folders.get(directory) or _folders.setdefault(directory, Folder(directory))
 
 
 def _locked(folder: str) -> int | None:
     """A locked descriptor of a folder; None if nobody can lock it, or if another process has locked it."""
     if fcntl is None:
         return None
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = None
     try:
+        descriptor = os.open(folder, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
         return None
     return descriptor
-
-
-def _remove_folders_of_dead_processes(directory: str) -> None:
-    for name in os.listdir(directory):
-        folder = os.path.join(directory, name)
-        with contextlib.suppress(OSError):  # another process may remove it at the same time
-            if name.startswith(_PREFIX) and (lock := _locked(folder)) is not None:
-                _remove(folder, lock)
 
 
 def _remove(folder: str, lock: int | None) -> None:
@@ -157,15 +125,11 @@ def _unlink(path: str) -> None:
         os.unlink(path)
 
 
-def _in_process(process: int, action: Any) -> Any:
-    # A forked process inherits the finalizers, but the files belong to its parent.
-    return lambda *args: action(*args) if os.getpid() == process else None
+def _in_process(process: int, remove: Any, *args: Any) -> None:
+    if os.getpid() == process:  # a forked process inherits the finalizers, but the files belong to its parent
+        remove(*args)
 
 
 def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
-    return OSError(
-        error.errno,
-        f"save_on_disk could not write {what} ({error.strerror}). Choose a directory that is writable and has room; no "
-        "tensor was lost, and those saved before stay readable",
-        directory,
-    )
+    advice = "Choose a directory that is writable and has room"
+    return OSError(error.errno, f"save_on_disk could not write {what} ({error.strerror}). {advice}", directory)

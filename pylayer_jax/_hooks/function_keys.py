@@ -1,4 +1,7 @@
-"""Keys of functions: equal for hooks that do the same, so that a lambda, made anew at each call, is traced once."""
+"""Keys of functions: equal for hooks with equal code and equal captured values.
+
+A lambda that is made anew at each call is therefore traced once.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ Run = Callable[..., Any]  # from arrays to an array or a list of arrays
 
 
 class Operation:
-    """One operation of a block, as it travels through JAX inside a treedef. Holds no array."""
+    """Static data of one operation of a block. It travels through JAX inside a treedef, and holds no array."""
 
     __slots__ = ("constants", "differentiated", "hooks", "log", "name", "run", "run_in_block")
 
@@ -111,7 +111,7 @@ class StagedOperation:
 
 
 class _SavedRun:
-    """What one run of the forward rule leaves for the backward rule, without its arrays."""
+    """The non-array state that the forward rule saved for the backward rule."""
 
     __slots__ = ("differentiated", "output_types", "packed", "pullback", "treedef")
 

@@ -1,6 +1,6 @@
 """Plain JAX operations inside a hooks block.
 
-A trace that stands before the current one meets every operation of the block. If an operation is, or may later be,
+A trace that wraps the current one meets every operation of the block. If an operation is, or may later be,
 differentiated, it is bound as a `jax.custom_vjp` with packed residuals (`operation_rule`). An operation is anything
 that JAX binds: an addition, an already jitted function, a scan, a function with a custom gradient. Inside an operation
 hooks are suspended: its residuals are packed once, as the residuals of the whole.
@@ -59,7 +59,7 @@ class HooksTrace(PassThroughTrace):
     """The current trace of a hooks block."""
 
     __slots__ = ("block", "outer_trace", "pair")
-    is_hooks_block = True  # a trace that stands before this one hands it on
+    is_hooks_block = True  # a trace that wraps this one hands it on
 
     def __init__(self, block: Block, pair: Pair) -> None:
         self.outer_trace = current_trace()  # which may be that of a block around this one

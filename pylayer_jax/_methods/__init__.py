@@ -4,6 +4,7 @@
 - `arguments`: the arguments of `forward`, bound to its signature.
 - `context`: the `ctx` that carries values from `forward` to `backward`.
 - `outputs`: the outputs of `forward`, and the cotangents for `backward`.
+- `fitting`: gradients and tangents, in the shapes and dtypes that they must have.
 - `gradients`: the gradients that `backward` returned, matched to the arguments.
 - `tangents`: the tangents that `jvp` gets, and those that it returned.
 - `batches`: the batch that `vmap` gets, and the outputs that it returned.

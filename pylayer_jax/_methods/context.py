@@ -103,16 +103,13 @@ class PyLayerContext:
             advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
         else:
             advice = f"{state.layer} has not set it yet"
-        meant = name_meant(name, (*(x for x in dir(type(self)) if x[0] != "_"), *vars(self)))
-        if meant is not None:
-            hint = f" Did you mean ctx.{meant}?"
-        elif name in _OF_FUNCTION:
-            hint = f" The context of a pylayer_jax.Function has {name}."
+        if (meant := name_meant(name, dir(self))) is not None:
+            advice += f". Did you mean ctx.{meant}?"
+        elif name in ("mark_dirty", "save_for_forward"):
+            advice += f". The context of a pylayer_jax.Function has {name}"
         elif hasattr(jax.Array, name):
-            hint = " It is an attribute of arrays. Is ctx, which comes first, missing in the parameters of a method?"
-        else:
-            hint = ""
-        raise AttributeError(f"ctx.{name} does not exist: {advice}.{hint}")
+            advice += ". It is an attribute of arrays. Is ctx, which comes first, missing in the parameters?"
+        raise AttributeError(f"ctx.{name} does not exist: {advice}")
 
     def __repr__(self) -> str:
         state = self._state
@@ -261,7 +258,6 @@ def backward_context(
     return ctx
 
 
-_OF_FUNCTION = ("mark_dirty", "save_for_forward")
 _RESERVED = {"_state": "", "saved_tensors": ", or keep tensors with ctx.save_for_backward(...)"}
 
 

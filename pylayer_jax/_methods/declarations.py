@@ -8,6 +8,7 @@ from pylayer_jax._trees import describe, name_meant
 
 _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
 _METHODS = ("forward", "backward", "setup_context")
+_MODULES_OF_BASES = ("pylayer_jax._layer", "pylayer_jax._torch_function")  # PyLayer and Function have all these names
 
 
 def check_declarations(layer: Any) -> None:
@@ -45,23 +46,14 @@ def check_declarations(layer: Any) -> None:
 
 
 def _refuse_misspelled_names(layer: Any) -> None:
-    own = vars(layer)
-    users = [
-        base for base in layer.__mro__ if base.__module__ not in ("pylayer_jax._layer", "pylayer_jax._torch_function")
-    ]
-    for name in own:
+    own, bases = vars(layer), [b for b in layer.__mro__ if b.__module__ not in _MODULES_OF_BASES]
+    for name, member in own.items():
         meant = name_meant(name, _FLAGS + _METHODS)
-        if meant is None or name[0] == "_" or name[-1].isdigit() or not hasattr(layer, meant):
+        if meant is None or any(meant in vars(base) for base in bases):  # a helper beside the right name
             continue
-        if (meant in _FLAGS) == _is_function(own[name]):  # a helper such as `forward_model`
-            continue
-        # Beside a method of the right name, another one is a helper.
-        if meant not in own and (meant in _FLAGS or not any(meant in vars(base) for base in users)):
+        is_method = callable(member) or isinstance(member, (staticmethod, classmethod))
+        if is_method == (meant in _METHODS) and name[0] != "_" and not name[-1].isdigit():
             raise TypeError(
                 f"{layer.__qualname__}.{name}: a layer has no such attribute, and {meant} is not set. Did you mean "
                 f"{meant}? Rename it, or give it a name that differs by more than one letter."
             )
-
-
-def _is_function(member: object) -> bool:
-    return callable(member) or isinstance(member, (staticmethod, classmethod))

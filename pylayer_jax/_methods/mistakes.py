@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import linecache
 import threading
 import traceback
-import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,20 +38,11 @@ def warn_of_missing_return(layer: type, name: str, backward: Callable[..., Any])
         if code is None:  # an object of C
             warnings.warn(message, UserWarning, stacklevel=2)
         else:
-            warnings.warn_explicit(message, UserWarning, code.co_filename, _definition_line(code))
+            warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
     except UserWarning:  # warnings are errors: the next run raises it too
         with _lock:
             _warned.discard(layer)
         raise
-
-
-def _definition_line(code: types.CodeType) -> int:
-    """The line of `def`, which stands below the decorators, where the code begins."""
-    first = code.co_firstlineno
-    for line in range(first, max((n for _, _, n in code.co_lines() if n is not None), default=first) + 1):
-        if linecache.getline(code.co_filename, line).lstrip().startswith(("def ", "async def ")):
-            return line
-    return first
 
 
 # -- calls that do not fit ------------------------------------------------------------------------

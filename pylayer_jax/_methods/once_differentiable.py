@@ -49,7 +49,8 @@ def once_differentiable(backward: Method) -> Method:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
         ctx, cotangents = args[first], args[first + 1 :]
-        # What goes in raises before host code does, and what comes out for the values that `backward` closes over.
+        # Check the inputs first, so that the error comes before host code runs; and the outputs, for values that
+        # `backward` closes over.
         contents, given = forbid((ctx._contents(), cotangents))
         return forbid(backward(*args[:first], ctx._with_contents(contents), *given))
 

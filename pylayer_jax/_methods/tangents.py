@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
-from pylayer_jax._jax import as_array, as_arrays, has_tangent, tangent_type, zeros_of
-from pylayer_jax._trees import LEAF, collect_like, describe, is_tensor
+from pylayer_jax._jax import as_array, has_tangent, tangent_type, zeros_of
+from pylayer_jax._trees import LEAF, collect_like
 
 from .arguments import Arguments
+from .fitting import entries_of, fit
 from .outputs import Outputs
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
@@ -39,13 +38,13 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
         ValueError: for a wrong count, structure, type or shape; it names the layer and the output.
     """
     found: list[Any] = []
-    for group, entry in zip(outputs.groups, _entries(result, outputs, layer), strict=True):
+    for group, entry in zip(outputs.groups, _one_per_output(result, outputs, layer), strict=True):
         if group is LEAF:
             found.append(entry)
         elif group.size:
             found += collect_like(entry, group, f"{layer}.jvp, tangent of output {len(found)}")
     return [
-        _fit(tangent, tangent_type(aval), f"{layer}.jvp, tangent of output{path}")
+        fit(tangent, tangent_type(aval), f"{layer}.jvp, tangent of output{path}")
         for tangent, aval, path, can_have_one in zip(
             found, outputs.types, outputs.skeleton.tensor_paths(), outputs.has_tangent, strict=True
         )
@@ -53,12 +52,8 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
     ]
 
 
-def _entries(result: Any, outputs: Outputs, layer: str) -> list[Any]:
-    groups = outputs.groups
-    if outputs.is_sequence or isinstance(result, tuple):
-        entries = list(result) if isinstance(result, (tuple, list)) else [result]
-    else:
-        entries = [result]
+def _one_per_output(result: Any, outputs: Outputs, layer: str) -> list[Any]:
+    groups, entries = outputs.groups, entries_of(result, unpack_list=outputs.is_sequence)
     if len(entries) == len(groups):
         return entries
     with_tensors = sum(bool(g.size) for g in groups)
@@ -69,17 +64,3 @@ def _entries(result: Any, outputs: Outputs, layer: str) -> list[Any]:
         f"{layer}.jvp returned {len(entries)} tangents; expected {len(groups)}, one per output of forward. Return None "
         "for an output that has none."
     )
-
-
-def _fit(tangent: Any, aval: Any, where: str) -> Any:
-    if tangent is None:
-        return None
-    if not is_tensor(tangent) or tangent.shape != aval.shape:
-        raise ValueError(
-            f"{where}: expected an array of dtype {aval.dtype} and shape {tuple(aval.shape)}, or None for zero; got "
-            f"{describe(tangent)}."
-        )
-    if jnp.iscomplexobj(tangent) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
-        raise ValueError(f"{where}: expected a real array of dtype {aval.dtype}, got dtype {tangent.dtype}.")
-    (tangent,) = as_arrays([tangent])
-    return tangent if tangent.dtype == aval.dtype else tangent.astype(aval.dtype)

@@ -40,7 +40,7 @@ _SIZES = {
 
 
 class SavedTensorsReport:
-    """The rows of a report. `print` shows a table, as does a notebook or IPython; its `repr` is one line."""
+    """The rows of a report, shown as a table."""
 
     def __init__(self, rows: list[SavedTensor]) -> None:
         self.rows = rows
@@ -73,20 +73,13 @@ class SavedTensorsReport:
     def _sum(self, size: str, **chosen: str) -> int:
         return sum(getattr(r, size) for r in self.rows if all(getattr(r, k) == v for k, v in chosen.items()))
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         columns = self._columns()
         cells = [list(columns), *([cell(row) for cell in columns.values()] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         align = [str.rjust if name == "times" or name in _SIZES else str.ljust for name in columns]
         lines = ["  ".join(a(c, w) for a, c, w in zip(align, row, widths, strict=True)) for row in cells]
         return "\n".join(line.rstrip() for line in [*lines, self._total()])
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {self._total()}>"
-
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        del cycle  # a report does not hold itself
-        printer.text(str(self))  # where IPython shows the value of a line
 
     def _repr_html_(self) -> str:
         def line(tag: str, cells: Sequence[str]) -> str:
@@ -124,25 +117,18 @@ class SavedTensorsReport:
         return ", ".join([kept, *(fact for fact, is_said in facts.items() if is_said)])
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw one bar per row: its bytes, and its packed bytes if any differ. Needs matplotlib.
+        """Draw one bar per row: the bytes that are kept. Needs matplotlib.
 
         Returns:
             The axes with the bars: `ax`, or new ones.
         """
         if ax is None:
-            try:
-                import matplotlib.pyplot as plt
-            except ImportError as error:
-                message = "saved_tensors_report(...).plot() needs matplotlib: pip install matplotlib"
-                raise ImportError(message) from error
+            import matplotlib.pyplot as plt
+
             _, ax = plt.subplots(layout="constrained", figsize=(6.4, 1.2 + 0.25 * len(self.rows)))
-        places = range(len(self.rows))
-        sizes, packed = ([getattr(r, size) for r in self.rows] for size in ("bytes", "packed_bytes"))
-        ax.barh(places, sizes, label="before packing", alpha=0.5 if packed != sizes else 1.0)
-        if packed != sizes:
-            ax.barh(places, packed, label="kept")
-            ax.legend()
-        ax.set_yticks(places, [f"{r.layer or r.kind}  {r.name}  {r.source}".rstrip() for r in self.rows])
+        names = [f"{r.layer or r.kind}  {r.name}  {r.source}".rstrip() for r in self.rows]
+        ax.barh(range(len(names)), [r.packed_bytes for r in self.rows])
+        ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         ax.set_xlabel("bytes")
         return ax

@@ -27,10 +27,6 @@ class MutationCheck:
             return None  # used up: an `equinox.nn.State` may not be read after another state was made from it
         if self._is_same(leaves, treedef):
             return None
-        # Some nodes make their leaves, or their static data, anew whenever they are flattened.
-        again = MutationCheck(self._tree)
-        if not again._is_same(leaves, treedef):
-            return None
         before = dict(TreeWithoutTensors(self._treedef, self._leaves, 0).static_paths())
         after = dict(TreeWithoutTensors(treedef, leaves, 0).static_paths())
         missing = object()

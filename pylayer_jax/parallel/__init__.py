@@ -50,7 +50,7 @@ the cotangent of a replicated output, and adds up the cotangents of all copies o
 An `axis_name` is the name of a mesh axis, or a tuple of names (the first is the slowest, as in a `PartitionSpec`).
 
 The modules: `_axes` (mesh axes, kinds of values, errors), `_collectives` (the layers), `_public` (the public
-functions of them), `_unchecked_vma` (the border of a shard_map without check_vma), `_cross_entropy`, `_batch_norm`.
+functions of them), `_unchecked_vma` (corrects cotangents where check_vma=False), `_cross_entropy`, `_batch_norm`.
 """
 
 from ._batch_norm import sync_batch_norm

@@ -30,7 +30,7 @@ class VocabParallelCrossEntropy(PyLayer):
     @staticmethod
     def forward(ctx: PyLayerContext, logits: jax.Array, labels: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
         z = accumulated(logits)
-        # JAX has no derivative of pmax, and a value that is subtracted and added again needs none.
+        # JAX has no derivative of pmax. The maximum cancels, so its gradient is zero.
         highest = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), axes)
         shifted = z - as_varying(highest, axes)[..., None]
         total, picked = _reduced(axes, jnp.exp(shifted).sum(-1), _picked(shifted, labels, axes))

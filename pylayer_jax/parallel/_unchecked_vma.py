@@ -1,4 +1,4 @@
-"""The border of a shard_map without check_vma: cotangents as JAX hands them over there, and as the layers read them."""
+"""Corrects cotangents where check_vma=False: JAX sums or divides them at the inputs and outputs of the shard_map."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ The modules, each of which imports only those above it:
 - `_layer_under_test`: a layer with its results in eager mode. `_transforms` compares these with the results under jit,
   vmap, scan and other transforms, `_forward_mode` with tangents, `_linear` with those of other cotangents,
   `_not_differentiated` with those where other gradients are taken, with the help of `_hidden_tensors`;
-- `_progress`: the line that shows what `check_layer` tests;
 - `_report`: the table of results, and the hints below it;
 - `_check_layer`: all properties.
 """

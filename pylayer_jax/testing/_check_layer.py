@@ -17,7 +17,6 @@ from ._layer_under_test import LayerUnderTest
 from ._linear import linear
 from ._not_differentiated import not_differentiated
 from ._numerical import compare_numerically
-from ._progress import progress_line
 from ._report import LayerReport, row_of
 
 __tracebackhide__ = True  # pytest hides the frames of this module
@@ -34,7 +33,6 @@ def check_layer(
     seed: int = 0,
     float64: bool = True,
     raises: bool = True,
-    verbose: bool = False,
 ) -> LayerReport:
     """Check a layer under each transform of JAX, and its derivatives in both modes.
 
@@ -80,7 +78,6 @@ def check_layer(
         seed: seed of the cotangents and tangents.
         float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.
         raises: if True, raise an error if a property fails or cannot be tested.
-        verbose: show the property that is being tested on stderr, in one line that is rewritten and at the end removed.
 
     Raises:
         AssertionError: with the whole report, unless `raises` is False.
@@ -93,12 +90,9 @@ def check_layer(
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
     under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
     tests = {name: test for name, test in PROPERTIES.items() if name not in skip}
-    with progress_line(name_of(layer), len(tests) + 1, verbose) as show:
-        show("eager")
-        rows = [row_of("eager", under_test.run)]
-        for name, test in tests.items() if rows[0].passed else ():
-            show(name)
-            rows.append(row_of(name, lambda test=test: test(under_test)))
+    rows = [row_of("eager", under_test.run)]
+    for name, test in tests.items() if rows[0].passed else ():
+        rows.append(row_of(name, lambda test=test: test(under_test)))
     narrower = () if all(row.passed for row in rows) else under_test.narrower_dtypes()
     report = LayerReport(name_of(layer), tuple(rows), reference is not None, narrower)
     if raises and not report.passed:

@@ -16,7 +16,7 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 
 
 class MismatchError(AssertionError):
-    """The layer is wrong; any other AssertionError comes from the code of the user."""
+    """Raised only by our comparisons: an AssertionError of the user's own code is not one."""
 
 
 def error_of(name: str, order: int, mismatch: MismatchError) -> AssertionError:

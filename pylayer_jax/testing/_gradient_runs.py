@@ -78,9 +78,10 @@ def of_some_arguments(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterato
 def of_other_sizes(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[GradientRun]:
     """From cotangents of the other sign, and from large and small ones."""
     pull = flat.vjp(cotangents)
-    large = large_factor(cotangents)
+    # A power of two, by which floating-point numbers are multiplied without rounding.
+    large = 2.0**20 if all(float(jnp.finfo(w.dtype).max) > 1e30 for w in cotangents.values()) else 2.0**6
     for factor, how in (-1.0, "of the other sign"), (large, f"{large:.0f} times as large"), (1 / large, "very small"):
-        scaled = scaled_by(factor, cotangents)
+        scaled = {k: times(factor, w) for k, w in cotangents.items()}
         gradients = [times(1 / factor, g) for g in pull(scaled)]
         yield dataclasses.replace(_run(f" with cotangents {how}", scaled, gradients), factor=factor)
 
@@ -101,16 +102,6 @@ def _run(
 ) -> GradientRun:
     wanted = range(len(gradients)) if wanted is None else wanted
     return GradientRun(label, cotangents, dict(zip(wanted, gradients, strict=True)))
-
-
-def large_factor(cotangents: dict[int, Any]) -> float:
-    """A power of two, by which floating-point numbers are multiplied without rounding."""
-    is_wide = all(float(jnp.finfo(w.dtype).max) > 1e30 for w in cotangents.values())
-    return 2.0**20 if is_wide else 2.0**6
-
-
-def scaled_by(factor: float, cotangents: dict[int, Any]) -> dict[int, Any]:
-    return {k: times(factor, w) for k, w in cotangents.items()}
 
 
 def times(factor: float, x: Any) -> Any:

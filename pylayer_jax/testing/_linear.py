@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,12 +13,10 @@ from pylayer_jax._jax import NEEDS_VALUES, stage
 
 from ._comparison import MismatchError, first_line
 from ._flat_function import FlatFunction
-from ._gradient_runs import large_factor, scaled_by, times
+from ._gradient_runs import of_other_sizes
 from ._layer_under_test import LayerUnderTest
 
 __tracebackhide__ = True  # pytest hides the frames of this module
-
-_Pull = Callable[[dict[int, Any]], list[Any]]
 
 
 class NotLinearError(MismatchError):
@@ -26,33 +24,32 @@ class NotLinearError(MismatchError):
 
 
 def linear(layer: LayerUnderTest) -> str:
-    pull, count = layer.flat.vjp(layer.cotangents), 0
+    count = 0
     try:
-        for label, got, expected in _comparisons(layer, pull):
+        for label, got, expected in _comparisons(layer, layer.flat):
             count += 1
             layer.compare_gradients(got, label, expected, "linearity")
     except MismatchError as error:
         if layer.reference is None:
             raise NotLinearError(str(error)) from None
-        _compare_with_reference(layer, layer.reference, pull)
+        _compare_with_reference(layer, layer.reference)
         return f"it is not, as that of the reference: {first_line(error)}"
-    reason = _why_not_proved(layer, pull)
+    reason = _why_not_proved(layer)
     measured = f"as measured with {count} kinds of cotangents"
     return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
 
 
-def _compare_with_reference(layer: LayerUnderTest, reference: FlatFunction, pull: _Pull) -> None:
-    others = _comparisons(layer, reference.vjp(layer.cotangents))
-    for (label, got, _), (_, expected, _) in zip(_comparisons(layer, pull), others, strict=True):
+def _compare_with_reference(layer: LayerUnderTest, reference: FlatFunction) -> None:
+    pairs = zip(_comparisons(layer, layer.flat), _comparisons(layer, reference), strict=True)
+    for (label, got, _), (_, expected, _) in pairs:
         layer.compare_gradients(got, label, expected, "the reference")
 
 
-def _comparisons(layer: LayerUnderTest, pull: _Pull) -> Iterator[tuple[str, list[Any], list[Any]]]:
+def _comparisons(layer: LayerUnderTest, flat: FlatFunction) -> Iterator[tuple[str, list[Any], list[Any]]]:
     """Gradients from other cotangents, and those that a linear backward has, with the ends of messages."""
-    w, gradients = layer.cotangents, layer.gradients
-    large = large_factor(w)
-    for factor, how in (-1.0, "of the other sign"), (large, f"{large:.0f} times as large"), (1 / large, "very small"):
-        yield f" with cotangents {how}", [times(1 / factor, g) for g in pull(scaled_by(factor, w))], gradients
+    w, gradients, pull = layer.cotangents, layer.gradients, flat.vjp(layer.cotangents)
+    for run in of_other_sizes(flat, w):
+        yield run.label, list(run.gradients.values()), gradients
     zeros = {k: jnp.zeros_like(x) for k, x in w.items()}
     yield " with cotangents of zero", pull(zeros), [jnp.zeros_like(g) for g in gradients]
     v = layer.other_cotangents()
@@ -63,9 +60,9 @@ def _comparisons(layer: LayerUnderTest, pull: _Pull) -> Iterator[tuple[str, list
         yield " with cotangents for all outputs", gradients, [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)]
 
 
-def _why_not_proved(layer: LayerUnderTest, pull: _Pull) -> str:
+def _why_not_proved(layer: LayerUnderTest) -> str:
     """Why it cannot be proved that the gradients are linear in the cotangents; empty if it is proved."""
-    positions = list(layer.cotangents)
+    positions, pull = list(layer.cotangents), layer.flat.vjp(layer.cotangents)
 
     def gradients(*cotangents: Any) -> tuple[list[Any], None]:
         return pull(dict(zip(positions, cotangents, strict=True))), None

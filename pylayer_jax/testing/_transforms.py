@@ -39,16 +39,11 @@ def cond(layer: LayerUnderTest) -> str:
     flat = layer.flat
 
     @jax.jit
-    def run(predicate: Any, values: list[Any], cotangents: dict[int, Any]) -> Any:
-        def outputs(values: list[Any]) -> list[Any]:
-            # The other branch returns constants: if it were taken, the gradients would be zero.
-            return jax.lax.cond(predicate, flat.outputs, lambda _: list(layer.outputs), values)
+    def outputs(predicate: Any, values: list[Any]) -> list[Any]:
+        # The other branch returns constants: if it were taken, the gradients would be zero.
+        return jax.lax.cond(predicate, flat.outputs, lambda _: list(layer.outputs), values)
 
-        return outputs_and_grads(outputs, values, cotangents)
-
-    outputs, gradients = run(jnp.asarray(True), flat.values, layer.cotangents)
-    layer.compare_outputs(outputs, " of cond")
-    layer.compare_gradients(gradients, " of cond")
+    layer.compare_with_eager(lambda values: outputs(True, values), " of cond")
     return "as in eager mode: outputs, gradients, where a traced predicate chooses the layer"
 
 

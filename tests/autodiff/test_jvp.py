@@ -125,7 +125,7 @@ def test_missing_tangents_are_zeros_or_none(materialize):
     [
         (lambda dx: dx, r"Layer.jvp returned 1 tangents; expected 3, one per output"),
         (lambda dx: (dx, dx, None, dx), r"Layer.jvp returned 4 tangents; expected 3"),
-        (lambda dx: (dx[:1], None, None), r"Layer.jvp, tangent of output\[0\]: expected .* \(2,\).*got .* \(1,\)"),
+        (lambda dx: (dx[:1], None, None), r"Layer.jvp, tangent of output\[0\]: expected shape \(2,\), got \(1,\)"),
         (lambda dx: (dx, None, dx), r"Layer.jvp, tangent of output 1: expected the structure"),
         (lambda dx: (dx, None, {"k": 1}), r"Layer.jvp, tangent of output\[2\]\['k'\]: expected .* got 1 of type int"),
         (lambda dx: (jax.lax.complex(dx, dx), None, None), r"Layer.jvp, tangent of output\[0\]: expected a real array"),

@@ -8,7 +8,6 @@ import gc
 import os
 import pathlib
 import pickle
-import shutil
 import subprocess
 import sys
 import textwrap
@@ -347,7 +346,6 @@ def test_files_go_when_nothing_can_ask_for_them(tmp_path):
     value, pullback = jax.vjp(hooked, X, W)
     held = files(tmp_path)
     assert held
-    assert not [path for path in held if path.suffix == ".part"]
     assert sum(path.stat().st_size for path in held) >= kept(model, X, W) * 0.5
     pullback(value)
     del pullback
@@ -444,18 +442,21 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     hooked = hooks(model)
     value, pullback = jax.vjp(hooked, X, W)
     before = files(tmp_path)
-    replace = os.replace
+    opened = os.fdopen
 
-    def full(source, target):
+    def full(descriptor, mode):
+        os.write(descriptor, b"the beginning")
+        os.close(descriptor)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "fdopen", full)
     with pytest.raises(OSError, match=r"could not write \d+ bytes \(No space left on device\)") as caught:
         jax.grad(hooked)(X, W)
     assert caught.value.errno == errno.ENOSPC
+    del caught  # its traceback holds the file
     with pytest.raises(Exception, match="No space left on device"):
         jax.block_until_ready(jax.jit(jax.grad(hooked))(X, W))
-    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "fdopen", opened)
     gc.collect()
     assert sorted(files(tmp_path)) == sorted(before)  # no half-written file is left
     for got, expected in zip(pullback(value), gradient(model)(X, W), strict=True):
@@ -472,8 +473,8 @@ def change_one_byte(path):
 
 DAMAGE = {
     "changed": (change_one_byte, "holds other bytes than those that were written"),
-    "truncated": (lambda path: path.write_bytes(b"short"), r"holds 5 bytes, but \d+ were written"),
-    "deleted": (pathlib.Path.unlink, "was deleted"),
+    "truncated": (lambda path: path.write_bytes(b"short"), "holds other bytes than those that were written"),
+    "deleted": (pathlib.Path.unlink, r"cannot be read \(No such file or directory\)"),
     "unreadable": (lambda path: (path.unlink(), path.mkdir()), r"cannot be read \(Is a directory\)"),
 }
 
@@ -504,16 +505,6 @@ def test_a_damaged_file_of_a_compiled_program_is_an_error(damage, tmp_path):
         change(path)
     with pytest.raises(jax.errors.JaxRuntimeError, match=f"for Square, saved tensor 0: .*save_on_disk: .*{what}"):
         jax.block_until_ready(pullback(jnp.ones(())))
-
-
-def test_a_folder_that_was_removed_is_made_again(tmp_path):
-    hooks = save_on_disk(tmp_path)
-    _, pullback = jax.vjp(hooks(lambda x: Square.apply(x).sum()), X)
-    for folder in tmp_path.iterdir():
-        shutil.rmtree(folder)
-    with pytest.raises(OSError, match="was deleted"):
-        pullback(jnp.ones(()))
-    np.testing.assert_allclose(jax.grad(hooks(lambda x: Square.apply(x).sum()))(X), 2 * X, rtol=1e-6)
 
 
 def test_close_leaves_what_an_eager_vjp_function_holds(tmp_path):

@@ -343,30 +343,21 @@ def test_an_empty_container_that_forward_fills(mode, empty, path):
 
 
 @jax.tree_util.register_pytree_node_class
-class MadeAnew:
-    """Its leaves and its static data are new objects whenever JAX asks for them; the data equals no other object."""
-
+class NotComparable:
     def __init__(self, w):
         self.w = w
 
     def tree_flatten(self):
-        return (self.w * 1,), object()
+        return (self.w,), np.zeros(2)
 
     @classmethod
     def tree_unflatten(cls, _, children):
         return cls(*children)
 
 
-@jax.tree_util.register_pytree_node_class
-class NotComparable(MadeAnew):
-    def tree_flatten(self):
-        return (self.w,), np.zeros(2)
-
-
-@pytest.mark.parametrize("kind", [MadeAnew, NotComparable])
-def test_a_container_that_cannot_be_compared_is_not_refused(kind):
+def test_a_container_that_cannot_be_compared_is_not_refused():
     layer = type("Scale", (PyLayer,), {"forward": staticmethod(lambda ctx, x, p: x * p.w)})
-    np.testing.assert_allclose(layer.apply(X, kind(X)), X * X)
+    np.testing.assert_allclose(layer.apply(X, NotComparable(X)), X * X)
 
 
 def test_what_forward_makes_of_its_arguments_may_change():

@@ -96,7 +96,7 @@ def test_a_list_around_a_lone_gradient_is_refused(run):
 
 @runs
 def test_complex_gradient_of_a_real_input(run):
-    with pytest.raises(ValueError, match=r"expected a real array .* gradient\.real"):
+    with pytest.raises(ValueError, match=r"expected a real array .* Return its real part"):
         run(jax.grad(lambda x: layer(lambda dy: jax.lax.complex(dy, dy)).apply(x).sum()))(X)
 
 
@@ -280,7 +280,9 @@ def test_replicated_input_in_shard_map_says_to_sum():
     mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     f = jax.shard_map(Product.apply, mesh=mesh, in_specs=(spec("i"), spec()), out_specs=spec("i"))
-    with pytest.raises(ValueError, match=r"gradient of 'w': .* Sum it in backward: jax\.lax\.psum\(gradient, 'i'\)"):
+    with pytest.raises(
+        ValueError, match=r"gradient of 'w': .* Sum it before it is returned: jax\.lax\.psum\(value, 'i'\)"
+    ):
         jax.jit(jax.grad(lambda w: f(jnp.ones(4), w).sum()))(jnp.ones(1))
 
 

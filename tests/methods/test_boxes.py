@@ -70,6 +70,14 @@ def test_a_box_of_the_wrong_shape_is_refused():
             jax.grad(loss)(w)
 
 
+def test_a_box_as_the_tangent_of_an_output():
+    class Double(PyLayer):
+        forward = staticmethod(lambda ctx, x: 2 * x)
+        jvp = staticmethod(lambda ctx, dx: Box(2 * dx))
+
+    np.testing.assert_allclose(jax.jvp(Double.apply, (X,), (X,))[1], 2 * X)
+
+
 def test_function_saves_the_array_of_a_box():
     class Saves(Function):
         @staticmethod

@@ -110,7 +110,7 @@ def test_a_wrong_layer_has_the_reason(capsys):
     assert len(wrong) == 1
     assert "✗ gradients " in wrong[0]
     assert "the gradient of args[0] at index (" in wrong[0]
-    assert err == ""  # no progress, because this is no terminal
+    assert err == ""
 
 
 def test_a_wrong_gradient_says_how_a_meant_one_is_declared(capsys):
@@ -124,18 +124,6 @@ def test_a_wrong_gradient_says_how_a_meant_one_is_declared(capsys):
     assert "Is backward meant" not in capsys.readouterr().out
     assert check(f"{wrong_layers.__name__}:WrongAtSecondOrder", "f32[2]", *only("second order")) == 1
     assert "or --skip 'second order'." in capsys.readouterr().out
-
-
-def test_a_terminal_shows_what_is_tested(capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert check("checked_layers:Scale", "f32[2,3]", "0.5", *FAST) == 0
-    out, err = capsys.readouterr()
-    assert "(" not in out.splitlines()[0]
-    assert "\n" not in err
-    shown = [line for line in err.split("\r") if line.strip()]
-    names = ["eager", "jit", "gradients", "arguments", "cotangents", "saved"]
-    assert shown == [f"Scale: {name} ({i} of 6)" for i, name in enumerate(names, 1)]
-    assert err.endswith(f"\r{' ' * len(shown[-1])}\r")
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -202,7 +190,7 @@ def test_a_call_that_does_not_fit_is_the_first_property(capsys):
     )
 
 
-@pytest.mark.parametrize("spec", ["f32[]", "bf16[2]", "f64[2]", "c64[2]", "f16[ 2, 1 ]", "float32[2]", "complex128[]"])
+@pytest.mark.parametrize("spec", ["f32[]", "bf16[2]", "f64[2]", "c64[2]", "f16[ 2, 1 ]"])
 def test_dtypes_and_shapes(spec, capsys):
     layer = "checked_layers:straight_through" if spec == "f16[ 2, 1 ]" else "checked_layers:Inside.Scale"
     rest = ["--reference", layer] if "through" in layer else ["2"]
@@ -228,44 +216,12 @@ def test_trees_and_keywords(capsys):
     out = capsys.readouterr().out
     assert "gradients of parameters['b'][0], parameters['w'], scale, x" in out
     assert "3 of 6 are differentiable, with 4 arrays" in out
-    reference = ["--reference", "checked_layers:straight_through"]
-    assert check("checked_layers:Round", "x=float32[3]", *reference, *FAST) == 0
-    assert check("checked_layers:Scale", "F32[3]", "factor=-2", *FAST) == 0
+    assert check("checked_layers:Scale", "f32[3]", "factor=-2", *FAST) == 0
     assert "1 of 2 is differentiable\n" in capsys.readouterr().out
     assert check("checked_layers:Scale", "x={'a': f64[2]}", "-1", *only("vmap")) == 1  # a dict times a number
 
 
 GENERAL = r"Expected an array such as \"f32\[8,8\]\" or \"f32\[\]\", a Python literal"
-
-
-@pytest.mark.parametrize(
-    ("spec", "meant"),
-    [
-        ("f32[8x8]", "f32[8,8]"),
-        ("f32(8,8)", "f32[8,8]"),
-        ("f32[8 8]", "f32[8,8]"),
-        ("f32[8,8", "f32[8,8]"),
-        ("f32 8 8", "f32[8,8]"),
-        ("f32:8,8", "f32[8,8]"),
-        ("f33[8,8]", "f32[8,8]"),
-        ("fp32[8,8]", "f32[8,8]"),
-        ("float[8]", "f32[8]"),
-        ("jnp.float16[8]", "f16[8]"),
-        ("floot64(8)", "f64[8]"),
-        ("f32", "f32[]"),
-        ("int32()", "i32[]"),
-        ("key", "key[]"),
-        ("8x8", "f32[8,8]"),
-        ("8,8", 'f32[8,8]" or "(8,8)'),
-        ("g32[2]", 'f32[2]" or "i32[2]" or "u32[2]'),
-        ("x=f32(3)", "x=f32[3]"),
-        ("{'w': f32[8x8], 'b': [f32(8), 3]}", "{'w': f32[8,8], 'b': [f32[8], 3]}"),
-    ],
-)
-def test_a_spec_that_is_nearly_right_shows_the_right_one(spec, meant, capsys):
-    with pytest.raises(SystemExit):
-        check("checked_layers:Scale", spec, "0.5")
-    assert f'error: {spec}: did you mean "{meant}"? ' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -277,7 +233,6 @@ def test_only_literals_and_arrays_are_read(spec, capsys):
         check("checked_layers:Scale", spec, "0.5")
     error = capsys.readouterr().err
     assert f"error: {spec}: Expected an array such as" in error
-    assert "did you mean" not in error
 
 
 def test_the_seed_chooses_the_numbers():
@@ -297,7 +252,7 @@ def test_the_seed_chooses_the_numbers():
         (["checked_layers:NUMBER"], r"expected a layer class or a function, got 3"),
         (["checked_layers:Inside"], r"expected a layer class or a function, got <class"),
         (["checked_layers:Scale", "f32[2"], GENERAL),
-        (["checked_layers:Scale", "g32[2]"], r"\? Unknown dtype 'g32'; expected one of f16, bf16, f32"),
+        (["checked_layers:Scale", "float32[2]"], r"float32\[2\]: Unknown dtype 'float32'; expected one of f16"),
         (["checked_layers:Scale", "text"], r"text: Expected .* For a string, quote it twice: '\"text\"'"),
         (["checked_layers:Scale", "f32[n]"], r"f32\[n\]: Expected whole numbers as sizes, as in f32\[8,8\]"),
         (["checked_layers:Scale", "key[2]"], r"key\[2\]: Expected one PRNG key: key\[\]"),

@@ -411,20 +411,3 @@ def test_keywords_are_arguments():
 )
 def test_the_arguments_that_are_differentiable_are_counted(layer, args, message):
     assert check_layer(layer, *args, skip=all_but("arguments"))["arguments"].message.startswith(message)
-
-
-def test_progress_is_shown_if_asked_for(capsys):
-    check_layer(Tanh, X, skip=all_but("jit", "saved"))
-    assert capsys.readouterr() == ("", "")
-    check_layer(Tanh, X, skip=all_but("jit", "saved"), verbose=True)
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.split("\r")[2::2][:3] == ["Tanh: eager (1 of 3)", "Tanh: jit (2 of 3)", "Tanh: saved (3 of 3)"]
-    assert err.endswith(f"\r{' ' * len('Tanh: saved (3 of 3)')}\r")
-    with pytest.raises(KeyboardInterrupt):
-        check_layer(_interrupted, X, verbose=True)
-    assert capsys.readouterr().err.endswith(" \r")
-
-
-def _interrupted(x):
-    raise KeyboardInterrupt
