@@ -7,6 +7,7 @@ backend. If JAX is not as expected, the import fails.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -108,22 +109,24 @@ def checkpoint() -> Checkpoint:
 def _checkpoint(*_: Any) -> Checkpoint:
     def look(x: Any) -> Checkpoint:
         names: list[str] = []
-        given: list[Any] = []
+        given: list[tuple[type[Any], bool]] = []  # not the values, which would leak
 
         def staged(y: Any) -> Any:
             names.append(current_trace().frame.debug_info.traced_for)
             return y
 
         def forward_rule(y: Any, constant: Any) -> tuple[Any, None]:
-            given.append(constant)
+            given.append((type(constant.value), constant.perturbed))
             return y.value, None
 
         rule: Any = jax.custom_vjp(lambda y, _: y)
         rule.defvjp(forward_rule, lambda _, c: (c, c), symbolic_zeros=True)
         jax.checkpoint(staged)(jax.jit(staged)(x))
-        jax.vjp(lambda y: jax.checkpoint(rule)(y, x), x)
         _check(len(set(names)) == len(names) == 2, names)
-        return Checkpoint(names[1], (type(given[0].value),) if given[0].perturbed else ())
+        with contextlib.suppress(NotImplementedError):  # JAX may have no derivative here: 0.10 with JAX_CUSTOM_VJP3
+            jax.vjp(lambda y: jax.checkpoint(rule)(y, x), x)
+            _check(len(given) > 0, "no call of a forward rule")
+        return Checkpoint(names[1], tuple(tracer for tracer, perturbed in given if perturbed))
 
     return _learn("how jax.checkpoint runs a function", look)
 
