@@ -1,6 +1,7 @@
 """Imports and helpers that depend on JAX's internals.
 
 - `imports`: the only importer of names of JAX that may move between versions.
+- `probes`: the classes of tracers and traces, learned from what a traced function sees.
 - `tracers`: facts about tracers, and about the traces that are active.
 - `types`: shapes, dtypes, weak types, shardings; zeros of a type.
 - `masks`: lists of values and masks.

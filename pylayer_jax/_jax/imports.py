@@ -8,7 +8,7 @@ from jax.core import ShapedArray, Trace, Tracer, eval_context, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
-from jax.experimental.jet import jet_rules
+from jax.experimental.jet import jet, jet_rules
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
@@ -51,6 +51,7 @@ __all__ = [
     "get_opaque_trace_state",
     "io_callback",
     "jaxprs_in_params",
+    "jet",
     "jet_rules",
     "mlir",
     "partial_eval",

@@ -25,6 +25,7 @@ from .imports import (
     summarize,
     wrap_init,
 )
+from .probes import AXIS_EFFECT, UNSPECIFIED_SHARDING
 
 # The lines that JAX shows for an operation (in errors about tracers, in profiles) are those of users.
 for _part in Path(__file__).parents[1].iterdir():
@@ -94,7 +95,7 @@ def is_inlinable(params: dict[str, Any]) -> bool:
     """Whether the operations of a jitted function may run without it: it neither places nor donates arrays."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
-    is_unplaced = all(type(s).__name__ == "UnspecifiedValue" for s in shardings) and all(x is None for x in layouts)
+    is_unplaced = all(isinstance(s, UNSPECIFIED_SHARDING) for s in shardings) and all(x is None for x in layouts)
     return is_unplaced and not any(params["donated_invars"]) and not params["compiler_options_kvs"]
 
 
@@ -112,8 +113,7 @@ def is_literal(atom: Any) -> bool:
 
 def names_axis(equation: Any, axis: Any) -> bool:
     """Whether an equation asks for the index along the mapped axis, or communicates over it."""
-    # The effect has no public name.
-    return any(type(e).__name__ == "NamedAxisEffect" and e.name == axis.name for e in equation.effects)
+    return any(isinstance(e, AXIS_EFFECT) and e.name == axis.name for e in equation.effects)
 
 
 def dependence(

@@ -1,7 +1,4 @@
-"""Facts about tracers, and about the traces that are active.
-
-Most classes of tracers and traces have no public names, and are therefore recognised by the names of their types.
-"""
+"""Facts about tracers, and about the traces that are active."""
 
 from __future__ import annotations
 
@@ -10,15 +7,17 @@ from typing import Any
 
 import jax
 
-from .imports import (
-    Trace,
-    Tracer,
-    ad,
-    concrete_or_error,
-    eval_context,
-    get_opaque_trace_state,
-    partial_eval,
-    take_current_trace,
+from .imports import Trace, Tracer, concrete_or_error, eval_context, get_opaque_trace_state
+from .probes import (
+    EVAL_TRACE,
+    FORWARD,
+    JET,
+    MAPPED,
+    REVERSE,
+    STAGED,
+    TRANSPOSED,
+    checkpoint,
+    current_trace,
 )
 
 # Raised where traced code asks for a number.
@@ -46,56 +45,54 @@ def is_tracer(value: object) -> bool:
 
 
 def is_mapped(value: object) -> bool:
-    return type(value).__name__ == "BatchTracer"
+    return isinstance(value, MAPPED.tracer)
 
 
-def _example_of(value: object) -> object:
+def _example_of(value: Any) -> Any:
     """The value that `jax.vmap` maps."""
-    while is_mapped(value):
-        value = getattr(value, "val", None)
+    while isinstance(value, MAPPED.tracer):
+        value = value.val
     return value
 
 
 def is_differentiated(value: object) -> bool:
     """Whether `jax.grad`, `jax.vjp`, `jax.linearize` or `jax.jvp` differentiates a value, or a batch of it."""
-    value = _example_of(value)
-    return type(value).__name__ == "LinearizeTracer" or isinstance(value, ad.JVPTracer)
+    return isinstance(_example_of(value), (REVERSE.tracer, FORWARD.tracer))
 
 
 def is_forward_mode_tracer(value: object) -> bool:
-    value = _example_of(value)
-    return isinstance(value, ad.JVPTracer) or type(value).__name__ == "JetTracer"
+    return isinstance(_example_of(value), (FORWARD.tracer, JET.tracer))
 
 
 def is_reverse_mode_tracer(value: object) -> bool:
-    return type(_example_of(value)).__name__ == "LinearizeTracer"
+    return isinstance(_example_of(value), REVERSE.tracer)
 
 
 def is_rematerialization_tracer(value: object) -> bool:
     """With JAX_REMAT3 a forward rule runs before the differentiation, and JAX reports every input as perturbed."""
-    return type(value).__name__ == "RematTracer"
+    return isinstance(value, checkpoint().tracers)
 
 
 def is_unknown(value: object) -> bool:
     """Whether `jax.linear_transpose` traces a value, or a batch of it, to transpose what is computed from it."""
-    return type(_example_of(value)).__name__ == "JaxprTracer"
+    return isinstance(_example_of(value), TRANSPOSED.tracer)
 
 
 def is_staged(value: object) -> bool:
     """Whether a value (or the value that `jax.vmap` maps) stands in a jaxpr that is being made."""
-    return isinstance(_example_of(value), partial_eval.DynamicJaxprTracer)
+    return isinstance(_example_of(value), STAGED.tracer)
 
 
-def is_staged_below(value: object) -> bool:
+def is_staged_below(value: Any) -> bool:
     """Whether the primal value below one reverse-mode differentiation (and `jax.vmap`) is staged."""
     value = _example_of(value)
-    return is_staged(getattr(value, "primal", None) if is_reverse_mode_tracer(value) else value)
+    return is_staged(value.primal if isinstance(value, REVERSE.tracer) else value)
 
 
-def is_differentiated_twice(value: object) -> bool:
+def is_differentiated_twice(value: Any) -> bool:
     """Whether a reverse-mode differentiation stands within another differentiation of the same value."""
     value = _example_of(value)
-    return is_reverse_mode_tracer(value) and is_differentiated(getattr(value, "primal", None))
+    return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
 
 
 def concrete_value(value: Any) -> Any:
@@ -104,11 +101,6 @@ def concrete_value(value: Any) -> Any:
 
 
 # -- the traces -----------------------------------------------------------------------------------
-
-
-def current_trace() -> Any:
-    with take_current_trace() as trace:
-        return trace
 
 
 class PassThroughTrace(Trace):
@@ -160,31 +152,31 @@ def active_traces() -> list[Any]:
     return traces
 
 
-def is_leaked(value: object) -> bool:
+def is_leaked(value: Any) -> bool:
     """Whether a value belongs to a transformation that has ended, so that no operation can use it."""
     if not is_tracer(value):
         return False
     traces = active_traces()
     # If a trace does not tell what is further out, nothing is known.
-    return type(traces[-1]).__name__ == "EvalTrace" and not any(getattr(value, "_trace", None) is t for t in traces)
+    return isinstance(traces[-1], EVAL_TRACE) and not any(value._trace is t for t in traces)
 
 
-# A JaxprTrace runs the jvp rules of a function that jax.linearize takes apart.
-_EAGER_TRACES = frozenset({"EvalTrace", "JVPTrace", "LinearizeTrace", "BatchTrace", "JaxprTrace", "JetTrace"})
+# The one of jax.linear_transpose also runs the jvp rules of a function that jax.linearize takes apart.
+_EAGER_TRACES = (EVAL_TRACE, *(kind.trace for kind in (FORWARD, REVERSE, MAPPED, TRANSPOSED, JET)))
 
 
 def _is_staging_trace(trace: Any) -> bool:
-    return type(trace).__name__ not in _EAGER_TRACES
+    return not isinstance(trace, _EAGER_TRACES)
 
 
 def is_forward_mode_trace(trace: Any) -> bool:
-    return isinstance(trace, ad.JVPTrace) or type(trace).__name__ == "JetTrace"
+    return isinstance(trace, (FORWARD.trace, JET.trace))
 
 
 def _differentiations(traces: Sequence[Any]) -> list[bool]:
     """The differentiations among some traces: True for `jax.jvp`."""
-    facts = ((is_forward_mode_trace(trace), type(trace).__name__) for trace in traces)
-    return [is_forward for is_forward, name in facts if is_forward or name == "LinearizeTrace"]
+    facts = ((is_forward_mode_trace(trace), isinstance(trace, REVERSE.trace)) for trace in traces)
+    return [is_forward for is_forward, is_reverse in facts if is_forward or is_reverse]
 
 
 def is_differentiating() -> bool:
@@ -213,7 +205,7 @@ def is_staging(include_outer: bool = False) -> bool:
     for trace in active_traces():
         if _is_staging_trace(trace):
             return True
-        if not include_outer and type(trace).__name__ != "JaxprTrace":
+        if not include_outer and not isinstance(trace, TRANSPOSED.trace):
             return False
     return False
 
@@ -232,10 +224,11 @@ def is_deferred(tensors: Sequence[Any], traces: Sequence[Any] | None = None) -> 
     else:
         return False  # no jaxpr is being made
     examples = filter(is_differentiated, map(_example_of, tensors))
-    return not any(getattr(x, "_trace", None) is trace for x in examples for trace in within)
+    return not any(x._trace is trace for x in examples for trace in within)
 
 
 def is_rematerialized() -> bool:
     """Whether the running code is being staged for `jax.checkpoint`, on any level."""
-    frames = (getattr(trace, "frame", None) for trace in active_traces())
-    return any("remat" in str(getattr(getattr(f, "debug_info", None), "traced_for", "")) for f in frames)
+    staging = (t.frame.debug_info for t in active_traces() if isinstance(t, STAGED.trace))
+    name = checkpoint().traced_for
+    return any(info is not None and info.traced_for == name for info in staging)
