@@ -20,10 +20,8 @@ from ._jax import (
     call_with_symbolic_zeros,
     is_deferred,
     is_differentiated,
-    is_forward_mode_trace,
-    is_forward_mode_tracer,
+    is_forward_mode_here,
     is_forward_over_reverse,
-    is_missing_forward_mode,
     is_staging,
     is_unknown,
     nothing_is_traced,
@@ -201,7 +199,8 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     has_forward_mode = layer._has_forward_mode() or force_primitive.value or any(map(is_unknown, tensors))
     traces = active_traces()
     if not has_forward_mode:
-        if is_forward_mode_trace(traces[0]) and any(map(is_forward_mode_tracer, tensors)):
+        # In code that was staged before it is differentiated, JAX says so, without a name.
+        if is_forward_mode_here(tensors, traces):
             raise NoForwardModeError(arguments.layer)
         # A second derivative of another kind than those that `jax.custom_vjp` has.
         has_forward_mode = is_forward_over_reverse(traces)
@@ -219,10 +218,6 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
                 values = call_with_symbolic_zeros(_rule_of(layer), Static(call), tensors)
     except jax.errors.UnexpectedTracerError as error:
         raise call.closed_over_error() from error
-    except TypeError as error:
-        if is_missing_forward_mode(error):
-            raise NoForwardModeError(arguments.layer) from None
-        raise
     outputs = call.outputs
     assert outputs is not None
     values = [jax.lax.stop_gradient(x) if i in outputs.non_differentiable else x for i, x in enumerate(values)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import Static, plural, source_of
 
 from .call import LayerCall
-from .errors import NoForwardModeError
 from .forward_rule import differentiate
 from .run_forward import run_undifferentiated
 from .tangent_map import Derivative
@@ -31,9 +29,7 @@ from .tangent_map import Derivative
 
 def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
     """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
-    name = layer.__qualname__
-    error = functools.partial(NoForwardModeError, name)
-    return custom_vjp(name, _source(layer), _primal, _forward_rule, _backward_rule, error)
+    return custom_vjp(layer.__qualname__, _source(layer), _primal, _forward_rule, _backward_rule)
 
 
 def _source(layer: type) -> Callable[[], str]:

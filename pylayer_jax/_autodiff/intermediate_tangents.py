@@ -22,11 +22,11 @@ from pylayer_jax._jax import (
     PrimitiveWithObject,
     batch_axis_to_front,
     computing_only,
+    custom_function_in,
     eval_jaxpr,
     has_forward_mode,
     has_tangent,
     held_object,
-    is_missing_forward_mode,
     is_named,
     kernels_may_run,
     kernels_of_outputs,
@@ -43,7 +43,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
-from .errors import KernelInForward, NoForwardModeError, NotDerivableError
+from .errors import KernelInForward, NotDerivableError
 from .linearity import ZeroInfo, add_rule
 
 
@@ -81,7 +81,7 @@ def _code_of(layer: str, jaxpr: Any, nonzero: Sequence[bool]) -> Code:
         pruned, is_read = prune(jaxpr, used)  # within loops and calls too
         return eval_jaxpr(pruned, (), *select(primals, is_read))
 
-    return Code(layer, function, tuple(nonzero), [v.aval for v in jaxpr.outvars])
+    return Code(layer, function, tuple(nonzero), [v.aval for v in jaxpr.outvars], custom_function_in(jaxpr))
 
 
 def _kernel_error(layer: str, kernel: str, second_derivative_error: Callable[[], Exception | None]) -> Exception:
@@ -96,6 +96,7 @@ class Code:
     function: Callable[..., list[Any]]  # of a mask of the results that are used, and the primals, to these results
     nonzero: tuple[bool, ...]  # the primals that have a tangent
     types: list[Any]  # of all results
+    applied: str | None = None  # a custom_vjp function, which has no forward mode, that the code applies
     kernel_error: Callable[[], Exception] | None = None  # JAX derives not every kernel, and none in reverse mode
     has_forward_mode: bool = True
 
@@ -113,9 +114,7 @@ class Code:
         except (NotDerivableError, OnceDifferentiableError):
             raise
         except Exception as error:
-            if isinstance(error, NoForwardModeError) or (
-                isinstance(error, TypeError) and is_missing_forward_mode(error)
-            ):
+            if self.applied is not None and isinstance(error, TypeError):
                 raise self._needs_forward_mode_error() from error
             if self.kernel_error is not None:
                 raise self.kernel_error() from error
@@ -138,7 +137,8 @@ class Code:
     def derivative(self, moving: Sequence[bool]) -> Code:
         """The tangents as code of their own, for the primals and tangents that move."""
         types = [tangent_type(t) for t in self.types]
-        return Code(self.layer, self.push, tuple(moving), types, self.kernel_error, self.kernel_error is None)
+        facts = (self.applied, self.kernel_error, self.kernel_error is None)
+        return Code(self.layer, self.push, tuple(moving), types, *facts)
 
     def batched(self, axis: Any, dims: Sequence[Any]) -> Code:
         """The same for a batch of examples, whose results have the mapped axis in front; `dims` are of the primals."""
@@ -151,10 +151,10 @@ class Code:
 
     def _needs_forward_mode_error(self) -> NotDerivableError:
         return NotDerivableError(
-            f"{self.layer}.forward saved a tensor that another layer computed within it, and that is neither an input "
-            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
-            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
-            "over reverse: jax.jacrev(jax.grad(f))."
+            f"{self.layer}.forward saved a tensor that a function with a custom gradient ({self.applied}) computed "
+            "within it, and that is neither an input nor an output. Its second derivative by forward-mode over reverse "
+            f"(jax.hessian, jax.jvp of jax.grad) needs forward mode of {self.applied}: make it a layer with "
+            "forward_mode = True. Or save inputs and outputs, or use reverse over reverse: jax.jacrev(jax.grad(f))."
         )
 
 

@@ -11,7 +11,7 @@ from pylayer_jax._hooks.open_blocks import layers_only
 from pylayer_jax._jax import (
     KERNEL,
     NEEDS_VALUES,
-    custom_function_name,
+    custom_function_in,
     eval_jaxpr,
     first_kernel,
     merge,
@@ -70,8 +70,7 @@ def transpose(
         transposed = jax.linear_transpose(lambda *c: eval_jaxpr(jaxpr, (), *consts, *c), *types)
         return list(transposed(select(tangents, nonzero)))
     except Exception as error:
-        applied = next((name for e in jaxpr.eqns if (name := custom_function_name(e)) is not None), None)
-        if applied is not None:
+        if (applied := custom_function_in(jaxpr)) is not None:
             raise _needs_forward_mode_error(layer, applied) from error
         message = next(iter(str(error).splitlines()), "")
         raise _not_transposed_error(
