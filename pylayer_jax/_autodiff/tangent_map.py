@@ -40,7 +40,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import Static
 
-from .errors import NoKernelRuleError
+from .errors import NotDerivableError
 from .linearity import ZeroInfo, add_rule
 from .transpose import transpose
 
@@ -117,9 +117,8 @@ def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) 
 
     try:
         return transpose(derivative.name, pull, derivative.tangent_types, tangents, derivative.forward_mode)
-    except (*NEEDS_VALUES, NoKernelRuleError):
-        # Host code, or a kernel, in a backward that must not be differentiated. Without forward mode this is a second
-        # derivative.
+    except (*NEEDS_VALUES, NotDerivableError):
+        # A backward that must not be differentiated. Without forward mode this is a second derivative.
         if not derivative.forward_mode and (error := derivative.second_derivative_error()) is not None:
             raise error from None
         raise

@@ -9,7 +9,6 @@
 - `custom_vjp`: functions with custom rules, and the log of their runs.
 - `identities`: primitives that compute nothing.
 - `host_calls`: the primitive that runs a function on the host.
-- `kernels`: operations of which JAX does not know the derivative in reverse mode, and marks on their operands.
 
 This file hands their names on, so that the other subpackages import from `pylayer_jax._jax`.
 """
@@ -64,15 +63,7 @@ from .jaxprs import (
     without_checks,
     without_stopped_selections,
 )
-from .kernels import (
-    KERNEL,
-    first_kernel,
-    has_forward_mode,
-    kernels_may_run,
-    kernels_of_outputs,
-    naming_kernels,
-)
-from .masks import merge, one_hot, scatter, select
+from .masks import merge, scatter, select
 from .primitives import (
     PrimitiveWithObject,
     batch_axis_to_front,
@@ -130,7 +121,6 @@ from .types import (
 )
 
 __all__ = [
-    "KERNEL",
     "NEEDS_VALUES",
     "NO_RESIDUAL",
     "PassThroughTrace",
@@ -160,10 +150,8 @@ __all__ = [
     "eval_jaxpr",
     "eval_with_given",
     "explicit_sharding",
-    "first_kernel",
     "forbid_derivative",
     "has_equation",
-    "has_forward_mode",
     "has_tangent",
     "held_object",
     "holds_hooks_block",
@@ -197,8 +185,6 @@ __all__ = [
     "is_unknown",
     "jaxpr_and_consts",
     "keep_one_result",
-    "kernels_may_run",
-    "kernels_of_outputs",
     "lower_jaxpr",
     "manual_axes",
     "mapped_type",
@@ -206,9 +192,7 @@ __all__ = [
     "merge",
     "mesh_axes_of",
     "names_axis",
-    "naming_kernels",
     "nothing_is_traced",
-    "one_hot",
     "prune",
     "reads_refs",
     "register",
