@@ -32,15 +32,15 @@ from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
 from ._trees import Static, is_live, is_live_constant
 
-# The `jax.custom_vjp` function of each class. Not an attribute, which a class made from the members of another one, or
-# unpickled, would take over.
+# The `jax.custom_vjp` function of each class that was applied. Not an attribute, which a class made from the members of
+# another one would take over; and not made with the class, since an unpickled one gets its members later.
 _rules: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
 def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
     rule = _rules.get(layer)
-    if rule is None:  # PyLayer itself, which no __init_subclass__ saw
-        rule = _rules[layer] = compile_layer(layer)
+    if rule is None:
+        rule = _rules.setdefault(layer, compile_layer(layer))
     return rule
 
 
@@ -128,7 +128,6 @@ class PyLayer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_declarations(cls)
-        _rules[cls] = compile_layer(cls)
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:

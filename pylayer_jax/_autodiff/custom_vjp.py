@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,18 +26,10 @@ from .run_forward import run_undifferentiated
 from .tangent_map import Derivative
 
 
-def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
+def compile_layer(layer: Any) -> Callable[..., tuple[Any, ...]]:
     """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
-    return custom_vjp(layer.__qualname__, _source(layer), _primal, _forward_rule, _backward_rule)
-
-
-def _source(layer: type) -> Callable[[], str]:
-    """A function that returns the name of a class and the place of its `forward`. It does not keep the class alive.
-
-    It looks for `forward` when it is called: the members of an unpickled class are set after the class is compiled.
-    """
-    name, found = layer.__qualname__, weakref.ref(layer)
-    return lambda: source_of(name, getattr(found(), "forward", _primal))
+    name = layer.__qualname__
+    return custom_vjp(name, source_of(name, layer.forward), _primal, _forward_rule, _backward_rule)
 
 
 class _SavedRun(NamedTuple):

@@ -174,4 +174,4 @@ def _zeros(aval: Any) -> Any:
     return zeros_of(tangent_type(aval)) if has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
-_rule = custom_vjp("operation", lambda: "operation in a hooks block", _primal, _forward_rule, _backward_rule)
+_rule = custom_vjp("operation", "operation in a hooks block", _primal, _forward_rule, _backward_rule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
@@ -61,71 +62,38 @@ def is_run_number(residual: Any) -> bool:
 
 def custom_vjp(
     name: str,
-    source: Callable[[], str],
+    source: str,
     primal: Callable[..., Any],
     forward_rule: Callable[..., Any],
     backward_rule: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """A `jax.custom_vjp` function with symbolic zeros.
+    """A `jax.custom_vjp` function with symbolic zeros: (static, *tensors), by position.
 
-    `source` gives the name and the place, as in `Tanh at layers.py:12`, when JAX first asks for it.
+    JAX's errors show `source`, the name and the place, as in `Tanh at layers.py:12`.
     """
-    function = jax.custom_vjp(_RuleFunction(primal, name, source))
-    rules = (_RuleFunction(rule, name, source) for rule in (forward_rule, backward_rule))
-    function.defvjp(*rules, symbolic_zeros=True)
+    primal, forward_rule, backward_rule = (_copy(f, name, source) for f in (primal, forward_rule, backward_rule))
+    function = jax.custom_vjp(primal)
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return function
 
 
-class _RuleFunction:
-    """One of the three functions that `jax.custom_vjp` takes: (static, *tensors), by position.
+_BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
+def _copy(function: Any, name: str, source: str) -> Any:
+    """A copy of a plain function, under another name.
 
     NOTE [ready-made facts]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and works out their names
     and the names of their arguments, which errors show. This takes more than a tenth of the time to trace a layer.
-    Therefore these objects have the facts as attributes, made once. A JAX that does not read `__fun_debug_info__`
-    works them out again, which only takes longer.
+    Therefore the copies have the facts as attributes, made once. A JAX that does not read `__fun_debug_info__` works
+    them out again, which only takes longer.
     """
-
-    def __init__(self, function: Callable[..., Any], name: str, source: Callable[[], str]) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.__signature__ = _BY_POSITION
-        self._function = function
-        self._source = source
-
-    def __call__(self, *args: Any) -> Any:
-        __tracebackhide__ = True
-        return self._function(*args)
-
-    @functools.cached_property
-    def __fun_debug_info__(self) -> DebugInfo:
-        return DebugInfo("custom_vjp", self._source(), None, None)
-
-
-class _ByPosition(inspect.Signature):
-    """A signature that takes any arguments by position, without a check."""
-
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        return super().bind(*args, **kwargs) if kwargs else _Bound(args)
-
-
-class _Bound:
-    """The part of `inspect.BoundArguments` that JAX reads."""
-
-    __slots__ = ("args",)
-    kwargs: Final[dict[str, Any]] = {}
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"args": self.args}
-
-    def apply_defaults(self) -> None:
-        pass
-
-
-_BY_POSITION: Final = _ByPosition([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+    copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
+    copy.__qualname__ = name
+    copy.__signature__ = _BY_POSITION
+    copy.__fun_debug_info__ = DebugInfo("custom_vjp", source, None, None)
+    return copy
 
 
 def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Sequence[Any]) -> Any:
