@@ -20,10 +20,8 @@ from ._jax import (
     call_with_symbolic_zeros,
     is_deferred,
     is_differentiated,
-    is_forward_mode_trace,
-    is_forward_mode_tracer,
+    is_forward_mode_here,
     is_forward_over_reverse,
-    is_missing_forward_mode,
     is_staging,
     is_unknown,
     nothing_is_traced,
@@ -34,15 +32,15 @@ from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
 from ._trees import Static, is_live, is_live_constant
 
-# The `jax.custom_vjp` function of each class. Not an attribute, which a class made from the members of another one, or
-# unpickled, would take over.
+# The `jax.custom_vjp` function of each class that was applied. Not an attribute, which a class made from the members of
+# another one would take over; and not made with the class, since an unpickled one gets its members later.
 _rules: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
 def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
     rule = _rules.get(layer)
-    if rule is None:  # PyLayer itself, which no __init_subclass__ saw
-        rule = _rules[layer] = compile_layer(layer)
+    if rule is None:
+        rule = _rules.setdefault(layer, compile_layer(layer))
     return rule
 
 
@@ -130,7 +128,6 @@ class PyLayer:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_declarations(cls)
-        _rules[cls] = compile_layer(cls)
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:
@@ -201,7 +198,8 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     has_forward_mode = layer._has_forward_mode() or force_primitive.value or any(map(is_unknown, tensors))
     traces = active_traces()
     if not has_forward_mode:
-        if is_forward_mode_trace(traces[0]) and any(map(is_forward_mode_tracer, tensors)):
+        # In code that was staged before it is differentiated, JAX says so, without a name.
+        if is_forward_mode_here(tensors, traces):
             raise NoForwardModeError(arguments.layer)
         # A second derivative of another kind than those that `jax.custom_vjp` has.
         has_forward_mode = is_forward_over_reverse(traces)
@@ -219,10 +217,6 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
                 values = call_with_symbolic_zeros(_rule_of(layer), Static(call), tensors)
     except jax.errors.UnexpectedTracerError as error:
         raise call.closed_over_error() from error
-    except TypeError as error:
-        if is_missing_forward_mode(error):
-            raise NoForwardModeError(arguments.layer) from None
-        raise
     outputs = call.outputs
     assert outputs is not None
     values = [jax.lax.stop_gradient(x) if i in outputs.non_differentiable else x for i, x in enumerate(values)]

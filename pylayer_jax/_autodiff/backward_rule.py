@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import is_differentiating, is_staging, kernels_may_run, naming_kernels
+from pylayer_jax._jax import is_differentiating, is_staging
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.mistakes import (
@@ -24,7 +24,6 @@ from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note, filled
 
 from .call import LayerCall, force_primitive, null_context
-from .errors import KernelInBackward
 from .saved_state import SavedState, SavedTree, fresh
 from .tangent_map import Derivative
 
@@ -66,13 +65,11 @@ class LayerRun:
         is_staged = is_staging(include_outer=True)
         may_be_transposed = is_staged or is_differentiating()
         backward = call.backward_that_checks_closures() if is_staged else layer.backward
-        refusal = KernelInBackward(call.name, self.has_pushforward) if may_be_transposed and kernels_may_run() else None
         try:
             with (
                 self._filled(residuals),
                 force_primitive(True) if may_be_transposed else null_context,
                 call.staged_scope("backward") if is_staged else null_context,
-                null_context if refusal is None else naming_kernels(refusal),
             ):
                 result = backward(ctx, *given)
         except jax.errors.UnexpectedTracerError as error:

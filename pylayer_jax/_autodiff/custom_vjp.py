@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,26 +21,15 @@ from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import Static, plural, source_of
 
 from .call import LayerCall
-from .errors import NoForwardModeError
 from .forward_rule import differentiate
 from .run_forward import run_undifferentiated
 from .tangent_map import Derivative
 
 
-def compile_layer(layer: type) -> Callable[..., tuple[Any, ...]]:
+def compile_layer(layer: Any) -> Callable[..., tuple[Any, ...]]:
     """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
     name = layer.__qualname__
-    error = functools.partial(NoForwardModeError, name)
-    return custom_vjp(name, _source(layer), _primal, _forward_rule, _backward_rule, error)
-
-
-def _source(layer: type) -> Callable[[], str]:
-    """A function that returns the name of a class and the place of its `forward`. It does not keep the class alive.
-
-    It looks for `forward` when it is called: the members of an unpickled class are set after the class is compiled.
-    """
-    name, found = layer.__qualname__, weakref.ref(layer)
-    return lambda: source_of(name, getattr(found(), "forward", _primal))
+    return custom_vjp(name, source_of(name, layer.forward), _primal, _forward_rule, _backward_rule)
 
 
 class _SavedRun(NamedTuple):

@@ -22,17 +22,13 @@ from pylayer_jax._jax import (
     PrimitiveWithObject,
     batch_axis_to_front,
     computing_only,
+    custom_function_in,
     eval_jaxpr,
-    has_forward_mode,
     has_tangent,
     held_object,
-    is_missing_forward_mode,
     is_named,
-    kernels_may_run,
-    kernels_of_outputs,
     mapped_type,
     merge,
-    one_hot,
     prune,
     register,
     select,
@@ -41,9 +37,9 @@ from pylayer_jax._jax import (
     vmap_over,
     zeros_of,
 )
-from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
+from pylayer_jax._trees import add_note
 
-from .errors import KernelInForward, NoForwardModeError, NotDerivableError
+from .errors import NotDerivableError
 from .linearity import ZeroInfo, add_rule
 
 
@@ -59,33 +55,17 @@ def intermediate_tangents(
     nonzero: Sequence[bool],
     primals: Sequence[Any],
     tangents: Sequence[Any],
-    second_derivative_error: Callable[[], Exception | None],
 ) -> list[Any]:
     """The tangents of the results of a jaxpr that are wanted, from `tangents` of the primals that are `nonzero`."""
-    kernels = kernels_of_outputs(jaxpr, nonzero) if kernels_may_run() else [None] * len(wanted)
-    # The tangent by a kernel, which may be none, is an equation of its own.
-    parts = [[w and k is None for w, k in zip(wanted, kernels, strict=True)]]
-    parts += [one_hot(i, len(wanted)) for i, kernel in enumerate(kernels) if wanted[i] and kernel is not None]
-    found: list[Any] = [None] * len(wanted)
-    for part in filter(any, parts):
-        code = _code_of(layer, computing_only(jaxpr, part), nonzero)
-        if (kernel := next((k for k in select(kernels, part) if k is not None), None)) is not None:
-            code.kernel_error = functools.partial(_kernel_error, layer, kernel, second_derivative_error)
-            code.has_forward_mode = has_forward_mode(jaxpr, nonzero)
-        found = merge(part, code_tangent_p.bind(*primals, *tangents, code=code), found)
-    return select(found, wanted)
+    computed = computing_only(jaxpr, wanted)
 
-
-def _code_of(layer: str, jaxpr: Any, nonzero: Sequence[bool]) -> Code:
     def function(used: Sequence[bool], *primals: Any) -> list[Any]:
-        pruned, is_read = prune(jaxpr, used)  # within loops and calls too
+        pruned, is_read = prune(computed, used)  # within loops and calls too
         return eval_jaxpr(pruned, (), *select(primals, is_read))
 
-    return Code(layer, function, tuple(nonzero), [v.aval for v in jaxpr.outvars])
-
-
-def _kernel_error(layer: str, kernel: str, second_derivative_error: Callable[[], Exception | None]) -> Exception:
-    return second_derivative_error() or KernelInForward(layer)(kernel)
+    types = [v.aval for v in computed.outvars]
+    code = Code(layer, function, tuple(nonzero), types, custom_function_in(computed))
+    return code_tangent_p.bind(*primals, *tangents, code=code)
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -96,8 +76,7 @@ class Code:
     function: Callable[..., list[Any]]  # of a mask of the results that are used, and the primals, to these results
     nonzero: tuple[bool, ...]  # the primals that have a tangent
     types: list[Any]  # of all results
-    kernel_error: Callable[[], Exception] | None = None  # JAX derives not every kernel, and none in reverse mode
-    has_forward_mode: bool = True
+    applied: str | None = None  # a custom_vjp function, which has no forward mode, that the code applies
 
     def __repr__(self) -> str:
         return self.layer  # as jaxprs show it
@@ -105,29 +84,24 @@ class Code:
     def push(self, used: Sequence[bool], *args: Any) -> list[Any]:
         """The tangents of the results that are used, from the primals and the tangents that they have."""
         count = len(self.nonzero)
-        if not self.has_forward_mode and self.kernel_error is not None:
-            raise self.kernel_error()
+        function, perturbed = self._of_nonzero(used, args[:count])
         try:
-            function, perturbed = self._of_nonzero(used, args[:count])
             return list(jax.jvp(function, perturbed, list(args[count:]))[1])
-        except (NotDerivableError, OnceDifferentiableError):
-            raise
         except Exception as error:
-            if isinstance(error, NoForwardModeError) or (
-                isinstance(error, TypeError) and is_missing_forward_mode(error)
-            ):
-                raise self._needs_forward_mode_error() from error
-            if self.kernel_error is not None:
-                raise self.kernel_error() from error
+            if self.applied and isinstance(error, TypeError) and not isinstance(error, NotDerivableError):
+                raise self._needs_forward_mode_error(self.applied) from error
+            add_note(error, self.layer, "forward")
             raise
 
     def pull(self, used: Sequence[bool], primals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the primals that have a tangent, from those of the results that are used."""
-        if self.kernel_error is not None:
-            raise self.kernel_error()
         function, perturbed = self._of_nonzero(used, primals)
-        _, pullback = jax.vjp(function, *perturbed)
-        return list(pullback(list(cotangents)))
+        try:
+            _, pullback = jax.vjp(function, *perturbed)
+            return list(pullback(list(cotangents)))
+        except Exception as error:
+            add_note(error, self.layer, "forward")
+            raise
 
     def _of_nonzero(self, used: Sequence[bool], primals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list[Any]]:
         def function(*perturbed: Any) -> list[Any]:
@@ -138,7 +112,7 @@ class Code:
     def derivative(self, moving: Sequence[bool]) -> Code:
         """The tangents as code of their own, for the primals and tangents that move."""
         types = [tangent_type(t) for t in self.types]
-        return Code(self.layer, self.push, tuple(moving), types, self.kernel_error, self.kernel_error is None)
+        return Code(self.layer, self.push, tuple(moving), types, self.applied)
 
     def batched(self, axis: Any, dims: Sequence[Any]) -> Code:
         """The same for a batch of examples, whose results have the mapped axis in front; `dims` are of the primals."""
@@ -149,12 +123,12 @@ class Code:
         types = [mapped_type(axis, t) for t in self.types]
         return dataclasses.replace(self, function=function, types=types)
 
-    def _needs_forward_mode_error(self) -> NotDerivableError:
+    def _needs_forward_mode_error(self, applied: str) -> NotDerivableError:
         return NotDerivableError(
-            f"{self.layer}.forward saved a tensor that another layer computed within it, and that is neither an input "
-            "nor an output. Its second derivative by forward-mode over reverse (jax.hessian, jax.jvp of jax.grad) "
-            "needs forward mode of that layer: give it forward_mode = True. Or save inputs and outputs, or use reverse "
-            "over reverse: jax.jacrev(jax.grad(f))."
+            f"{self.layer}.forward saved a tensor that a function with a custom gradient ({applied}) computed "
+            "within it, and that is neither an input nor an output. Its second derivative by forward-mode over reverse "
+            f"(jax.hessian, jax.jvp of jax.grad) needs forward mode of {applied}: make it a layer with "
+            "forward_mode = True. Or save inputs and outputs, or use reverse over reverse: jax.jacrev(jax.grad(f))."
         )
 
 

@@ -170,8 +170,7 @@ def _intermediate_tangents(
     wanted = [d and has_tangent(typeof(v)) for d, v in zip(depends, intermediates, strict=True)]
     if not any(wanted):
         return [None] * len(intermediates)
-    forbidden = staged.derivative.run.second_derivative_error
-    derived = intermediate_tangents(staged.name, jaxpr, wanted, nonzero, primals, select(tangents, nonzero), forbidden)
+    derived = intermediate_tangents(staged.name, jaxpr, wanted, nonzero, primals, select(tangents, nonzero))
     return scatter(derived, wanted)
 
 

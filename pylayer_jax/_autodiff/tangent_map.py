@@ -41,7 +41,7 @@ from pylayer_jax._jax import (
 )
 from pylayer_jax._trees import Static
 
-from .errors import NoKernelRuleError
+from .errors import NotDerivableError
 from .linearity import ZeroInfo, add_rule
 from .transpose import transpose
 
@@ -221,9 +221,8 @@ def _evaluate(*args: Any, derivative: Derivative, needs_grad: tuple[bool, ...]) 
 
     try:
         return transpose(derivative.run.name, pull, derivative.tangent_types, tangents, derivative.run.forward_mode)
-    except (*NEEDS_VALUES, NoKernelRuleError):
-        # Host code, or a kernel, in a backward that must not be differentiated. Without forward mode this is a second
-        # derivative.
+    except (*NEEDS_VALUES, NotDerivableError):
+        # A backward that must not be differentiated. Without forward mode this is a second derivative.
         if not derivative.run.forward_mode and (error := derivative.run.second_derivative_error()) is not None:
             raise error from None
         raise

@@ -9,18 +9,16 @@ import jax
 
 from pylayer_jax._hooks.open_blocks import layers_only
 from pylayer_jax._jax import (
-    KERNEL,
     NEEDS_VALUES,
-    custom_function_name,
+    custom_function_in,
     eval_jaxpr,
-    first_kernel,
     merge,
     select,
     stage,
     without_stopped_selections,
 )
 
-from .errors import KernelInBackward, NotDerivableError
+from .errors import NotDerivableError
 from .linearity import why_not_linear
 
 
@@ -61,8 +59,6 @@ def transpose(
     jaxpr = without_stopped_selections(jaxpr)
     is_cotangent = [False] * len(consts) + [True] * len(types)
     if reason := why_not_linear(jaxpr, is_cotangent, consts):
-        if KERNEL in reason and (kernel := first_kernel(jaxpr)) is not None:
-            raise KernelInBackward(layer).not_transposable(kernel, forward_mode)
         raise _not_transposed_error(
             f"{layer}.backward is not linear in its cotangents, as {reason}. ", layer, forward_mode
         )
@@ -70,8 +66,7 @@ def transpose(
         transposed = jax.linear_transpose(lambda *c: eval_jaxpr(jaxpr, (), *consts, *c), *types)
         return list(transposed(select(tangents, nonzero)))
     except Exception as error:
-        applied = next((name for e in jaxpr.eqns if (name := custom_function_name(e)) is not None), None)
-        if applied is not None:
+        if (applied := custom_function_in(jaxpr)) is not None:
             raise _needs_forward_mode_error(layer, applied) from error
         message = next(iter(str(error).splitlines()), "")
         raise _not_transposed_error(

@@ -174,15 +174,4 @@ def _zeros(aval: Any) -> Any:
     return zeros_of(tangent_type(aval)) if has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
-def _forward_mode_error() -> TypeError:
-    return TypeError(
-        "saved_tensors_hooks: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize, the implicit gradient "
-        "of a solver) of staged code (jax.jit, a loop, jax.checkpoint), or within it, with a block of hooks inside. "
-        "Packing is for reverse mode: an operation that is staged within a block has no forward mode. Put the block "
-        "around the staged code or the solver instead of inside it, or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
-    )
-
-
-_rule = custom_vjp(
-    "operation", lambda: "operation in a hooks block", _primal, _forward_rule, _backward_rule, _forward_mode_error
-)
+_rule = custom_vjp("operation", "operation in a hooks block", _primal, _forward_rule, _backward_rule)

@@ -10,7 +10,6 @@
 - `custom_vjp`: functions with custom rules, and the log of their runs.
 - `identities`: primitives that compute nothing.
 - `host_calls`: the primitive that runs a function on the host.
-- `kernels`: operations of which JAX does not know the derivative in reverse mode, and marks on their operands.
 
 This file hands their names on, so that the other subpackages import from `pylayer_jax._jax`.
 """
@@ -19,9 +18,9 @@ from .custom_vjp import (
     NO_RESIDUAL,
     RunLog,
     call_with_symbolic_zeros,
+    custom_function_in,
     custom_function_name,
     custom_vjp,
-    is_missing_forward_mode,
     is_run_number,
     is_symbolic_zero,
     keep_one_result,
@@ -65,15 +64,7 @@ from .jaxprs import (
     without_checks,
     without_stopped_selections,
 )
-from .kernels import (
-    KERNEL,
-    first_kernel,
-    has_forward_mode,
-    kernels_may_run,
-    kernels_of_outputs,
-    naming_kernels,
-)
-from .masks import merge, one_hot, scatter, select
+from .masks import merge, scatter, select
 from .primitives import (
     PrimitiveWithObject,
     batch_axis_to_front,
@@ -95,8 +86,7 @@ from .tracers import (
     is_differentiated_twice,
     is_differentiating,
     is_forward_mode,
-    is_forward_mode_trace,
-    is_forward_mode_tracer,
+    is_forward_mode_here,
     is_forward_over_reverse,
     is_leaked,
     is_mapped,
@@ -132,7 +122,6 @@ from .types import (
 )
 
 __all__ = [
-    "KERNEL",
     "NEEDS_VALUES",
     "NO_RESIDUAL",
     "PassThroughTrace",
@@ -153,6 +142,7 @@ __all__ = [
     "computing_only",
     "concrete_value",
     "current_trace",
+    "custom_function_in",
     "custom_function_name",
     "custom_vjp",
     "dependence",
@@ -161,10 +151,8 @@ __all__ = [
     "eval_jaxpr",
     "eval_with_given",
     "explicit_sharding",
-    "first_kernel",
     "forbid_derivative",
     "has_equation",
-    "has_forward_mode",
     "has_tangent",
     "held_object",
     "holds_hooks_block",
@@ -176,15 +164,13 @@ __all__ = [
     "is_differentiated_twice",
     "is_differentiating",
     "is_forward_mode",
-    "is_forward_mode_trace",
-    "is_forward_mode_tracer",
+    "is_forward_mode_here",
     "is_forward_over_reverse",
     "is_inlinable",
     "is_key",
     "is_leaked",
     "is_literal",
     "is_mapped",
-    "is_missing_forward_mode",
     "is_named",
     "is_ref",
     "is_rematerialization_tracer",
@@ -200,8 +186,6 @@ __all__ = [
     "is_unknown",
     "jaxpr_and_consts",
     "keep_one_result",
-    "kernels_may_run",
-    "kernels_of_outputs",
     "lower_jaxpr",
     "manual_axes",
     "mapped_type",
@@ -209,9 +193,7 @@ __all__ = [
     "merge",
     "mesh_axes_of",
     "names_axis",
-    "naming_kernels",
     "nothing_is_traced",
-    "one_hot",
     "prune",
     "reads_refs",
     "register",

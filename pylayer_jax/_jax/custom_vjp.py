@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Generic, TypeVar
 
 import jax
 import numpy as np
 
-from .imports import DebugInfo, SymbolicZero, batching, mlir
+from .imports import DebugInfo, SymbolicZero
+from .jaxprs import inner_jaxprs
+from .types import manual_axes
 
 _Run = TypeVar("_Run")
 
@@ -59,76 +62,38 @@ def is_run_number(residual: Any) -> bool:
 
 def custom_vjp(
     name: str,
-    source: Callable[[], str],
+    source: str,
     primal: Callable[..., Any],
     forward_rule: Callable[..., Any],
     backward_rule: Callable[..., Any],
-    forward_mode_error: Callable[[], Exception],
 ) -> Callable[..., Any]:
-    """A `jax.custom_vjp` function with symbolic zeros.
+    """A `jax.custom_vjp` function with symbolic zeros: (static, *tensors), by position.
 
-    `source` gives the name and the place, as in `Tanh at layers.py:12`, when JAX first asks for it. The function raises
-    `forward_mode_error()` where JAX refuses its forward mode: NOTE [no forward mode].
+    JAX's errors show `source`, the name and the place, as in `Tanh at layers.py:12`.
     """
-    function = jax.custom_vjp(_RuleFunction(primal, name, source))
-    backward = _RuleFunction(backward_rule, name, source)
-    backward.forward_mode_error = forward_mode_error
-    function.defvjp(_RuleFunction(forward_rule, name, source), backward, symbolic_zeros=True)
+    primal, forward_rule, backward_rule = (_copy(f, name, source) for f in (primal, forward_rule, backward_rule))
+    function = jax.custom_vjp(primal)
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return function
 
 
-class _RuleFunction:
-    """One of the three functions that `jax.custom_vjp` takes: (static, *tensors), by position.
+_BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+
+
+def _copy(function: Any, name: str, source: str) -> Any:
+    """A copy of a plain function, under another name.
 
     NOTE [ready-made facts]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and works out their names
     and the names of their arguments, which errors show. This takes more than a tenth of the time to trace a layer.
-    Therefore these objects have the facts as attributes, made once. A JAX that does not read `__fun_debug_info__`
-    works them out again, which only takes longer.
+    Therefore the copies have the facts as attributes, made once. A JAX that does not read `__fun_debug_info__` works
+    them out again, which only takes longer.
     """
-
-    forward_mode_error: Callable[[], Exception]  # of a backward rule
-
-    def __init__(self, function: Callable[..., Any], name: str, source: Callable[[], str]) -> None:
-        self.__name__ = self.__qualname__ = name
-        self.__signature__ = _BY_POSITION
-        self._function = function
-        self._source = source
-
-    def __call__(self, *args: Any) -> Any:
-        __tracebackhide__ = True
-        return self._function(*args)
-
-    @functools.cached_property
-    def __fun_debug_info__(self) -> DebugInfo:
-        return DebugInfo("custom_vjp", self._source(), None, None)
-
-
-class _ByPosition(inspect.Signature):
-    """A signature that takes any arguments by position, without a check."""
-
-    def bind(self, *args: Any, **kwargs: Any) -> Any:
-        return super().bind(*args, **kwargs) if kwargs else _Bound(args)
-
-
-class _Bound:
-    """The part of `inspect.BoundArguments` that JAX reads."""
-
-    __slots__ = ("args",)
-    kwargs: Final[dict[str, Any]] = {}
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"args": self.args}
-
-    def apply_defaults(self) -> None:
-        pass
-
-
-_BY_POSITION: Final = _ByPosition([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+    copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
+    copy.__qualname__ = name
+    copy.__signature__ = _BY_POSITION
+    copy.__fun_debug_info__ = DebugInfo("custom_vjp", source, None, None)
+    return copy
 
 
 def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Sequence[Any]) -> Any:
@@ -136,10 +101,10 @@ def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Seq
     __tracebackhide__ = True
     try:
         return rule(static, *tensors)
-    except NotImplementedError as error:
-        if "symbolic_zeros support with shard_map" not in str(error):
+    except NotImplementedError:
+        # JAX cannot run such a rule in eager shard_map alone; staged, it can. An error of the rule comes again.
+        if not manual_axes():
             raise
-        # Only eager shard_map cannot run such a rule; staged, it can.
         return jax.jit(lambda *tensors: rule(static, *tensors))(*tensors)
 
 
@@ -173,57 +138,10 @@ def custom_function_name(equation: Any) -> str | None:
     return None
 
 
-def is_missing_forward_mode(error: TypeError) -> bool:
-    """Whether JAX refuses forward mode of a custom_vjp function. JAX has no type for this error."""
-    return "forward-mode" in str(error) and "custom_vjp" in str(error)
-
-
-# -- forward mode that there is not -----------------------------------------------------------------
-#
-# NOTE [no forward mode]
-# JAX differentiates a custom_vjp function forward as one linear operation, which it then transposes. If nothing
-# transposes it, JAX refuses to evaluate, batch or lower it, long after the call of the function has returned, and the
-# error has no name: "can't apply forward-mode autodiff (jvp) to a custom_vjp function". Nobody knows earlier that
-# nothing will transpose it. Therefore the rules of that operation raise, in place of this error, the one that our
-# backward rules carry. They change nothing else, and nothing for functions of other libraries.
-
-_LINEAR_OPERATIONS = ("custom_lin", "call_hi_primitive_linearized")  # the second one under jax_custom_vjp3
-
-
-def _with_our_error(rule: Callable[..., Any]) -> Callable[..., Any]:
-    def translated(*args: Any, **params: Any) -> Any:
-        try:
-            return rule(*args, **params)
-        except TypeError as error:
-            ours = _forward_mode_error_of(
-                params["bwd"] if "bwd" in params else getattr(params.get("_prim"), "bwd", None)
-            )
-            if ours is None or not is_missing_forward_mode(error):
-                raise
-            raise ours() from None
-
-    return translated
-
-
-def _forward_mode_error_of(backward: Any, depth: int = 8) -> Callable[[], Exception] | None:
-    """The error that a backward rule carries. JAX wraps the rule in functions of its own, for each vmap in two."""
-    if depth == 0 or hasattr(backward, "forward_mode_error"):
-        return getattr(backward, "forward_mode_error", None)
-    variables = inspect.getclosurevars(backward).nonlocals.values() if inspect.isfunction(backward) else ()
-    found = (_forward_mode_error_of(x, depth - 1) for x in (getattr(backward, "f", None), *variables))
-    return next((error for error in found if error is not None), None)
-
-
-def _translate_errors() -> None:
-    rules = batching.fancy_primitive_batchers
-    for operation in [p for p in rules if p.name in _LINEAR_OPERATIONS]:
-        rules[operation] = _with_our_error(rules[operation])
-        if "to_lojax" in vars(operation):
-            operation.to_lojax = _with_our_error(operation.to_lojax)
-        else:
-            refuse = _with_our_error(operation.impl)
-            operation.def_impl(refuse)
-            mlir.register_lowering(operation, refuse, cacheable=False)
-
-
-_translate_errors()
+def custom_function_in(jaxpr: Any) -> str | None:
+    """The name of the first `custom_vjp` function that a jaxpr applies, at any depth; None if there is none."""
+    for equation in jaxpr.eqns:
+        names = (custom_function_in(inner) for inner in inner_jaxprs(equation.params))
+        if (name := custom_function_name(equation) or next(filter(None, names), None)) is not None:
+            return name
+    return None

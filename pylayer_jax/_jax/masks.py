@@ -20,8 +20,3 @@ def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> l
     """`full` with the values of `if_set`, in order, at the positions that are set."""
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]
-
-
-def one_hot(position: int, length: int) -> list[bool]:
-    """A mask that is set at one position."""
-    return [i == position for i in range(length)]

@@ -173,6 +173,17 @@ def is_forward_mode_trace(trace: Any) -> bool:
     return isinstance(trace, (FORWARD.trace, JET.trace))
 
 
+def is_forward_mode_here(tensors: Sequence[Any], traces: Sequence[Any]) -> bool:
+    """Whether forward mode differentiates an operation on `tensors` where it is applied, inside `jax.vmap` too.
+
+    `traces` are the active ones.
+    """
+    if not any(map(is_forward_mode_tracer, tensors)):
+        return False
+    innermost = next((t for t in traces if _differentiations([t]) or _is_staging_trace(t)), None)
+    return is_forward_mode_trace(innermost)
+
+
 def _differentiations(traces: Sequence[Any]) -> list[bool]:
     """The differentiations among some traces: True for `jax.jvp`."""
     facts = ((is_forward_mode_trace(trace), isinstance(trace, REVERSE.trace)) for trace in traces)

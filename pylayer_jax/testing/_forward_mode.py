@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._autodiff.errors import NoForwardModeError, NotDerivableError
-from pylayer_jax._jax import NEEDS_VALUES, is_missing_forward_mode
+from pylayer_jax._jax import NEEDS_VALUES, custom_function_in
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
 from ._comparison import MismatchError, exact, first_line, rounded_otherwise, rounding_noise
@@ -36,7 +36,7 @@ def forward_mode(layer: LayerUnderTest) -> str:
     try:
         output_tangents = pairing.compare_sums("jax.jvp")
     except TypeError as error:
-        if (refusing := _name_without_forward_mode(error)) is None:
+        if (refusing := _name_without_forward_mode(error, layer.flat)) is None:
             raise
         return f"there is none: {refusing} defines backward alone"
     beside = _compare_with_reference(layer, pairing, output_tangents)
@@ -77,7 +77,7 @@ def _forward_over_forward(layer: LayerUnderTest) -> str:
     try:
         forward = jax.jvp(output_tangents, flat.values, outer)[1]
     except TypeError as error:
-        if _name_without_forward_mode(error) is None:
+        if _name_without_forward_mode(error, flat) is None:
             raise
         return ""
     reverse = jax.jvp(lambda *values: flat.with_values(values).grads(cotangents), flat.values, outer)[1]
@@ -96,7 +96,7 @@ def _compare_with_reference(layer: LayerUnderTest, pairing: _Pairing, output_tan
     try:
         expected = _Pairing(layer, layer.reference, layer.cotangents, []).jvp(pairing.tangents)
     except TypeError as error:
-        if _name_without_forward_mode(error) is None:
+        if _name_without_forward_mode(error, layer.reference) is None:
             raise
         return ""
     comparison = dataclasses.replace(layer.comparison, right="the reference")
@@ -237,11 +237,16 @@ def _inner_product(some: Iterable[Any], others: Iterable[Any]) -> tuple[float, f
 # -- refusals -------------------------------------------------------------------------------------
 
 
-def _name_without_forward_mode(error: TypeError) -> str | None:
+def _name_without_forward_mode(error: TypeError, flat: FlatFunction) -> str | None:
     """The name of the layer that has no forward mode; None if this is another error."""
     if isinstance(error, NoForwardModeError):
         return error.layer
-    return "a jax.custom_vjp function" if is_missing_forward_mode(error) else None
+    try:
+        jaxpr = jax.make_jaxpr(flat.outputs)(flat.values)
+    except NEEDS_VALUES:
+        return None
+    # JAX has no type for this error.
+    return "a jax.custom_vjp function" if custom_function_in(jaxpr.jaxpr) else None
 
 
 _REFUSALS = (NoForwardModeError, NotDerivableError, OnceDifferentiableError)

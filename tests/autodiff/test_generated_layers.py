@@ -52,9 +52,9 @@ ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
         "the same for a plain operation",
     ),
     (
-        "TypeError: saved_tensors_hooks: forward-mode differentiation",
+        "TypeError: can apply forward-mode autodiff (jvp) to custom_vjp function.",
         lambda case: case.hooks == "inside" and any(name in FORWARD_MODE for name, _ in case.steps),
-        "packing is for reverse mode",
+        "packing is for reverse mode; JAX's own words",
     ),
     (
         "NotImplementedError: Differentiation rule for custom_lin not implemented",

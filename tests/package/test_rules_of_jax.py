@@ -1,0 +1,50 @@
+"""The import registers rules of the package's own primitives. It changes nothing of JAX."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+# `batching.primitive_batchers` is a view of the table of fancy batchers.
+SCRIPT = """
+import importlib, pkgutil
+import jax
+import jax.experimental.buffer_callback, jax.experimental.jet
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
+
+MODULES = (ad, batching, mlir, partial_eval, jax.experimental.jet)
+
+def attributes(owner):
+    return {name: value for name, value in vars(owner).items() if not name.startswith("__")}
+
+def snapshot():
+    found = {f"{m.__name__}.{name}": dict(table) for m in MODULES for name, table in attributes(m).items()
+             if isinstance(table, dict)}
+    found |= {f"lowerings for {name}": dict(table) for name, table in mlir._platform_specific_lowerings.items()}
+    primitives = {key for table in found.values() for key in table if isinstance(key, Primitive)}
+    classes = {c for p in primitives for c in type(p).__mro__ if c.__module__.startswith("jax")}
+    return found | {repr((x, id(x))): attributes(x) for x in {*primitives, *classes, jax.custom_vjp, jax.custom_jvp}}
+
+before = snapshot()
+for name in ("ad.primitive_jvps", "ad.primitive_transposes", "batching.fancy_primitive_batchers", "mlir._lowerings",
+             "partial_eval.dce_rules", "partial_eval.partial_eval_jaxpr_custom_rules"):
+    assert before[f"jax.interpreters.{name}"], name
+assert any("impl" in entries for entries in before.values())
+
+import pylayer_jax
+imported = [importlib.import_module(m.name) for m in pkgutil.walk_packages(pylayer_jax.__path__, "pylayer_jax.")]
+assert len(imported) > 50
+after = snapshot()
+for name, entries in before.items():
+    for key in entries.keys() | after[name].keys():
+        if key in entries or not isinstance(key, Primitive):
+            was, now = entries.get(key), after[name].get(key)
+            if was is not now and not isinstance(was, dict):
+                print(f"{name}[{key}]: {was} is now {now}")
+"""
+
+
+def test_the_import_changes_no_rule_of_jax():
+    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    assert (run.returncode, run.stdout) == (0, ""), run.stdout + run.stderr
