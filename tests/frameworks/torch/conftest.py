@@ -1,10 +1,13 @@
 """Real torch, and the layers that are written in it."""
 
-import importlib
+import functools
 
 import pytest
 
+from tests.frameworks import names
 from tests.kit.oracle import Torch
+
+from .layers import layers
 
 
 @pytest.fixture
@@ -19,4 +22,9 @@ def theirs(torch):
 
 @pytest.fixture
 def original(torch):
-    return importlib.import_module(".originals", __package__)
+    return _originals(torch)
+
+
+@functools.cache
+def _originals(torch):
+    return layers(names.Torch(torch))

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.kit.case import numpy_grid as grid
 
-from . import ports as ported
+from .layers import ported
 
 
 @dataclasses.dataclass(frozen=True)

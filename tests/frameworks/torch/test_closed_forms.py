@@ -17,7 +17,7 @@ from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FIRST_ORDER, SECOND_ORDER, assert_same, grad_of_grad, scalar
 from tests.registry.after_torch import sparsemax
 
-from . import ports as ported
+from .layers import ported
 
 CASES: list[Case] = []
 

@@ -11,7 +11,7 @@ import pytest
 from tests.kit.case import numpy_grid as grid
 from tests.kit.modes import EAGER_AND_JIT as MODES
 
-from . import ports as ported
+from .layers import ported
 from .sides import (
     ACTS,
     BIAS,
@@ -46,7 +46,7 @@ from .sides import (
 # torch's own: its first use of forward mode compiles rules by what it calls deprecated.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning",
-    "ignore:NoGradient.backward returned None:UserWarning",  # as the original does, on purpose
+    "ignore:.*NoGradient.backward returned None:UserWarning",  # as the original does, on purpose
 )
 CASES: list[Port] = []
 

@@ -10,7 +10,7 @@ import pytest
 from pylayer_jax import Function
 from tests.kit.modes import EAGER_AND_JIT as MODES
 
-from . import ports as ported
+from .layers import ported
 from .sides import (
     ACTS,
     LABELS,

@@ -14,7 +14,7 @@ import pytest
 from pylayer_jax import Function
 from tests.kit.case import numpy_grid as grid
 
-from . import ports as ported
+from .layers import ported
 from .sides import (
     CLIP,
     HALF,

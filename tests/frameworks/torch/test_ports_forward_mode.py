@@ -8,7 +8,7 @@ import pytest
 
 from tests.kit.modes import EAGER_AND_JIT as MODES
 
-from . import ports as ported
+from .layers import ported
 from .sides import (
     Ours,
     Port,

@@ -10,7 +10,7 @@ import pytest
 from tests.kit.case import numpy_grid as grid
 from tests.kit.modes import EAGER_AND_JIT as MODES
 
-from . import ports as ported
+from .layers import ported
 from .sides import (
     assert_equal,
     direction,
