@@ -1,16 +1,11 @@
-"""Layers that people really write in Paddle, all of one device; some have their text in the registry.
-
-P and a number name the layer in the list of layers that they are taken from.
-"""
+"""A layer of Paddle that has no real one beside it."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import jax.scipy.linalg
 
 from pylayer_jax import PyLayer
-from tests.registry.after_paddle import half_away, sides
 
 
 def _is_tensor(value):
@@ -67,52 +62,3 @@ class FullRecompute(PyLayer):
             raise RuntimeError("none of the outputs requires a gradient")
         found = iter(pull([g for g in grads if _is_float(g)]))
         return tuple(next(found) if moves else None for moves in moving)
-
-
-class MoEGather(PyLayer):
-    """P10, one rank: rows put in their places; backward takes them from there, repeated or not."""
-
-    @staticmethod
-    def forward(ctx, buf, pos, local_count, global_count, local_batch, world_size, group=None):
-        ctx.save_for_backward(pos, local_count, global_count)
-        ctx.moe_args = local_batch, world_size, group
-        return jnp.zeros((local_batch, *buf.shape[1:]), buf.dtype).at[pos].set(buf)
-
-    @staticmethod
-    def backward(ctx, dy):
-        pos, _, _ = ctx.saved_tensor()
-        return dy[pos], None, None, None
-
-
-class LSQPlus(PyLayer):
-    """P15: a step and an offset; the slot of g is left out of the result."""
-
-    @staticmethod
-    def forward(ctx, x, alpha, beta, g, qn, qp):
-        ctx.save_for_backward(x, alpha, beta)
-        ctx.other = g, qn, qp
-        return jnp.clip(half_away((x - beta) / alpha), qn, qp) * alpha + beta
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, alpha, beta = ctx.saved_tensor()
-        g, qn, qp = ctx.other
-        q = (x - beta) / alpha
-        low, up, mid = sides(q, qn, qp)
-        dalpha = jnp.sum(dy * (low * qn + up * qp + mid * (half_away(q) - q))) * g
-        return mid * dy, dalpha, jnp.sum((low + up) * dy) * g
-
-
-class SavedAuxiliaryLoss(PyLayer):
-    """P24, variant B: saves the loss, hands on a copy, and leaves the slot of a loss without gradient empty."""
-
-    @staticmethod
-    def forward(ctx, x, loss):
-        ctx.save_for_backward(loss)
-        ctx.required = ctx.needs_input_grad[1]
-        return x.copy()
-
-    @staticmethod
-    def backward(ctx, dy):
-        (loss,) = ctx.saved_tensor()
-        return dy, jnp.ones_like(loss) if ctx.required else None
