@@ -2,12 +2,15 @@
 
 import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.frameworks import names
 from tests.kit.oracle import Torch
 
-from .layers import layers
+from .layers import layers, ported
+from .sides import Side
 
 
 @pytest.fixture
@@ -23,6 +26,11 @@ def theirs(torch):
 @pytest.fixture
 def original(torch):
     return _originals(torch)
+
+
+@pytest.fixture
+def both(torch, original):
+    return Side(original, torch, torch.func, torch.tensor), Side(ported, jnp, jax, jnp.asarray)
 
 
 @functools.cache

@@ -141,6 +141,47 @@ class Theirs:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What a function of both frameworks is written with."""
+
+    layers: Any
+    xp: Any
+    func: Any  # has grad, vmap, jacrev and jvp
+    tensor: Callable[[Any], Any]
+    mode: Callable[..., Any] = lambda f: f
+
+    def sine(self, layer: str, *statics: Any) -> Callable[..., Any]:
+        """The weighted sine of the first output of a layer, a scalar."""
+
+        def loss(*args: Any) -> Any:
+            y = getattr(self.layers, layer).apply(*args, *statics)
+            y = self.xp.sin(y[0] if isinstance(y, tuple) else y)
+            return (y * self.tensor(weights(tuple(y.shape)))).sum()
+
+        return loss
+
+
+Both = tuple[Side, Side]  # torch's, ours
+
+
+def compare(both: Both, run: Callable[[Side], Any], mode: Callable[..., Any] = lambda f: f) -> None:
+    theirs, ours = both
+    assert_equal(run(dataclasses.replace(ours, mode=mode)), run(theirs))
+
+
+def set_on_both(monkeypatch: Any, both: Both, layer: str, **members: Any) -> None:
+    for side in both:
+        for name, value in members.items():
+            monkeypatch.setattr(getattr(side.layers, layer), name, list(value) if value == [] else value)
+
+
+def seen(both: Both, layer: str) -> tuple[list[Any], Any]:
+    """All that torch's class noted, and the last that ours did, which may be traced more than once."""
+    theirs, ours = (getattr(side.layers, layer).seen for side in both)
+    return theirs, ours[-1]
+
+
 def assert_equal(ours: Any, theirs: Any) -> None:
     if isinstance(theirs, (tuple, list)):
         assert type(ours) is type(theirs)
