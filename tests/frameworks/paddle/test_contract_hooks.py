@@ -42,11 +42,9 @@ def one_factor_needs_a_gradient(of):
 def layer_inside_a_layer(of):
     inner = product(of)
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return inner.apply(x, x) * 1
-
-    return of.hooked(of.layer(forward, lambda ctx, dy: 2 * dy * ctx.saved_tensor()[0]).apply)
+    return of.hooked(
+        of.layer(of.saving(lambda x: inner.apply(x, x) * 1), lambda ctx, dy: 2 * dy * ctx.saved_tensor()[0]).apply
+    )
 
 
 @MODES
@@ -104,11 +102,7 @@ def none_and_statics_saved_under_hooks(of):
 # Under hooks that copy, Paddle loses what a saved tensor owes to the input.
 @TABLE.differ(theirs=[0], ours=[6 * X], orders=2)
 def second_derivative_of_a_layer_under_hooks(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    layer = of.layer(forward, lambda ctx, dy: 3 * dy * ctx.saved_tensor()[0] ** 2)
+    layer = of.layer(of.saving(lambda x: x**3), lambda ctx, dy: 3 * dy * ctx.saved_tensor()[0] ** 2)
     return of.hooked(
         layer.apply,
         unpack=lambda kept: kept,

@@ -15,17 +15,7 @@ from tests.frameworks.shared import (
     itself_inside_backward,
     two_inputs,
 )
-from tests.kit.oracle import (
-    MODES,
-    Ours,
-    Table,
-    X,
-    Y,
-    Z,
-    compare,
-    compare_higher_orders,
-    compare_undifferentiated,
-)
+from tests.kit.oracle import MODES, Ours, Table, X, Y, Z, compare, compare_higher_orders, compare_undifferentiated
 
 CASES = Table(SHARED)
 

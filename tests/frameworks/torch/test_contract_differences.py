@@ -15,17 +15,7 @@ from tests.frameworks.shared import (
     product,
     unknown_attribute,
 )
-from tests.kit.oracle import (
-    HALVES,
-    MODES,
-    Mine,
-    Ours,
-    Table,
-    X,
-    Y,
-    assert_same,
-    compare_with_table,
-)
+from tests.kit.oracle import HALVES, MODES, Mine, Ours, Table, X, Y, assert_same, compare_with_table
 
 TABLE = Table(DOCUMENTED + DIFFERENCES)
 

@@ -145,84 +145,21 @@ def define(xp):
             (x,) = ctx.saved_tensors
             return 2 * x * grad_output
 
-    class TooFew(xp.Function):
-        """One entry for two arguments."""
+    def function(name, forward, backward):
+        return type(name, (xp.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
-        @staticmethod
-        def forward(ctx, x, y):
-            return x * y
+    # One entry for two arguments, a gradient too many, a list, which is one entry and no gradient.
+    TooFew = function("TooFew", lambda ctx, x, y: x * y, lambda ctx, dy: dy)
+    SurplusGradient = function("SurplusGradient", lambda ctx, x: x * 2, lambda ctx, dy: (dy, dy))
+    ListOfGradients = function("ListOfGradients", lambda ctx, x, y: x * y, lambda ctx, dy: [dy, dy])
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output
+    # A gradient that the input does not broadcast to, and one for an argument that is no tensor.
+    WrongShape = function("WrongShape", lambda ctx, x: x * 2, lambda ctx, dy: xp.concatenate([dy, dy]))
+    GradientForStatic = function("GradientForStatic", lambda ctx, x, gain: x * gain, lambda ctx, dy: (dy, dy))
 
-    class SurplusGradient(xp.Function):
-        """A gradient too many."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output, grad_output
-
-    class ListOfGradients(xp.Function):
-        """A list is one entry, and no gradient."""
-
-        @staticmethod
-        def forward(ctx, x, y):
-            return x * y
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return [grad_output, grad_output]
-
-    class WrongShape(xp.Function):
-        """A gradient that the input does not broadcast to."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return xp.concatenate([grad_output, grad_output])
-
-    class GradientForStatic(xp.Function):
-        """A gradient for an argument that is no tensor."""
-
-        @staticmethod
-        def forward(ctx, x, gain):
-            return x * gain
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output, grad_output
-
-    class SavedNumber(xp.Function):
-        """Saves what is no tensor."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(3)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * 2
-
-    class DirtyAndLost(xp.Function):
-        """Marks as dirty what it does not return."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.mark_dirty(x)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return grad_output * 2
+    # What is no tensor is saved; what is not returned is marked as dirty.
+    SavedNumber = function("SavedNumber", lambda ctx, x: ctx.save_for_backward(3) or x * 2, lambda ctx, dy: dy * 2)
+    DirtyAndLost = function("DirtyAndLost", lambda ctx, x: ctx.mark_dirty(x) or x * 2, lambda ctx, dy: dy * 2)
 
     class OnceOnly(xp.Function):
         """Must not be differentiated twice."""
