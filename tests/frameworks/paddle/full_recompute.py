@@ -26,20 +26,10 @@ class FullRecompute(PyLayer):
     def forward(ctx, run_function, preserve_rng_state, offload_indices, get_state, set_state, *args, **kwargs):
         ctx.run_function, ctx.kwargs = run_function, kwargs
         ctx.set_state, ctx.state = set_state, get_state() if preserve_rng_state else None
-        saved, ctx.inputs, ctx.places = [], [], []
-        for i, arg in enumerate(args):
-            if isinstance(arg, tuple) and any(map(_is_tensor, arg)):
-                if not all(map(_is_tensor, arg)):
-                    raise ValueError(f"argument {i} mixes tensors and other values")
-                if len({bool(_is_float(x)) for x in arg}) > 1:
-                    raise ValueError(f"argument {i} mixes tensors with and without a gradient")
-            elif not _is_tensor(arg):
-                ctx.inputs.append(arg)
-                continue
-            saved.append(arg)
-            ctx.places.append(i)
-            ctx.inputs.append(None)
-        ctx.save_for_backward(*saved)
+        tensors = [_is_tensor(arg) or (isinstance(arg, tuple) and any(map(_is_tensor, arg))) for arg in args]
+        ctx.inputs = [None if is_saved else arg for arg, is_saved in zip(args, tensors, strict=True)]
+        ctx.places = [i for i, is_saved in enumerate(tensors) if is_saved]
+        ctx.save_for_backward(*(args[i] for i in ctx.places))
         return run_function(*args, **kwargs)
 
     @staticmethod

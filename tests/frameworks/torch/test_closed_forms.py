@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kit.case import Case, case_of, stop
+from tests.kit.case import Case, case_of
 from tests.kit.case import numpy_grid as grid
 from tests.kit.closed_forms import compare_outputs
 from tests.kit.modes import EAGER_AND_JIT
@@ -31,13 +31,7 @@ def case(name: str, *args: Any, layer: Callable[..., Any] | None = None, label: 
     return case_of(CASES, f"{name}-{label}" if label else name, call, *args)
 
 
-def frozen(value: Any, *terms: tuple[Any, Any]) -> Any:
-    """`value` with the slopes of `terms`, pairs of a fixed factor and an input: what a straight-through rule means."""
-    return stop(value) + sum(stop(factor) * (x - stop(x)) for factor, x in terms)
-
-
 X = grid(2, 3)
-UNEVEN = np.sin(2 * X)
 Y = grid(2, 3, low=-0.9, high=1.1)
 
 # -- closed forms -----------------------------------------------------------------------------------
@@ -90,65 +84,10 @@ batch_norm = ported.SyncBatchNorm.apply
 IMAGES = grid(4, 3, 2)
 case("SyncBatchNorm", IMAGES, grid(3), grid(3) * 2, layer=lambda x, w, b: batch_norm(x, w, b, *NORM))(_batch_norm)
 case("SyncBatchNorm", IMAGES, layer=lambda x: batch_norm(x, None, None, *NORM), label="plain")(_batch_norm)
-VALUES = np.array([-0.4, 0.03, 0.31, 0.47, 0.83, 1.5], np.float32)
-CLIP = np.array([0.9375], np.float32)  # one step is exact
-
-
-def _learned_clip(x, clip):
-    y = jnp.clip(x, 0, clip)
-    return y + stop(jnp.floor(15 / clip * y) / (15 / clip) - y)
-
-
-case("LearnedClip", VALUES, CLIP, layer=lambda x, c: ported.LearnedClip.apply(x, c, 4, True, True), label="inplace")(
-    _learned_clip
-)
-
-
-def _levels(x, low, high, count):
-    scale = (high - low) / count
-    return jnp.round((jnp.clip(x, low, high) - low) / scale) * scale + low
-
-
-@case("UniformQuantize", UNEVEN)
-def _uniform(x):
-    return frozen(_levels(x, x.min(), x.max(), 15), (jnp.ones_like(x), x))
-
-
-@case("UniformQuantize", UNEVEN, layer=lambda x: ported.UniformQuantize.apply(x, 3, -0.5, high=0.9), label="ranged")
-def _ranged(x):
-    inside = ((x >= -0.5) & (x <= 0.9)).astype(x.dtype)
-    return frozen(_levels(x, -0.5, 0.9, 7), (inside, x))
-
-
-@case("SignedQuantize", UNEVEN, layer=lambda x: ported.SignedQuantize.apply(x, 1.5))
-def _signed(x):
-    x = x * 1.5
-    return frozen(_levels(x, x.min(), x.max(), 14), (jnp.ones_like(x), x)) / 1.5
-
-
 WIDE = X * 3 + np.float32(0.01)
 case("Swish", WIDE)(jax.nn.swish)
 case("HardSigmoid", WIDE)(lambda x: jax.nn.relu6(x + 3) / 6)
 case("HardMish", WIDE)(lambda x: x * jnp.clip(x + 2, 0, 2) / 2)
-
-
-def _learned_steps(neg, pos, learned):
-    def steps(x, step):
-        scaled = x / step
-        inside = ((scaled >= neg) & (scaled <= pos)).astype(x.dtype)
-        rounded = jnp.clip(jnp.round(scaled), neg, pos)
-        return frozen(rounded * step, (inside, x), (rounded - scaled * inside, step if learned else stop(step)))
-
-    return steps
-
-
-def _quantized(*options):
-    return lambda x, step: ported.LearnedSteps.apply(x, step, *options)[0]
-
-
-ROW = grid(1, 3, low=0.3, high=0.6)
-case("LearnedSteps", X, ROW, layer=_quantized())(_learned_steps(-2, 2, True))
-case("LearnedSteps", X, ROW, layer=_quantized(-2, 2, False), label="frozen")(_learned_steps(-2, 2, False))
 
 
 for linear in ("Linear", "LinearSetup"):
@@ -189,28 +128,6 @@ def test_outputs(one):
 
 
 # -- layers whose rule no function has --------------------------------------------------------------
-
-
-@EAGER_AND_JIT
-@pytest.mark.parametrize("scale", [None, 1, 5])
-def test_auxiliary_loss(monkeypatch, mode, scale):
-    monkeypatch.setattr(ported.AuxLossScaler, "scale", scale)
-    weights = jnp.cos(X)
-
-    def loss(x, aux):
-        return jnp.sum(weights * jnp.sin(ported.AuxLossScaler.apply(x, aux)))
-
-    dx, daux = mode(jax.grad(loss, (0, 1)))(X, jnp.float32(0.7))
-    np.testing.assert_allclose(dx, weights * jnp.cos(X), rtol=1e-6)
-    assert float(daux) == (scale or 1)
-
-    def slope(x, aux):
-        dx, daux = jax.grad(loss, (0, 1))(x, aux)
-        return dx.sum() + daux
-
-    # The gradient of the auxiliary loss is a constant, but the rule runs again for the slope of x.
-    second = mode(jax.grad(slope))(X, jnp.float32(0.7))
-    np.testing.assert_allclose(second, -weights * jnp.sin(X), rtol=1e-6)
 
 
 def test_auxiliary_loss_in_a_scan(monkeypatch):
@@ -263,29 +180,6 @@ def test_once_differentiable(name, transform):
     layer = {"CTC": _ctc, "OnceOnly": ported.OnceOnly.apply}[name]
     with pytest.raises(RuntimeError, match="once_differentiable"):
         transform(scalar(layer, linear=False), (ACTS,))
-
-
-# -- host code, forward mode ------------------------------------------------------------------------
-
-TABLE = jnp.asarray(grid(3, 4))
-
-
-@pytest.mark.parametrize("axis", [0, -1])
-def test_numpy_sort(axis):
-    ours = lambda x: ported.NumpySort.apply(x, axis)[0]  # noqa: E731
-    expected = lambda x: jnp.sort(x, axis)  # noqa: E731
-    for transform in (FIRST_ORDER["eager"], FIRST_ORDER["grad"], grad_of_grad):
-        assert_same(transform(scalar(ours, False), (TABLE,)), transform(scalar(expected, False), (TABLE,)))
-
-
-def test_mapped_numpy_sort():
-    def loss(sort):
-        return scalar(sort, linear=False)
-
-    ours, expected = loss(lambda x: ported.NumpySort.apply(x, 0)[0]), loss(jnp.sort)
-    assert_same(jax.vmap(jax.grad(ours))(TABLE), jax.vmap(jax.grad(expected))(TABLE))
-    of_all = [jax.grad(lambda x, f=f: jax.vmap(f, in_axes=1)(x).sum())(TABLE) for f in (ours, expected)]
-    assert_same(*of_all)
 
 
 FORWARD = [c for c in CASES if c.name.startswith("SinProduct")]

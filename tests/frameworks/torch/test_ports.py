@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -156,6 +158,21 @@ def test_gradients(torch, original, one, mode):
 @MODES
 def test_second_gradients(torch, original, one, mode):
     assert_equal(Ours(one).second(mode), Theirs(torch, one, original).second())
+
+
+# Layers that have no closed form.
+IN_A_SCAN = "LearnedClip-inplace LearnedSteps LearnedSteps-frozen UniformQuantize UniformQuantize-ranged SignedQuantize"
+
+
+@pytest.mark.parametrize("name", IN_A_SCAN.split())
+def test_second_gradients_in_a_scan(torch, original, name):
+    one = next(c for c in CASES if c.name == name)
+    ours = Ours(one)
+    once = ours.loss
+    ours.loss = lambda *args: jax.lax.scan(lambda total, _: (total + once(*args), None), jnp.zeros(()), None, length=1)[
+        0
+    ]
+    assert_equal(ours.second(jax.jit), Theirs(torch, one, original).second())
 
 
 def test_the_comparison_can_fail(torch, original):

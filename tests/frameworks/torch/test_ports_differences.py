@@ -81,15 +81,6 @@ def test_torch_drops_a_second_derivative_through_intermediates(torch, original, 
     assert max(distances) > 0.1
 
 
-def test_second_derivative_of_a_cube_that_saves_its_slope(torch, original):
-    x = torch.tensor(0.5, requires_grad=True)
-    (first,) = torch.autograd.grad(original.SavedIntermediate.apply(x) * 1, x, create_graph=True)
-    assert float(first.detach()) == 0.75
-    assert not first.requires_grad  # the slope is a number to torch: 0 instead of 6x
-    second = jax.grad(jax.grad(ported.SavedIntermediate.apply))(0.5)
-    np.testing.assert_allclose(second, 3.0)
-
-
 def test_an_input_changed_in_place(torch, original):
     """torch keeps the changed values for backward, of which the lowest step has no gradient; ours keeps the old."""
     values = np.array([-1.0, 0.03, 0.3, 1.5], np.float32)
@@ -231,16 +222,6 @@ def save_number_for_jvp(ctx, x):
     return x * 2
 
 
-def mark_what_is_not_returned(ctx, x):
-    ctx.mark_non_differentiable(x + 1)
-    return x * 2
-
-
-def save_in_backward(ctx, dy):
-    ctx.save_for_backward(dy)
-    return dy
-
-
 def double(ctx, x):
     return x * 2
 
@@ -249,14 +230,12 @@ def double(ctx, x):
     ("methods", "theirs", "ours", "match"),
     [
         ((save_number_for_jvp,), AssertionError, TypeError, "save_for_forward"),
-        # torch lets these pass, which would leave the user with less than the code says.
-        ((mark_what_is_not_returned,), [2, 2], ValueError, "mark_non_differentiable"),
-        ((double, save_in_backward), [1, 1], RuntimeError, "save_for_backward was called in backward"),
+        # torch lets it pass, as it does what tests of the contract show: marks and saves in vain.
         ((lambda ctx, x: "text",), "text", ValueError, "expected at least one tensor"),
         # torch takes tensors alone; here NumPy arrays are tensors.
         ((double, lambda ctx, dy: np.ones(2, np.float32)), RuntimeError, None, "expected Variable or None"),
     ],
-    ids=["save_for_forward", "mark_non_differentiable", "save_for_backward", "no tensor", "NumPy"],
+    ids=["save_for_forward", "no tensor", "NumPy"],
 )
 def test_what_one_side_refuses(both, methods, theirs, ours, match):
     def differentiate(of):

@@ -91,19 +91,40 @@ def define(xp):
             (x,) = ctx.saved_tensors
             return 2 * x * grads[0] + xp.cos(x) * grads[4]
 
-    class SavedIntermediate(xp.Function):
-        """A cube that keeps its slope, which is neither an input nor an output."""
+    def function(name, forward, backward, rule="backward"):
+        return type(name, (xp.Function,), {"forward": staticmethod(forward), rule: staticmethod(backward)})
 
-        @staticmethod
-        def forward(ctx, x):
-            slope = 3 * x * x
-            ctx.save_for_backward(slope)
-            return x * x * x
+    def saving(f, save=lambda *args: args):
+        def forward(ctx, *args):
+            ctx.save_for_backward(*save(*args))
+            return f(*args)
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            (slope,) = ctx.saved_tensors
-            return grad_output * slope
+        return forward
+
+    # A cube that keeps its slope, which is neither an input nor an output.
+    SavedIntermediate = function(
+        "SavedIntermediate",
+        saving(lambda x: x * x * x, lambda x: (3 * x * x,)),
+        lambda ctx, dy: dy * ctx.saved_tensors[0],
+    )
+
+    def product_rule(ctx, dy):
+        x, y = ctx.saved_tensors
+        return dy * y, dy * x
+
+    # More entries than arguments, all of them None.
+    SurplusNones = function(
+        "SurplusNones", saving(lambda x, y: x * y), lambda ctx, dy: (*product_rule(ctx, dy), None, None)
+    )
+
+    # `vjp` is another name of `backward`.
+    CalledVjp = function("CalledVjp", saving(lambda x: x * x), lambda ctx, dy: 2 * ctx.saved_tensors[0] * dy, "vjp")
+
+    OnceOnly = function(
+        "OnceOnly",
+        saving(lambda x: x * x * x),
+        xp.once_differentiable(lambda ctx, dy: 3 * ctx.saved_tensors[0] ** 2 * dy),
+    )
 
     class SavedTwice(xp.Function):
         """The last call of save_for_backward wins."""
@@ -114,39 +135,7 @@ def define(xp):
             ctx.save_for_backward(x, y)
             return x * y
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, y = ctx.saved_tensors
-            return grad_output * y, grad_output * x
-
-    class SurplusNones(xp.Function):
-        """More entries than arguments, all of them None."""
-
-        @staticmethod
-        def forward(ctx, x, y):
-            ctx.save_for_backward(x, y)
-            return x * y
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, y = ctx.saved_tensors
-            return grad_output * y, grad_output * x, None, None
-
-    class CalledVjp(xp.Function):
-        """`vjp` is another name of `backward`."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x
-
-        @staticmethod
-        def vjp(ctx, grad_output):
-            (x,) = ctx.saved_tensors
-            return 2 * x * grad_output
-
-    def function(name, forward, backward):
-        return type(name, (xp.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+        backward = staticmethod(product_rule)
 
     # One entry for two arguments, a gradient too many, a list, which is one entry and no gradient.
     TooFew = function("TooFew", lambda ctx, x, y: x * y, lambda ctx, dy: dy)
@@ -160,20 +149,6 @@ def define(xp):
     # What is no tensor is saved; what is not returned is marked as dirty.
     SavedNumber = function("SavedNumber", lambda ctx, x: ctx.save_for_backward(3) or x * 2, lambda ctx, dy: dy * 2)
     DirtyAndLost = function("DirtyAndLost", lambda ctx, x: ctx.mark_dirty(x) or x * 2, lambda ctx, dy: dy * 2)
-
-    class OnceOnly(xp.Function):
-        """Must not be differentiated twice."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * x * x
-
-        @staticmethod
-        @xp.once_differentiable
-        def backward(ctx, grad_output):
-            (x,) = ctx.saved_tensors
-            return 3 * x * x * grad_output
 
     class WithoutJvp(xp.Function):
         """Reverse mode alone."""
