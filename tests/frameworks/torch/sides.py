@@ -95,17 +95,19 @@ class Ours:
         gradients = jax.grad(self.loss, self.wrt)(*values)
         return sum(jnp.sum(g * direction(g.shape)) for g in gradients)
 
-    def outputs(self, mode: Callable[..., Any]) -> Any:
+    def everything(self, mode: Callable[..., Any]) -> list[Any]:
+        """The outputs, and the gradients of one or two orders."""
+        functions = [jax.grad(f, self.wrt) for f in (self.loss, self.slope)[: 1 + self.one.second]]
         rest: list[Any] = []
 
-        def arrays(*values: Any) -> list[Any]:
+        def arrays(*values: Any) -> Any:
             leaves, treedef = jax.tree_util.tree_flatten(self.call(*values), is_leaf=lambda x: x is None)
             rest[:] = [treedef, leaves]
-            return [x for x in leaves if isinstance(x, jax.Array)]
+            return [x for x in leaves if isinstance(x, jax.Array)], [f(*values) for f in functions]
 
-        found = iter(mode(arrays)(*self.values))
-        treedef, leaves = rest
-        return treedef.unflatten([next(found) if isinstance(x, jax.Array) else x for x in leaves])
+        outputs, gradients = mode(arrays)(*self.values)
+        (treedef, leaves), found = rest, iter(outputs)
+        return [treedef.unflatten([next(found) if isinstance(x, jax.Array) else x for x in leaves]), *gradients]
 
     def first(self, mode: Callable[..., Any]) -> Any:
         return mode(jax.grad(self.loss, self.wrt))(*self.values)
@@ -116,7 +118,7 @@ class Ours:
 
 class Theirs:
     def __init__(self, torch: Any, one: Port, module: Any) -> None:
-        self.torch, self.one = torch, one
+        self.torch, self.one, self.module = torch, one, module
         self.args = [getattr(module, a.name) if isinstance(a, Own) else a for a in one.args]
         for i, value in enumerate(one.args):
             if isinstance(value, np.ndarray):
@@ -134,6 +136,10 @@ class Theirs:
     def second(self) -> Any:
         gradients = self.first(create_graph=True)
         return self.gradient(sum((g * self.torch.tensor(direction(tuple(g.shape)))).sum() for g in gradients))
+
+    def everything(self) -> list[Any]:
+        found = [self.result, self.first()]
+        return [*found, Theirs(self.torch, self.one, self.module).second()] if self.one.second else found
 
     def gradient(self, total: Any, create_graph: bool = False) -> Any:
         return self.torch.autograd.grad(

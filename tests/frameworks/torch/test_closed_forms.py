@@ -17,8 +17,7 @@ import pytest
 from tests.kit.case import Case, case_of
 from tests.kit.case import numpy_grid as grid
 from tests.kit.closed_forms import compare_outputs
-from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import FIRST_ORDER, SECOND_ORDER, assert_same, grad_of_grad, scalar
+from tests.kit.transforms import FIRST_ORDER, SECOND_ORDER, assert_same, scalar
 
 from .layers import ported
 
