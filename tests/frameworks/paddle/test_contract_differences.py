@@ -6,7 +6,9 @@ import jax
 import numpy as np
 
 import pylayer_jax
-from tests.frameworks.shared import DIFFERENCES, DOCUMENTED, exception_in_backward, product, unknown_attribute
+from tests.frameworks.shared.agree import DOCUMENTED
+from tests.frameworks.shared.differences import DIFFERENCES, exception_in_backward, unknown_attribute
+from tests.frameworks.shared.hooks import product
 from tests.kit.oracle import MODES, Mine, Ours, Row, Table, X, Y, Z, assert_same, compare_with_table
 
 TABLE = Table(DOCUMENTED + DIFFERENCES)

@@ -6,13 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.frameworks.shared import (
-    FAILING_HOOKS,
-    HOOKS,
-    hooks_that_are_not_callable,
-    packs_without_differentiation,
-    product,
-)
+from tests.frameworks.shared.differences import FAILING_HOOKS, hooks_that_are_not_callable
+from tests.frameworks.shared.hooks import HOOKS, packs_without_differentiation, product
 from tests.kit.oracle import (
     HALVES,
     MODES,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from pylayer_jax import packers
-from tests.frameworks.shared import (
+from tests.frameworks.shared.agree import (
     SHARED,
     complex_numbers,
     doubled_sine,

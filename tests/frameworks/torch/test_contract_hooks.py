@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 import pylayer_jax
-from tests.frameworks.shared import HOOKS, packs_without_differentiation, product
+from tests.frameworks.shared.hooks import HOOKS, packs_without_differentiation, product
 from tests.kit.oracle import MODES, Mine, Ours, Row, Table, X, Y, assert_same, compare_hooks, fail
 
 COUNTS = Table(HOOKS)
