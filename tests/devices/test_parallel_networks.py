@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from tests.frameworks.torch import ports as ported
+from tests.frameworks.torch.layers import ported
 from tests.kit.case import grid
 from tests.kit.transforms import along, assert_same, gradient
 

@@ -63,6 +63,12 @@ def case(reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | N
     return enter
 
 
+def after(layer: Any, module: str, name: str = "") -> type[PyLayer]:
+    """A PyLayer of `module` with the methods of another layer: the dialects share these texts."""
+    methods = {method: vars(layer)[method] for method in ("forward", "backward")}
+    return type(name or layer.__name__, (PyLayer,), {"__module__": module, "__doc__": layer.__doc__, **methods})
+
+
 def case_of(table: list[Case], name: str, layer: Callable[..., Any], *args: Any, **flags: Any) -> Any:
     """Enter a reference for `layer`, which is any function, into the table of a test file."""
 

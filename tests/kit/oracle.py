@@ -70,6 +70,15 @@ class Side:
         methods = {"forward": staticmethod(forward), "backward": staticmethod(logged)}
         return type("Layer", (self.base,), {**methods, **members})
 
+    def saving(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """A forward that saves its tensors, and returns `f` of them."""
+
+        def forward(ctx: Any, *tensors: Any) -> Any:
+            ctx.save_for_backward(*tensors)
+            return f(*tensors)
+
+        return forward
+
     def note(self, value: Any) -> None:
         self.log.append(self.plain(value))
 

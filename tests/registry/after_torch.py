@@ -8,16 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax import PyLayer
-from tests.frameworks.torch import ports
-from tests.kit.case import R3, W, X, case, grid, once, ruled, stop
-
-
-def of_port(port: str, name: str = "") -> type[PyLayer]:
-    """A PyLayer of this module with the methods of a Function: the dialects share these texts."""
-    function = getattr(ports, port)
-    methods = {method: vars(function)[method] for method in ("forward", "backward")}
-    return type(name or port, (PyLayer,), {"__module__": __name__, "__doc__": function.__doc__, **methods})
-
+from tests.frameworks.torch import without_original
+from tests.frameworks.torch.layers import ported
+from tests.kit.case import R3, W, X, after, case, grid, once, ruled, stop
 
 TARGET = jnp.array([2, 0])
 
@@ -26,7 +19,7 @@ CrossEntropy = case(
     lambda z: -jnp.take_along_axis(jax.nn.log_softmax(z), TARGET[:, None], 1)[:, 0],
     X,
     call=lambda z: CrossEntropy.apply(z, TARGET, 0.0, None),
-)(of_port("VocabParallelCrossEntropy", "CrossEntropy"))
+)(after(ported.VocabParallelCrossEntropy, __name__, "CrossEntropy"))
 
 
 def sparsemax(x):
@@ -37,7 +30,7 @@ def sparsemax(x):
     return jnp.maximum(x - jnp.take_along_axis(c, k - 1, -1) / k.astype(x.dtype), 0)
 
 
-Sparsemax = case(sparsemax, X, call=lambda x: Sparsemax.apply(x, -1))(of_port("Sparsemax"))
+Sparsemax = case(sparsemax, X, call=lambda x: Sparsemax.apply(x, -1))(after(ported.Sparsemax, __name__))
 
 
 def _entmax15(x):
@@ -51,7 +44,7 @@ def _entmax15(x):
     return jnp.maximum(z - jnp.take_along_axis(tau, k - 1, -1), 0) ** 2
 
 
-Entmax15 = case(_entmax15, X * 0.8, call=lambda x: Entmax15.apply(x, -1))(of_port("Entmax15"))
+Entmax15 = case(_entmax15, X * 0.8, call=lambda x: Entmax15.apply(x, -1))(after(without_original.Entmax15, __name__))
 
 
 def _attention(q, k, v):
@@ -62,7 +55,7 @@ def _attention(q, k, v):
 
 FlashAttention = case(
     _attention, X[:2], X[:2] * 0.7, X[:2] + 0.2, call=lambda q, k, v: FlashAttention.apply(q, k, v, None, True, 2, 1)
-)(of_port("FlashAttention"))
+)(after(ported.FlashAttention, __name__))
 
 
 def _reversible(x, wf, wg):
@@ -76,8 +69,8 @@ Reversible = case(
     grid(2, 4),
     W[:2, :2],
     W[1:, 1:],
-    call=lambda x, *w: Reversible.apply(x, ports.BLOCKS[:1], {"gain": 1.0}, *w),
-)(of_port("Reversible"))
+    call=lambda x, *w: Reversible.apply(x, ported.BLOCKS[:1], {"gain": 1.0}, *w),
+)(after(ported.Reversible, __name__))
 
 
 def _codes(inputs, codebook):
@@ -89,7 +82,7 @@ VectorQuantize = case(
     X,
     grid(4, 3),
     call=lambda x, c: VectorQuantize.apply(x, c)[0],
-)(of_port("StraightThroughCode", "VectorQuantize"))
+)(after(ported.StraightThroughCode, __name__, "VectorQuantize"))
 
 
 def _window(x, size):
@@ -146,13 +139,13 @@ LearnedClip = case(
     R3[:1],
     linear_loss=True,
     call=lambda x, c: LearnedClip.apply(x, c, 4, True, False),
-)(of_port("LearnedClip"))
+)(after(ported.LearnedClip, __name__))
 
 
-Mish = case(lambda x: x * jnp.tanh(jax.nn.softplus(x)), X)(of_port("Mish"))
+Mish = case(lambda x: x * jnp.tanh(jax.nn.softplus(x)), X)(after(ported.Mish, __name__))
 
 
-HardSwish = case(lambda x: x * jnp.clip(x + 3, 0, 6) / 6, X * 3)(of_port("HardSwish"))
+HardSwish = case(lambda x: x * jnp.clip(x + 3, 0, 6) / 6, X * 3)(after(ported.HardSwish, __name__))
 
 
 @case(
@@ -190,7 +183,7 @@ JumpReLU = case(
     R3,
     linear_loss=True,
     call=lambda x, theta: JumpReLU.apply(x, theta, 0.8),
-)(of_port("JumpReLU"))
+)(after(ported.JumpReLU, __name__))
 
 
 class Steps(NamedTuple):

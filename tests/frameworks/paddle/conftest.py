@@ -1,10 +1,13 @@
 """Real Paddle, and the layers that are written in it."""
 
-import importlib
+import functools
 
 import pytest
 
+from tests.frameworks import names
 from tests.kit.oracle import Paddle
+
+from .layers import layers
 
 
 @pytest.fixture
@@ -15,4 +18,9 @@ def theirs(paddle):
 
 @pytest.fixture
 def original(paddle):
-    return importlib.import_module(".originals", __package__)
+    return _originals(paddle)
+
+
+@functools.cache
+def _originals(paddle):
+    return layers(names.Paddle(paddle))

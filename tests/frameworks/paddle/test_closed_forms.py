@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.kit.case import Case, W, X, case_of, grid, once, ruled, stop, straight_through
+from tests.kit.case import Case, W, X, case_of, grid, once, ruled, stop
 from tests.kit.closed_forms import compare_gradients, compare_outputs, with_ways
 from tests.kit.modes import EAGER_AND_JIT as MODES
 from tests.kit.transforms import assert_same, scalar
-from tests.registry import after_paddle as registered
 
-from . import ports as layers
+from .full_recompute import FullRecompute
+from .layers import ported
 
 CASES: list[Case] = []
 case = functools.partial(case_of, CASES)
@@ -40,7 +40,7 @@ def recomputed(run):
 
 
 def recompute(*args, **kwargs):
-    return layers.FullRecompute.apply(block, False, *NOTHING, *args, **kwargs)
+    return FullRecompute.apply(block, False, *NOTHING, *args, **kwargs)
 
 
 case("P8", recomputed(recompute), X, W, W[0])(recomputed(block))
@@ -63,24 +63,16 @@ def test_recompute_restores_the_state_that_it_is_told_of():
 
     def loss(x, w, b):
         get, put = lambda: "state", states.append
-        return layers.FullRecompute.apply(run, True, None, get, put, x, (w, b)).sum()
+        return FullRecompute.apply(run, True, None, get, put, x, (w, b)).sum()
 
     dx, dw, db = jax.grad(loss, (0, 1, 2))(X, X * 2, X * 3)
     assert states == ["state"]
     assert_same((dx, dw, db), (X * 2, X, jnp.ones_like(X)))
 
 
-@pytest.mark.parametrize(
-    ("pair", "message"), [((X, 2.0), "mixes tensors and other values"), ((X, jnp.arange(3)), "with and without")]
-)
-def test_recompute_refuses_mixed_tuples(pair, message):
-    with pytest.raises(ValueError, match=message):
-        layers.FullRecompute.apply(lambda x, pair: x, False, *NOTHING, X, pair)
-
-
 def test_recompute_without_a_differentiable_output():
     def loss(x):
-        index = layers.FullRecompute.apply(lambda x: jnp.argmax(x), False, *NOTHING, x)
+        index = FullRecompute.apply(lambda x: jnp.argmax(x), False, *NOTHING, x)
         return x.sum() * index.astype(jnp.float32)
 
     # No gradient arrives, so that backward, which would refuse, is not asked.
@@ -92,7 +84,7 @@ UNIQUE, REPEATED = jnp.array([3, 0, 2]), jnp.array([1, 3, 1])
 
 
 def gathered(pos, size=4):
-    return lambda buf: layers.MoEGather.apply(buf, pos, COUNTS, COUNTS, size, world_size=1)
+    return lambda buf: ported.MoEGather.apply(buf, pos, COUNTS, COUNTS, size, world_size=1)
 
 
 case("P10-unique", gathered(UNIQUE), grid(3, 2))(lambda buf: jnp.zeros((4, 2)).at[UNIQUE].set(buf))
@@ -109,8 +101,8 @@ def _last_stays(buf):
 def dispatched(x):
     """Each token to a row, and back: the two layers around an expert."""
     order = jnp.array([3, 0, 2, 1])
-    rows = registered.MoEScatter.apply(x, order, COUNTS, COUNTS, 4, 1)
-    return layers.MoEGather.apply(jnp.sin(rows), order, COUNTS, COUNTS, 4, 1)
+    rows = ported.MoEScatter.apply(x, order, COUNTS, COUNTS, 4, 1)
+    return ported.MoEGather.apply(jnp.sin(rows), order, COUNTS, COUNTS, 4, 1)
 
 
 case("P9-P10", dispatched, grid(4, 2))(jnp.sin)
@@ -119,7 +111,7 @@ case("P9-P10", dispatched, grid(4, 2))(jnp.sin)
 @MODES
 def test_no_rows_to_scatter(mode):
     nowhere = jnp.zeros(0, jnp.int32)
-    layer = lambda x: registered.MoEScatter.apply(x, nowhere, COUNTS, COUNTS, 0, 1)  # noqa: E731
+    layer = lambda x: ported.MoEScatter.apply(x, nowhere, COUNTS, COUNTS, 0, 1)  # noqa: E731
     assert mode(layer)(X).shape == (0, 3)
     assert_same(mode(jax.grad(lambda x: layer(x).sum()))(X), jnp.zeros_like(X))
 
@@ -128,71 +120,32 @@ WEIGHT = grid(3, 4, low=-2.3, high=2.6)
 G = jnp.float32(0.25)
 
 
-def lsq(w, alpha):
-    return registered.LSQ.apply(w, alpha, G, -2, 3)
-
-
 def lsq_plus(x, alpha, beta):
-    return layers.LSQPlus.apply(x, alpha, beta, G, -2, 3)
+    return ported.LSQPlus.apply(x, alpha, beta, G, -2, 3)
 
 
-def per_channel(axis):
-    return lambda w, alpha: registered.LSQ.apply(w, alpha, G, -2, 3, per_channel=True, quant_axis=axis)
+def per_channel(w, alpha):
+    return ported.LSQ.apply(w, alpha, G, -2, 3, per_channel=True, quant_axis=0)
 
 
-def scaled(x):
-    """The same value with a quarter of the gradient."""
-    return 0.25 * x + stop(0.75 * x)
-
-
-def quantized(q):
-    # In this order: rounding before clipping has another gradient where a rounded value is at an end.
-    return straight_through(registered.half_away)(jnp.clip(q, -2, 3))
-
-
-def learned(w, alpha):
-    return quantized(w / scaled(alpha)) * scaled(alpha)
-
-
-def learned_with_offset(x, alpha, beta):
-    return quantized((x - scaled(beta)) / scaled(alpha)) * scaled(alpha) + scaled(beta)
-
-
-CHANNELS = jnp.array([0.5, 0.6, 0.9]), jnp.array([0.5, 0.6, 0.9, 0.3])
-
-# The gradients are those of a straight-through round, which is another function once they are differentiated.
-case("P14", lsq, WEIGHT, 0.6, second_order=False)(learned)
-case("P14-rows", per_channel(0), WEIGHT, CHANNELS[0], second_order=False)(jax.vmap(learned))
-case("P14-columns", per_channel(1), WEIGHT, CHANNELS[1], second_order=False)(jax.vmap(learned, (1, 0), 1))
-case("P15", lsq_plus, WEIGHT, 0.6, 0.2, second_order=False)(learned_with_offset)
+CHANNELS = jnp.array([0.5, 0.6, 0.9])
 
 
 def _step_rule(residuals, g):
     x, alpha, beta = residuals
     q = (x - beta) / alpha
     inside = (q >= -2) & (q <= 3)
-    change = jnp.clip(registered.half_away(q), -2, 3) - jnp.where(inside, q, 0)
+    change = jnp.clip(ported.half_away(q), -2, 3) - jnp.where(inside, q, 0)
     return jnp.where(inside, g, 0), jnp.sum(change * g) / 4, jnp.sum(jnp.where(inside, 0, g)) / 4
 
 
-_step = ruled(lambda x, a, b: jnp.clip(registered.half_away((x - b) / a), -2, 3) * a + b, _step_rule)
-case("P14-rule", per_channel(0), WEIGHT, CHANNELS[0], linear_loss=True)(
-    jax.vmap(lambda w, a: _step(w, a, jnp.zeros(())))
-)
+_step = ruled(lambda x, a, b: jnp.clip(ported.half_away((x - b) / a), -2, 3) * a + b, _step_rule)
+case("P14-rule", per_channel, WEIGHT, CHANNELS, linear_loss=True)(jax.vmap(lambda w, a: _step(w, a, jnp.zeros(()))))
 case("P15-rule", lsq_plus, WEIGHT, 0.6, 0.2, linear_loss=True)(_step)
 
 
-def test_rounding_first_has_another_gradient():
-    x, alpha = jnp.array([1.9, -1.3]), jnp.float32(0.6)  # 1.9 / 0.6 is above 3, and rounds to it
-    first = lambda a: jnp.sum(jnp.clip(straight_through(registered.half_away)(x / scaled(a)), -2, 3) * scaled(a))  # noqa: E731
-    ours = lambda a: lsq(x, a).sum()  # noqa: E731
-    (ours, dours), (first, dfirst) = (jax.jit(jax.value_and_grad(f))(alpha) for f in (ours, first))
-    assert_same((ours, dours), (first, jnp.float32(0.25)))
-    assert abs(dfirst - 0.25) > 0.1
-
-
 def auxiliary(x, loss):
-    return layers.SavedAuxiliaryLoss.apply(jnp.sin(x), loss)
+    return ported.SavedAuxiliaryLoss.apply(jnp.sin(x), loss)
 
 
 def with_auxiliary(x, loss):
@@ -203,7 +156,7 @@ case("P24-scalar", auxiliary, X, 0.7, linear_loss=True)(with_auxiliary)
 case("P24-vector", auxiliary, X, [0.7], linear_loss=True)(with_auxiliary)
 
 
-@pytest.mark.parametrize("layer", [layers.SavedAuxiliaryLoss, registered.AuxiliaryLoss], ids=["B", "A"])
+@pytest.mark.parametrize("layer", [ported.SavedAuxiliaryLoss, ported.AuxiliaryLoss], ids=["B", "A"])
 @MODES
 def test_auxiliary_loss_that_is_frozen(layer, mode):
     asked = []
@@ -220,10 +173,10 @@ def test_auxiliary_loss_that_is_frozen(layer, mode):
     assert dloss is None
 
 
-case("P28-default", registered.ClippedReversal.apply, X, linear_loss=True)(
+case("P28-default", ported.ClippedReversal.apply, X, linear_loss=True)(
     ruled(lambda x: x, lambda _, g: (jnp.clip(-g, -0.5, 0.5),))
 )
-case("P28-tensor", lambda x: registered.ClippedReversal.apply(x, jnp.float32(0.3)), X, linear_loss=True)(
+case("P28-tensor", lambda x: ported.ClippedReversal.apply(x, jnp.float32(0.3)), X, linear_loss=True)(
     ruled(lambda x: x, lambda _, g: (jnp.clip(-0.3 * g, -0.5, 0.5),))
 )
 

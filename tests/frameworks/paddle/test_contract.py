@@ -8,20 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.frameworks.shared import (
-    SHARED,
-)
-from tests.kit.oracle import (
-    MODES,
-    Ours,
-    Row,
-    Table,
-    X,
-    Y,
-    compare,
-    compare_higher_orders,
-    compare_undifferentiated,
-)
+from tests.frameworks.shared.agree import SHARED
+from tests.kit.oracle import MODES, Ours, Row, Table, X, Y, compare, compare_higher_orders, compare_undifferentiated
 
 CASES = Table(SHARED)
 

@@ -6,25 +6,10 @@ import jax
 import numpy as np
 
 import pylayer_jax
-from tests.frameworks.shared import (
-    DIFFERENCES,
-    DOCUMENTED,
-    exception_in_backward,
-    product,
-    unknown_attribute,
-)
-from tests.kit.oracle import (
-    MODES,
-    Mine,
-    Ours,
-    Row,
-    Table,
-    X,
-    Y,
-    Z,
-    assert_same,
-    compare_with_table,
-)
+from tests.frameworks.shared.agree import DOCUMENTED
+from tests.frameworks.shared.differences import DIFFERENCES, exception_in_backward, unknown_attribute
+from tests.frameworks.shared.hooks import product
+from tests.kit.oracle import MODES, Mine, Ours, Row, Table, X, Y, Z, assert_same, compare_with_table
 
 TABLE = Table(DOCUMENTED + DIFFERENCES)
 
@@ -331,14 +316,10 @@ def second_derivative_through_an_intermediate(of):
 def second_derivative_of_once_differentiable(of):
     once = pylayer_jax.once_differentiable if isinstance(of, Ours) else of.autograd.py_layer.once_differentiable
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
     def backward(ctx, dy):
         return 2 * dy * ctx.saved_tensor()[0]
 
-    layer = of.layer(forward, once(backward))
+    layer = of.layer(of.saving(lambda x: x * x), once(backward))
     return lambda x: layer.apply(x) * x
 
 

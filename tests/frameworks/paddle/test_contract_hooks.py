@@ -6,13 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from tests.frameworks.shared import (
-    FAILING_HOOKS,
-    HOOKS,
-    hooks_that_are_not_callable,
-    packs_without_differentiation,
-    product,
-)
+from tests.frameworks.shared.differences import FAILING_HOOKS, hooks_that_are_not_callable
+from tests.frameworks.shared.hooks import HOOKS, packs_without_differentiation, product
 from tests.kit.oracle import (
     HALVES,
     MODES,
@@ -42,11 +37,9 @@ def one_factor_needs_a_gradient(of):
 def layer_inside_a_layer(of):
     inner = product(of)
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return inner.apply(x, x) * 1
-
-    return of.hooked(of.layer(forward, lambda ctx, dy: 2 * dy * ctx.saved_tensor()[0]).apply)
+    return of.hooked(
+        of.layer(of.saving(lambda x: inner.apply(x, x) * 1), lambda ctx, dy: 2 * dy * ctx.saved_tensor()[0]).apply
+    )
 
 
 @MODES
@@ -104,11 +97,7 @@ def none_and_statics_saved_under_hooks(of):
 # Under hooks that copy, Paddle loses what a saved tensor owes to the input.
 @TABLE.differ(theirs=[0], ours=[6 * X], orders=2)
 def second_derivative_of_a_layer_under_hooks(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    layer = of.layer(forward, lambda ctx, dy: 3 * dy * ctx.saved_tensor()[0] ** 2)
+    layer = of.layer(of.saving(lambda x: x**3), lambda ctx, dy: 3 * dy * ctx.saved_tensor()[0] ** 2)
     return of.hooked(
         layer.apply,
         unpack=lambda kept: kept,

@@ -16,9 +16,9 @@ from tests.devices import collective_layers
 from tests.devices.collective_layers import GatherEach
 from tests.kit.case import W, X, grid, stop
 from tests.kit.transforms import assert_same
-from tests.registry import after_paddle as registered
+from tests.registry.after_paddle import layer_norm
 
-from . import ports as layers
+from .layers import ported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,39 +60,39 @@ CHANNELS = jnp.array([0.5, 0.6, 0.9]), jnp.array([0.5, 0.6, 0.9, 0.3])
 TOKENS, ROW3 = grid(4, 2), grid(3, 2)
 port(
     "P8",
-    registered.Recompute,
+    ported.Recompute,
     lambda apply, _, x, w: apply(cubed, True, (x, w)),
     X,
     W,
     plain=cubed,  # Paddle has none: what backward differentiates is detached
 )
-port("P9", registered.MoEScatter, moe([3, 0, 2], 3), TOKENS)
-port("P9-repeated", registered.MoEScatter, moe([1, 1, 2], 3), TOKENS)  # the last of the rows overwrites the others
-port("P9-empty", registered.MoEScatter, moe(np.zeros(0, int), 0), TOKENS)
-port("P10", layers.MoEGather, moe([3, 0, 2], 4), ROW3)
-port("P10-repeated", layers.MoEGather, moe([1, 3, 1], 4), ROW3)
-port("P14", registered.LSQ, with_steps(per_channel=False), WEIGHT, 0.6)
-port("P14-rows", registered.LSQ, with_steps(True), WEIGHT, CHANNELS[0])
-port("P14-columns", registered.LSQ, with_steps(quant_axis=1, per_channel=True), WEIGHT, CHANNELS[1])
-port("P15", layers.LSQPlus, with_steps(), WEIGHT, 0.6, 0.2)
-port("P19", registered.RouterLoss, lambda apply, _, x, loss: apply(x * 2, loss, 4, False), X, 0.7)
-port("P19-delayed", registered.RouterLoss, lambda apply, _, x, loss: apply(x * 2, loss, 4, True), X, 0.7)
-port("P24-A", registered.AuxiliaryLoss, lambda apply, _, x, loss: apply(x * 2, loss), X, np.array([0.7]))
-port("P24-B", layers.SavedAuxiliaryLoss, lambda apply, _, x, loss: apply(x, loss), X, 0.7)
-port("P24-frozen", registered.AuxiliaryLoss, lambda apply, tensor, x: apply(x * 2, tensor(0.7)), X)
+port("P9", ported.MoEScatter, moe([3, 0, 2], 3), TOKENS)
+port("P9-repeated", ported.MoEScatter, moe([1, 1, 2], 3), TOKENS)  # the last of the rows overwrites the others
+port("P9-empty", ported.MoEScatter, moe(np.zeros(0, int), 0), TOKENS)
+port("P10", ported.MoEGather, moe([3, 0, 2], 4), ROW3)
+port("P10-repeated", ported.MoEGather, moe([1, 3, 1], 4), ROW3)
+port("P14", ported.LSQ, with_steps(per_channel=False), WEIGHT, 0.6)
+port("P14-rows", ported.LSQ, with_steps(True), WEIGHT, CHANNELS[0])
+port("P14-columns", ported.LSQ, with_steps(quant_axis=1, per_channel=True), WEIGHT, CHANNELS[1])
+port("P15", ported.LSQPlus, with_steps(), WEIGHT, 0.6, 0.2)
+port("P19", ported.RouterLoss, lambda apply, _, x, loss: apply(x * 2, loss, 4, False), X, 0.7)
+port("P19-delayed", ported.RouterLoss, lambda apply, _, x, loss: apply(x * 2, loss, 4, True), X, 0.7)
+port("P24-A", ported.AuxiliaryLoss, lambda apply, _, x, loss: apply(x * 2, loss), X, np.array([0.7]))
+port("P24-B", ported.SavedAuxiliaryLoss, lambda apply, _, x, loss: apply(x, loss), X, 0.7)
+port("P24-frozen", ported.AuxiliaryLoss, lambda apply, tensor, x: apply(x * 2, tensor(0.7)), X)
 port("P25", GatherEach, lambda apply, _, x: apply(x * 2)[0], X)
 port(
     "P26",
-    registered.LayerNorm2d,
+    ported.LayerNorm2d,
     lambda apply, _, *args: apply(*args, 1e-5),
     grid(2, 3, 1, 2),
     grid(3),
     grid(3) * 2,
-    plain=registered.layer_norm,  # Paddle takes saved intermediates for constants
+    plain=layer_norm,  # Paddle takes saved intermediates for constants
 )
-port("P28", registered.ClippedReversal, lambda apply, _, x: apply(x, lambda_=2), X)
-port("P28-default", registered.ClippedReversal, lambda apply, _, x: apply(x), X)
-port("P28-tensor", registered.ClippedReversal, lambda apply, tensor, x: apply(x, tensor(0.3)), X)
+port("P28", ported.ClippedReversal, lambda apply, _, x: apply(x, lambda_=2), X)
+port("P28-default", ported.ClippedReversal, lambda apply, _, x: apply(x), X)
+port("P28-tensor", ported.ClippedReversal, lambda apply, tensor, x: apply(x, tensor(0.3)), X)
 
 
 def weights_of(y):
@@ -143,8 +143,8 @@ def test_as_in_paddle(paddle, original, monkeypatch, one):
 
 
 LEAVES = {
-    "P19": (registered.RouterLoss, (4, True)),
-    "P24": (registered.AuxiliaryLoss, ()),
+    "P19": (ported.RouterLoss, (4, True)),
+    "P24": (ported.AuxiliaryLoss, ()),
     "P25": (GatherEach, None),
 }
 
@@ -171,23 +171,23 @@ def test_one_slot_too_many_is_an_error_in_paddle_alone(paddle, original):
     loss = paddle.sin(original.Reversal.apply(x, 0.3)).sum()
     with pytest.raises(ValueError, match="should be 1, but received 2"):
         loss.backward()
-    assert_same(jax.grad(lambda x: jnp.sum(jnp.sin(registered.Reversal.apply(x, 0.3))))(X), -0.3 * jnp.cos(X))
+    assert_same(jax.grad(lambda x: jnp.sum(jnp.sin(ported.Reversal.apply(x, 0.3))))(X), -0.3 * jnp.cos(X))
 
 
 def test_ones_of_shape_one_for_a_loss_without_dimensions(paddle, original):
     """P24, variant A: Paddle hands on the shape that backward gave, and here it becomes that of the loss."""
     x, loss = (paddle.to_tensor(np.asarray(a), stop_gradient=False) for a in (X, np.float32(0.7)))
     original.AuxiliaryLoss.apply(x * 2, loss).sum().backward()
-    ours = jax.grad(lambda loss: registered.AuxiliaryLoss.apply(X, loss).sum())(jnp.float32(0.7))
+    ours = jax.grad(lambda loss: ported.AuxiliaryLoss.apply(X, loss).sum())(jnp.float32(0.7))
     assert (loss.grad.shape, loss.grad.tolist()) == ([1], [1.0])
     assert (ours.shape, ours.tolist()) == ((), 1.0)
 
 
 def test_the_comparison_with_paddle_can_fail(paddle, original):
-    class Wrong(registered.ClippedReversal):
+    class Wrong(ported.ClippedReversal):
         @staticmethod
         def backward(ctx, dy):
-            return 1.01 * registered.ClippedReversal.backward(ctx, dy)
+            return 1.01 * ported.ClippedReversal.backward(ctx, dy)
 
     ours = derivatives_here(Wrong.apply, [X])
     theirs = derivatives_there(paddle, original.ClippedReversal.apply, [X])

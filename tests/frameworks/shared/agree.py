@@ -33,15 +33,11 @@ def saved_output(of):
 
 
 def doubled_sine(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return of.sin(x)
-
     def backward(ctx, dy):
         (x,) = of.saved(ctx)
         return 2 * dy * of.cos(x)
 
-    return of.layer(forward, backward)
+    return of.layer(of.saving(lambda x: of.sin(x)), backward)
 
 
 @SHARED.add(orders=3)
@@ -111,15 +107,11 @@ def gradient_without_the_cotangent(of):
 
 @SHARED.add(X, Y)
 def two_inputs(of):
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
     def backward(ctx, dy):
         a, b = of.saved(ctx)
         return dy * b * 2, dy * a * 3
 
-    return of.layer(forward, backward).apply
+    return of.layer(of.saving(lambda a, b: a * b), backward).apply
 
 
 @SHARED.add()
@@ -240,31 +232,19 @@ def tuple_of_one(of):
 def layer_inside_forward(of):
     inner = doubled_sine(of)
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return inner.apply(x) * 2
-
-    return of.layer(forward, lambda ctx, dy: dy * 5 * of.saved(ctx)[0]).apply
+    return of.layer(of.saving(lambda x: inner.apply(x) * 2), lambda ctx, dy: dy * 5 * of.saved(ctx)[0]).apply
 
 
 @SHARED.add()
 def layer_inside_backward(of):
     inner = doubled_sine(of)
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    return of.layer(forward, lambda ctx, dy: inner.apply(dy * 3) * of.saved(ctx)[0]).apply
+    return of.layer(of.saving(lambda x: x * 2), lambda ctx, dy: inner.apply(dy * 3) * of.saved(ctx)[0]).apply
 
 
 @SHARED.add(orders=3)
 def itself_inside_backward(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return of.sin(x)
-
-    layer = of.layer(forward, lambda ctx, dy: dy * layer.apply(of.saved(ctx)[0]))
+    layer = of.layer(of.saving(lambda x: of.sin(x)), lambda ctx, dy: dy * layer.apply(of.saved(ctx)[0]))
     return layer.apply
 
 
@@ -312,15 +292,11 @@ def scalars_and_empty_tensors(of):
 
 
 def complex_square(of, **members):
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z * z
-
     def backward(ctx, dy):
         (z,) = of.saved(ctx)
         return dy * 2 * of.conj(z)
 
-    return of.layer(forward, backward, **members).apply
+    return of.layer(of.saving(lambda z: z * z), backward, **members).apply
 
 
 @SHARED.add(Z, orders=1)

@@ -32,15 +32,11 @@ def fourth_power(of):
 def product(of):
     """Saves its inputs, and reads them once."""
 
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
     def backward(ctx, dy):
         a, b = of.saved(ctx)
         return dy * b, dy * a
 
-    return of.layer(forward, backward)
+    return of.layer(of.saving(lambda a, b: a * b), backward)
 
 
 @HOOKS.add(X, Y, theirs=(2, 2), ours=(2, 2))
@@ -91,11 +87,7 @@ def layer_that_saves_its_output(of):
 
 @HOOKS.add(theirs=(1, 0), ours=(1, 0))
 def layer_that_does_not_ask(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * 2
-
-    return of.hooked(of.layer(forward, lambda ctx, dy: dy * 3).apply)
+    return of.hooked(of.layer(of.saving(lambda x: x * 2), lambda ctx, dy: dy * 3).apply)
 
 
 @HOOKS.add(theirs=(0, 0), ours=(0, 0))
@@ -151,8 +143,6 @@ def product_with_a_number(of):
 # Asking twice unpacks once here.
 @HOOKS.add(X, Y, theirs=(2, 4), ours=(2, 2))
 def saved_tensors_read_twice(of):
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    return of.hooked(of.layer(forward, lambda ctx, dy: (dy * of.saved(ctx)[1], dy * of.saved(ctx)[0])).apply)
+    return of.hooked(
+        of.layer(of.saving(lambda a, b: a * b), lambda ctx, dy: (dy * of.saved(ctx)[1], dy * of.saved(ctx)[0])).apply
+    )

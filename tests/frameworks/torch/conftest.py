@@ -1,10 +1,16 @@
 """Real torch, and the layers that are written in it."""
 
-import importlib
+import functools
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from tests.frameworks import names
 from tests.kit.oracle import Torch
+
+from .layers import layers, ported
+from .sides import Side
 
 
 @pytest.fixture
@@ -19,4 +25,14 @@ def theirs(torch):
 
 @pytest.fixture
 def original(torch):
-    return importlib.import_module(".originals", __package__)
+    return _originals(torch)
+
+
+@pytest.fixture
+def both(torch, original):
+    return Side(original, torch, torch.func, torch.tensor), Side(ported, jnp, jax, jnp.asarray)
+
+
+@functools.cache
+def _originals(torch):
+    return layers(names.Torch(torch))

@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.kit.case import numpy_grid as grid
 
-from . import ports as ported
+from .layers import ported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +51,9 @@ CLIP = np.array([0.9375], np.float32)  # one step is exact
 
 # Above one step of the quantization: below it the changed input of the original says zero, as another test shows.
 UNCLIPPED = np.array([-0.4, 0.31, 0.47, 0.83, 1.5], np.float32)
-ACTS = grid(6, 3, 4)
+ACTS = grid(4, 3, 4)
 LABELS = np.array([[1, 1], [2, 3], [3, 1]], np.int32)
-LENGTHS = np.array([6, 4, 5], np.int32), np.array([2, 2, 1], np.int32)
+LENGTHS = np.array([4, 3, 2], np.int32), np.array([2, 2, 1], np.int32)
 ROW, COLUMN = grid(1, 3, low=0.3, high=0.6), grid(2, 1, low=0.3, high=0.6)
 WEIGHT, BIAS = grid(4, 3), grid(4)
 
@@ -95,17 +95,19 @@ class Ours:
         gradients = jax.grad(self.loss, self.wrt)(*values)
         return sum(jnp.sum(g * direction(g.shape)) for g in gradients)
 
-    def outputs(self, mode: Callable[..., Any]) -> Any:
+    def everything(self, mode: Callable[..., Any]) -> list[Any]:
+        """The outputs, and the gradients of one or two orders."""
+        functions = [jax.grad(f, self.wrt) for f in (self.loss, self.slope)[: 1 + self.one.second]]
         rest: list[Any] = []
 
-        def arrays(*values: Any) -> list[Any]:
+        def arrays(*values: Any) -> Any:
             leaves, treedef = jax.tree_util.tree_flatten(self.call(*values), is_leaf=lambda x: x is None)
             rest[:] = [treedef, leaves]
-            return [x for x in leaves if isinstance(x, jax.Array)]
+            return [x for x in leaves if isinstance(x, jax.Array)], [f(*values) for f in functions]
 
-        found = iter(mode(arrays)(*self.values))
-        treedef, leaves = rest
-        return treedef.unflatten([next(found) if isinstance(x, jax.Array) else x for x in leaves])
+        outputs, gradients = mode(arrays)(*self.values)
+        (treedef, leaves), found = rest, iter(outputs)
+        return [treedef.unflatten([next(found) if isinstance(x, jax.Array) else x for x in leaves]), *gradients]
 
     def first(self, mode: Callable[..., Any]) -> Any:
         return mode(jax.grad(self.loss, self.wrt))(*self.values)
@@ -116,7 +118,7 @@ class Ours:
 
 class Theirs:
     def __init__(self, torch: Any, one: Port, module: Any) -> None:
-        self.torch, self.one = torch, one
+        self.torch, self.one, self.module = torch, one, module
         self.args = [getattr(module, a.name) if isinstance(a, Own) else a for a in one.args]
         for i, value in enumerate(one.args):
             if isinstance(value, np.ndarray):
@@ -135,10 +137,66 @@ class Theirs:
         gradients = self.first(create_graph=True)
         return self.gradient(sum((g * self.torch.tensor(direction(tuple(g.shape)))).sum() for g in gradients))
 
+    def everything(self) -> list[Any]:
+        found = [self.result, self.first()]
+        return [*found, Theirs(self.torch, self.one, self.module).second()] if self.one.second else found
+
     def gradient(self, total: Any, create_graph: bool = False) -> Any:
         return self.torch.autograd.grad(
             total, self.wrt, create_graph=create_graph, allow_unused=True, materialize_grads=True
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What a function of both frameworks is written with."""
+
+    layers: Any
+    xp: Any
+    func: Any  # has grad, vmap, jacrev and jvp
+    tensor: Callable[[Any], Any]
+    mode: Callable[..., Any] = lambda f: f
+
+    def sine(self, layer: str, *statics: Any) -> Callable[..., Any]:
+        """The weighted sine of the first output of a layer, a scalar."""
+
+        def loss(*args: Any) -> Any:
+            y = getattr(self.layers, layer).apply(*args, *statics)
+            y = self.xp.sin(y[0] if isinstance(y, tuple) else y)
+            return (y * self.tensor(weights(tuple(y.shape)))).sum()
+
+        return loss
+
+
+def one_of(of: Side, forward: Any, backward: Any = lambda ctx, dy: dy * 2, **members: Any) -> Any:
+    """A Function of either framework, with static methods."""
+    methods = {"forward": forward, "backward": backward, **members}
+    methods = {name: staticmethod(m) if callable(m) else m for name, m in methods.items() if m is not None}
+    return type("OneOf", (of.layers.xp.Function,), methods)
+
+
+def no_setup(ctx: Any, inputs: Any, output: Any) -> None:
+    """A context that keeps nothing, where forward takes none."""
+
+
+Both = tuple[Side, Side]  # torch's, ours
+
+
+def compare(both: Both, run: Callable[[Side], Any], mode: Callable[..., Any] = lambda f: f) -> None:
+    theirs, ours = both
+    assert_equal(run(dataclasses.replace(ours, mode=mode)), run(theirs))
+
+
+def set_on_both(monkeypatch: Any, both: Both, layer: str, **members: Any) -> None:
+    for side in both:
+        for name, value in members.items():
+            monkeypatch.setattr(getattr(side.layers, layer), name, list(value) if value == [] else value)
+
+
+def seen(both: Both, layer: str) -> tuple[list[Any], Any]:
+    """All that torch's class noted, and the last that ours did, which may be traced more than once."""
+    theirs, ours = (getattr(side.layers, layer).seen for side in both)
+    return theirs, ours[-1]
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:

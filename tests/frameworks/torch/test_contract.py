@@ -7,7 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from pylayer_jax import packers
-from tests.frameworks.shared import (
+from tests.frameworks.shared.agree import (
     SHARED,
     complex_numbers,
     doubled_sine,
@@ -15,17 +15,7 @@ from tests.frameworks.shared import (
     itself_inside_backward,
     two_inputs,
 )
-from tests.kit.oracle import (
-    MODES,
-    Ours,
-    Table,
-    X,
-    Y,
-    Z,
-    compare,
-    compare_higher_orders,
-    compare_undifferentiated,
-)
+from tests.kit.oracle import MODES, Ours, Table, X, Y, Z, compare, compare_higher_orders, compare_undifferentiated
 
 CASES = Table(SHARED)
 

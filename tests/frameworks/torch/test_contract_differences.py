@@ -6,26 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.frameworks.shared import (
+from tests.frameworks.shared.agree import DOCUMENTED
+from tests.frameworks.shared.differences import (
     DIFFERENCES,
-    DOCUMENTED,
     FAILING_HOOKS,
     exception_in_backward,
     hooks_that_are_not_callable,
-    product,
     unknown_attribute,
 )
-from tests.kit.oracle import (
-    HALVES,
-    MODES,
-    Mine,
-    Ours,
-    Table,
-    X,
-    Y,
-    assert_same,
-    compare_with_table,
-)
+from tests.frameworks.shared.hooks import product
+from tests.kit.oracle import HALVES, MODES, Mine, Ours, Table, X, Y, assert_same, compare_with_table
 
 TABLE = Table(DOCUMENTED + DIFFERENCES)
 

@@ -7,23 +7,8 @@ import contextlib
 import pytest
 
 import pylayer_jax
-from tests.frameworks.shared import (
-    HOOKS,
-    packs_without_differentiation,
-    product,
-)
-from tests.kit.oracle import (
-    MODES,
-    Mine,
-    Ours,
-    Row,
-    Table,
-    X,
-    Y,
-    assert_same,
-    compare_hooks,
-    fail,
-)
+from tests.frameworks.shared.hooks import HOOKS, packs_without_differentiation, product
+from tests.kit.oracle import MODES, Mine, Ours, Row, Table, X, Y, assert_same, compare_hooks, fail
 
 COUNTS = Table(HOOKS)
 
@@ -42,11 +27,9 @@ def one_input_of_a_layer_needs_a_gradient(of):
 def layer_inside_a_layer(of):
     inner = product(of)
 
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return inner.apply(x, x) * x
-
-    return of.hooked(of.layer(forward, lambda ctx, dy: 3 * dy * ctx.saved_tensors[0] ** 2).apply)
+    return of.hooked(
+        of.layer(of.saving(lambda x: inner.apply(x, x) * x), lambda ctx, dy: 3 * dy * ctx.saved_tensors[0] ** 2).apply
+    )
 
 
 @COUNTS.add(theirs=(1, 1), ours=(1, 1))

@@ -13,7 +13,7 @@ from tests.kit.closed_forms import compare_gradients, compare_outputs, with_ways
 from tests.kit.transforms import scalar
 from tests.registry.after_torch import sparsemax
 
-from .ports import without_original as layers
+from . import without_original as layers
 
 CASES: list[Case] = []
 case = functools.partial(case_of, CASES)

@@ -13,7 +13,7 @@ import jax.scipy.linalg
 
 from pylayer_jax import Function, once_differentiable
 
-from .static_arguments import Sparsemax
+from .layers import ported
 
 
 def _solved(solve, y, size, x, dim, k):
@@ -53,7 +53,7 @@ class SparsemaxTopK(Function):
 
     @staticmethod
     def backward(ctx, grad_output):
-        return (*Sparsemax.backward(ctx, grad_output), None)
+        return (*ported.Sparsemax.backward(ctx, grad_output), None)
 
 
 def _entmax_of_top(z, dim, k):

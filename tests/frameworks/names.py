@@ -1,0 +1,147 @@
+"""The names that the text of a layer uses, so that one text runs under JAX, real torch and real Paddle.
+
+A name that the frameworks share comes from the framework itself; the classes below add those that differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pylayer_jax
+
+
+class Names:
+    def __init__(self, *modules: Any) -> None:
+        self.modules = modules
+
+    def __getattr__(self, name: str) -> Any:
+        for module in self.modules:
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(name)
+
+    def split(self, x: Any, size: int, axis: int) -> list[Any]:
+        """Parts of `size`; the last may be shorter."""
+        return jnp.split(x, list(range(size, x.shape[axis], size)), axis)
+
+    def pad(self, x: Any, before: int, after: int, value: float = 0) -> Any:
+        """`value` before and after the elements of the second and last axis."""
+        return self.modules[1].pad(x, (before, after), value=value)
+
+    def cast(self, x: Any, dtype: Any) -> Any:
+        return x.astype(dtype)
+
+    def changed(self, x: Any, value: Any) -> Any:
+        """`x` after `value` was written into it, in place where the framework can."""
+        return value
+
+    def no_grad(self, method: Any) -> Any:
+        return method
+
+    def once_differentiable(self, backward: Any) -> Any:
+        return pylayer_jax.once_differentiable(backward)
+
+
+class Jax(Names):
+    Function, PyLayer = pylayer_jax.Function, pylayer_jax.PyLayer
+    amax, take_along_dim = staticmethod(jnp.max), staticmethod(jnp.take_along_axis)
+    rsqrt = staticmethod(jax.lax.rsqrt)
+
+    def __init__(self) -> None:
+        super().__init__(jnp, jax.nn)
+
+    def pad(self, x: Any, before: int, after: int, value: float = 0) -> Any:
+        return jnp.pad(x, ((0, 0), (before, after)), constant_values=value)
+
+    def pull(self, function: Any, args: Any, dy: Any) -> Any:
+        """The value of a function, and the gradients of its arguments for the cotangent `dy`."""
+        y, pull = jax.vjp(function, *args)
+        return y, pull(dy)
+
+    def put(self, x: Any, index: Any, rows: Any) -> Any:
+        return x.at[index].set(rows)
+
+    def add_rows(self, x: Any, index: Any, rows: Any) -> Any:
+        return x.at[index].add(rows)
+
+    def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
+        return ctx.needs_input_grad[place]
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return np.asarray(x)
+
+
+class Torch(Names):
+    def __init__(self, torch: Any) -> None:
+        super().__init__(torch, torch.nn.functional)
+        self.Function = torch.autograd.Function
+        self.moveaxis = torch.movedim  # the other has no rule for vmap of vmap
+        self.no_grad, self.once_differentiable = torch.no_grad(), torch.autograd.function.once_differentiable
+
+    def split(self, x: Any, size: int, axis: int) -> Any:
+        return x.split(size, axis)
+
+    def cast(self, x: Any, dtype: Any) -> Any:
+        return x.to(dtype)
+
+    def sort(self, x: Any, axis: int) -> Any:
+        return self.modules[0].sort(x, axis).values
+
+    def copy(self, x: Any) -> Any:
+        return x.clone()
+
+    def changed(self, x: Any, value: Any) -> Any:
+        return x.copy_(value)
+
+    def var(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
+        return x.var(axis, unbiased=False, keepdim=keepdims)
+
+    def pull(self, function: Any, args: Any, dy: Any) -> Any:
+        with self.enable_grad():
+            args = [x.detach().requires_grad_() for x in args]
+            y = function(*args)
+        return y.detach(), self.autograd.grad(y, args, dy)
+
+    def add_rows(self, x: Any, index: Any, rows: Any) -> Any:
+        return x.index_add(0, index, rows)
+
+    def to_numpy(self, x: Any) -> np.ndarray:
+        return x.detach().numpy()
+
+
+class Paddle(Names):
+    def __init__(self, paddle: Any) -> None:
+        super().__init__(paddle, paddle.nn.functional)
+        self.PyLayer = paddle.autograd.PyLayer
+
+    def asarray(self, value: Any, dtype: Any) -> Any:
+        return self.to_tensor(value, dtype=dtype)
+
+    def copy(self, x: Any) -> Any:
+        return x.clone()
+
+    def var(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
+        return x.var(axis, unbiased=False, keepdim=keepdims)
+
+    def mean(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
+        return x.mean(axis, keepdim=keepdims)
+
+    def pull(self, function: Any, args: Any, dy: Any) -> Any:
+        """By `backward`, as paddle.grad within paddle.grad ends the process."""
+        args = [x.detach() for x in args]
+        for x in args:
+            x.stop_gradient = False
+        with self.enable_grad():
+            y = function(*args)
+        self.autograd.backward([y], [dy])
+        return y, tuple(x.grad for x in args)
+
+    def put(self, x: Any, index: Any, rows: Any) -> Any:
+        return self.scatter(x, index, rows, overwrite=True)
+
+    def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
+        return not tensor.stop_gradient
