@@ -3,7 +3,8 @@
 - `errors`: errors of derivatives that do not exist.
 - `linearity`: a proof that a jaxpr is linear in some of its inputs.
 - `transpose`: the transpose of a `backward`, or of a `forward` that a `backward` applies.
-- `tangent_map`: the derivative as one linear operation, *tangent_map*; and for a batch.
+- `derivative`: the derivative of one run, with the batches and the packing that were laid on it.
+- `tangent_map`: that derivative as one linear operation.
 - `call`: one call of `apply`, as it travels through JAX.
 - `saved_state`: the non-array state that `forward` saved.
 - `run_forward`, `backward_rule`: running the methods of the class.

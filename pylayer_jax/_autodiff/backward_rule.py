@@ -24,8 +24,8 @@ from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees import add_note, filled
 
 from .call import LayerCall, force_primitive, null_context
+from .derivative import Derivative
 from .saved_state import SavedState, SavedTree, fresh
-from .tangent_map import Derivative
 
 
 @dataclasses.dataclass(eq=False, repr=False)

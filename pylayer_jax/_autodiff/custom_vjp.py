@@ -21,9 +21,9 @@ from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees import Static, plural, source_of
 
 from .call import LayerCall
+from .derivative import Derivative
 from .forward_rule import differentiate
 from .run_forward import run_undifferentiated
-from .tangent_map import Derivative
 
 
 def compile_layer(layer: Any) -> Callable[..., tuple[Any, ...]]:

@@ -38,13 +38,14 @@ from pylayer_jax._trees import Static, contains
 
 from .backward_rule import derivative_of
 from .call import LayerCall
+from .derivative import Batch, Derivative
 from .forward_rule import Differentiated, differentiate
 from .run_forward import run_setup_context, run_undifferentiated
 from .saved_state import SavedState
 from .staged_call import StagedCall, second_derivative_error, stage_call
 from .staged_call_batching import batch_staged_call
 from .staged_call_rules import bind_staged_call, nonzero_tangents
-from .tangent_map import Batch, Derivative
+from .tangent_map import output_tangents
 
 # The saved state, the derivative, and the residuals that the derivative takes.
 SetUp = tuple[SavedState, Derivative, list[Any]]
@@ -229,7 +230,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, eager: EagerCall) -
     with eval_context():  # a Python number becomes an array, and no tracer of the trace that runs this rule
         tensors = as_arrays(primals)
     found = _differentiate(eager, tensors, perturbed)
-    return found.outputs, found.derivative.tangents(perturbed, found.residuals, select(tangents, perturbed))
+    return found.outputs, output_tangents(found.derivative, perturbed, found.residuals, select(tangents, perturbed))
 
 
 def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool]) -> Differentiated:

@@ -17,12 +17,12 @@ from pylayer_jax._jax import is_differentiated, is_tracer, typeof
 
 from .backward_rule import derivative_of
 from .call import LayerCall
+from .derivative import Derivative
 from .residuals import pack_residuals
 from .run_forward import run_and_save
 from .saved_state import SavedState
 from .staged_call import stage_call
 from .staged_call_rules import bind_staged_call
-from .tangent_map import Derivative
 
 
 class Differentiated(NamedTuple):

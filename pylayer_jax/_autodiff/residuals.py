@@ -10,8 +10,8 @@ from pylayer_jax._hooks.packed_residuals import pack
 from pylayer_jax._jax import checkpoint_name, is_staging, is_tracer
 
 from .call import LayerCall
+from .derivative import Derivative
 from .saved_state import SavedState
-from .tangent_map import Derivative
 
 
 def pack_residuals(

@@ -50,10 +50,10 @@ from pylayer_jax._trees import values_in_reach
 
 from .backward_rule import derivative_of
 from .call import LayerCall, force_primitive, null_context
+from .derivative import Derivative
 from .residuals import pack_residuals
 from .run_forward import run_and_save
 from .saved_state import SavedState
-from .tangent_map import Derivative
 
 Source = Identity | tuple[Literal["intermediate"], int]
 

@@ -9,8 +9,8 @@ from typing import Any
 from pylayer_jax._jax import dependence, eval_jaxpr, names_axis, stage, typeof, vmap_over
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 
+from .derivative import Batch
 from .staged_call import StagedCall
-from .tangent_map import Batch
 
 
 @dataclasses.dataclass(eq=False, repr=False, kw_only=True)

@@ -37,6 +37,7 @@ from .intermediate_tangents import intermediate_tangents, nonzero_tangents
 from .linearity import ZeroInfo, add_rule, call_of
 from .staged_call import StagedCall, second_derivative_error
 from .staged_call_batching import batch_staged_call
+from .tangent_map import output_tangents
 from .transpose import transpose_forward
 
 staged_call_p = PrimitiveWithObject("staged_call", "staged")
@@ -145,7 +146,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, staged: StagedCall)
     if staged.packs:
         derivative, residuals, outputs = run.pack_residuals(residuals, values[: staged.outputs])
         values = [*outputs, *values[staged.outputs :]]
-    out_tangents = derivative.tangents(perturbed, residuals, select(tangents[staged.consts :], perturbed))
+    out_tangents = output_tangents(derivative, perturbed, residuals, select(tangents[staged.consts :], perturbed))
     return values, out_tangents + _intermediate_tangents(staged, primals, tangents, values, out_tangents)
 
 

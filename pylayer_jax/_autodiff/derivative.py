@@ -1,0 +1,163 @@
+"""The derivative of one run of a layer, with the batches and the packing that were laid on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+
+from pylayer_jax._hooks.packed_residuals import PackedResiduals, UnpackOnRead
+from pylayer_jax._jax import as_array, scatter, select, tangent_type, vmap_over
+from pylayer_jax._trees import Static
+
+
+class Run(Protocol):
+    """One run of `forward`, with the rules of its class. Holds no array; None is a zero gradient or tangent."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def forward_mode(self) -> bool:
+        """Whether the class declares forward mode."""
+        ...
+
+    @property
+    def has_pushforward(self) -> bool:
+        """Whether the class has a `jvp`; otherwise its pullback is transposed."""
+        ...
+
+    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from cotangents of all outputs."""
+        ...
+
+    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
+        ...
+
+    def second_derivative_error(self) -> Exception | None:
+        """The error for a derivative of the transposed pullback, if the class forbids it."""
+        ...
+
+
+class Batch(NamedTuple):
+    """A batch that was laid on a derivative; every output has the mapped axis in front."""
+
+    axis: Any
+    array_dims: Sequence[Any]  # where each array that is kept has the mapped axis, or None
+    input_dims: Sequence[Any]  # likewise for the inputs
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Derivative:
+    """Both directions of the derivative of one run, or of a batch of them. Holds no array.
+
+    `needs_grad` is a mask of the inputs. None is a zero gradient, cotangent or tangent. Compared by identity, since a
+    derivative is a parameter of equations.
+    """
+
+    run: Run
+    output_types: list[Any]
+    has_tangent: tuple[bool, ...]  # per output: neither marked non-differentiable nor of an integer type
+    residuals: int  # the number of arrays that are kept
+    batches: tuple[Batch, ...] = ()  # the innermost first
+    packed: PackedResiduals | None = None  # the first residuals, if they are packed
+    packed_within: int = 0  # the number of batches that were there when they were packed
+
+    def __repr__(self) -> str:
+        return self.run.name  # as jaxprs show it
+
+    def packing(self, packed: PackedResiduals) -> Derivative:
+        """The same derivative, of which the first residuals are packed."""
+        kept = self.residuals - len(packed.tensors) + packed.size
+        return dataclasses.replace(self, residuals=kept, packed=packed, packed_within=len(self.batches))
+
+    def batched(self, batch: Batch, output_types: list[Any]) -> Derivative:
+        """The derivative for a batch of examples."""
+        return dataclasses.replace(self, batches=(*self.batches, batch), output_types=output_types)
+
+    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """The residuals, from the arrays that are kept; in staged code not before the cotangents are there."""
+        packed, outer = self.packed, self.batches[self.packed_within :]
+        if packed is None:
+            return arrays
+        if not outer:
+            return UnpackOnRead(packed, arrays, cotangents)
+
+        def unpack(arrays: Sequence[Any]) -> list[Any]:
+            return list(UnpackOnRead(packed, arrays, ()))  # a batch does not wait for the cotangents
+
+        for batch in outer:
+            unpack = vmap_over(batch.axis, unpack, (list(batch.array_dims),), 0)
+        return unpack(list(arrays))
+
+    def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from cotangents of all outputs."""
+        __tracebackhide__ = True
+        return self._pull(len(self.batches), needs_grad, residuals, cotangents)
+
+    def _pull(
+        self, batches: int, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        __tracebackhide__ = True
+        if not batches:
+            return self.run.pull(needs_grad, residuals, cotangents)
+        batch, given = self.batches[batches - 1], [c is not None for c in cotangents]
+        if not any(given):
+            return [None] * len(batch.input_dims)
+
+        def pull_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            __tracebackhide__ = True
+            gradients = self._pull(batches - 1, needs_grad, residuals, scatter(cotangents, given))
+            nonzero = [g is not None for g in gradients]
+            return select(gradients, nonzero), Static(nonzero)
+
+        pull = vmap_over(batch.axis, pull_one, (self._residual_dims(batches), 0), 0)
+        gradients, nonzero = pull(list(residuals), select(cotangents, given))
+        full = zip(scatter(gradients, nonzero.value), batch.input_dims, strict=True)
+        return [None if g is None else _with_axis_at(g, dim) for g, dim in full]
+
+    def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
+        __tracebackhide__ = True
+        return self._push(len(self.batches), needs_grad, residuals, tangents)
+
+    def _push(
+        self, batches: int, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]
+    ) -> list[Any]:
+        __tracebackhide__ = True
+        if not batches:
+            return self.run.push(needs_grad, residuals, tangents)
+        batch, given = self.batches[batches - 1], [t is not None for t in tangents]
+
+        def push_one(residuals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Static]:
+            __tracebackhide__ = True
+            pushed = self._push(batches - 1, needs_grad, residuals, scatter(tangents, given))
+            nonzero = [t is not None for t in pushed]
+            return select(pushed, nonzero), Static(nonzero)
+
+        push = vmap_over(batch.axis, push_one, (self._residual_dims(batches), select(batch.input_dims, given)), 0)
+        pushed, nonzero = push(list(residuals), select(tangents, given))
+        return scatter(pushed, nonzero.value)
+
+    def _residual_dims(self, batches: int) -> Any:
+        # What was unpacked within a batch has its axis in front.
+        is_unpacked_within = self.packed is not None and self.packed_within < batches
+        return 0 if is_unpacked_within else list(self.batches[batches - 1].array_dims)
+
+    def gradients(self, needs_grad: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from the arrays that are kept and cotangents of all outputs."""
+        __tracebackhide__ = True
+        cotangents = [as_array(c, a) for c, a in zip(cotangents, self.output_types, strict=True)]
+        return self.pull(needs_grad, self.unpack(arrays, cotangents), cotangents)
+
+    @property
+    def tangent_types(self) -> list[Any]:
+        return [tangent_type(a) for a in select(self.output_types, self.has_tangent)]
+
+
+def _with_axis_at(gradient: Any, dim: int | None) -> Any:
+    # An input that all examples share gets the sum of their gradients.
+    return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
