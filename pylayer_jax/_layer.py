@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
-from ._autodiff.call import LayerCall, force_primitive, null_context
-from ._autodiff.custom_vjp import compile_layer
-from ._autodiff.errors import NoForwardModeError
-from ._autodiff.forward_mode_call import SingleCall
-from ._autodiff.forward_mode_call import bind as bind_eager_call
-from ._autodiff.run_forward import forward_only
-from ._hooks.open_blocks import Hooks, outside_hooks_trace
-from ._jax import (
+from pylayer_jax._jax.custom_vjp import call_with_symbolic_zeros
+from pylayer_jax._jax.tracers import (
     active_traces,
-    call_with_symbolic_zeros,
     is_deferred,
     is_differentiated,
     is_forward_mode_here,
@@ -26,11 +19,20 @@ from ._jax import (
     is_unknown,
     nothing_is_traced,
 )
+from pylayer_jax._trees.closures import is_live, is_live_constant
+from pylayer_jax._trees.opaque import Static
+
+from ._autodiff.call import LayerCall, force_primitive, null_context
+from ._autodiff.custom_vjp import compile_layer
+from ._autodiff.errors import NoForwardModeError
+from ._autodiff.forward_mode_call import SingleCall
+from ._autodiff.forward_mode_call import bind as bind_eager_call
+from ._autodiff.run_forward import forward_only
+from ._hooks.open_blocks import Hooks, outside_hooks_trace
 from ._methods.apply_descriptor import Apply
 from ._methods.arguments import bind, call_of_apply
 from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
-from ._trees import Static, is_live, is_live_constant
 
 # The `jax.custom_vjp` function of each class that was applied. Not an attribute, which a class made from the members of
 # another one would take over; and not made with the class, since an unpickled one gets its members later.

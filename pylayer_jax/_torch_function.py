@@ -7,10 +7,12 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pylayer_jax._trees.messages import describe
+from pylayer_jax._trees.partition import is_box, is_tensor
+
 from ._layer import PyLayer
 from ._methods.apply_descriptor import Apply
 from ._methods.context import PyLayerContext, own_copy
-from ._trees import describe, is_box, is_tensor
 
 
 class FunctionCtx(PyLayerContext):

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pylayer_jax._jax.tracers import is_tracer
+
 from ._hooks.block import saved_tensors_hooks
 from ._hooks.disk import File, folder_of
 from ._hooks.quantize import Blocks, Quantized, dequantize, quantize
 from ._hooks.recompute import Errors
-from ._jax import is_tracer
 
 Only = Callable[[jax.Array], bool]
 

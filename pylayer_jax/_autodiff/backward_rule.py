@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import is_differentiating, is_staging
+from pylayer_jax._jax.tracers import is_differentiating, is_staging
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.mistakes import (
@@ -21,7 +21,8 @@ from pylayer_jax._methods.mistakes import (
 )
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
-from pylayer_jax._trees import add_note, filled
+from pylayer_jax._trees.closures import filled
+from pylayer_jax._trees.messages import add_note
 
 from .call import LayerCall, force_primitive, null_context
 from .derivative import Derivative

@@ -18,10 +18,15 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._hooks.open_blocks import Hooks
-from pylayer_jax._jax import RunLog, eval_jaxpr, is_differentiated, is_leaked, is_staging, is_tracer, stage
+from pylayer_jax._jax.custom_vjp import RunLog
+from pylayer_jax._jax.imports import eval_jaxpr
+from pylayer_jax._jax.jaxprs import stage
+from pylayer_jax._jax.tracers import is_differentiated, is_leaked, is_staging, is_tracer
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import innermost, source_of, split, traced_names
+from pylayer_jax._trees.closures import traced_names
+from pylayer_jax._trees.messages import innermost, source_of
+from pylayer_jax._trees.partition import split
 
 # True while code runs that may be transposed, or differentiated in forward mode: a `backward`, and a `forward` that is
 # staged under `jax.jvp`. A layer that this code applies is then no `jax.custom_vjp` function, which allows neither. It

@@ -5,20 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from pylayer_jax._jax import (
-    NO_RESIDUAL,
-    RunLog,
-    as_arrays,
-    batch_together,
-    custom_vjp,
-    is_mapped,
-    is_rematerialization_tracer,
-    is_symbolic_zero,
-    scatter,
-    select,
-)
+from pylayer_jax._jax.custom_vjp import NO_RESIDUAL, RunLog, custom_vjp, is_symbolic_zero
+from pylayer_jax._jax.identities import batch_together
+from pylayer_jax._jax.masks import scatter, select
+from pylayer_jax._jax.tracers import is_mapped, is_rematerialization_tracer
+from pylayer_jax._jax.types import as_arrays
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import Static, plural, source_of
+from pylayer_jax._trees.messages import plural, source_of
+from pylayer_jax._trees.opaque import Static
 
 from .call import LayerCall
 from .derivative import Derivative

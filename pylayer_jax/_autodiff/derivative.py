@@ -9,8 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import jax.numpy as jnp
 
 from pylayer_jax._hooks.packed_residuals import PackedResiduals, UnpackOnRead
-from pylayer_jax._jax import as_array, scatter, select, tangent_type, vmap_over
-from pylayer_jax._trees import Static
+from pylayer_jax._jax.masks import scatter, select
+from pylayer_jax._jax.primitives import vmap_over
+from pylayer_jax._jax.types import as_array, tangent_type
+from pylayer_jax._trees.opaque import Static
 
 
 class Run(Protocol):

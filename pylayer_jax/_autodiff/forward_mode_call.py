@@ -13,28 +13,16 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import (
-    NEEDS_VALUES,
-    PrimitiveWithObject,
-    as_arrays,
-    concrete_value,
-    eval_context,
-    has_tangent,
-    is_differentiated,
-    is_named,
-    is_staging,
-    is_tracer,
-    is_unknown,
-    mapped_type,
-    register,
-    select,
-    stage,
-    typeof,
-    vmap_over,
-)
+from pylayer_jax._jax.imports import eval_context
+from pylayer_jax._jax.jaxprs import stage
+from pylayer_jax._jax.masks import select
+from pylayer_jax._jax.primitives import PrimitiveWithObject, is_named, register, vmap_over
+from pylayer_jax._jax.tracers import NEEDS_VALUES, concrete_value, is_differentiated, is_staging, is_tracer, is_unknown
+from pylayer_jax._jax.types import as_arrays, has_tangent, mapped_type, typeof
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import Static, contains
+from pylayer_jax._trees.opaque import Static
+from pylayer_jax._trees.partition import contains
 
 from .backward_rule import derivative_of
 from .call import LayerCall

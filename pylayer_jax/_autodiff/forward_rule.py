@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pylayer_jax._jax import is_differentiated, is_tracer, typeof
+from pylayer_jax._jax.tracers import is_differentiated, is_tracer
+from pylayer_jax._jax.types import typeof
 
 from .backward_rule import derivative_of
 from .call import LayerCall

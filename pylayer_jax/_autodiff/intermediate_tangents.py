@@ -18,26 +18,20 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._jax import (
+from pylayer_jax._jax.custom_vjp import custom_function_in
+from pylayer_jax._jax.imports import eval_jaxpr
+from pylayer_jax._jax.jaxprs import computing_only, prune
+from pylayer_jax._jax.masks import merge, select
+from pylayer_jax._jax.primitives import (
     PrimitiveWithObject,
     batch_axis_to_front,
-    computing_only,
-    custom_function_in,
-    eval_jaxpr,
-    has_tangent,
     held_object,
     is_named,
-    mapped_type,
-    merge,
-    prune,
     register,
-    select,
-    tangent_type,
-    typeof,
     vmap_over,
-    zeros_of,
 )
-from pylayer_jax._trees import add_note
+from pylayer_jax._jax.types import has_tangent, mapped_type, tangent_type, typeof, zeros_of
+from pylayer_jax._trees.messages import add_note
 
 from .errors import NotDerivableError
 from .linearity import ZeroInfo, add_rule

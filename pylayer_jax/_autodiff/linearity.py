@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pylayer_jax._jax import custom_function_name, has_tangent, inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
+from pylayer_jax._jax.custom_vjp import custom_function_name
+from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
+from pylayer_jax._jax.types import has_tangent
 
 
 class ZeroInfo(NamedTuple):

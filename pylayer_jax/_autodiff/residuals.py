@@ -7,7 +7,8 @@ from typing import Any
 
 from pylayer_jax._hooks.open_blocks import SUSPENDED, active
 from pylayer_jax._hooks.packed_residuals import pack
-from pylayer_jax._jax import checkpoint_name, is_staging, is_tracer
+from pylayer_jax._jax.imports import checkpoint_name
+from pylayer_jax._jax.tracers import is_staging, is_tracer
 
 from .call import LayerCall
 from .derivative import Derivative

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._hooks.open_blocks import hooks_suspended
-from pylayer_jax._jax import as_arrays, has_tangent
+from pylayer_jax._jax.types import as_arrays, has_tangent
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import add_note, as_jax, flatten, is_live, is_made_here, plural
+from pylayer_jax._trees.closures import is_live, is_made_here
+from pylayer_jax._trees.messages import add_note, plural
+from pylayer_jax._trees.partition import as_jax, flatten
 
 from .call import LayerCall, null_context
 from .saved_state import SavedState, save_state

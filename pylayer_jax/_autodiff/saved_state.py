@@ -12,18 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from pylayer_jax._jax import as_arrays
+from pylayer_jax._jax.types import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees import (
-    Place,
-    TreeWithoutTensors,
-    contains,
-    hidden,
-    is_made_here,
-    split,
-    vacate,
-)
+from pylayer_jax._trees.closures import Place, hidden, is_made_here, vacate
+from pylayer_jax._trees.partition import TreeWithoutTensors, contains, split
 
 
 @dataclasses.dataclass(slots=True)

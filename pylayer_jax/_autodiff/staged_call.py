@@ -30,23 +30,13 @@ from typing import Any, Literal, Self
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import (
-    NEEDS_VALUES,
-    concrete_value,
-    dependence,
-    eval_context,
-    eval_with_given,
-    has_tangent,
-    is_differentiated,
-    is_forward_mode,
-    is_leaked,
-    is_literal,
-    prune,
-    stage,
-)
+from pylayer_jax._jax.imports import eval_context
+from pylayer_jax._jax.jaxprs import dependence, eval_with_given, is_literal, prune, stage
+from pylayer_jax._jax.tracers import NEEDS_VALUES, concrete_value, is_differentiated, is_forward_mode, is_leaked
+from pylayer_jax._jax.types import has_tangent
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.outputs import Identity, Outputs
-from pylayer_jax._trees import values_in_reach
+from pylayer_jax._trees.closures import values_in_reach
 
 from .backward_rule import derivative_of
 from .call import LayerCall, force_primitive, null_context

@@ -6,7 +6,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax import dependence, eval_jaxpr, names_axis, stage, typeof, vmap_over
+from pylayer_jax._jax.imports import eval_jaxpr
+from pylayer_jax._jax.jaxprs import dependence, names_axis, stage
+from pylayer_jax._jax.primitives import vmap_over
+from pylayer_jax._jax.types import typeof
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 
 from .derivative import Batch

@@ -7,31 +7,21 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax import (
-    PrimitiveWithObject,
+from pylayer_jax._jax.identities import forbid_derivative
+from pylayer_jax._jax.imports import eval_jaxpr
+from pylayer_jax._jax.jaxprs import (
     dependence,
     effects_of_own_refs,
-    eval_jaxpr,
-    forbid_derivative,
-    has_tangent,
-    held_object,
-    is_differentiated,
-    is_named,
-    is_undefined,
-    lower_jaxpr,
-    merge,
     names_axis,
     prune,
     reads_refs,
-    register,
-    scatter,
-    select,
     stage,
-    tangent_type,
-    typeof,
     without_checks,
-    zeros_of,
 )
+from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.primitives import PrimitiveWithObject, held_object, is_named, is_undefined, lower_jaxpr, register
+from pylayer_jax._jax.tracers import is_differentiated
+from pylayer_jax._jax.types import has_tangent, tangent_type, typeof, zeros_of
 
 from .intermediate_tangents import intermediate_tangents, nonzero_tangents
 from .linearity import ZeroInfo, add_rule, call_of

@@ -20,20 +20,10 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._jax import (
-    NEEDS_VALUES,
-    PrimitiveWithObject,
-    held_object,
-    is_named,
-    mapped_type,
-    merge,
-    register,
-    scatter,
-    select,
-    tangent_type,
-    typeof,
-    zeros_of,
-)
+from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.primitives import PrimitiveWithObject, held_object, is_named, register
+from pylayer_jax._jax.tracers import NEEDS_VALUES
+from pylayer_jax._jax.types import mapped_type, tangent_type, typeof, zeros_of
 
 from .derivative import Batch, Derivative
 from .errors import NotDerivableError

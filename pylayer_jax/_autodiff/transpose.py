@@ -8,15 +8,11 @@ from typing import Any
 import jax
 
 from pylayer_jax._hooks.open_blocks import layers_only
-from pylayer_jax._jax import (
-    NEEDS_VALUES,
-    custom_function_in,
-    eval_jaxpr,
-    merge,
-    select,
-    stage,
-    without_stopped_selections,
-)
+from pylayer_jax._jax.custom_vjp import custom_function_in
+from pylayer_jax._jax.imports import eval_jaxpr
+from pylayer_jax._jax.jaxprs import stage, without_stopped_selections
+from pylayer_jax._jax.masks import merge, select
+from pylayer_jax._jax.tracers import NEEDS_VALUES
 
 from .errors import NotDerivableError
 from .linearity import why_not_linear

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 import jax
 import numpy as np
 
-from pylayer_jax._jax import current_trace
+from pylayer_jax._jax.tracers import current_trace
 
 from .open_blocks import Block, Disabled, active, active_pair, innermost_block, mark_nested
 from .pair import Hook, Pair

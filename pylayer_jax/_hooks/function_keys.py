@@ -9,7 +9,8 @@ import functools
 import types
 from typing import Any
 
-from pylayer_jax._trees import IdentityKey, content
+from pylayer_jax._trees.closures import content
+from pylayer_jax._trees.opaque import IdentityKey
 
 # Two of these are interchangeable where type and repr agree; `==` would take 0.0 for -0.0, and 1 for True.
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))

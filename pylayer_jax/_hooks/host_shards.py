@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pylayer_jax._jax import as_arrays, mesh_axes_of, typeof
+from pylayer_jax._jax.types import as_arrays, mesh_axes_of, typeof
 
 # -- concrete arrays ------------------------------------------------------------------------------
 

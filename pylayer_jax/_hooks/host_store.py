@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pylayer_jax._jax import host_call, manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.host_calls import host_call
+from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 
 from .host_shards import ShardLayout
 

@@ -11,15 +11,9 @@ from typing import Any, Final
 
 import jax
 
-from pylayer_jax._jax import (
-    current_trace,
-    is_deferred,
-    is_rematerialized,
-    is_staging,
-    mark_hooks_block,
-    set_current_trace,
-    trace_below,
-)
+from pylayer_jax._jax.identities import mark_hooks_block
+from pylayer_jax._jax.imports import set_current_trace
+from pylayer_jax._jax.tracers import current_trace, is_deferred, is_rematerialized, is_staging, trace_below
 
 from .pair import Pair
 

@@ -12,28 +12,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from pylayer_jax._jax import (
-    RunLog,
-    as_arrays,
-    call_with_symbolic_zeros,
-    current_trace,
-    custom_vjp,
-    eval_jaxpr,
-    has_tangent,
-    holds_hooks_block,
-    is_symbolic_zero,
-    is_tracer,
-    merge,
-    scatter,
-    select,
-    set_current_trace,
-    stage,
-    tangent_type,
-    trace_below,
-    typeof,
-    zeros_of,
-)
-from pylayer_jax._trees import Static
+from pylayer_jax._jax.custom_vjp import RunLog, call_with_symbolic_zeros, custom_vjp, is_symbolic_zero
+from pylayer_jax._jax.identities import holds_hooks_block
+from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
+from pylayer_jax._jax.jaxprs import stage
+from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below
+from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
+from pylayer_jax._trees.opaque import Static
 
 from .open_blocks import Hooks, hooks_suspended
 from .packed_residuals import PackedResiduals, pack

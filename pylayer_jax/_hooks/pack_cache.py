@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax import current_trace
+from pylayer_jax._jax.tracers import current_trace
 
 
 class PackCache:

@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._jax import compute_together, is_key, is_run_number, is_staged, is_staging, is_tracer, typeof
+from pylayer_jax._jax.custom_vjp import is_run_number
+from pylayer_jax._jax.identities import compute_together
+from pylayer_jax._jax.tracers import is_staged, is_staging, is_tracer
+from pylayer_jax._jax.types import is_key, typeof
 
 from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
 from .pack_cache import PackCache

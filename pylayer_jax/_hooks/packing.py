@@ -23,22 +23,12 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from pylayer_jax._jax import (
-    NEEDS_VALUES,
-    as_array,
-    as_arrays,
-    compute_together,
-    forbid_derivative,
-    has_tangent,
-    is_differentiated,
-    is_differentiating,
-    is_staged,
-    is_tracer,
-    typeof,
-    with_tangent,
-    with_type,
-)
-from pylayer_jax._trees import TreeWithoutTensors, describe, hiding_functions, is_tensor, split
+from pylayer_jax._jax.identities import compute_together, forbid_derivative, with_tangent
+from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_differentiating, is_staged, is_tracer
+from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, typeof, with_type
+from pylayer_jax._trees.closures import hiding_functions
+from pylayer_jax._trees.messages import describe
+from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor, split
 
 from .host_shards import ShardLayout, from_local_shards, local_shards
 from .host_store import PackSite

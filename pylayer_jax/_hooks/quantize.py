@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import explicit_sharding, shard_counts
+from pylayer_jax._jax.types import explicit_sharding, shard_counts
 
 
 class Blocks(NamedTuple):

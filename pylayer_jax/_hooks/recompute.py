@@ -15,16 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax import (
-    PassThroughTrace,
-    at_present_line,
-    eval_jaxpr,
-    inner_jaxprs,
-    is_inlinable,
-    jaxpr_and_consts,
-    set_current_trace,
-    typeof,
-)
+from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
+from pylayer_jax._jax.jaxprs import at_present_line, inner_jaxprs, is_inlinable, jaxpr_and_consts
+from pylayer_jax._jax.tracers import PassThroughTrace
+from pylayer_jax._jax.types import typeof
 
 _MOVES = frozenset(
     ("broadcast_in_dim", "copy", "copy_p", "expand_dims", "iota", "reshape", "rev", "squeeze", "transpose")

@@ -12,33 +12,24 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax import (
+from pylayer_jax._jax.custom_vjp import keep_one_result, runs_custom_vjp_functions_once
+from pylayer_jax._jax.identities import holds_hooks_block
+from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
+from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
+from pylayer_jax._jax.tracers import (
     PassThroughTrace,
-    ShapedArray,
-    as_arrays,
-    as_parameter,
     current_trace,
-    eval_jaxpr,
-    has_equation,
-    has_tangent,
-    holds_hooks_block,
-    inner_jaxprs,
     is_deferred,
     is_differentiated,
     is_differentiated_twice,
     is_reverse_mode_tracer,
     is_staged,
     is_staged_below,
-    jaxpr_and_consts,
-    keep_one_result,
     nothing_is_traced,
-    runs_custom_vjp_functions_once,
-    set_current_trace,
-    stage,
     trace_below,
-    typeof,
 )
-from pylayer_jax._trees import split
+from pylayer_jax._jax.types import as_arrays, has_tangent, typeof
+from pylayer_jax._trees.partition import split
 
 from .open_blocks import Block, Hooks, hooks_suspended, layers_only
 from .operation_rule import Operation, Run, StagedOperation

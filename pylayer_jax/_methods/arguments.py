@@ -8,8 +8,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from pylayer_jax._jax import as_arrays, has_tangent, is_ref, typeof
-from pylayer_jax._trees import LEAF, MutationCheck, TreeWithoutTensors, split
+from pylayer_jax._jax.types import as_arrays, has_tangent, is_ref, typeof
+from pylayer_jax._trees.changes import MutationCheck
+from pylayer_jax._trees.partition import LEAF, TreeWithoutTensors, split
 
 from .mistakes import Attributes
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import batch_axis_to_front
-from pylayer_jax._trees import add_note, describe, is_tensor
+from pylayer_jax._jax.primitives import batch_axis_to_front
+from pylayer_jax._trees.messages import add_note, describe
+from pylayer_jax._trees.partition import is_tensor
 
 from .arguments import Arguments
 from .outputs import Outputs

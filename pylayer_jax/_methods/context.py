@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from pylayer_jax._jax import is_array, is_ref
-from pylayer_jax._trees import contains, describe, flatten, is_tensor, name_meant, plural, split
+from pylayer_jax._jax.types import is_array, is_ref
+from pylayer_jax._trees.messages import describe, name_meant, plural
+from pylayer_jax._trees.partition import contains, flatten, is_tensor, split
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pylayer_jax._trees import describe, name_meant
+from pylayer_jax._trees.messages import describe, name_meant
 
 _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
 _METHODS = ("forward", "backward", "setup_context")

@@ -8,8 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import as_arrays, is_key, typeof, varying_axes
-from pylayer_jax._trees import describe, is_tensor, unboxed
+from pylayer_jax._jax.types import as_arrays, is_key, typeof, varying_axes
+from pylayer_jax._trees.messages import describe
+from pylayer_jax._trees.partition import is_tensor, unboxed
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pylayer_jax._jax import has_tangent
-from pylayer_jax._trees import LEAF, collect_like, describe, plural
+from pylayer_jax._jax.types import has_tangent
+from pylayer_jax._trees.matching import collect_like
+from pylayer_jax._trees.messages import describe, plural
+from pylayer_jax._trees.partition import LEAF
 
 from .arguments import Argument, Arguments
 from .fitting import entries_of, fit

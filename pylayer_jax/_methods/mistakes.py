@@ -10,8 +10,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax import is_tracer, nothing_is_traced
-from pylayer_jax._trees import NO_ATTRIBUTES, hidden, innermost, plural
+from pylayer_jax._jax.tracers import is_tracer, nothing_is_traced
+from pylayer_jax._trees.closures import hidden
+from pylayer_jax._trees.messages import NO_ATTRIBUTES, innermost, plural
 
 from .outputs import Outputs
 

@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pylayer_jax._jax import forbid_derivative, has_tangent, is_tracer, merge, select
-from pylayer_jax._trees import split
+from pylayer_jax._jax.identities import forbid_derivative
+from pylayer_jax._jax.masks import merge, select
+from pylayer_jax._jax.tracers import is_tracer
+from pylayer_jax._jax.types import has_tangent
+from pylayer_jax._trees.partition import split
 
 from .context import PyLayerContext
 

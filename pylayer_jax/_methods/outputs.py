@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import jax
 
-from pylayer_jax._jax import as_arrays, has_tangent, is_staging, is_tracer, typeof, zeros_of
-from pylayer_jax._trees import TreeWithoutTensors, contains, describe, split
+from pylayer_jax._jax.tracers import is_staging, is_tracer
+from pylayer_jax._jax.types import as_arrays, has_tangent, typeof, zeros_of
+from pylayer_jax._trees.messages import describe
+from pylayer_jax._trees.partition import TreeWithoutTensors, contains, split
 
 from .context import ContextState
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pylayer_jax._jax import as_array, has_tangent, tangent_type, zeros_of
-from pylayer_jax._trees import LEAF, collect_like
+from pylayer_jax._jax.types import as_array, has_tangent, tangent_type, zeros_of
+from pylayer_jax._trees.matching import collect_like
+from pylayer_jax._trees.partition import LEAF
 
 from .arguments import Arguments
 from .fitting import entries_of, fit

@@ -10,8 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import is_key, is_run_number, mesh_axes_of
-from pylayer_jax._trees import is_tensor, split
+from pylayer_jax._jax.custom_vjp import is_run_number
+from pylayer_jax._jax.types import is_key, mesh_axes_of
+from pylayer_jax._trees.partition import is_tensor, split
 
 from .table import SavedTensor, SavedTensorsReport
 from .values import Value, Values, source_of

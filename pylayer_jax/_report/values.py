@@ -10,7 +10,10 @@ from typing import Any, Literal
 
 from pylayer_jax._autodiff.staged_call import StagedCall
 from pylayer_jax._hooks.packing import PACK_SCOPE
-from pylayer_jax._jax import held_object, inner_jaxprs, is_literal, scan_counts, scatter, summarize
+from pylayer_jax._jax.imports import summarize
+from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, scan_counts
+from pylayer_jax._jax.masks import scatter
+from pylayer_jax._jax.primitives import held_object
 
 Equations = tuple[Any, ...]  # one, behind those that hold its jaxpr
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pylayer_jax._jax import current_trace, is_differentiated, is_leaked, is_ref, is_staging, is_tracer, trace_below
+from pylayer_jax._jax.tracers import current_trace, is_differentiated, is_leaked, is_staging, is_tracer, trace_below
+from pylayer_jax._jax.types import is_ref
 
 from .messages import innermost
 from .partition import TreeWithoutTensors, is_tensor

@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from pylayer_jax._jax import as_arrays, is_array
+from pylayer_jax._jax.types import as_arrays, is_array
 
 _TENSOR: Final = object()
 _NONE: Final = jax.tree_util.tree_structure(None)

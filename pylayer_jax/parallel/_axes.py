@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax import manual_axes, typeof, varying_axes
-from pylayer_jax._trees import describe, is_tensor
+from pylayer_jax._jax.types import manual_axes, typeof, varying_axes
+from pylayer_jax._trees.messages import describe
+from pylayer_jax._trees.partition import is_tensor
 
 AxisName = str | tuple[str, ...]
 Axes = tuple[str, ...]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax import has_tangent, is_key
+from pylayer_jax._jax.types import has_tangent, is_key
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax import has_tangent, is_differentiated, is_tracer
-from pylayer_jax._trees import split
+from pylayer_jax._jax.tracers import is_differentiated, is_tracer
+from pylayer_jax._jax.types import has_tangent
+from pylayer_jax._trees.partition import split
 
 from ._comparison import type_of
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._autodiff.errors import NoForwardModeError, NotDerivableError
-from pylayer_jax._jax import NEEDS_VALUES, custom_function_in
+from pylayer_jax._jax.custom_vjp import custom_function_in
+from pylayer_jax._jax.tracers import NEEDS_VALUES
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
 
 from ._comparison import MismatchError, exact, first_line, rounded_otherwise, rounding_noise

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import NEEDS_VALUES
+from pylayer_jax._jax.tracers import NEEDS_VALUES
 
 from ._comparison import MismatchError, first_line
 from ._flat_function import FlatFunction

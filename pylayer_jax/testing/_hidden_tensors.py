@@ -10,9 +10,9 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._jax import has_tangent
-from pylayer_jax._trees import TreeWithoutTensors
+from pylayer_jax._jax.types import has_tangent
 from pylayer_jax._trees.closures import content
+from pylayer_jax._trees.partition import TreeWithoutTensors
 
 from ._flat_function import FlatFunction
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._autodiff.linearity import why_not_linear
-from pylayer_jax._jax import NEEDS_VALUES, stage
+from pylayer_jax._jax.jaxprs import stage
+from pylayer_jax._jax.tracers import NEEDS_VALUES
 
 from ._comparison import MismatchError, first_line
 from ._flat_function import FlatFunction

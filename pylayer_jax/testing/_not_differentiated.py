@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax import NEEDS_VALUES
-from pylayer_jax._trees import plural
+from pylayer_jax._jax.tracers import NEEDS_VALUES
+from pylayer_jax._trees.messages import plural
 
 from ._hidden_tensors import hidden_tensors, with_hidden_tensors
 from ._layer_under_test import LayerUnderTest

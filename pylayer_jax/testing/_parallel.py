@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_key
-from pylayer_jax._trees import is_tensor
+from pylayer_jax._jax.tracers import NEEDS_VALUES
+from pylayer_jax._jax.types import has_tangent, is_key
+from pylayer_jax._trees.partition import is_tensor
 from pylayer_jax.parallel._axes import as_varying
 
 from ._comparison import Comparison, MismatchError, error_of, exact, rounded_otherwise, rounding_noise

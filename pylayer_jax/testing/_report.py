@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
-from pylayer_jax._trees import plural
+from pylayer_jax._trees.messages import plural
 
 from ._comparison import MismatchError, first_line
 from ._linear import NotLinearError

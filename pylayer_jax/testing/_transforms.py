@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pylayer_jax._jax import NEEDS_VALUES, has_tangent, is_key
+from pylayer_jax._jax.tracers import NEEDS_VALUES
+from pylayer_jax._jax.types import has_tangent, is_key
 
 from ._comparison import MismatchError, first_line
 from ._flat_function import FlatFunction
