@@ -21,7 +21,7 @@ from tests.kit.skipped import how_to_run  # noqa: E402
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # What a bare `python -m pytest` runs: every subject, but for what takes long, and what needs other packages.
-CORE = "not slow and not checkers and not frameworks and not ecosystem and not notebooks"
+CORE = "not slow and not crossed and not checkers and not frameworks and not ecosystem and not notebooks"
 
 
 def pytest_addoption(parser):
@@ -77,8 +77,10 @@ def paddle(framework):
 def pytest_terminal_summary(terminalreporter):
     result = yield
     if terminalreporter.config.option.markexpr == CORE:
-        left_out = "tests of the checkers, layers beside Paddle and torch, other libraries, notebooks, slow tests"
-        terminalreporter.write_line(f"Left out: {left_out}. To run them too: python -m pytest -n auto --all")
+        terminalreporter.write_line(
+            "Left out: most layers under most transforms, checkers, Paddle and torch, other libraries, notebooks, slow "
+            "tests. To run them too: python -m pytest -n auto --all"
+        )
     reports = terminalreporter.stats.get("skipped", [])
     for line in how_to_run([report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)]):
         terminalreporter.write_line(line, yellow=True)

@@ -145,10 +145,11 @@ def trace_below(trace: Any) -> Any:
 def active_traces() -> list[Any]:
     """The current trace, and those further out."""
     traces: list[Any] = []
-    trace = trace_below(current_trace())
+    trace = current_trace()
     while trace is not None:
-        traces.append(trace)
-        trace = trace_below(getattr(trace, "parent_trace", None))
+        if not isinstance(trace, PassThroughTrace):
+            traces.append(trace)
+        trace = getattr(trace, "parent_trace", None)
     return traces
 
 
@@ -186,8 +187,7 @@ def is_forward_mode_here(tensors: Sequence[Any], traces: Sequence[Any]) -> bool:
 
 def _differentiations(traces: Sequence[Any]) -> list[bool]:
     """The differentiations among some traces: True for `jax.jvp`."""
-    facts = ((is_forward_mode_trace(trace), isinstance(trace, REVERSE.trace)) for trace in traces)
-    return [is_forward for is_forward, is_reverse in facts if is_forward or is_reverse]
+    return [is_forward_mode_trace(t) for t in traces if isinstance(t, (REVERSE.trace, FORWARD.trace, JET.trace))]
 
 
 def is_differentiating() -> bool:

@@ -25,14 +25,22 @@ FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}  # also
 # others nearly imply.
 MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "VectorQuantize"}
 SLOW: set[str] = set()
+# The transforms that every case meets in a bare `python -m pytest`; the main cases meet all there.
+CORE_TRANSFORMS = {"jit_of_grad", "jit_of_grad_of_grad", "jvp_of_grad", "vmap_of_jvp"}
 # The cases that meet transforms with jax.checkpoint once more, where its new implementation is switched on.
 REMAT_CASES = {"DoubledTanh", "Trees", "AskedLinear", "LSQ"}
 
 
 def marks(transform: str, case: str) -> list[pytest.MarkDecorator]:
     """The markers of a test that has a transform of the tables below and a case of the registry."""
-    slow = [pytest.mark.slow] if transform in SLOW else []
-    return [*slow, pytest.mark.remat] if "remat" in transform and case in REMAT_CASES else slow
+    found: list[pytest.MarkDecorator] = []
+    if transform in SLOW:
+        found.append(pytest.mark.slow)
+    if case not in MAIN_CASES and transform not in CORE_TRANSFORMS:
+        found.append(pytest.mark.crossed)
+    if "remat" in transform and case in REMAT_CASES:
+        found.append(pytest.mark.remat)
+    return found
 
 
 def into(table: dict[str, Transform], slow: bool = False) -> Callable[[Transform], Transform]:
