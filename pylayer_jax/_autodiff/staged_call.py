@@ -82,10 +82,6 @@ class StagedCall:
         by_source = {"input": inputs, "output": values, "intermediate": values[self.outputs :]}
         return [by_source[kind][i] for kind, i in self.sources]
 
-    @property
-    def carrier_types(self) -> list[Any]:
-        return [self.derivative.output_types[i] for i in self.carriers]
-
     def intermediates(self, *args: Any) -> list[Any]:
         """The intermediates, from consts, inputs, and the outputs that carry the rule."""
         count = len(self.jaxpr.invars)
