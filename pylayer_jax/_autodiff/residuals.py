@@ -7,8 +7,8 @@ from typing import Any
 
 from pylayer_jax._hooks.open_blocks import SUSPENDED, active
 from pylayer_jax._hooks.packed_residuals import pack
-from pylayer_jax._jax.imports import checkpoint_name
-from pylayer_jax._jax.tracers import is_staging, is_tracer
+from pylayer_jax._jax.imports import checkpoint_name, set_current_trace
+from pylayer_jax._jax.tracers import is_staging, is_tracer, trace_of_known_values
 
 from .call import LayerCall
 from .derivative import Derivative
@@ -27,7 +27,9 @@ def pack_residuals(
     owners: Sequence[int] = range(saved.packable)  # the tensor that each of the first arrays was packed from
     if saved.packable and call.hooks is not None and active.value is not SUSPENDED:
         owner = f"{call.name}, saved tensor"
-        packed, arrays, outputs = pack(call.hooks, residuals[: saved.packable], outputs, owner)
+        # The operations that keep the same tensors run there, and find them packed.
+        with set_current_trace(trace_of_known_values([*residuals, *outputs])):
+            packed, arrays, outputs = pack(call.hooks, residuals[: saved.packable], outputs, owner)
         derivative = derivative.packing(packed)
         residuals, owners = [*arrays, *residuals[saved.packable :]], packed.owners
     if not call.layer.saved_names or not is_staging(include_outer=True):

@@ -153,6 +153,14 @@ def active_traces() -> list[Any]:
     return traces
 
 
+def trace_of_known_values(values: Sequence[Any]) -> Any:
+    """The current trace; or the one further out to which `values` belong, if jax.linearize runs a jvp rule here."""
+    trace = current_trace()
+    while isinstance(trace, TRANSPOSED.trace) and not any(map(is_unknown, values)):
+        trace = trace.parent_trace
+    return trace
+
+
 def is_leaked(value: Any) -> bool:
     """Whether a value belongs to a transformation that has ended, so that no operation can use it."""
     if not is_tracer(value):

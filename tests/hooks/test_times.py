@@ -8,6 +8,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from tests.kit.layers import Multiply, Tanh
@@ -60,6 +61,21 @@ def test_asking_twice_unpacks_once():
     with spy.hooks:
         np.testing.assert_allclose(jax.grad(lambda x: Twice.apply(x).sum())(X), 2 * X)
     assert spy.counts() == (1, 1)
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_an_output_that_a_layer_and_the_next_operation_keep_is_packed_once(forward_mode, monkeypatch):
+    monkeypatch.setattr(Tanh, "forward_mode", forward_mode)
+    spy = Spy()
+
+    def f(x):
+        with spy.hooks:
+            return (Tanh.apply(x) * (2 * x)).sum()
+
+    for run in (jax.grad(f), jax.jit(jax.grad(f))):
+        before = spy.counts()[0]
+        np.testing.assert_allclose(run(X), 2 * jnp.tanh(X) + 2 * X * (1 - jnp.tanh(X) ** 2), rtol=1e-6)
+        assert spy.counts()[0] - before == 2  # the output, and 2 x
 
 
 def test_vjp_called_twice():
