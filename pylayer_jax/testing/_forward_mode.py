@@ -76,6 +76,7 @@ def _forward_over_forward(layer: LayerUnderTest) -> str:
         return jax.jvp(pairing.outputs, values, tuple(inner))[1]
 
     try:
+        output_tangents(*flat.values)  # where there is none, jvp of it may fail otherwise
         forward = jax.jvp(output_tangents, flat.values, outer)[1]
     except TypeError as error:
         if _name_without_forward_mode(error, flat) is None:

@@ -355,6 +355,7 @@ def test_hidden_tensors_are_traced():
 RIGHT = {
     "bfloat16": (Tanh, (X.astype(jnp.bfloat16),)),
     "bfloat16 and float32": (lambda x, w: Multiply.apply(x, w.astype(x.dtype)), (X.astype(jnp.bfloat16), X)),
+    "jitted": (jax.jit(Tanh.apply), (X,)),
     "softmax in float16": (lambda x: jax.nn.softmax(Tanh.apply(x)), (X.astype(jnp.float16),)),
     "large": (Multiply, (X * 1e6, X * 1e6)),
     "large and small": (Multiply, (X * 1e6, X * 1e-9)),
