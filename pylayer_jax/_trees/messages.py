@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from .habits import habit
 from .partition import is_tensor
 
 NO_ATTRIBUTES = (
@@ -79,6 +80,8 @@ def add_note(error: Exception, layer: str, method: str) -> None:
         if isinstance(error, AttributeError) and re.match(r"'\w*Tracer' object has no attribute", str(error)):
             error.add_note(f"Did it set an attribute of an array? {NO_ATTRIBUTES[0].upper() + NO_ATTRIBUTES[1:]}.")
         if isinstance(error, TypeError) and (hint := _what_was_meant(error, method)):
+            error.add_note(hint)
+        if hint := habit(error):
             error.add_note(hint)
 
 

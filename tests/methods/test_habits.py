@@ -1,0 +1,84 @@
+"""Code that uses an array as a tensor of torch or Paddle: the error says what to write in JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pylayer_jax import PyLayer
+from pylayer_jax._trees.habits import jax_for
+
+X = jnp.ones((2, 3))
+
+HABITS = {
+    "x.size(0)": "x.shape[0]",
+    "x.view(3, 2)": "x.reshape(a, b)",
+    "x.view(-1)": "x.reshape(a, b)",
+    "x.requires_grad": "ctx.needs_input_grad[i]",
+    "x.stop_gradient": "ctx.needs_input_grad[i]",
+    "x.detach()": "jax.lax.stop_gradient(x)",
+    "x.unsqueeze(0)": "jnp.expand_dims(x, axis)",
+    "x.add_(1)": "y = x + 1 for x.add_(1)",
+    "x.to(jnp.float32)": "x.astype(dtype)",
+    "x.half()": "x.astype(jnp.float16)",
+    "x.numpy()": "np.asarray(x), outside of traced code",
+    "x.cuda()": "jax.device_put(x, device)",
+    "x.sigmoid()": "jax.nn.sigmoid(x, ...)",
+    "x.tile((2, 2))": "jnp.tile(x, ...)",
+    "x.sum(dim=1)": "axis",
+}
+RUNS = {
+    "eager": lambda f: f(X),
+    "jit": lambda f: jax.jit(f)(X),
+    "grad": lambda f: jax.grad(lambda x: f(x).sum())(X),
+    "vmap": lambda f: jax.vmap(f)(X[None]),
+}
+
+
+def layer(method, code):
+    run = eval(f"lambda x: {code}")
+
+    class Ported(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            if method == "forward":
+                run(x)
+            ctx.save_for_backward(x)
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            run(dy)
+            return dy
+
+    return Ported
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("code", HABITS)
+def test_the_error_says_what_to_write(code, run):
+    with pytest.raises((AttributeError, TypeError, NotImplementedError)) as raised:
+        RUNS[run](layer("forward", code).apply)
+    assert any(HABITS[code] in note for note in raised.value.__notes__), raised.value.__notes__
+    assert any("This happened in" in note and ".forward" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("code", ["dy.detach()", "dy.size(0)"])
+def test_so_does_that_of_backward(code):
+    with pytest.raises((AttributeError, TypeError)) as raised:
+        jax.jit(jax.grad(lambda x: layer("backward", code.replace("dy", "x")).apply(x).sum()))(X)
+    assert any(HABITS[code.replace("dy", "x")] in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("code", ["[].detach()", "x.nothing", "len(5)", "{}['view']"])
+def test_other_errors_get_no_advice(code):
+    with pytest.raises((AttributeError, TypeError, KeyError)) as raised:
+        layer("forward", code).apply(X)
+    assert not any("JAX" in note for note in raised.value.__notes__)
+
+
+def test_names_that_arrays_have_need_no_advice():
+    known = [name for name in ("shape", "dtype", "ndim", "reshape", "sum", "T") if hasattr(X, name)]
+    assert len(known) == 6
+    assert jax_for("x") == jax_for("__add_") == ""
