@@ -35,6 +35,12 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _refuse_function(packer: str, argument: Any) -> None:
+    if callable(argument) and not isinstance(argument, type):
+        name = getattr(argument, "__name__", "the function")
+        raise TypeError(f"{packer} got {name} itself. Write it with parentheses, as in @{packer}() above a function.")
+
+
 class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
     """Keep saved tensors in host memory.
 
@@ -48,6 +54,8 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
     _errors = _NO_ERRORS
 
     def __init__(self, pin_memory: bool = False, *, only: Only | None = None) -> None:
+        _refuse_function("save_on_cpu", pin_memory)
+
         def pack(x: Any) -> Any:
             if not _is_float(x):
                 return x
@@ -99,9 +107,13 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     _errors = Errors(shortest_scaled_row=0)
 
     def __init__(self, dtype: Any = jnp.bfloat16, *, only: Only | None = None) -> None:
-        narrow = jnp.dtype(dtype)
-        if not jnp.issubdtype(narrow, jnp.floating):
-            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {narrow}.")
+        _refuse_function("cast_saved", dtype)
+        try:
+            narrow = jnp.dtype(dtype)
+        except TypeError:
+            narrow = None
+        if narrow is None or not jnp.issubdtype(narrow, jnp.floating):
+            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {dtype!r}.")
 
         def pack(x: Any) -> Any:
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
@@ -147,6 +159,7 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     def __init__(
         self, bits: int = 8, block_size: int = 128, stochastic: bool | None = None, *, only: Only | None = None
     ) -> None:
+        _refuse_function("quantize_saved", bits)
         if bits not in (8, 4):
             raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
         if block_size < 2 or block_size % 2:
@@ -197,6 +210,7 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     _errors = _NO_ERRORS
 
     def __init__(self, directory: str | os.PathLike[str], *, only: Only | None = None) -> None:
+        _refuse_function("save_on_disk", directory)
         folder = folder_of(os.path.abspath(os.fspath(directory)))
 
         def pack(x: Any) -> Any:

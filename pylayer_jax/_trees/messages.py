@@ -79,20 +79,33 @@ def add_note(error: Exception, layer: str, method: str) -> None:
         error.add_note(note)
         if isinstance(error, AttributeError) and re.match(r"'\w*Tracer' object has no attribute", str(error)):
             error.add_note(f"Did it set an attribute of an array? {NO_ATTRIBUTES[0].upper() + NO_ATTRIBUTES[1:]}.")
-        if isinstance(error, TypeError) and (hint := _what_was_meant(error, method)):
+        if hint := _what_was_meant(error, method):
             error.add_note(hint)
         if hint := habit(error):
             error.add_note(hint)
 
 
-def _what_was_meant(error: TypeError, method: str) -> str:
-    """A hint for the misuse of a context that ends in a TypeError of Python or JAX; empty for any other error."""
+def _what_was_meant(error: Exception, method: str) -> str:
+    """A hint for the misuse of a context that ends in an error of Python or JAX; empty for any other error."""
     text = str(error)
-    if "PyLayerContext" in text or "FunctionCtx" in text:
-        return f"A context was used as a value. The first parameter of {method} takes it: def {method}(ctx, ...)."
     names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
-    if "saved_tensors" in names and "'tuple' object is not callable" in text:
-        return "Is it ctx.saved_tensors()? That is a property, without parentheses: ctx.saved_tensors."
-    if "saved_tensor" in names and re.search(r"\bmethod\b", text):
-        return "Is it ctx.saved_tensor? That is a method, with parentheses: ctx.saved_tensor()."
-    return ""
+    reads_saved = names & {"saved_tensor", "saved_tensors"}
+    match error:
+        case TypeError() if "PyLayerContext" in text or "FunctionCtx" in text:
+            return f"A context was used as a value. The first parameter of {method} takes it: def {method}(ctx, ...)."
+        case TypeError() if "'tuple' object is not callable" in text and "needs_input_grad" in names:
+            return (
+                "ctx.needs_input_grad is a tuple, with an entry for each argument of forward: ctx.needs_input_grad[0]."
+            )
+        case TypeError() if "'tuple' object is not callable" in text and "saved_tensors" in names:
+            return "Is it ctx.saved_tensors()? That is a property, without parentheses: ctx.saved_tensors."
+        case TypeError() if re.search(r"\bmethod\b", text) and "saved_tensor" in names:
+            return "Is it ctx.saved_tensor? That is a method, with parentheses: ctx.saved_tensor()."
+        case TypeError() if re.search("operand.*'tuple'|got <class 'tuple'>", text) and reads_saved:
+            return "What forward saved comes back as a tuple, also if it is one tensor: (x,) = ctx.saved_tensor()."
+        case ValueError() if "values to unpack" in text and reads_saved:
+            return "ctx.saved_tensor() has as many entries as ctx.save_for_backward got."
+        case IndexError() if "tuple index" in text and "needs_input_grad" in names:
+            return "ctx.needs_input_grad has one entry for each argument of forward."
+        case _:
+            return ""

@@ -641,3 +641,18 @@ def test_a_quantized_value_that_follows_from_a_constant_does_not_take_seconds_to
     start = time.process_time()
     step.compile()
     assert time.process_time() - start < 8  # without the barrier, 20
+
+
+@pytest.mark.parametrize("packer", [save_on_cpu, cast_saved, quantize_saved, save_on_disk])
+def test_a_packer_without_parentheses_says_so(packer):
+    with pytest.raises(TypeError, match=rf"{packer.__name__} got loss itself.*@{packer.__name__}\(\)"):
+
+        @packer
+        def loss(x):
+            return x.sum()
+
+
+@pytest.mark.parametrize("dtype", ["bf16", jnp.int8])
+def test_cast_saved_takes_floating_point_types(dtype):
+    with pytest.raises(TypeError, match="cast_saved: dtype must be a floating-point type"):
+        cast_saved(dtype)

@@ -314,3 +314,31 @@ def test_a_traced_value_in_an_object_that_is_no_pytree():
 
     with pytest.raises(jax.errors.UnexpectedTracerError, match=r"argument boxes\[0\] holds a traced value in \.w, but"):
         jax.grad(lambda w: Boxed.apply([Box(w)], X).sum())(X)
+
+
+SLIPS = {
+    "y = ctx.saved_tensor(); return dy * (1 - y**2)": "(x,) = ctx.saved_tensor()",
+    "y = ctx.saved_tensor(); return jnp.sin(y) * dy": "(x,) = ctx.saved_tensor()",
+    "a, b = ctx.saved_tensor(); return dy * a": "as many entries as ctx.save_for_backward got",
+    "return dy if ctx.needs_input_grad(0) else None": "ctx.needs_input_grad[0]",
+    "return dy if ctx.needs_input_grad[3] else None": "one entry for each argument of forward",
+}
+
+
+@pytest.mark.parametrize("run", [jax.grad, lambda f: jax.jit(jax.grad(f))], ids=["eager", "jit"])
+@pytest.mark.parametrize("code", SLIPS)
+def test_a_slip_with_the_context_gets_a_hint(code, run):
+    methods = {}
+    exec(f"def backward(ctx, dy): {code}", {"jnp": jnp}, methods)
+
+    class Slip(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 2
+
+        backward = staticmethod(methods["backward"])
+
+    with pytest.raises((TypeError, ValueError, IndexError)) as raised:
+        run(lambda x: Slip.apply(x).sum())(jnp.ones(3))
+    assert any(SLIPS[code] in note for note in raised.value.__notes__)
