@@ -113,7 +113,8 @@ class cast_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         except TypeError:
             narrow = None
         if narrow is None or not jnp.issubdtype(narrow, jnp.floating):
-            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {dtype!r}.")
+            got = repr(dtype) if narrow is None else narrow
+            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {got}.")
 
         def pack(x: Any) -> Any:
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
