@@ -77,6 +77,8 @@ def is_live_constant(value: object) -> bool:
 
 def traced_names(function: object, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
     """The names of the places where a function or an object holds traced arrays, each once."""
+    if _holds_nothing(function):  # nearly every method, at each call of a layer
+        return []
     return list(dict.fromkeys(place.name for place in hidden(function, predicate)))
 
 
@@ -170,6 +172,16 @@ def _places_of_partial(value: functools.partial[Any], start: str) -> Iterator[Pl
     for name, held in value.keywords.items():
         yield Place(start or name, held, functools.partial(value.keywords.__setitem__, name))
     yield from _places(value.func, start)
+
+
+def _holds_nothing(function: object) -> bool:
+    """Whether a value is a function without a place for other values, none of whose globals is traced."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+        return False
+    variables = function.__globals__
+    return not any(is_tracer(variables.get(name)) for name in function.__code__.co_names)
 
 
 def _places_of_function(value: types.FunctionType, start: str) -> Iterator[Place]:
