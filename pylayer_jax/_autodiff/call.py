@@ -48,9 +48,8 @@ class LayerCall:
         self.arguments = arguments
         # JAX may run the forward rule long after the block was left. Therefore the call takes the pair.
         self.hooks = hooks
-        self.hides = (
-            False  # whether `forward` is staged where it is applied, since it may reach traced values by itself
-        )
+        # Whether `forward` is staged where it is applied, since it may reach traced values by itself.
+        self.hides = False
         # Only a call that is staged may be differentiated several times.
         self.log: RunLog[Any] | None = RunLog() if deferred else None
         self.outputs: Outputs | None = None  # set by the binding that ran the layer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
@@ -106,20 +107,13 @@ class Derivative:
         __tracebackhide__ = True
         if not batches:
             return self.run.pull(needs_grad, residuals, cotangents)
-        batch, given = self.batches[batches - 1], [c is not None for c in cotangents]
-        if not any(given):
-            return [None] * len(batch.input_dims)
+        input_dims = self.batches[batches - 1].input_dims
+        if all(c is None for c in cotangents):
+            return [None] * len(input_dims)
 
-        def pull_one(residuals: Sequence[Any], cotangents: Sequence[Any]) -> tuple[list[Any], Static]:
-            __tracebackhide__ = True
-            gradients = self._pull(batches - 1, needs_grad, residuals, scatter(cotangents, given))
-            nonzero = [g is not None for g in gradients]
-            return select(gradients, nonzero), Static(nonzero)
-
-        pull = vmap_over(batch.axis, pull_one, (self._residual_dims(batches), 0), 0)
-        gradients, nonzero = pull(list(residuals), select(cotangents, given))
-        full = zip(scatter(gradients, nonzero.value), batch.input_dims, strict=True)
-        return [None if g is None else _with_axis_at(g, dim) for g, dim in full]
+        pull_one = functools.partial(self._pull, batches - 1, needs_grad)
+        gradients = self._mapped(batches, pull_one, residuals, cotangents, [0] * len(cotangents))
+        return [None if g is None else _with_axis_at(g, dim) for g, dim in zip(gradients, input_dims, strict=True)]
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
@@ -132,22 +126,33 @@ class Derivative:
         __tracebackhide__ = True
         if not batches:
             return self.run.push(needs_grad, residuals, tangents)
-        batch, given = self.batches[batches - 1], [t is not None for t in tangents]
+        push_one = functools.partial(self._push, batches - 1, needs_grad)
+        return self._mapped(batches, push_one, residuals, tangents, self.batches[batches - 1].input_dims)
 
-        def push_one(residuals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], Static]:
+    def _mapped(
+        self,
+        batches: int,
+        function: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
+        residuals: Sequence[Any],
+        values: Sequence[Any],
+        dims: Sequence[Any],
+    ) -> list[Any]:
+        """Map `function`, of residuals and values that may be None, over a batch. Each result has the axis in front."""
+        __tracebackhide__ = True
+        given, batch = [v is not None for v in values], self.batches[batches - 1]
+
+        def one(residuals: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], Static]:
             __tracebackhide__ = True
-            pushed = self._push(batches - 1, needs_grad, residuals, scatter(tangents, given))
-            nonzero = [t is not None for t in pushed]
-            return select(pushed, nonzero), Static(nonzero)
+            results = function(residuals, scatter(values, given))
+            nonzero = [r is not None for r in results]
+            return select(results, nonzero), Static(nonzero)
 
-        push = vmap_over(batch.axis, push_one, (self._residual_dims(batches), select(batch.input_dims, given)), 0)
-        pushed, nonzero = push(list(residuals), select(tangents, given))
-        return scatter(pushed, nonzero.value)
-
-    def _residual_dims(self, batches: int) -> Any:
-        # What was unpacked within a batch has its axis in front.
+        # What was unpacked within the batch has its axis in front.
         is_unpacked_within = self.packed is not None and self.packed_within < batches
-        return 0 if is_unpacked_within else list(self.batches[batches - 1].array_dims)
+        residual_dims = 0 if is_unpacked_within else list(batch.array_dims)
+        mapped = vmap_over(batch.axis, one, (residual_dims, select(dims, given)), 0)
+        results, nonzero = mapped(list(residuals), select(values, given))
+        return scatter(results, nonzero.value)
 
     def gradients(self, needs_grad: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of all inputs from the arrays that are kept and cotangents of all outputs."""

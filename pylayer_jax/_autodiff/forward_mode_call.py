@@ -244,9 +244,7 @@ def _differentiate(eager: EagerCall, tensors: list[Any], needs_grad: list[bool])
                 raise error from None
         else:
             call.outputs = staged.saved.outputs
-            values = bind_staged_call(staged, consts, tensors)
-            residuals = staged.residuals(tensors, values)
-            found = Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
+            found = Differentiated.staged(staged, consts, tensors)
     return found.packed(call) if eager.packs else found
 
 

@@ -11,7 +11,7 @@ gradient takes 3.2 times as long (the table of linearization rules is not public
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from pylayer_jax._jax.tracers import is_differentiated, is_tracer
 from pylayer_jax._jax.types import typeof
@@ -22,7 +22,7 @@ from .derivative import Derivative
 from .residuals import pack_residuals
 from .run_forward import run_and_save
 from .saved_state import SavedState
-from .staged_call import stage_call
+from .staged_call import StagedCall, stage_call
 from .staged_call_rules import bind_staged_call
 
 
@@ -33,6 +33,13 @@ class Differentiated(NamedTuple):
     derivative: Derivative
     outputs: list[Any]
     residuals: list[Any]
+
+    @classmethod
+    def staged(cls, staged: StagedCall, consts: Sequence[Any], tensors: Sequence[Any]) -> Self:
+        """A run whose `forward` is a jaxpr."""
+        __tracebackhide__ = True
+        values = bind_staged_call(staged, consts, tensors)
+        return cls(staged.saved, staged.derivative, values[: staged.outputs], staged.residuals(tensors, values))
 
     def packed(self, call: LayerCall) -> Differentiated:
         """The same with packed residuals, if hooks are active."""
@@ -47,9 +54,7 @@ def differentiate(
     __tracebackhide__ = True
     if any(map(is_tracer, tensors)):
         staged, consts = stage_call(call, [typeof(x) for x in tensors], needs_grad, tensors, perturbed_is_exact)
-        values = bind_staged_call(staged, consts, tensors)
-        residuals = staged.residuals(tensors, values)
-        return Differentiated(staged.saved, staged.derivative, values[: staged.outputs], residuals)
+        return Differentiated.staged(staged, consts, tensors)
     saved, outputs, residuals = run_and_save(call, tensors, needs_grad, perturbed_is_exact)
     if any(map(is_differentiated, [*outputs, *residuals])):
         raise call.closed_over_error()

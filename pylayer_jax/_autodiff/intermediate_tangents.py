@@ -34,7 +34,7 @@ from pylayer_jax._jax.types import has_tangent, mapped_type, tangent_type, typeo
 from pylayer_jax._trees.messages import add_note
 
 from .errors import NotDerivableError
-from .linearity import ZeroInfo, add_rule
+from .linearity import ZeroInfo, add_rule, linear_in_tangents
 
 
 def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
@@ -174,14 +174,8 @@ register(
 
 
 def _facts(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
-    count = len(held_object(equation).nonzero)
-    tangents = operands[count:]
-    problem = next((f.problem for f in operands if f.problem), "")
-    if any(f.depends for f in operands[:count]):
-        problem = problem or "it differentiates a layer at values that depend on them"
-    return [ZeroInfo(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)] * len(
-        equation.outvars
-    )
+    problem = "it differentiates a layer at values that depend on them"
+    return linear_in_tangents(equation, operands, len(held_object(equation).nonzero), problem)
 
 
 add_rule(code_tangent_p.name, _facts)

@@ -112,6 +112,14 @@ def _result(operands: Sequence[ZeroInfo], is_zero: bool) -> ZeroInfo:
     return ZeroInfo(is_zero, any(f.depends for f in operands), problem)
 
 
+def linear_in_tangents(equation: Any, operands: Sequence[ZeroInfo], count: int, problem: str) -> list[ZeroInfo]:
+    """The results of a primitive that is linear in all operands but the first `count`: if those depend, a problem."""
+    fact = _result(operands, all(f.is_zero for f in operands[count:]))
+    if any(f.depends for f in operands[:count]):
+        fact = fact._replace(problem=fact.problem or problem)
+    return [fact] * len(equation.outvars)
+
+
 def _unknown(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     return [_result(operands, False)] * len(equation.outvars)
 

@@ -27,7 +27,7 @@ from pylayer_jax._jax.types import mapped_type, tangent_type, typeof, zeros_of
 
 from .derivative import Batch, Derivative
 from .errors import NotDerivableError
-from .linearity import ZeroInfo, add_rule
+from .linearity import ZeroInfo, add_rule, linear_in_tangents
 from .transpose import transpose
 
 tangent_map_p = PrimitiveWithObject("tangent_map", "derivative")
@@ -124,13 +124,8 @@ register(
 
 
 def _facts(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
-    count = held_object(equation).residuals
-    tangents = operands[count:]
-    problem = next((f.problem for f in operands if f.problem), "")
-    if any(f.depends for f in operands[:count]):
-        problem = problem or "it applies a layer whose saved tensors depend on them"
-    fact = ZeroInfo(all(f.is_zero for f in tangents), any(f.depends for f in operands), problem)
-    return [fact] * len(equation.outvars)
+    problem = "it applies a layer whose saved tensors depend on them"
+    return linear_in_tangents(equation, operands, held_object(equation).residuals, problem)
 
 
 add_rule(tangent_map_p.name, _facts)

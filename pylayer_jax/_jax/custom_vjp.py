@@ -102,7 +102,7 @@ def call_with_symbolic_zeros(rule: Callable[..., Any], static: Any, tensors: Seq
     try:
         return rule(static, *tensors)
     except NotImplementedError:
-        # JAX cannot run such a rule in eager shard_map alone; staged, it can. An error of the rule comes again.
+        # In eager shard_map JAX runs such a rule only if it is staged. An error of the rule itself is raised again.
         if not manual_axes():
             raise
         return jax.jit(lambda *tensors: rule(static, *tensors))(*tensors)
@@ -115,7 +115,7 @@ def is_symbolic_zero(cotangent: Any) -> bool:
 
 
 def runs_custom_vjp_functions_once() -> bool:
-    # JAX's coming implementation traces the primal function beside the fwd rule.
+    # With jax_custom_vjp3, JAX traces the primal function as well as the forward rule.
     return not getattr(jax.config, "jax_custom_vjp3", False)
 
 

@@ -49,7 +49,7 @@ def _refuse_misspelled_names(layer: Any) -> None:
     own, bases = vars(layer), [b for b in layer.__mro__ if b.__module__ not in _MODULES_OF_BASES]
     for name, member in own.items():
         meant = name_meant(name, _FLAGS + _METHODS)
-        if meant is None or any(meant in vars(base) for base in bases):  # a helper beside the right name
+        if meant is None or any(meant in vars(base) for base in bases):  # the right name is there as well
             continue
         is_method = callable(member) or isinstance(member, (staticmethod, classmethod))
         if is_method == (meant in _METHODS) and name[0] != "_" and not name[-1].isdigit():

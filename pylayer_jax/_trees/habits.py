@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import traceback
 from typing import Final
 
 import jax
@@ -76,13 +75,15 @@ def jax_for(name: str) -> str:
     return ""
 
 
-def habit(error: Exception) -> str:
-    """A hint for code that uses a JAX array as a tensor of torch or Paddle; empty for any other error."""
+def habit(error: Exception, names: set[str]) -> str:
+    """A hint for code that uses a JAX array as a tensor of torch or Paddle; empty for any other error.
+
+    `names` are those that the code read on the way to the error.
+    """
     if isinstance(error, AttributeError):
         hint = jax_for(error.name or "") if is_array(error.obj) else ""
         return hint and f"x.{error.name} is of torch or Paddle. In JAX: {hint}."
     text = str(error)
-    names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
     if isinstance(error, TypeError) and "size" in names and "'int' object is not callable" in text:
         return _MEANT_SIZE
     if isinstance(error, (TypeError, NotImplementedError)) and "view" in names and re.search("view|data type", text):

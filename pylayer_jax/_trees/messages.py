@@ -79,16 +79,15 @@ def add_note(error: Exception, layer: str, method: str) -> None:
         error.add_note(note)
         if isinstance(error, AttributeError) and re.match(r"'\w*Tracer' object has no attribute", str(error)):
             error.add_note(f"Did it set an attribute of an array? {NO_ATTRIBUTES[0].upper() + NO_ATTRIBUTES[1:]}.")
-        if hint := _what_was_meant(error, method):
-            error.add_note(hint)
-        if hint := habit(error):
-            error.add_note(hint)
+        names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
+        for hint in (_what_was_meant(error, names, method), habit(error, names)):
+            if hint:
+                error.add_note(hint)
 
 
-def _what_was_meant(error: Exception, method: str) -> str:
+def _what_was_meant(error: Exception, names: set[str], method: str) -> str:
     """A hint for the misuse of a context that ends in an error of Python or JAX; empty for any other error."""
     text = str(error)
-    names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
     reads_saved = names & {"saved_tensor", "saved_tensors"}
     match error:
         case TypeError() if "PyLayerContext" in text or "FunctionCtx" in text:
