@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
-from tests.kit.layers import bits
+from tests.kit.layers import Tanh, bits
 from tests.kit.transforms import (
     FIRST_ORDER,
     FORWARD_OVER_REVERSE,
@@ -120,16 +119,8 @@ def test_staged_code_mapped_along_any_axis(within, axis):
         "checkpoint": jax.checkpoint,
     }[within]
 
-    class SavesOutput(PyLayer):  # a class of its own, which no other test has staged
-        @staticmethod
-        def forward(ctx, x):
-            y = jnp.tanh(x)
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * (1 - ctx.saved_tensor()[0] ** 2)
+    class SavesOutput(Tanh):
+        """A class of its own, which no other test has staged."""
 
     w = jnp.array([[0.3, -0.7, 0.2], [0.5, 0.1, -0.4], [-0.6, 0.8, 0.9]])
 

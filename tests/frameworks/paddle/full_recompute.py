@@ -1,4 +1,4 @@
-"""A layer of Paddle that has no real one beside it."""
+"""A layer after Paddle's that runs without an original to compare with."""
 
 from __future__ import annotations
 
