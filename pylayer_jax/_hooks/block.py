@@ -196,7 +196,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def _present_pair(self) -> Pair:
         pair = Pair(*self._hooks, errors=self._errors)
-        weakref.finalize(self, pair.store.release_unowned, used_only=True).atexit = False
+        weakref.finalize(self, pair.store.collect, id(self)).atexit = False
         return pair
 
     def __enter__(self) -> Self:
@@ -232,7 +232,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         Pairs of the same functions, or of the same directory on disk, share what they hold, until the last one that was
         entered is closed or collected.
         """
-        self._pair.store.close(self)
+        self._pair.store.close(id(self))
 
 
 @contextlib.contextmanager

@@ -90,7 +90,7 @@ class File:
 
 
 _folders: weakref.WeakValueDictionary[str, Folder] = weakref.WeakValueDictionary()
-_folders_lock = threading.Lock()
+_folders_lock = threading.RLock()  # a finalizer may make a folder at any line
 
 
 def folder_of(directory: str) -> Folder:

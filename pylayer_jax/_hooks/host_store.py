@@ -26,29 +26,29 @@ class HostStore:
 
     def __init__(self) -> None:
         self._sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
-        self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
+        self._owners: set[int] = set()  # their ids
 
     def add_owner(self, hooks: Any) -> None:
         """Keep everything until `hooks` is closed or collected."""
-        with self._lock:
-            self._owners[id(hooks)] = hooks
+        with _lock:
+            self._owners.add(id(hooks))
 
-    def close(self, hooks: Any) -> None:
-        with self._lock:
-            self._owners.pop(id(hooks), None)
-        self.release_unowned()
+    def close(self, owner: int) -> None:
+        """Drop everything if the owner of this id was the last one."""
+        self._leave(owner, used_only=False)
 
-    def release_unowned(self, used_only: bool = False) -> None:
-        """Drop what is kept if nobody owns it; with `used_only`, only what a `backward` has already asked for."""
-        with self._lock:
-            is_owned = any(True for _ in self._owners.values())
-        if not is_owned:
-            for site in self._present_sites():
-                site.release(used_only)
+    def collect(self, owner: int) -> None:
+        """Drop, if the owner of this id was the last one, what a `backward` has already asked for."""
+        self._leave(owner, used_only=True)
+
+    def _leave(self, owner: int, used_only: bool) -> None:
+        with _lock:
+            self._owners.discard(owner)
+            dropped = [] if self._owners else [site.release(used_only) for site in self._present_sites()]
+        del dropped  # outside the lock, since their finalizers may run any code
 
     def add(self, site: PackSite) -> None:
-        with self._lock:
+        with _lock:
             self._sites.add(site)
 
     def abandon(self, packer: _Packer) -> None:
@@ -57,16 +57,21 @@ class HostStore:
             site.abandon(packer)
 
     def _present_sites(self) -> list[PackSite]:
-        with self._lock:
+        with _lock:
             return list(self._sites)
 
 
+# NOTE [collection while a lock is held]
+# Python may collect a pair of hooks at any line, in any thread, and its finalizer releases what a store holds. One lock
+# for all of it, which its thread may take again, can wait neither for itself nor for another one in turn. What runs
+# while it is held bears that what was used is released meanwhile.
+_lock = threading.RLock()
+
 _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
-_stores_lock = threading.Lock()
 
 
 def host_store_of(key: Any) -> HostStore:
-    with _stores_lock:
+    with _lock:
         store = _stores.get(key)
         if store is None:
             store = _stores[key] = HostStore()
@@ -108,7 +113,6 @@ class PackSite:
         self._where = where
         self._division = division
         self._store = store
-        self._lock = threading.Lock()
         self._next = 0
         self._waiting: dict[int, tuple[_Packer, Any]] = {}  # by number, the oldest first
         self._used: dict[_Packer, dict[int, Any]] = {}  # the packer that packed last is the last
@@ -138,11 +142,11 @@ class PackSite:
         packer = (threading.get_ident(), int(device))
         with self._naming("pack_hook", packer):
             packed = self._pack(np.asarray(tensor))
-        with self._lock:
+        with _lock:
             dropped = [self._used.pop(packer, None)]
             self._used[packer] = {}
             on_device = [other for other in self._used if other[1] == packer[1]]
-            dropped += [self._used.pop(other) for other in on_device[: -self.max_packers]]
+            dropped += [self._used.pop(other, None) for other in on_device[: -self.max_packers]]
             token, self._next = self._next, (self._next + 1) % 2**32
             self._waiting[token] = packer, packed
             oldest = self._waiting.pop(next(iter(self._waiting))) if len(self._waiting) > self.max_waiting else None
@@ -151,12 +155,13 @@ class PackSite:
 
     def _get(self, token: Any) -> np.ndarray:
         number = int(token)
-        with self._lock:
+        with _lock:
             if number in self._waiting:
                 packer, packed = self._waiting.pop(number)
                 self._used.setdefault(packer, {})[number] = packed
-            packer = next((packer for packer, used in self._used.items() if number in used), None)
-            packed = None if packer is None else self._used[packer][number]
+            else:
+                found = ((packer, used[number]) for packer, used in self._used.items() if number in used)
+                packer, packed = next(found, (None, None))
         if packer is None:
             raise RuntimeError(
                 f"what pack_hook returned for {self._where} is no longer held: the same thread ran the forward of this "
@@ -180,20 +185,21 @@ class PackSite:
 
     def abandon(self, packer: _Packer) -> None:
         """Let what `packer` has packed go when it packs again, although no backward asked for it."""
-        with self._lock:
+        with _lock:
             mine = {number: packed for number, (owner, packed) in self._waiting.items() if owner == packer}
             for number in mine:
-                del self._waiting[number]
+                self._waiting.pop(number, None)
             if mine:
                 self._used.setdefault(packer, {}).update(mine)
 
-    def release(self, used_only: bool) -> None:
-        kept: Any = None
-        with self._lock:
+    def release(self, used_only: bool) -> Any:
+        """What is held no longer."""
+        with _lock:
             dropped, self._used = self._used, {}
+            waiting: Any = None
             if not used_only:
-                kept, self._waiting = self._waiting, {}
-        del dropped, kept
+                waiting, self._waiting = self._waiting, {}
+        return dropped, waiting
 
 
 _Packer = tuple[int, int]  # a thread and a device

@@ -211,6 +211,17 @@ def test_threads_that_save_to_one_directory(many_switches, tmp_path):
     assert in_threads(8, work) == []
 
 
+@pytest.mark.timeout(60)
+def test_hooks_on_the_host_that_are_collected_at_any_line(many_switches, tmp_path):
+    # The finalizer of a pair runs in whatever thread, and at whatever line, the last reference to it goes.
+    def work(_):
+        for _ in range(1000):
+            with save_on_disk(tmp_path):
+                pass
+
+    assert in_threads(8, work) == []
+
+
 HOOKED = {
     "operation": lambda x, w: x @ w,
     "scan": lambda x, w: jax.lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=2)[0],
