@@ -27,6 +27,7 @@ from ._autodiff.custom_vjp import compile_layer
 from ._autodiff.errors import NoForwardModeError
 from ._autodiff.forward_mode_call import SingleCall
 from ._autodiff.forward_mode_call import bind as bind_eager_call
+from ._autodiff.refs import check_refs
 from ._autodiff.run_forward import forward_only
 from ._hooks.open_blocks import Hooks, outside_hooks_trace
 from ._methods.apply_descriptor import Apply
@@ -37,12 +38,14 @@ from ._methods.declarations import check_declarations
 # The `jax.custom_vjp` function of each class that was applied. Not an attribute, which a class made from the members of
 # another one would take over; and not made with the class, since an unpickled one gets its members later.
 _rules: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+_rules_with_refs: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakref.WeakKeyDictionary()
 
 
-def _rule_of(layer: type[PyLayer]) -> Callable[..., tuple[Any, ...]]:
-    rule = _rules.get(layer)
+def _rule_of(layer: type[PyLayer], takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
+    rules = _rules_with_refs if takes_refs else _rules
+    rule = rules.get(layer)
     if rule is None:
-        rule = _rules.setdefault(layer, compile_layer(layer))
+        rule = rules.setdefault(layer, compile_layer(layer, takes_refs))
     return rule
 
 
@@ -176,13 +179,18 @@ class PyLayer:
         Arguments may be any pytrees of arrays and of other values. Gradients follow the parameter order
         of `forward`, however the call was written.
 
+        A `jax.Ref` is an argument without a gradient. Both methods may read and write it. `forward` runs once for each
+        application, and again where `jax.checkpoint` computes it again. In a call that takes one, every input counts as
+        needed in `ctx.needs_input_grad`, and a cotangent that is missing comes as zeros.
+
         Returns:
             The outputs of `forward`, in the same container; NumPy arrays come back as `jax.Array`.
 
         Raises:
             NotImplementedError: if `forward` is missing, or if a gradient is needed and `backward` is missing.
-            TypeError: for arguments that do not fit `forward`, for a `jax.Ref`, and in forward mode if the class has
-                none or its `backward` is not linear.
+            TypeError: for arguments that do not fit `forward`; in forward mode if the class has none, its `backward` is
+                not linear, or an argument is a `jax.Ref`; for a second derivative through a Ref that a method writes,
+                or that `forward` keeps; for a Ref whose content is differentiated, or that a class with `vmap` gets.
             ValueError: if no output of `forward` is a tensor, if `forward` changes a container among its arguments in
                 place, or if the gradients of `backward` do not fit the inputs.
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
@@ -197,15 +205,16 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     __tracebackhide__ = True
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
+    traces, refs = active_traces(), arguments.refs
     has_forward_mode = layer._has_forward_mode() or force_primitive.value or any(map(is_unknown, tensors))
-    traces = active_traces()
-    if not has_forward_mode:
+    if refs or not has_forward_mode:
         # In code that was staged before it is differentiated, JAX says so, without a name.
         if is_forward_mode_here(tensors, traces):
-            raise NoForwardModeError(arguments.layer)
+            raise NoForwardModeError(arguments.layer, refs)
         # A second derivative of another kind than those that `jax.custom_vjp` has.
         has_forward_mode = is_forward_over_reverse(traces)
     call = LayerCall(layer, arguments, Hooks.captured(tensors), is_deferred(tensors, traces))
+    check_refs(call, tensors)
     # NOTE [hidden tensors]. In eager mode a value that is differentiated, and perhaps not used, is no reason to stage
     # `forward`, which would no longer see numbers. JAX refuses it where it is used.
     may_be_staged = has_forward_mode or is_staging() or not any(map(is_differentiated, tensors))
@@ -213,10 +222,10 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     try:
         # A layer packs its saved tensors itself.
         with null_context if call.hooks is None else outside_hooks_trace():
-            if has_forward_mode or call.hides or layer._has_vmap_method():
+            if not refs and (has_forward_mode or call.hides or layer._has_vmap_method()):
                 values = bind_eager_call(SingleCall(call), tensors)
             else:
-                values = call_with_symbolic_zeros(_rule_of(layer), Static(call), tensors)
+                values = call_with_symbolic_zeros(_rule_of(layer, bool(refs)), Static(call), tensors)
     except jax.errors.UnexpectedTracerError as error:
         raise call.closed_over_error() from error
     outputs = call.outputs

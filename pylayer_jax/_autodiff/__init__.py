@@ -10,6 +10,7 @@
 - `run_forward`, `backward_rule`: running the methods of the class.
 - `residuals`: the arrays that JAX keeps, packed and named.
 - `intermediate_tangents`: tangents of the tensors that `forward` saved and that are neither inputs nor outputs.
+- `refs`: arguments that are a `jax.Ref`.
 - `staged_call`, `staged_call_batching`, `staged_call_rules`: a call with its `forward` as a jaxpr, and the primitive of
   that name, which makes the rule hold at every order (NOTE [orders]).
 - `forward_rule`: running a layer that is differentiated; both bindings share it (NOTE [two bindings]).

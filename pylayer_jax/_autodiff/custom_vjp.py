@@ -20,10 +20,17 @@ from .forward_rule import differentiate
 from .run_forward import run_undifferentiated
 
 
-def compile_layer(layer: Any) -> Callable[..., tuple[Any, ...]]:
-    """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors."""
+def compile_layer(layer: Any, takes_refs: bool = False) -> Callable[..., tuple[Any, ...]]:
+    """The one `jax.custom_vjp` function of a class: (static call, *tensors) -> tensors.
+
+    NOTE [Refs]
+    A Ref travels behind the tensors of a call. A forward rule may keep a Ref only if JAX recognises it as an argument,
+    which JAX does not with symbolic zeros. Calls that take a Ref therefore have a function of their own, without them:
+    there every input that can have a gradient counts as perturbed, and every cotangent comes as zeros.
+    """
     name = layer.__qualname__
-    return custom_vjp(name, source_of(name, layer.forward), _primal, _forward_rule, _backward_rule)
+    source = source_of(name, layer.forward)
+    return custom_vjp(name, source, _primal, _forward_rule, _backward_rule, symbolic_zeros=not takes_refs)
 
 
 class _SavedRun(NamedTuple):
@@ -38,15 +45,19 @@ def _primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
     call: LayerCall = static.value
     call.outputs, values = run_undifferentiated(call, tensors)
-    return tuple(batch_together(tensors, values))
+    return tuple(batch_together(tensors[: len(tensors) - len(call.arguments.refs)], values))
 
 
 def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     __tracebackhide__ = True
     call: LayerCall = static.value
-    tensors = as_arrays([p.value for p in primals])  # jax.grad(f)(2.0) hands on the Python number
-    needs_grad = call.arguments.perturbable([p.perturbed for p in primals])
-    perturbed_is_exact = not any(map(is_rematerialization_tracer, tensors))
+    if call.arguments.refs:
+        tensors, perturbed, perturbed_is_exact = as_arrays(primals), [True] * len(primals), False
+    else:
+        tensors = as_arrays([p.value for p in primals])  # jax.grad(f)(2.0) hands on the Python number
+        perturbed = [p.perturbed for p in primals]
+        perturbed_is_exact = not any(map(is_rematerialization_tracer, tensors))
+    needs_grad = call.arguments.perturbable(perturbed)
     saved, derivative, outputs, residuals = differentiate(call, tensors, needs_grad, perturbed_is_exact).packed(call)
     _check_outputs(call.name, call.outputs, saved.outputs)
     call.outputs = saved.outputs

@@ -22,7 +22,7 @@ from pylayer_jax._trees.partition import as_jax, flatten
 from .call import LayerCall, null_context
 from .saved_state import SavedState, save_state
 
-_TO_CONVERT_OR_REFUSE = (np.ndarray, np.generic, jax.Ref)
+_TO_CONVERT_OR_CHECK = (np.ndarray, np.generic, jax.Ref)
 
 
 def forward_only(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -39,8 +39,8 @@ def forward_only(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         inputs = arguments.take_tensors()
         function = functools.partial(arguments.call, "forward", forward, tensors=inputs)
     else:
-        if any(isinstance(leaf, _TO_CONVERT_OR_REFUSE) for leaf in leaves):
-            bind(name, forward, args, kwargs)  # refuses a jax.Ref
+        if any(isinstance(leaf, _TO_CONVERT_OR_CHECK) for leaf in leaves):
+            bind(name, forward, args, kwargs)  # refuses a Ref that is passed twice
             args, kwargs = as_jax((args, kwargs))
             inputs = (args, kwargs)
 

@@ -16,7 +16,7 @@ from pylayer_jax._jax.types import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees.closures import Place, hidden, is_made_here, vacate
-from pylayer_jax._trees.partition import TreeWithoutTensors, contains, split
+from pylayer_jax._trees.partition import TreeWithoutTensors, contains, is_tensor_or_ref, split
 
 
 @dataclasses.dataclass(slots=True)
@@ -124,7 +124,7 @@ def save_state(
     places: dict[str, Place] = {}
 
     def save(value: Any, name: str) -> Any:
-        tensors, skeleton = split(value)
+        tensors, skeleton = split(value, is_tensor_or_ref)
         for i, leaf in enumerate(skeleton.statics()):
             for place in hidden(leaf, is_hidden):
                 path = name + skeleton.static_paths()[i][0]

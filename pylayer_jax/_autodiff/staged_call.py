@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from pylayer_jax._jax.imports import eval_context
 from pylayer_jax._jax.jaxprs import dependence, eval_with_given, is_literal, prune, stage
 from pylayer_jax._jax.tracers import NEEDS_VALUES, concrete_value, is_differentiated, is_forward_mode, is_leaked
-from pylayer_jax._jax.types import has_tangent
+from pylayer_jax._jax.types import has_tangent, is_ref
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.outputs import Identity, Outputs
 from pylayer_jax._trees.closures import values_in_reach
@@ -81,6 +81,10 @@ class StagedCall:
         """The residuals, from the inputs and the results of *staged_call*."""
         by_source = {"input": inputs, "output": values, "intermediate": values[self.outputs :]}
         return [by_source[kind][i] for kind, i in self.sources]
+
+    def keeps_refs(self, inputs: Sequence[Any]) -> bool:
+        """Whether a Ref among the inputs is kept for `backward`."""
+        return any(kind == "input" and is_ref(inputs[i]) for kind, i in self.sources)
 
     def intermediates(self, *args: Any) -> list[Any]:
         """The intermediates, from consts, inputs, and the outputs that carry the rule."""
@@ -174,7 +178,7 @@ def stage_call(
             raise
         try:
             with eval_context():
-                inputs = [jnp.copy(concrete_value(x)) for x in tensors]
+                inputs = [x if is_ref(x) else jnp.copy(concrete_value(x)) for x in tensors]
         except jax.errors.ConcretizationTypeError:
             raise error from None
         results, is_traceable = forward(*inputs), False

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax.imports import eval_jaxpr
-from pylayer_jax._jax.jaxprs import dependence, names_axis, stage
+from pylayer_jax._jax.jaxprs import dependence, makes_ref, names_axis, stage
 from pylayer_jax._jax.primitives import vmap_over
 from pylayer_jax._jax.types import typeof
 from pylayer_jax._methods.batches import check_mapped, map_outputs
@@ -54,7 +54,7 @@ def batch_staged_call(
     __tracebackhide__ = True
     # Every output gets the mapped axis: NOTE [shared outputs]. An intermediate has no cotangent and stays as it is.
     is_mapped = [d is not None for d in dims]
-    depends = dependence(staged.jaxpr, is_mapped, lambda equation: names_axis(equation, axis))
+    depends = dependence(staged.jaxpr, is_mapped, lambda e: names_axis(e, axis) or makes_ref(e))  # JAX maps every Ref
     is_output = [True] * staged.outputs
     out_dims = [0 if any(found) else None for found in zip(depends, is_output + staged.carried(), strict=True)]
     # Only one application can be handed to the layer's `vmap`; JAX batches the batch.

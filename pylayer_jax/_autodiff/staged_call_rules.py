@@ -17,12 +17,14 @@ from pylayer_jax._jax.jaxprs import (
     reads_refs,
     stage,
     without_checks,
+    without_refs,
 )
 from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.primitives import PrimitiveWithObject, held_object, is_named, is_undefined, lower_jaxpr, register
 from pylayer_jax._jax.tracers import is_differentiated
-from pylayer_jax._jax.types import has_tangent, tangent_type, typeof, zeros_of
+from pylayer_jax._jax.types import has_tangent, is_ref, tangent_type, typeof, zeros_of
 
+from . import refs
 from .intermediate_tangents import intermediate_tangents, nonzero_tangents
 from .linearity import ZeroInfo, add_rule, call_of
 from .staged_call import StagedCall, second_derivative_error
@@ -36,6 +38,10 @@ staged_call_p = PrimitiveWithObject("staged_call", "staged")
 def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """The outputs and intermediates of a call that was staged."""
     __tracebackhide__ = True
+    if reads_refs(staged.jaxpr) and not staged.keeps_refs(tensors) and (pure := without_refs(staged.jaxpr)) is not None:
+        # What nobody writes in between is a value, which can be differentiated around.
+        staged = dataclasses.replace(staged, jaxpr=pure)
+        consts, tensors = ([x[...] if is_ref(x) else x for x in values] for values in (consts, tensors))
     # `checkify` does not look into an operation that it does not know.
     jaxpr, checks = without_checks(staged.jaxpr)
     if checks is not None:
@@ -43,7 +49,7 @@ def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequenc
         staged = dataclasses.replace(staged, jaxpr=jaxpr)
     if reads_refs(staged.jaxpr):
         # An equation of ours cannot write to a Ref. The operations themselves can, but do not know the rule.
-        error = functools.partial(_closed_over_ref_error, staged.name)
+        error = functools.partial(refs.second_derivative_error, staged.call)
         try:
             values = eval_jaxpr(staged.jaxpr, (), *consts, *tensors)
         except Exception as refused:
@@ -52,14 +58,6 @@ def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequenc
             raise
         return forbid_derivative(values, error)
     return staged_call_p.bind(*consts, *tensors, staged=staged)
-
-
-def _closed_over_ref_error(layer: str) -> TypeError:
-    return TypeError(
-        f"{layer}.forward uses a jax.Ref that it closes over. Such a layer has a first derivative in reverse mode "
-        "only: no second derivative, no forward mode, no vmap method. Read the Ref before the layer, and pass its "
-        "value: ref[...]."
-    )
 
 
 # Of an equation whose results are not all used, `used` is a mask of those that are left; it is None for all. The other

@@ -13,7 +13,7 @@ import jax
 from pylayer_jax._jax.custom_vjp import is_run_number
 from pylayer_jax._jax.identities import compute_together
 from pylayer_jax._jax.tracers import is_staged, is_staging, is_tracer
-from pylayer_jax._jax.types import is_key, typeof
+from pylayer_jax._jax.types import is_key, is_ref, typeof
 
 from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
 from .pack_cache import PackCache
@@ -209,7 +209,8 @@ class _Packing:
         return entry
 
     def _is_left_out(self, tensor: Any) -> bool:
-        if is_key(tensor) or is_run_number(tensor):  # a hook could hardly read a PRNG key
+        # A hook could hardly read a PRNG key, and what it made of a Ref would be no Ref.
+        if is_ref(tensor) or is_key(tensor) or is_run_number(tensor):
             return True
         # A program holds its constants anyway, and XLA would run the hooks on them while it compiles, for seconds.
         is_constant = self._is_staging and not is_tracer(tensor)

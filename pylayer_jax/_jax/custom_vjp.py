@@ -66,14 +66,15 @@ def custom_vjp(
     primal: Callable[..., Any],
     forward_rule: Callable[..., Any],
     backward_rule: Callable[..., Any],
+    symbolic_zeros: bool = True,
 ) -> Callable[..., Any]:
-    """A `jax.custom_vjp` function with symbolic zeros: (static, *tensors), by position.
+    """A `jax.custom_vjp` function of (static, *tensors), by position.
 
     JAX's errors show `source`, the name and the place, as in `Tanh at layers.py:12`.
     """
     primal, forward_rule, backward_rule = (_copy(f, name, source) for f in (primal, forward_rule, backward_rule))
     function = jax.custom_vjp(primal)
-    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=symbolic_zeros)
     return function
 
 

@@ -146,11 +146,37 @@ def reads_refs(jaxpr: Any) -> bool:
     return any(isinstance(v.aval, AbstractRef) for v in jaxpr.invars)
 
 
+def without_refs(jaxpr: Any) -> Any:
+    """The jaxpr with values in the place of Refs among its inputs; None if it may write to one of them."""
+    others = jaxpr.effects - effects_of_own_refs()
+    if not {type(effect) for effect in others} <= _effects_of_reading():
+        return None
+    is_ref = [isinstance(v.aval, AbstractRef) for v in jaxpr.invars]
+
+    def with_own_refs(*args: Any) -> tuple[list[Any], None]:
+        inputs = [new_ref(x) if is_one else x for x, is_one in zip(args, is_ref, strict=True)]
+        return eval_jaxpr(jaxpr, (), *inputs), None
+
+    types = [v.aval.inner_aval if is_one else v.aval for v, is_one in zip(jaxpr.invars, is_ref, strict=True)]
+    return stage(with_own_refs, types, "forward")[0]
+
+
+@functools.cache
+def _effects_of_reading() -> frozenset[type]:
+    ref = AbstractRef(ShapedArray((), np.dtype(np.float32)))
+    jaxpr, _, _ = stage(lambda x: ([x[...]], None), [ref], "a Ref")
+    return frozenset(map(type, jaxpr.effects))
+
+
 @functools.cache
 def effects_of_own_refs() -> frozenset[Any]:
     """The effects of a jaxpr that makes a Ref for itself. From outside it has none."""
     jaxpr, _, _ = stage(lambda x: ([freeze(new_ref(x))], None), [ShapedArray((), np.dtype(np.float32))], "a Ref")
     return jaxpr.effects
+
+
+def makes_ref(equation: Any) -> bool:
+    return bool(equation.effects & effects_of_own_refs())
 
 
 def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:

@@ -204,7 +204,7 @@ def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
     # Refs, and functions of jax_custom_vjp3, have to be rewritten first.
     if getattr(jaxpr, "is_high", False) or jaxpr.effects & effects_of_own_refs():
         traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
-        return traced(context, *args)
+        return traced(context.replace(avals_in=[v.aval for v in jaxpr.invars]), *args)
     module = context.module_context
     if context.platforms is not None:
         module = module.replace(platforms=context.platforms)

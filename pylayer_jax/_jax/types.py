@@ -57,9 +57,9 @@ def as_array(value: Any, aval: Any) -> Any:
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
-def as_arrays(tensors: Sequence[Any]) -> list[jax.Array]:
-    """Tensors as JAX arrays; JAX arrays stay the same objects."""
-    return [x if is_array(x) else _from_numpy(x) for x in tensors]
+def as_arrays(tensors: Sequence[Any]) -> list[Any]:
+    """Tensors as JAX arrays; JAX arrays, and Refs, stay the same objects."""
+    return [x if is_array(x) or isinstance(x, jax.Ref) else _from_numpy(x) for x in tensors]
 
 
 def _from_numpy(tensor: Any) -> jax.Array:

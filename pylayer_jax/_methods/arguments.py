@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import weakref
@@ -32,13 +33,20 @@ class Argument:
         return slice(self.first, self.first + self.skeleton.size)
 
 
+class _RefPlace(NamedTuple):
+    """Stands for a `jax.Ref` in an argument, which is the tensor of that number."""
+
+    place: int
+
+
 class Arguments:
     """The arguments of one call, bound to the signature of `forward`.
 
-    The tensors are not kept here: an instance lives in a treedef, where an array would be a leak.
+    The tensors are not kept here: an instance lives in a treedef, where an array would be a leak. A `jax.Ref` travels
+    behind the tensors. It is a static of its argument otherwise, which has no gradient.
     """
 
-    __slots__ = ("are_tensors", "arguments", "avals", "keywords", "layer", "positional")
+    __slots__ = ("are_tensors", "arguments", "avals", "keywords", "layer", "positional", "refs")
 
     def __init__(self, layer: str, positional: list[tuple[str, Any]], keywords: list[tuple[str, Any]]) -> None:
         self.layer = layer
@@ -46,17 +54,43 @@ class Arguments:
         self.keywords = [name for name, _ in keywords]
         self.arguments: list[Argument] = []
         self.avals: list[Any] = []
+        self.refs: list[str] = []  # where each of them was passed, as in `params['history']`
         for name, value in positional + keywords:
             tensors, skeleton = split(value)
-            if skeleton is not LEAF:
-                _refuse_refs(layer, name, skeleton)
             self.arguments.append(Argument(name, skeleton, len(self.avals)))
             self.avals.extend(tensors)
+        if any(a.skeleton is not LEAF and any(map(is_ref, a.skeleton.leaves)) for a in self.arguments):
+            self._take_refs()
         # Whether each argument is one tensor, given by position, as in nearly every call.
         self.are_tensors = not keywords and all(a.skeleton is LEAF for a in self.arguments)
 
+    def _take_refs(self) -> None:
+        refs: list[Any] = []
+
+        def take(argument: str, path: str, leaf: Any) -> Any:
+            if not is_ref(leaf):
+                return leaf
+            for name, ref in zip(self.refs, refs, strict=True):
+                if ref is leaf:
+                    raise ValueError(
+                        f"{self.layer}.apply: arguments {name} and {argument}{path} are one jax.Ref. JAX allows it "
+                        "once among the arguments of a function; pass it once."
+                    )
+            refs.append(leaf)
+            self.refs.append(argument + path)
+            return _RefPlace(len(self.avals) + len(refs) - 1)
+
+        for argument in self.arguments:
+            if argument.skeleton.leaves and argument.skeleton is not LEAF:
+                argument.skeleton.replace_statics(functools.partial(take, argument.name))
+        self.avals += refs
+
+    def refs_of(self, tensors: Sequence[Any]) -> list[tuple[str, Any]]:
+        """Each Ref among the tensors of the call, with the place where it was passed."""
+        return list(zip(self.refs, tensors[len(tensors) - len(self.refs) :], strict=True))
+
     def take_tensors(self) -> list[Any]:
-        """The tensors as JAX arrays. From then on the object keeps only their types."""
+        """The tensors as JAX arrays, and the Refs behind them. From then on the object keeps only their types."""
         tensors = as_arrays(self.avals)
         self.avals = [typeof(x) for x in tensors]
         return tensors
@@ -83,7 +117,11 @@ class Arguments:
         __tracebackhide__ = True
         if self.are_tensors:
             return function(ctx, *tensors)
-        values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
+
+        def with_ref(static: Any) -> Any:
+            return tensors[static.place] if type(static) is _RefPlace else static
+
+        values = [a.skeleton.fill(tensors[a.span], with_ref) for a in self.arguments]
         watched = [
             (a.name, MutationCheck(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container
         ]
@@ -108,15 +146,18 @@ class Arguments:
         return tuple(any(perturbed[a.span]) for a in self.arguments)
 
     def perturbable(self, perturbed: Sequence[bool]) -> list[bool]:
-        """`perturbed`, but False for tensors that cannot have a gradient (integers, bools, PRNG keys)."""
-        return [p and has_tangent(aval) for p, aval in zip(perturbed, self.avals, strict=True)]
+        """`perturbed`, but False for tensors that cannot have a gradient (integers, bools, PRNG keys), and for Refs."""
+        count = len(self.avals) - len(self.refs)
+        can_be = [p and has_tangent(aval) for p, aval in zip(perturbed[:count], self.avals, strict=False)]
+        return can_be + [False] * len(self.refs)
 
 
 def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Bind a call to the signature of `forward(ctx, ...)`.
 
     Raises:
-        TypeError: for an unknown keyword, a missing or surplus argument, or a `jax.Ref`.
+        TypeError: for an unknown keyword, or a missing or surplus argument.
+        ValueError: for one `jax.Ref` in two places.
     """
     declared = _declared(forward)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
@@ -205,13 +246,4 @@ def _read_declared(forward: Callable[..., Any]) -> _Declared:
     required = sum(p.default is kinds.empty for p in plain)
     return _Declared(
         signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if needs_keyword else required
-    )
-
-
-def _refuse_refs(layer: str, name: str, skeleton: TreeWithoutTensors) -> None:
-    if not any(map(is_ref, skeleton.leaves)):
-        return
-    path = next(path for path, leaf in skeleton.static_paths() if is_ref(leaf))
-    raise TypeError(
-        f"{layer}.apply: argument {name}{path} is a jax.Ref, whose gradient would be lost. Pass its value: ref[...]."
     )

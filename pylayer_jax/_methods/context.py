@@ -132,11 +132,12 @@ class PyLayerContext:
         In a second derivative a saved output carries the layer's own rule, and a saved input its own derivative, also
         if `forward` returns it. Any other tensor is differentiated through `forward`, from inputs and outputs; an
         output that is marked non-differentiable is among these tensors. Of one object that is returned twice, the last
-        counts. None, Python numbers and other statics pass through unchanged, and a pytree is one entry.
+        counts. None, Python numbers and other statics pass through unchanged, and a pytree is one entry. A `jax.Ref`
+        argument is kept as the reference that it is: `backward` reads what it holds by then.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
-            TypeError: for a `jax.Ref`, which can change before `backward` runs.
+            ValueError: for a `jax.Ref` that is no argument.
         """
         state = self._state_in_forward("save_for_backward")
         if state.saved is not None:
@@ -263,16 +264,16 @@ _RESERVED = {"_state": "", "saved_tensors": ", or keep tensors with ctx.save_for
 
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
-    """`value` with its NumPy arrays copied; a `jax.Ref` inside is refused."""
+    """`value` with its NumPy arrays copied; a `jax.Ref` that is no argument of `forward` is refused."""
     if is_array(value) or isinstance(value, (int, float, str, type(None))):
         return value
     arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray))
-    for leaf in rest.statics():
-        if is_ref(leaf):
-            raise TypeError(
-                f"{call} in {state.layer}: a jax.Ref can change before backward runs, so it cannot be kept. "
-                "Save its present value: ref[...]."
-            )
+    refs = [leaf for leaf in rest.statics() if is_ref(leaf)]
+    if refs and not all(contains(flatten(state.inputs)[0], ref) for ref in refs):
+        raise ValueError(
+            f"{call} in {state.layer}: JAX keeps no jax.Ref for backward but an argument of forward. If forward made "
+            "the Ref, keep its value: ref[...]. Otherwise pass it as an argument."
+        )
     if not arrays:
         return value  # the same object, so that a container stays the object that the user holds
     return rest.fill([_copied(array, state) for array in arrays])

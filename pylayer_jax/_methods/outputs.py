@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 
 from pylayer_jax._jax.tracers import is_staging, is_tracer
-from pylayer_jax._jax.types import as_arrays, has_tangent, typeof, zeros_of
+from pylayer_jax._jax.types import as_arrays, has_tangent, is_ref, typeof, zeros_of
 from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import TreeWithoutTensors, contains, split
 
@@ -71,6 +71,11 @@ class Outputs:
             raise ValueError(
                 f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
                 "list or dict."
+            )
+        if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
+            raise ValueError(
+                f"{layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
+                "Ref that it passed; return the value of another one: ref[...]."
             )
         arrays = as_arrays(tensors)
         marked = frozenset() if state is None else _non_differentiable(layer, tensors, state)

@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from pylayer_jax._jax.types import as_arrays, is_array
+from pylayer_jax._jax.types import as_arrays, is_array, is_ref
 
 _TENSOR: Final = object()
 _NONE: Final = jax.tree_util.tree_structure(None)
@@ -23,6 +23,10 @@ _NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of m
 def is_tensor(leaf: object) -> bool:
     """Whether a leaf is a `jax.Array` (traced or not), a numeric NumPy array or a NumPy scalar."""
     return is_array(leaf) or (isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMERIC_KINDS)
+
+
+def is_tensor_or_ref(leaf: object) -> bool:
+    return is_tensor(leaf) or is_ref(leaf)
 
 
 def is_box(value: object) -> bool:
@@ -68,6 +72,12 @@ class TreeWithoutTensors:
     def statics(self) -> list[Any]:
         """Everything that is not a tensor, in flattening order."""
         return [leaf for leaf in self.leaves if leaf is not _TENSOR]
+
+    def replace_statics(self, change: Callable[[str, Any], Any]) -> None:
+        """Put `change(path, static)` in the place of each static."""
+        for i, (path, leaf) in enumerate(self._paths()):
+            if leaf is not _TENSOR:
+                self.leaves[i] = change(path, leaf)
 
     def static_paths(self) -> list[tuple[str, Any]]:
         """Every static with its path, as in `['weights'][0]`."""

@@ -212,7 +212,7 @@ def test_a_ref_that_forward_closes_over_has_a_first_derivative():
         assert run(derivative)[0] == expected
     assert jax.jit(lambda: run(grad))() == (3, 2)
     for second in (lambda f: grad(grad(f)), lambda f: jax.jit(grad(grad(f)))):
-        with pytest.raises(TypeError, match=r"Counts\.forward uses a jax\.Ref that it closes over"):
+        with pytest.raises(TypeError, match=r"Counts\.forward writes a jax\.Ref that it closes over"):
             run(second)
 
 

@@ -153,7 +153,7 @@ def test_containers_without_arrays_arrive_as_forward_left_them():
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.grad, lambda f: jax.jit(jax.grad(f))])
 @pytest.mark.parametrize("keep", ["save", "attribute"])
-def test_refs_are_refused(run, keep):
+def test_a_ref_that_forward_made_is_not_kept(run, keep):
     def forward(ctx, x):
         ref = jax.new_ref(jnp.zeros(3))
         if keep == "save":
@@ -162,10 +162,8 @@ def test_refs_are_refused(run, keep):
             ctx.ref = [ref]
         return x * 1
 
-    with pytest.raises(TypeError, match=r"a jax\.Ref can change before backward runs.*ref\[\.\.\.\]"):
+    with pytest.raises(ValueError, match=r"no jax\.Ref for backward but an argument of forward.*ref\[\.\.\.\]"):
         run(lambda x: layer(forward).apply(x).sum())(X)
-    with pytest.raises(TypeError, match=r"is a jax\.Ref, whose gradient would be lost"):
-        run(lambda x: layer(lambda ctx, x, r: x * 1).apply(x, jax.new_ref(x)).sum())(X)
 
 
 # -- phases ---------------------------------------------------------------------------------------

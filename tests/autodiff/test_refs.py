@@ -1,0 +1,295 @@
+"""`jax.Ref` arguments, beside the same rule as a plain `jax.custom_vjp`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from pylayer_jax import Function, PyLayer, saved_tensors_hooks
+
+X = jnp.arange(6.0).reshape(2, 3) / 6
+W = jnp.arange(6.0).reshape(3, 2) / 5
+XS = jnp.stack([X, X + 1, X - 1])
+
+
+class AddsWeightGradient(PyLayer):
+    """A linear layer that adds the gradient of its weight to a buffer, as Paddle's layers do to `main_grad`."""
+
+    @staticmethod
+    def forward(ctx, main_grad, x, w):
+        ctx.save_for_backward(x, w)
+        ctx.main_grad = main_grad
+        return jnp.sin(x) @ w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensor()
+        dw = jnp.sin(x).T @ dy
+        ctx.main_grad[...] += dw.astype(ctx.main_grad.dtype)
+        return dy @ w.T * jnp.cos(x), dw
+
+
+@jax.custom_vjp
+def adds_weight_gradient(main_grad, x, w):
+    return jnp.sin(x) @ w
+
+
+def _backward(residuals, dy):
+    main_grad, x, w = residuals
+    dw = jnp.sin(x).T @ dy
+    main_grad[...] += dw
+    return None, dy @ w.T * jnp.cos(x), dw
+
+
+adds_weight_gradient.defvjp(lambda ref, x, w: (adds_weight_gradient(ref, x, w), (ref, x, w)), _backward)
+
+
+def gradient(f, *transforms):
+    def total(ref, x, w):
+        return jnp.sum(f(ref, x, w) ** 2)
+
+    for transform in transforms:
+        total = transform(total)
+    return jax.grad(total, argnums=(1, 2))
+
+
+def loop(run):
+    """The gradient of a loop over `XS`."""
+    return lambda f, ref: jax.grad(lambda w: run(lambda x: jnp.sum(f(ref, x, w) ** 2)))(W)
+
+
+def scanned(step):
+    return jax.lax.scan(lambda total, x: (total + step(x), None), 0.0, XS)[0]
+
+
+def sharded(f, ref):
+    """Each device has a piece of the batch, and a buffer of its own."""
+    count = min(2, jax.device_count())
+    mesh = jax.make_mesh((count,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    buffers = jax.device_put(jnp.zeros((count * W.shape[0], W.shape[1])), jax.NamedSharding(mesh, PartitionSpec("d")))
+    buffers = jax.new_ref(buffers)
+    d, everywhere = PartitionSpec("d"), PartitionSpec()
+
+    def one(buffer, x, w):
+        return gradient(f)(buffer, x, jax.lax.pcast(w, "d", to="varying"))[0]
+
+    found = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=(d, d, everywhere), out_specs=d))(buffers, X, W)
+    ref[...] = sum(np.split(np.asarray(buffers[...]), count))
+    return found
+
+
+def made_under_jit(f, ref):
+    def step(x, w):
+        made = jax.new_ref(jnp.zeros_like(W))
+        return gradient(f)(made, x, w), jax.freeze(made)
+
+    found, ref[...] = jax.jit(step)(X, W)
+    return found
+
+
+def batched(outer):
+    def run(f, ref):
+        stacked = jax.new_ref(jnp.zeros((3, *W.shape)))
+        found = outer(f)(stacked, XS, W)
+        ref[...] = stacked[...].sum(0)
+        return found, stacked[...]
+
+    return run
+
+
+TRANSFORMS = {
+    "forward": lambda f, ref: f(ref, X, W),
+    "grad": lambda f, ref: gradient(f)(ref, X, W),
+    "jit(grad)": lambda f, ref: jax.jit(gradient(f))(ref, X, W),
+    "grad(jit)": lambda f, ref: gradient(f, jax.jit)(ref, X, W),
+    "vjp": lambda f, ref: jax.vjp(lambda x: f(ref, x, W), X)[1](X @ W),
+    "made under jit": made_under_jit,
+    "scan": loop(scanned),
+    "jit(scan)": lambda f, ref: jax.jit(lambda ref: loop(scanned)(f, ref))(ref),
+    "scan(grad)": lambda f, ref: jax.lax.scan(lambda c, x: (c, gradient(f)(ref, x, W)), 0.0, XS),
+    "fori_loop": loop(lambda step: jax.lax.fori_loop(0, 3, lambda i, total: total + step(XS[i]), 0.0)),
+    "cond": loop(lambda step: jax.lax.cond(step(X) > 0, lambda: 2 * step(X), lambda: 0.0)),
+    "checkpoint": lambda f, ref: gradient(f, jax.checkpoint)(ref, X, W),
+    "scan of checkpoint": loop(lambda step: scanned(jax.checkpoint(step))),
+    "vmap(grad)": batched(lambda f: jax.vmap(gradient(f), (0, 0, None))),
+    "grad(vmap)": batched(lambda f: gradient(jax.vmap(f, (0, 0, None)))),
+    "jit(grad(vmap))": batched(lambda f: jax.jit(gradient(jax.vmap(f, (0, 0, None))))),
+    "shard_map": sharded,
+}
+
+
+@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooks"])
+@pytest.mark.parametrize("run", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_a_ref_is_written_as_in_plain_custom_vjp(run, hooked):
+    def result(f):
+        ref = jax.new_ref(jnp.zeros_like(W))
+        return run(f, ref), ref[...]
+
+    try:
+        expected = result(adds_weight_gradient)
+    except KeyError:
+        pytest.skip("jax 0.10 cannot differentiate a cond that writes to a Ref")
+    if hooked:
+        result = saved_tensors_hooks(lambda x: (x + 1, 0), lambda packed: packed[0] - 1)(result)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), result(AddsWeightGradient.apply), expected
+    )
+
+
+def test_the_optimized_program_is_that_of_plain_custom_vjp():
+    def costs(f):
+        ref = jax.new_ref(jnp.zeros_like(W))
+        compiled = jax.jit(gradient(f)).lower(ref, X, W).compile()
+        return compiled.cost_analysis()["flops"], compiled.memory_analysis().temp_size_in_bytes
+
+    assert costs(AddsWeightGradient.apply) == costs(adds_weight_gradient)
+
+
+def test_microbatches_add_up_in_float32_beside_bfloat16():
+    w = W.astype(jnp.bfloat16)
+    batches = jax.random.normal(jax.random.key(0), (8, 4, 3), jnp.bfloat16)
+
+    @jax.jit
+    def train(main_grad, w):
+        def step(w, x):
+            return w, jax.grad(lambda x: jnp.sum(AddsWeightGradient.apply(main_grad, x, w).astype(jnp.float32)))(x)
+
+        return jax.lax.scan(step, w, batches)[1]
+
+    main_grad = jax.new_ref(jnp.zeros(W.shape, jnp.float32))
+    train(main_grad, w)
+    x = np.sin(np.asarray(batches, np.float32)).sum((0, 1))
+    np.testing.assert_allclose(main_grad[...], np.stack([x, x], 1), atol=0.02)
+    assert main_grad[...].dtype == jnp.float32
+
+
+class Counts(Function):
+    """Counts its runs in a dict of Refs: in torch's style a Ref has a gradient, which is None."""
+
+    @staticmethod
+    def forward(ctx, x, state):
+        state["forward"][...] += 1
+        ctx.save_for_backward(x)
+        ctx.state = state
+        return jnp.sin(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        ctx.state["backward"][...] += 1
+        return dy * jnp.cos(x), None
+
+
+RUNS = {
+    "eager": (Counts.apply, (1, 0)),
+    "grad": (jax.grad(Counts.apply), (1, 1)),
+    "jit(grad)": (jax.jit(jax.grad(Counts.apply)), (1, 1)),
+    "grad(jit)": (jax.grad(jax.jit(Counts.apply)), (1, 1)),
+    "checkpoint": (jax.grad(jax.checkpoint(Counts.apply)), (2, 1)),  # JAX computes the forward pass again
+}
+
+
+@pytest.mark.parametrize(("run", "expected"), RUNS.values(), ids=RUNS)
+def test_each_method_runs_once(run, expected):
+    state = {"forward": jax.new_ref(jnp.int32(0)), "backward": jax.new_ref(jnp.int32(0)), "name": "counts"}
+    run(jnp.float32(0.5), {k: v for k, v in state.items() if k != "name"})
+    assert (int(state["forward"][...]), int(state["backward"][...])) == expected
+
+
+class Scaled(PyLayer):
+    """Reads a Ref in `forward` alone; its rule is 1.5 times the gradient, to be told from what JAX derives."""
+
+    @staticmethod
+    def forward(ctx, scale, x):
+        ctx.scale = scale[...]
+        ctx.save_for_backward(x)
+        return ctx.scale * x**3
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensor()
+        return 4.5 * dy * ctx.scale * x**2
+
+
+SECOND = {
+    "grad(grad)": lambda f: jax.grad(jax.grad(f)),
+    "jit(grad(grad))": lambda f: jax.jit(jax.grad(jax.grad(f))),
+    "grad(jit(grad))": lambda f: jax.grad(jax.jit(jax.grad(f))),
+    "grad(grad(jit))": lambda f: jax.grad(jax.grad(jax.jit(f))),
+    "hessian": jax.hessian,
+    "jvp(grad)": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))[1],
+    "vmap(grad(grad))": lambda f: lambda x: jax.vmap(jax.grad(jax.grad(f)))(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
+def test_a_second_derivative(second):
+    scale, x = jax.new_ref(jnp.float32(2.0)), jnp.float32(1.5)
+    np.testing.assert_allclose(second(lambda x: Scaled.apply(scale, x))(x), 9 * 2 * x, rtol=1e-6)
+    state = {"forward": jax.new_ref(jnp.int32(0)), "backward": jax.new_ref(jnp.int32(0))}
+    with pytest.raises(TypeError, match=r"Counts\.forward writes the jax\.Ref state\['backward'\], state\['forward'\]"):
+        second(lambda x: Counts.apply(x, state))(x)
+
+
+class Box:
+    def __init__(self, ref):
+        self.ref = ref
+
+
+class Boxed(PyLayer):
+    @staticmethod
+    def forward(ctx, box, x):
+        ctx.box = box
+        box.ref[...] += 1
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.box.ref[...] += 10
+        return 2 * dy
+
+
+@pytest.mark.parametrize("run", [jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))])
+def test_a_ref_within_an_object(run):
+    ref = jax.new_ref(jnp.int32(0))
+    assert run(lambda x: Boxed.apply(Box(ref), x))(1.0) == 2
+    assert ref[...] == 11
+    with pytest.raises(TypeError, match=r"Boxed\.apply: argument box holds a jax\.Ref \(\.ref\), but Box is no pytree"):
+        jax.jit(lambda ref: run(lambda x: Boxed.apply(Box(ref), x))(1.0))(ref)
+
+
+def test_refusals():
+    ref = jax.new_ref(jnp.zeros_like(W))
+
+    class Batched(AddsWeightGradient):
+        @staticmethod
+        def vmap(info, in_dims, *args):
+            raise AssertionError
+
+    def made_inside(w):
+        return AddsWeightGradient.apply(jax.new_ref(jnp.zeros_like(w)), X, w).sum()
+
+    class Returned(AddsWeightGradient):
+        @staticmethod
+        def forward(ctx, main_grad, x, w):
+            return x, main_grad
+
+    f, ref_twice = AddsWeightGradient.apply, {"a": ref, "b": ref}
+    refused = [
+        (
+            TypeError,
+            r"Batched\.apply: argument main_grad .* has a vmap method",
+            lambda: jax.jit(Batched.apply)(ref, X, W),
+        ),
+        (TypeError, r"argument main_grad is a jax\.Ref that JAX diff", lambda: jax.grad(made_inside)(W)),
+        (TypeError, r"argument main_grad is a jax\.Ref that JAX diff", lambda: jax.grad(jax.jit(made_inside))(W)),
+        (ValueError, r"arguments state\['a'\] and state\['b'\] are one", lambda: Counts.apply(X, ref_twice)),
+        (ValueError, r"Returned\.forward returned a jax\.Ref", lambda: Returned.apply(ref, X, W)),
+        (TypeError, r"takes a jax\.Ref \(main_grad\)", lambda: jax.jvp(lambda x: f(ref, x, W), (X,), (X,))),
+    ]
+    for error, match, run in refused:
+        with pytest.raises(error, match=match):
+            run()
