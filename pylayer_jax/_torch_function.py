@@ -82,8 +82,12 @@ class Function(PyLayer):
     - `vjp` is another name for `backward`.
 
     It differs from torch as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes only outputs; a
-    tensor in a list or dict argument gets a gradient too; a saved intermediate is differentiated through `forward`;
-    `jax.vmap` works without `generate_vmap_rule`.
+    tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`.
+
+    A second derivative has all its terms, or is an error, where torch drops a term in silence. A saved value that is
+    neither input nor output is differentiated as `forward` computes it; torch takes it for a constant. With
+    `once_differentiable` a second derivative raises; `torch.autograd.grad` leaves out the term that goes through it.
+    `jax.lax.stop_gradient` on what is saved, or on what `backward` returns, gives torch's numbers.
     """
 
     complex_convention = "paddle"

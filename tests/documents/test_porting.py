@@ -1,0 +1,207 @@
+"""Notebook 03: the two texts of each recipe print the same, and its table has names of real torch and Paddle."""
+
+import concurrent.futures
+import dataclasses
+import datetime as dt
+import json
+import pkgutil
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, FunctionCtx, PyLayer, once_differentiable
+
+CELLS = json.loads((Path(__file__).parents[2] / "notebooks" / "03_porting.ipynb").read_text())["cells"]
+TEXTS = ["".join(cell["source"]) for cell in CELLS]
+JAX = {"jax": jax, "jnp": jnp, "dataclasses": dataclasses, "Function": Function, "PyLayer": PyLayer}
+
+
+class Recipe(NamedTuple):
+    title: str
+    original: str
+    port: str
+    shown: str  # by the notebook, below the port
+
+
+RECIPES = [
+    Recipe(
+        text.splitlines()[0].removeprefix("### "),
+        re.search("```python\n(.*?)```", text, re.DOTALL)[1],
+        port,
+        "".join("".join(output["text"]) for output in cell["outputs"]),
+    )
+    for text, port, cell in zip(TEXTS, TEXTS[1:], CELLS[1:], strict=False)
+    if text.startswith("### ")
+]
+EACH = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.title)
+
+
+def run(text, **names):
+    """The values that a text prints, in the types of Python, and the names that it defines."""
+    printed = []
+    names |= {"__name__": __name__, "print": lambda *values: printed.extend(values)}
+    exec(text, names)
+    return [x.tolist() if hasattr(x, "tolist") else x if x is True else str(x).split(".")[-1] for x in printed], names
+
+
+def run_in_torch(text, torch):
+    return run(text, torch=torch)[0]
+
+
+def run_on_two_ranks(text, torch):
+    store, wait = torch.distributed.HashStore(), dt.timedelta(seconds=60)
+
+    def one(rank):
+        group = torch.distributed.ProcessGroupGloo(store, rank, 2, wait)
+        return run(text, torch=torch, rank=rank, group=group)[0]
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(one, range(2))
+    assert first == second
+    return first
+
+
+def numbers_and_text(shown):
+    number = r"-?\d+\.?\d*"
+    return np.array(re.findall(number, shown), float), "".join(re.sub(number, "", shown).split())
+
+
+@pytest.mark.slow  # the next test runs each port too, where torch and Paddle are installed
+@EACH
+def test_a_port_prints_what_is_shown(recipe, capsys):
+    exec(recipe.port, JAX | {"__name__": __name__})
+    (numbers, text), (shown, around) = map(numbers_and_text, (capsys.readouterr().out, recipe.shown))
+    np.testing.assert_allclose(numbers, shown, rtol=1e-5)
+    assert text == around
+
+
+@pytest.mark.frameworks
+@EACH
+def test_an_original_prints_the_same_as_its_port(recipe, framework, request):
+    if "paddle." in recipe.original:
+        theirs, _ = run(recipe.original, paddle=request.getfixturevalue("paddle"))
+    else:
+        on_ranks = "group" in recipe.original
+        theirs = (run_on_two_ranks if on_ranks else run_in_torch)(recipe.original, framework("torch"))
+    ours, _ = run(recipe.port, **JAX)
+    assert len(ours) == len(theirs) > 0
+    for mine, other in zip(ours, theirs, strict=True):
+        if isinstance(other, str):
+            assert mine == other
+        else:
+            np.testing.assert_allclose(mine, other, rtol=1e-5)
+
+
+# The gradient of a sink, of a loss that takes the sink and the examples.
+WITH_A_SINK = {
+    "eager": lambda loss: jax.grad(loss),
+    "jit": lambda loss: jax.jit(jax.grad(loss)),
+    "grad of jit": lambda loss: jax.grad(jax.jit(loss)),
+    "scan": lambda loss: jax.grad(
+        lambda sink, xs: jax.lax.scan(lambda total, x: (total + loss(sink, x), None), jnp.float32(0), xs)[0]
+    ),
+    "vmap": lambda loss: jax.grad(lambda sink, xs: jax.vmap(loss, (None, 0))(sink, xs).sum()),
+    "remat": lambda loss: jax.grad(jax.checkpoint(loss)),
+}
+
+
+@pytest.mark.parametrize("how", WITH_A_SINK)
+def test_a_sink_keeps_the_gradient_in_float32(how):
+    (text,) = (recipe.port for recipe in RECIPES if "main_grad" in recipe.title)
+    linear = run(text, **JAX)[1]["Linear"]
+    weight = jnp.array([[1.0], [0.5]], jnp.bfloat16)
+    xs = 11 * jnp.arange(24, dtype=jnp.bfloat16).reshape(4, 3, 2)
+    x = xs if how in ("scan", "vmap") else xs[3]
+    expected = np.asarray(x, np.float32).reshape(-1, 2).sum(0)[:, None]
+    assert expected.astype(jnp.bfloat16).tolist() != expected.tolist()
+
+    def loss(sink, x):
+        return jnp.sum(linear.apply(x, weight, sink).astype(jnp.float32))
+
+    gradient = WITH_A_SINK[how](loss)(jnp.zeros((2, 1), jnp.float32), x)
+    assert gradient.dtype == jnp.float32
+    np.testing.assert_array_equal(gradient, expected)
+
+
+@pytest.mark.frameworks
+def test_each_column_of_the_table_has_real_names(framework, paddle):
+    torch = framework("torch")
+    columns = (  # what ctx and x are
+        {"ctx": paddle.autograd.PyLayerContext, "x": paddle.ones([1])},
+        {"ctx": torch.autograd.Function, "x": torch.ones(1)},
+        {"ctx": FunctionCtx},
+    )
+    (table,) = (text for text in TEXTS if text.startswith("## Name by name"))
+    for row in table.splitlines()[4:]:
+        for stands_for, cell in zip(columns, re.split(r" *\| *", row)[1:], strict=False):
+            # `y` is what `x` is, and `ctx.anything` is any name of the user's.
+            for name in re.findall(r"`(?!ctx\.anything|y\.)([a-z_]+(?:\.\w+)+)", cell):
+                first, _, rest = name.partition(".")
+                assert hasattr(stands_for[first], rest) if first in stands_for else pkgutil.resolve_name(name), name
+
+
+@pytest.mark.frameworks
+def test_flags_that_a_method_reads_of_its_arguments(framework, paddle):
+    """`stop_gradient` and `requires_grad` in a method are `ctx.needs_input_grad[i]`; Paddle ignores one that is set."""
+    torch, seen = framework("torch"), []
+
+    def apply(base, read, x, constant):
+        def forward(ctx, *args):
+            seen.append(read(ctx, args))
+            y = args[0] * 2
+            if base is paddle.autograd.PyLayer:
+                y.stop_gradient = True
+            return y
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, dy: (dy * 3, None))}
+        return type("Layer", (base,), methods).apply(x, constant).sum()
+
+    x = paddle.to_tensor([1.0], stop_gradient=False)
+    apply(paddle.autograd.PyLayer, lambda ctx, args: [not arg.stop_gradient for arg in args], x, x.detach()).backward()
+    y = torch.ones(1, requires_grad=True)
+    apply(torch.autograd.Function, lambda ctx, args: [arg.requires_grad for arg in args], y, y.detach())
+    z = jnp.ones(1)
+    jax.grad(lambda x: apply(PyLayer, lambda ctx, args: list(ctx.needs_input_grad), x, z))(z)
+    assert seen == [[True, False]] * 3
+    assert x.grad.tolist() == [3]
+
+
+@pytest.mark.frameworks
+def test_a_term_of_the_second_derivative_that_torch_drops(framework):
+    torch = framework("torch")
+
+    def layer(base, once, save_power):
+        def forward(ctx, x):
+            ctx.save_for_backward(*((x * x,) if save_power else (x,)))
+            return x * x * x
+
+        def backward(ctx, dy):
+            (saved,) = ctx.saved_tensors
+            return 3 * dy * (saved if save_power else saved * saved)
+
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(once(backward))}
+        return type("Cube", (base,), methods).apply
+
+    def theirs(once, save_power):
+        x = torch.tensor(2.0, requires_grad=True)
+        y = x * layer(torch.autograd.Function, once, save_power)(x)
+        (first,) = torch.autograd.grad(y, x, create_graph=True)
+        return torch.autograd.grad(first, x)[0].item()
+
+    def ours(once, save_power):
+        cube = layer(Function, once, save_power)
+        return jax.grad(jax.grad(lambda x: x * cube(x)))(2.0)
+
+    def every(backward):
+        return backward
+
+    assert theirs(every, False) == ours(every, False) == ours(every, True) == 48
+    assert theirs(every, True) == 24
+    assert theirs(torch.autograd.function.once_differentiable, False) == 12
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        ours(once_differentiable, False)
