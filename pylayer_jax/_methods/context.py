@@ -191,6 +191,8 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
+        In a call that takes a `jax.Ref`, JAX does not tell which are missing: they come as zeros.
+
         Raises:
             RuntimeError: when called outside `forward`.
         """
@@ -218,6 +220,7 @@ class PyLayerContext:
 
         Under `jax.grad` of `jax.jit`, `forward` runs once undifferentiated and once for the gradient. A class with
         forward mode or with a `vmap` is staged once for both: there every argument that can have a gradient has True.
+        So it has in a call that takes a `jax.Ref`.
         """
         self._state.read_needs_input_grad = True
         return self._state.needs()
