@@ -12,8 +12,8 @@ import pytest
 from tests.kit.skipped import how_to_run
 
 ROOT = Path(__file__).parents[2]
-README, REFERENCE = ROOT / "README.md", ROOT / "docs" / "reference.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "tests" / "README.md"]
+README, REFERENCE = ROOT / "README.md", ROOT / "notebooks" / "reference.md"
+PAGES = [README, *sorted((ROOT / "notebooks").glob("*.md")), ROOT / "tests" / "README.md"]
 
 
 def blocks(page, language):
@@ -60,7 +60,7 @@ def number(shown):
 
 
 def test_the_table_of_second_derivatives_has_the_numbers_of_its_script():
-    spec = importlib.util.spec_from_file_location("second_derivative", ROOT / "docs" / "second_derivative.py")
+    spec = importlib.util.spec_from_file_location("second_derivative", ROOT / "notebooks" / "second_derivative.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     rows = [line.split("|") for line in README.read_text().splitlines() if re.match(r"\| of .* at \d", line)]

@@ -1,6 +1,6 @@
-"""Prints the README's table of second derivatives, and draws docs/second_derivative.svg (with matplotlib).
+"""Prints the README's table of second derivatives, and draws notebooks/second_derivative.svg (with matplotlib).
 
-python docs/second_derivative.py
+python notebooks/second_derivative.py
 """
 
 from __future__ import annotations
