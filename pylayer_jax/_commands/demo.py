@@ -8,15 +8,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pylayer_jax._layer import PyLayer
 from pylayer_jax._report.report import saved_tensors_report
 from pylayer_jax._report.table import SavedTensorsReport
+from pylayer_jax.packers import quantize_saved
 
 WIDTHS = (64, 128, 64, 10)
 BITS = 4
 BATCH = 64
 BACKBONE_GRADIENT = 0.5
+PACKED_BITS = 8
 
 
 class Swish(PyLayer):
@@ -134,55 +137,80 @@ class Result:
     accuracy: float  # on the test images
     gradient_error: float  # the largest difference to plain JAX, relative to the largest gradient
     saved: SavedTensorsReport
+    packed_accuracy: float  # of the same training with packed tensors
+    packed: SavedTensorsReport
 
 
-def train(epochs: int, seed: int, progress: bool) -> Result:
+def run(epochs: int, seed: int, progress: bool) -> Result:
     """Train on three quarters of the 1,797 digits, compare the gradients with plain JAX, and count the saved bytes.
 
     Raises:
         ImportError: if optax, scikit-learn or tqdm is not installed; the extra named `demo` installs them.
     """
-    import optax
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
-    from tqdm import tqdm
 
     digits: Any = load_digits()
     split: Any = train_test_split(
         digits.data.astype("float32") / 16, digits.target.astype("int32"), random_state=seed, stratify=digits.target
     )
     images, test_images, labels, test_labels = map(jnp.asarray, split)
-    parameters = new_parameters(jax.random.key(seed))
-    steps = epochs * (len(images) // BATCH)
-    optimizer: Any = optax.adamw(optax.cosine_decay_schedule(3e-3, steps), weight_decay=1e-4)
-    state: Any = optimizer.init(parameters)
 
     @jax.jit
-    def update(parameters: Parameters, state: Any, images: jax.Array, labels: jax.Array) -> Any:
-        value, gradients = jax.value_and_grad(loss)(parameters, images, labels, PYLAYERS)
-        changes, state = optimizer.update(gradients, state, parameters)
-        return optax.apply_updates(parameters, changes), state, value
+    def accuracy(parameters: Parameters) -> jax.Array:
+        return jnp.mean(jnp.argmax(_logits(parameters, test_images, PYLAYERS), axis=1) == test_labels)
 
-    key = jax.random.key(seed + 1)
-    for _ in (bar := tqdm(range(epochs), desc="training", unit="epoch", disable=not progress)):
-        key, shuffle = jax.random.split(key)
-        order = jax.random.permutation(shuffle, len(images))
-        value = jnp.zeros(())
-        for first in range(0, len(images) - BATCH + 1, BATCH):
-            batch = order[first : first + BATCH]
-            parameters, state, value = update(parameters, state, images[batch], labels[batch])
-        bar.set_postfix(loss=f"{float(value):.4f}")
-
-    guess = jnp.argmax(_logits(parameters, test_images, PYLAYERS), axis=1)
-    batch = (images[:BATCH], labels[:BATCH])
-    saved = saved_tensors_report(loss, parameters, *batch, PYLAYERS)
-    return Result(float(jnp.mean(guess == test_labels)), _gradient_error(parameters, *batch), saved)
-
-
-def _gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array) -> float:
-    ours, plain = (
-        jax.jit(jax.grad(lambda p, layers=layers: loss(p, images, labels, layers)))(parameters)
-        for layers in (PYLAYERS, PLAIN)
+    packed_loss = quantize_saved(PACKED_BITS)(loss)
+    parameters, packed_parameters = (
+        _train(each, images, labels, epochs, seed, title if progress else None)
+        for each, title in ((loss, "training"), (packed_loss, f"training, {PACKED_BITS}-bit saved tensors"))
     )
-    pairs = list(zip(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(plain), strict=True))
-    return max(float(jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))) for a, b in pairs)
+    batch = (images[:BATCH], labels[:BATCH])
+    return Result(
+        float(accuracy(parameters)),
+        float(jax.jit(lambda parameters: _gradient_error(parameters, *batch))(parameters)),
+        saved_tensors_report(loss, parameters, *batch, PYLAYERS),
+        float(accuracy(packed_parameters)),
+        saved_tensors_report(packed_loss, parameters, *batch, PYLAYERS),
+    )
+
+
+def _train(
+    loss: Callable[..., jax.Array], images: jax.Array, labels: jax.Array, epochs: int, seed: int, title: str | None
+) -> Parameters:
+    """The parameters after so many passes over the images; with a title, there is a progress bar."""
+    import optax
+    from tqdm import tqdm
+
+    steps = len(images) // BATCH
+    # One vector, so that there is one update to compile.
+    optimizer: Any = optax.flatten(optax.adamw(optax.cosine_decay_schedule(3e-3, epochs * steps), weight_decay=1e-4))
+
+    @jax.jit
+    def start(key: jax.Array) -> Any:
+        parameters = new_parameters(key)
+        return parameters, optimizer.init(parameters)
+
+    @jax.jit
+    def epoch(trained: Any, batches: jax.Array, images: jax.Array, labels: jax.Array) -> Any:
+        def update(trained: Any, batch: jax.Array) -> Any:
+            parameters, state = trained
+            value, gradients = jax.value_and_grad(loss)(parameters, images[batch], labels[batch], PYLAYERS)
+            changes, state = optimizer.update(gradients, state, parameters)
+            return (optax.apply_updates(parameters, changes), state), value
+
+        return jax.lax.scan(update, trained, batches)
+
+    trained = start(jax.random.key(seed))
+    rng = np.random.default_rng(seed)
+    for _ in (bar := tqdm(range(epochs), desc=title, unit="epoch", disable=title is None)):
+        batches = rng.permutation(len(images))[: steps * BATCH].reshape(steps, BATCH)
+        trained, values = epoch(trained, batches, images, labels)
+        bar.set_postfix(loss=f"{float(values[-1]):.4f}")
+    return trained[0]
+
+
+def _gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array) -> jax.Array:
+    ours, plain = (jax.tree_util.tree_leaves(jax.grad(loss)(parameters, images, labels, x)) for x in (PYLAYERS, PLAIN))
+    differences = [jnp.max(jnp.abs(a - b)) for a, b in zip(ours, plain, strict=True)]
+    return jnp.max(jnp.stack(differences)) / jnp.max(jnp.stack([jnp.max(jnp.abs(b)) for b in plain]))

@@ -25,7 +25,7 @@ def test_demo_reports_accuracy_gradients_and_what_is_saved(capsys):
     accuracy = float(out.split("Test accuracy: ")[1].split("%")[0])
     assert accuracy > 85
     assert status == 0
-    assert "(at most 1e-04: yes)" in out
+    assert "(at most 1e-05: yes)" in out
     # The first quantizer keeps its weight and its step, swish its input, scaling nothing.
     saved = [line.split() for line in out.split("Saved for backward")[1].splitlines()]
     assert ["Quantize", "saved[0]", "float32[64,128]", "1", "32,768"] in [row[:5] for row in saved]
@@ -33,6 +33,12 @@ def test_demo_reports_accuracy_gradients_and_what_is_saved(capsys):
     assert ["Swish", "saved[0]", "float32[64,64]", "1", "16,384"] in [row[:5] for row in saved]
     assert all(row[5].startswith("demo.py:") for row in saved if row and row[0] in ("Swish", "Quantize"))
     assert not [row for row in saved if row and row[0] == "ScaleGradient"]
+
+    packed, kept, plain = re.search(r"8-bit.* accuracy (.*)%; (.*) bytes are kept in place of (.*)", out).groups()
+    assert float(packed) > 85
+    assert int(kept.replace(",", "")) < 0.3 * int(plain.replace(",", ""))
+    assert re.search(r"at 1.3 +PyLayer +6.0000 +plain custom_vjp +0.0000\n", out)
+    assert re.search(r"at 0.3 +PyLayer +-2.1327 +plain custom_vjp +-1.0664\n", out)
 
     label = r"Time for the data, the training, the comparison and the report: \d+\.\d s"
     assert re.fullmatch(label, out.splitlines()[-1])
@@ -52,7 +58,7 @@ def test_wrong_gradients_fail_the_job(capsys, monkeypatch):
     swish = __main__.demo.Swish
     monkeypatch.setattr(swish, "backward", staticmethod(lambda ctx, dy: dy))
     assert __main__.main(["--epochs", "1", "--quiet"]) == 1
-    assert "(at most 1e-04: NO)" in capsys.readouterr().out
+    assert "(at most 1e-05: NO)" in capsys.readouterr().out
 
 
 def test_missing_extra_says_what_to_install(capsys, monkeypatch):
