@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 nbclient = pytest.importorskip("nbclient", reason='notebooks need an extra: pip install -e ".[notebooks]"')
-for package in ("ipykernel", "matplotlib", "rich"):
+for package in ("flax", "ipykernel", "matplotlib", "rich"):
     pytest.importorskip(package, reason='notebooks need an extra: pip install -e ".[notebooks]"')
 import nbformat  # noqa: E402
 
