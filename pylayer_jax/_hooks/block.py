@@ -8,7 +8,7 @@ import inspect
 import threading
 import types
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ import numpy as np
 from pylayer_jax._jax.tracers import current_trace
 
 from .open_blocks import Block, Disabled, active, active_pair, innermost_block, mark_nested
-from .pair import Hook, Pair
+from .pair import Hook, Pair, Step
 from .recompute import Errors
 from .trace import HooksTrace, enter_block
 
@@ -146,7 +146,21 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         differentiable: bool = False,
         only: Callable[[jax.Array], bool] | None = None,
     ) -> None:
-        functions = {"pack_hook": pack_hook, "unpack_hook": unpack_hook} | ({} if only is None else {"only": only})
+        self._check(pack_hook=pack_hook, unpack_hook=unpack_hook, **({} if only is None else {"only": only}))
+        known = (self._errors, bool(host) or self._is_last, self._pack_part)
+        self._set_up([Step(pack_hook, unpack_hook, bool(host), bool(differentiable), only, *known)])
+
+    # What is known of the hooks of a ready pair: see `Step`.
+    _errors = Errors()
+    _is_last = False
+    _pack_part: Hook | None = None
+
+    def _set_up(self, steps: Sequence[Step], only: Hook | None = None) -> None:
+        self._steps, self._only = tuple(steps), only
+        self._open: dict[int, Block] = {}
+        self._pair = self._present_pair()
+
+    def _check(self, **functions: Any) -> None:
         for name, hook in functions.items():
             if not callable(hook):
                 raise TypeError(
@@ -156,11 +170,6 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
                 raise TypeError(
                     f"{type(self).__name__}: {name} takes one argument, {_TAKES[name]}; {hook!r} does not: {misfit}."
                 )
-        self._hooks = (pack_hook, unpack_hook, bool(host), bool(differentiable), only)
-        self._open: dict[int, Block] = {}
-        self._pair = self._present_pair()
-
-    _errors = Errors()  # nothing is known of the hooks of a user
 
     def __repr__(self) -> str:
         args, kwargs = self._made_with
@@ -195,7 +204,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         return hooked
 
     def _present_pair(self) -> Pair:
-        pair = Pair(*self._hooks, errors=self._errors)
+        pair = Pair(self._steps, self._only)
         weakref.finalize(self, pair.store.collect, id(self)).atexit = False
         return pair
 

@@ -17,7 +17,7 @@ from pylayer_jax._jax.types import is_key, is_ref, typeof
 
 from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
 from .pack_cache import PackCache
-from .packing import PackedTensor, is_packed, pack_tensor
+from .packing import PackedTensor, pack_tensor
 from .recompute import Expression, Origins
 
 
@@ -199,12 +199,8 @@ class _Packing:
         if entry is None:
             entry = self._derived(tensor, index)
         if entry is None:
-            where = f"{self._owner} {index}"
-            if is_packed(self._hooks, tensor, where):
-                entry = _Entry(tensor, *pack_tensor(self._hooks, tensor, where))
-                self._new.append(entry)
-            else:
-                entry = _Entry(tensor, None, [tensor])
+            entry = _Entry(tensor, *pack_tensor(self._hooks, tensor, f"{self._owner} {index}"))
+            self._new.append(entry)
         self._entries[id(tensor)] = entry
         return entry
 
@@ -242,7 +238,7 @@ class _Packing:
         """Enter the packed tensors, and outputs that follow from them, into the cache; under jit, bind them."""
         # Otherwise XLA may see unpack(pack(x)) as a whole and keep x (two casts, for example, cancel out there), or
         # pack so late that all tensors live until then.
-        new = [entry for entry in self._new if isinstance(entry.packed, PackedTensor) and entry.packed.site is None]
+        new = [entry for entry in self._new if isinstance(entry.packed, PackedTensor) and not entry.packed.is_on_host]
         staged = [x for entry in new for x in entry.arrays if is_staged(x)]
         bound = list(outputs)
         if staged:

@@ -25,7 +25,7 @@ import numpy as np
 
 from pylayer_jax._jax.identities import compute_together, forbid_derivative, with_tangent
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_differentiating, is_staged, is_tracer
-from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, typeof, with_type
+from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
 from pylayer_jax._trees.closures import hiding_functions
 from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor, split
@@ -33,69 +33,69 @@ from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor, split
 from .host_shards import ShardLayout, from_local_shards, local_shards
 from .host_store import PackSite
 from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
-from .pair import Hook, Pair
+from .pair import Hook, Pair, Step
 
 PACK_SCOPE: Final = "pack_hook"  # the operations of pack hooks in compiled programs, profiles and reports
+
+
+class PackedArray:
+    """One array, packed by a step of a pair and by those behind it; without the arrays that are kept for it."""
+
+    __slots__ = ("_aval", "_is_numpy", "_parts", "_sharding", "_skeleton", "_unpack", "_where")
+
+    def __init__(
+        self, array: Any, unpack: Hook, skeleton: TreeWithoutTensors, parts: list[tuple[Any, slice]], where: str
+    ) -> None:
+        self._is_numpy = not is_array(array)
+        self._aval = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
+        # If JAX may place an array on any device, there is no sharding to restore.
+        self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
+        self._unpack = unpack
+        self._skeleton = skeleton  # of what the pack hook returned
+        self._parts = parts  # for each array in it, how the next step packed it (None: not), and where its arrays are
+        self._where = where  # the layer or operation, and the number of the tensor, for messages
+
+    def restored(self, arrays: Sequence[Any]) -> Any:
+        """The array, by the unpack hooks."""
+        parts = [arrays[at.start] if part is None else part.restored(arrays[at]) for part, at in self._parts]
+        with _needs_no_values("unpack_hook", self._where):
+            value = self._unpack(self._skeleton.fill(parts))
+        value = _checked(value, self._aval, self._where)
+        if self._is_numpy:
+            return np.asarray(value)
+        (value,) = as_arrays([value])
+        if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
+            value = jax.device_put(value, self._sharding)
+        return with_type(value, self._aval)
 
 
 class PackedTensor:
     """One packed tensor, without its arrays."""
 
-    __slots__ = (
-        "__weakref__",
-        "aval",
-        "is_in_shards",
-        "keeps_original",
-        "pair",
-        "sharding",
-        "site",
-        "skeleton",
-        "where",
-    )
+    __slots__ = ("__weakref__", "_array", "_pair", "keeps_original")
 
-    def __init__(self, pair: Pair, tensor: Any, where: str, keeps_original: bool) -> None:
-        self.pair = pair
-        self.aval = typeof(tensor)
-        # If JAX may place an array on any device, there is no sharding to restore.
-        self.sharding = None if is_tracer(tensor) or not getattr(tensor, "committed", False) else tensor.sharding
-        self.where = where  # the layer or operation, and the number of the tensor, for messages
+    def __init__(self, pair: Pair, array: PackedArray, keeps_original: bool) -> None:
+        self._pair = pair
+        self._array = array
         self.keeps_original = keeps_original  # whether the tensor itself is kept, for its tangent
-        self.is_in_shards = False  # whether its shards in this process are packed, each by itself
-        self.site: PackSite | None = None
-        self.skeleton: TreeWithoutTensors
+
+    @property
+    def is_on_host(self) -> bool:
+        return self._pair.host
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> jax.Array:
         """The tensor, by the unpack hook; in staged code not before the cotangents are there."""
         tensor, packed = (arrays[0], arrays[1:]) if self.keeps_original else (None, arrays)
-        if self.site is None and any(map(is_staged, packed)):
+        if not self.is_on_host and any(map(is_staged, packed)):
             # Otherwise XLA may unpack as early as it packs, and hold all unpacked tensors until backward begins.
             packed = compute_together([*packed, *cotangents])[: len(packed)]
-        value = self._run_unpack_hook(packed)
-        return with_tangent(tensor, value) if self.keeps_original else value
-
-    def _run_unpack_hook(self, arrays: Sequence[Any]) -> jax.Array:
         with hooks_suspended(), outside_hooks_trace():
-            if self.site is not None:
-                return with_type(self.site.restored(arrays[0]), self.aval)
-            packed = self.skeleton.fill(as_arrays(arrays))  # JAX hands on some constants as numbers
             try:
-                with _needs_no_values("unpack_hook", self.where):
-                    value = self._joined(packed) if self.is_in_shards else self.pair.unpack(packed)
+                value = self._array.restored(as_arrays(packed))  # JAX hands on some constants as numbers
             except Exception:
-                self.pair.cache.forget(self)  # what is broken must not serve the next operation that keeps the tensor
+                self._pair.cache.forget(self)  # what is broken must not serve the next operation that keeps the tensor
                 raise
-            (value,) = as_arrays([_checked(value, self.aval, self.where)])
-            if self.sharding is not None and not is_tracer(value) and value.sharding != self.sharding:
-                value = jax.device_put(value, self.sharding)
-            return with_type(value, self.aval)
-
-    def _joined(self, packed: Sequence[Any]) -> jax.Array:
-        """The tensor whose shards in this process are packed."""
-        assert self.sharding is not None
-        shape = self.aval.shape
-        shard = jax.ShapeDtypeStruct(self.sharding.shard_shape(shape), self.aval.dtype)
-        unpack = _checking(self.pair.unpack, shard, self.where)
-        return from_local_shards([unpack(x) for x in packed], shape, self.sharding)
+        return with_tangent(tensor, value) if self.keeps_original else value
 
 
 def _checking(unpack: Hook, aval: Any, where: str) -> Hook:
@@ -112,65 +112,114 @@ def _checked(value: Any, aval: Any, where: str) -> Any:
     return value
 
 
-def pack_tensor(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
-    """Pack one tensor. Returns its packed form, and the arrays that JAX has to keep for it."""
+def pack_tensor(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor | None, list[Any]]:
+    """Pack one tensor. Returns its packed form (None: it is not packed), and the arrays that JAX has to keep for it."""
     with hooks_suspended(), outside_hooks_trace():
+        steps = _chosen_steps(hooks.pair.steps, tensor, where) if _chooses(hooks.pair.only, tensor, where) else ()
+        if not steps:
+            return None, [tensor]
         if not is_tracer(tensor):
-            return _pack_concrete(hooks, tensor, where)
+            array, arrays = _pack(hooks.pair, steps, tensor, where)
+            return PackedTensor(hooks.pair, array, keeps_original=False), arrays
         with jax.named_scope(PACK_SCOPE):
-            return _pack_traced(hooks, tensor, where)
+            return _pack_traced(hooks, steps, tensor, where)
 
 
-def is_packed(hooks: Hooks, tensor: Any, where: str) -> bool:
-    """Whether the predicate of the pair, if it has one, chooses a tensor."""
-    if hooks.pair.only is None:
+def _chosen_steps(steps: Sequence[Step], array: Any, where: str) -> Sequence[Step]:
+    """The steps from the first one that packs an array; none if none does."""
+    first = (i for i, step in enumerate(steps) if _chooses(step.only, array, _in_step(where, step)))
+    return () if is_key(array) else steps[next(first, len(steps)) :]
+
+
+def _chooses(only: Hook | None, array: Any, where: str) -> bool:
+    if only is None:
         return True
-    with (
-        hooks_suspended(),
-        outside_hooks_trace(),
-        _needs_no_values("only", where, "It may read the shape, dtype and sharding of a tensor."),
-    ):
-        return bool(hooks.pair.only(tensor))
+    with _needs_no_values("only", where, "It may read the shape, dtype and sharding of a tensor."):
+        return bool(only(array))
 
 
-def _pack_concrete(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
-    pair, packed = hooks.pair, PackedTensor(hooks.pair, tensor, where, keeps_original=False)
-    packed.is_in_shards = pair.host and not tensor.is_fully_addressable
-    if packed.is_in_shards:
-        arrays, packed.skeleton = _run_pack_hook(
-            lambda shards: [pair.pack(x) for x in shards], local_shards(tensor), where
-        )
-    else:
-        value = np.asarray(tensor) if pair.host else tensor
-        arrays, packed.skeleton = _run_pack_hook(pair.pack, value, where)
-    return packed, arrays
+def _in_step(where: str, step: Step) -> str:
+    return f"{where}, in {step.name}" if step.name else where
 
 
-def _pack_traced(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
+def _pack_traced(hooks: Hooks, steps: Sequence[Step], tensor: Any, where: str) -> tuple[PackedTensor, list[Any]]:
     pair, can_move = hooks.pair, has_tangent(tensor)
     is_outside = is_staged(tensor) and not hooks.deferred and is_differentiating()
     keeps_original = can_move and (is_differentiated(tensor) or is_outside)
-    packed = PackedTensor(pair, tensor, where, keeps_original)
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
     elif can_move and not pair.differentiable:
         (value,) = forbid_derivative([tensor], _PackedWhenStaged(where))
     else:
         value = tensor
-    value = as_array(value, packed.aval)
-    if pair.host:
-        if hooks.rematerialized:
-            raise NotImplementedError(
-                f"{where} cannot be packed on the host inside of jax.checkpoint, which refuses effects. Put the hooks "
-                "block around the checkpointed function instead of inside, or use hooks without host=True."
-            )
-        division = ShardLayout.of(value)
-        unpack = _checking(pair.unpack, division.piece, where)
-        packed.site = PackSite(pair.store, pair.pack, unpack, division, where)
-        arrays = [packed.site.token(value)]
-    else:
-        arrays, packed.skeleton = _run_pack_hook(pair.pack, value, where)
-    return packed, arrays
+    if hooks.rematerialized:
+        raise NotImplementedError(
+            f"{where} cannot be packed on the host inside of jax.checkpoint, which refuses effects. Put the hooks "
+            "block around the checkpointed function instead of inside, or use hooks without host=True."
+        )
+    array, arrays = _pack(pair, steps, as_array(value, typeof(tensor)), where)
+    return PackedTensor(pair, array, keeps_original), arrays
+
+
+def _pack(
+    pair: Pair, steps: Sequence[Step], array: Any, where: str, is_part: bool = False
+) -> tuple[PackedArray, list[Any]]:
+    """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
+
+    `is_part`: whether the step before made the array.
+    """
+    step, later = steps[0], steps[1:]
+    here = _in_step(where, step)
+    with contextlib.ExitStack() as scope:
+        if is_tracer(array) and step.name:
+            scope.enter_context(jax.named_scope(f"{PACK_SCOPE}_{len(pair.steps) - len(later)}"))
+        packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
+
+    def is_kept(leaf: Any) -> bool:
+        # A NumPy array stays on the host, and is released with the vjp function, as every other object is.
+        return isinstance(leaf, jax.Array) or (_is_numpy_array(leaf) and is_packed(leaf))
+
+    def is_packed(leaf: Any) -> bool:
+        # A concrete array beside traced ones is a constant of the program.
+        return bool(later) and is_tracer(leaf) == is_tracer(array) and bool(_chosen_steps(later, leaf, where))
+
+    leaves, skeleton = split(packed, is_kept)
+    for path, names in hiding_functions(skeleton):
+        raise ValueError(
+            f"pack_hook{path} returned, for {here}, a function that closes over traced values "
+            f"({names}), which cannot be kept. Return the values themselves in a tuple or dict."
+        )
+    parts, arrays = list[tuple[Any, slice]](), list[Any]()
+    for leaf in leaves:
+        part, kept = None, [leaf]
+        if is_packed(leaf):
+            part, kept = _pack(pair, _chosen_steps(later, leaf, where), leaf, where, is_part or leaf is not array)
+        parts.append((part, slice(len(arrays), len(arrays) + len(kept))))
+        arrays += kept
+    return PackedArray(array, unpack, skeleton, parts, here), arrays
+
+
+def _is_numpy_array(leaf: object) -> bool:
+    """Whether a leaf is a NumPy array of a dtype that JAX has now."""
+    return isinstance(leaf, np.ndarray) and is_tensor(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+
+
+def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:
+    """What the pack hook of a step returns for an array, and the function that makes the array of it again."""
+    pack, unpack = (is_part and step.pack_part) or step.pack, step.unpack
+    if step.host and is_tracer(array):
+        layout = ShardLayout.of(array)
+        site = PackSite(pair.store, pack, _checking(unpack, layout.piece, where), layout, where)
+        return site.token(array), site.restored
+    with _needs_no_values("pack_hook", where):
+        if not step.host:
+            return pack(*as_arrays([array])), unpack
+        if getattr(array, "is_fully_addressable", True):
+            return pack(np.asarray(array)), unpack
+        shape, sharding = array.shape, array.sharding
+        unpack_shard = _checking(unpack, jax.ShapeDtypeStruct(sharding.shard_shape(shape), array.dtype), where)
+        packed = [pack(shard) for shard in local_shards(array)]
+        return packed, lambda packed: from_local_shards([unpack_shard(x) for x in packed], shape, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,19 +235,6 @@ class _PackedWhenStaged:
             "instead, into the function that jax.grad differentiates; or, where JAX can differentiate the hooks with "
             "the derivative of the identity, pass saved_tensors_hooks(..., differentiable=True)."
         )
-
-
-def _run_pack_hook(pack: Hook, value: Any, where: str) -> tuple[list[Any], TreeWithoutTensors]:
-    with _needs_no_values("pack_hook", where):
-        packed = pack(value)
-    # A NumPy array stays on the host, and is released with the vjp function, as every other object is.
-    arrays, skeleton = split(packed, lambda leaf: isinstance(leaf, jax.Array))
-    for path, names in hiding_functions(skeleton):
-        raise ValueError(
-            f"pack_hook{path} returned, for {where}, a function that closes over traced values "
-            f"({names}), which cannot be kept. Return the values themselves in a tuple or dict."
-        )
-    return arrays, skeleton
 
 
 _RUN_ON_HOST = "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True)."

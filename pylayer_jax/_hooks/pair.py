@@ -1,9 +1,10 @@
-"""A pair of saved-tensor hooks."""
+"""A pair of saved-tensor hooks, or several of them one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from .function_keys import function_key
 from .host_store import HostStore, host_store_of
@@ -13,46 +14,42 @@ from .recompute import Errors
 Hook = Callable[[Any], Any]
 
 
+class Step(NamedTuple):
+    """A pack hook and an unpack hook, and what is known of them."""
+
+    pack: Hook
+    unpack: Hook
+    host: bool = False
+    differentiable: bool = False  # whether pack, then unpack, has the derivative of the identity
+    only: Hook | None = None  # a predicate: arrays for which it is False are not packed
+    errors: Errors = Errors()
+    is_last: bool = False  # whether no other step may follow in a chain, since what is packed is on the host
+    pack_part: Hook | None = None  # of an array that the step before made, if that differs from `pack`
+    name: str = ""  # in a chain, for messages
+
+    def key(self) -> Any:
+        functions = (self.pack, self.unpack, self.only, self.pack_part)
+        return *map(function_key, functions), self.host, self.differentiable, self.errors
+
+
 class Pair:
-    """A pack hook and an unpack hook. Equal pairs are one entry in jit's caches."""
+    """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches."""
 
-    __slots__ = (
-        "__weakref__",
-        "_hash",
-        "cache",
-        "differentiable",
-        "errors",
-        "host",
-        "key",
-        "only",
-        "pack",
-        "store",
-        "unpack",
-    )
+    __slots__ = ("__weakref__", "_hash", "cache", "differentiable", "errors", "host", "key", "only", "steps", "store")
 
-    def __init__(
-        self,
-        pack: Hook,
-        unpack: Hook,
-        host: bool,
-        differentiable: bool = False,
-        only: Hook | None = None,
-        errors: Errors = Errors(),  # noqa: B008 - immutable
-    ) -> None:
-        self.pack = pack
-        self.unpack = unpack
-        self.host = host
-        self.differentiable = differentiable  # whether pack, then unpack, has the derivative of the identity
+    def __init__(self, steps: Sequence[Step], only: Hook | None = None) -> None:
+        self.steps = tuple(steps)
         self.only = only  # a predicate: tensors for which it is False are not packed
-        self.errors = errors
+        self.host = self.steps[-1].host
+        self.differentiable = all(step.differentiable for step in self.steps)
+        self.errors = functools.reduce(Errors.and_then, (step.errors for step in self.steps))
         self.key = self._present_key()
         self._hash = hash(self.key)
         self.store: HostStore = host_store_of(self.key)
         self.cache = PackCache()
 
     def _present_key(self) -> Any:
-        functions = (self.pack, self.unpack, *(() if self.only is None else (self.only,)))
-        return *map(function_key, functions), self.host, self.differentiable, self.errors
+        return *(step.key() for step in self.steps), function_key(self.only)
 
     def globals_changed(self) -> bool:
         """Whether a variable that a hook reads was bound anew."""

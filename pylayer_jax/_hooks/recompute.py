@@ -36,6 +36,13 @@ class Errors(NamedTuple):
     # its values then comes from that row only. None if no row may.
     shortest_scaled_row: int | None = None
 
+    def and_then(self, other: Errors) -> Errors:
+        """The errors of a pair that packs with two others, one after the other."""
+        first, second = self.shortest_scaled_row, other.shortest_scaled_row
+        # If both divide by rows, the second may mix numbers of the first that belong to several rows.
+        rows = None if first is None or second is None or (first and second) else first + second
+        return Errors(self.keep_offsets and other.keep_offsets, rows)
+
 
 class Origin(NamedTuple):
     """The equation that made a value."""

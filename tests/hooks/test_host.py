@@ -259,7 +259,7 @@ def nothing_is_logged():
 @pytest.mark.parametrize("hook", ["pack", "unpack"])
 def test_a_step_that_raised_in_a_hook_leaks_nothing(hook, nothing_is_logged):
     host = Host()
-    pack, unpack = host.hooks._hooks[:2]
+    pack, unpack = host.hooks._steps[0][:2]
     calls = {"pack": 0, "unpack": 0}
 
     def counted(name, function):
