@@ -21,6 +21,7 @@ from pylayer_jax._jax.tracers import is_tracer
 
 from ._hooks.block import saved_tensors_hooks
 from ._hooks.disk import File, folder_of
+from ._hooks.pair import Step
 from ._hooks.quantize import Blocks, Quantized, dequantize, quantize
 from ._hooks.recompute import Errors
 
@@ -28,7 +29,7 @@ Only = Callable[[jax.Array], bool]
 
 _NO_ERRORS = Errors(keep_offsets=True, shortest_scaled_row=0)
 
-__all__ = ["cast_saved", "quantize_saved", "save_on_cpu", "save_on_disk"]
+__all__ = ["cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
 
 def _is_float(x: Any) -> bool:
@@ -52,13 +53,12 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
     """
 
     _errors = _NO_ERRORS
+    _is_last = True  # JAX computes on the device only
 
     def __init__(self, pin_memory: bool = False, *, only: Only | None = None) -> None:
         _refuse_function("save_on_cpu", pin_memory)
 
-        def pack(x: Any) -> Any:
-            if not _is_float(x):
-                return x
+        def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
             # No process can read all of an array that is spread over several.
@@ -66,12 +66,16 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
+        def pack(x: Any) -> Any:
+            return move(x) if _is_float(x) else x
+
         def unpack(packed: Any) -> Any:
             if not isinstance(packed, _OnHost):
                 return packed
             # A transfer commits an array to its device; only a NumPy array leaves the device open again.
             return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
 
+        self._pack_part = move
         super().__init__(pack, unpack, differentiable=True, only=only)
 
 
@@ -214,10 +218,70 @@ class save_on_disk(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         _refuse_function("save_on_disk", directory)
         folder = folder_of(os.path.abspath(os.fspath(directory)))
 
+        def write(x: Any) -> Any:
+            return File(folder, x)
+
         def pack(x: Any) -> Any:
-            return File(folder, x) if _is_float(x) else x
+            return write(x) if _is_float(x) else x
 
         def unpack(packed: Any) -> Any:
             return packed.read() if isinstance(packed, File) else packed
 
+        self._pack_part = write
         super().__init__(pack, unpack, host=True, only=only)
+
+
+class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
+    """Pack with the first pair, then pack what it returned with the second, and so on; unpack in reverse.
+
+        chain(quantize_saved(8), save_on_cpu())
+        chain(cast_saved(), save_on_disk("saved"))
+
+    The second pair packs each array that the first one returned, wherever it is in a pytree; numbers, strings and other
+    objects stay as they are, and so does an array that the second pair leaves alone. Of a float32 tensor of shape
+    [1024, 1024], `quantize_saved(8)` keeps integers of shape [8192, 128], and the least and the largest value of each
+    block, of shape [8192]. `save_on_cpu` and `save_on_disk` take all three, the integers too; alone, they leave integer
+    tensors where they are, and so they do with one that the pairs before them left unchanged. `cast_saved` halves the
+    float32 arrays of a pair before it.
+
+    To JAX a chain is one pair: blocks, nesting, caches and `close()` are as for any other. Each pair checks that it
+    gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are.
+
+    Args:
+        pairs: two pairs or more: ready ones, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other
+            pairs with `host=True` come last. The predicate `only` of a pair sees what this pair would pack.
+        only: a predicate of the tensor that is saved.
+
+    Raises:
+        TypeError: for an argument that is no pair, or for less than two; at the place of use, what the hooks of a pair
+            raise, with its number and arguments in the message.
+        ValueError: if another pair follows one that must come last, or if a chain with `only` is in another chain.
+    """
+
+    def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
+        if len(pairs) < 2:
+            raise TypeError(f"chain takes two pairs of hooks or more, got {len(pairs)}.")
+        if only is not None:
+            self._check(only=only)
+        steps = list[Step]()
+        for number, pair in enumerate(list[Any](pairs), 1):
+            if not isinstance(pair, saved_tensors_hooks):
+                hint = " Write it with parentheses." if isinstance(pair, type) else ""
+                raise TypeError(f"chain: argument {number} must be a pair of hooks, got {pair!r}.{hint}")
+            if pair._only is not None:
+                raise ValueError(
+                    f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
+                    "predicate to the outer chain or to one of the pairs."
+                )
+            if steps and steps[-1].is_last:
+                raise ValueError(
+                    f"chain: {pairs[number - 2]!r} must come last, since what it packs is on the host, where "
+                    f"{pair!r} could not pack it in a compiled program. Change the order."
+                )
+            own = f"pair {number} of the chain, {pair!r}"
+            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._steps]
+        self._set_up(steps, only)
+
+    def __repr__(self) -> str:
+        args, kwargs = self._made_with
+        return f"chain({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"

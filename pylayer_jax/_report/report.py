@@ -87,6 +87,8 @@ def _row(tensor: Value, arrays: list[Value], arguments: dict[Value, Any]) -> Sav
         shards = max(shards, array.aval.size // max(1, iterations * each.aval.size))
         on_device += iterations * _bytes_on_device(arguments.get(each, each.aval))
     kept, is_packed = sum(_bytes(array.aval) for array in arrays), arrays != [tensor]
+    steps = range(2, max(v.pack_step() for v in arrays) + 1)
+    between = [{v for array in arrays for v in array.sources(step) if v.kind != "constant"} for step in steps]
     origin, layers = list(tensor.chain())[-1], [found for value in tensor.chain() for found in value.layers]
     layer, name, equations = layers[0] if layers else ("", origin.name, origin.equations)
     is_input, is_from_input = not is_packed and tensor.kind == "input", origin.kind == "input"
@@ -111,6 +113,9 @@ def _row(tensor: Value, arrays: list[Value], arguments: dict[Value, Any]) -> Sav
         memory="host" if is_on_host else "device",
         source=source_of(equations),
         note="; ".join(note for note, applies in notes.items() if applies),
+        bytes_after=(*(times * shards * sum(_bytes(v.aval) for v in values) for values in between), kept)
+        if steps
+        else (),
     )
 
 

@@ -25,10 +25,12 @@ class SavedTensor:
     memory: str  # "device" or "host"
     source: str  # file and line of the call of apply, or of the operation
     note: str
+    bytes_after: tuple[int, ...] = ()  # each pair of a chain, in order; empty without a chain
 
     def multiplied(self, count: int) -> SavedTensor:
         """The row of `count` such tensors."""
-        return dataclasses.replace(self, **{name: count * getattr(self, name) for name in ("times", *_SIZES.values())})
+        sizes: dict[str, Any] = {name: count * getattr(self, name) for name in ("times", *_SIZES.values())}
+        return dataclasses.replace(self, **sizes, bytes_after=tuple(count * size for size in self.bytes_after))
 
 
 _SIZES = {
@@ -93,6 +95,7 @@ class SavedTensorsReport:
     def _columns(self) -> dict[str, Callable[[SavedTensor], str]]:
         """The columns that say something: the sizes after packing, and on each device, only if these differ."""
         packed = any(r.packed_bytes != r.bytes for r in self.rows)
+        chained = any(r.bytes_after for r in self.rows)
         sharded = any(r.packed_bytes_per_device != r.packed_bytes for r in self.rows)
         shown = {"bytes": True, "per device": sharded, "packed": packed, "packed per device": packed and sharded}
         sizes = {title: (lambda r, s=size: f"{getattr(r, s):,}") for title, size in _SIZES.items() if shown[title]}
@@ -102,6 +105,7 @@ class SavedTensorsReport:
             "type": lambda r: f"{r.dtype}[{','.join(map(str, r.shape))}]",
             "times": lambda r: f"{r.times}",
             **sizes,
+            **({"after each pair": lambda r: " → ".join(f"{b:,}" for b in r.bytes_after)} if chained else {}),
             "where": lambda r: r.source,
             "": lambda r: r.note,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -49,21 +50,30 @@ class Value:
 
     def unpacked(self) -> Value:
         """The tensor from which a pack hook computed the value; the value itself if no hook did."""
+        # What else a hook reads are numbers that it holds, and the index of the device.
+        return max(self.sources(1), key=lambda v: (v.kind != "constant", v.aval.size), default=self)
+
+    def pack_step(self) -> int:
+        """The number of the pair of a chain whose pack hook computed the value; 1 without a chain, 0 without hooks."""
+        made, _ = self.innermost()
+        scopes = " ".join(str(e.source_info.name_stack) for e in made.equations) if made.whole is None else ""
+        return max(map(int, re.findall(rf"{PACK_SCOPE}_(\d+)", scopes)), default=int(PACK_SCOPE in scopes))
+
+    def sources(self, step: int) -> list[Value]:
+        """What the pair of this number in a chain, and those behind it, computed the value from."""
         seen: set[Value] = set()
         origins: list[Value] = []
         waiting: list[Value] = [self]
         while waiting:
             value = waiting.pop()
-            made, _ = value.innermost()
             if value in seen:
                 continue
             seen.add(value)
-            if made.whole is None and any(PACK_SCOPE in str(e.source_info.name_stack) for e in made.equations):
-                waiting.extend(made.operands)
+            if value.pack_step() >= step:
+                waiting.extend(value.innermost()[0].operands)
             else:
                 origins.append(value)
-        # What else a hook reads are numbers that it holds, and the index of the device.
-        return max(origins, key=lambda v: (v.kind != "constant", v.aval.size), default=self)
+        return origins
 
 
 def source_of(equations: Equations) -> str:

@@ -1,0 +1,239 @@
+"""Pairs one after another: gradients, kept bytes, caches, nesting, and which pair an error names."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import saved_tensors_hooks, saved_tensors_report
+from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from tests.hooks.spy import Spy
+from tests.kit.case import grid
+from tests.kit.layers import Multiply, Tanh
+
+pytestmark = pytest.mark.own_primitive
+
+X, W = grid(8, 64), grid(64, 64, low=-0.2, high=0.3)
+
+
+def model(x, w):
+    return jnp.sum(jnp.sin(Multiply.apply(Tanh.apply(x @ w), x)))
+
+
+def doubled():
+    def pack(x):
+        return {"half": (x * 2, "a static"), "shape": x.shape}
+
+    def unpack(packed):
+        assert packed["half"][1] == "a static"
+        return packed["half"][0].reshape(packed["shape"]) / 2
+
+    return saved_tensors_hooks(pack, unpack)
+
+
+def reversed_on_host():
+    return saved_tensors_hooks(lambda x: [x[::-1].copy()], lambda packed: packed[0][::-1], host=True)
+
+
+# A chain, and the one pair whose gradients it must have; the other pairs restore what they get exactly.
+CHAINS = {
+    "quantized, on CPU": (lambda folder: chain(quantize_saved(8), save_on_cpu()), lambda: quantize_saved(8)),
+    "cast, on disk": (lambda folder: chain(cast_saved(), save_on_disk(folder)), cast_saved),
+    "quantized, on disk": (lambda folder: chain(quantize_saved(8), save_on_disk(folder)), lambda: quantize_saved(8)),
+    "of a user": (lambda folder: chain(doubled(), Spy().hooks), doubled),
+    "of a user, on the host": (lambda folder: chain(doubled(), reversed_on_host()), doubled),
+    "of chains": (lambda folder: chain(chain(doubled(), cast_saved()), save_on_cpu()), cast_saved),
+}
+
+
+def gradient(f):
+    return jax.grad(f, (0, 1))
+
+
+def scanned(f):
+    return lambda x, w: jax.lax.scan(lambda c, _: (c * 0.9 + f(c, w) * 0.01, None), x, None, length=3)[0].sum()
+
+
+def second(f):
+    return gradient(lambda x, w: sum(jnp.sum(g**2) for g in gradient(f)(x, w)))
+
+
+TRANSFORMS = {
+    "eager": gradient,
+    "jit": lambda f: jax.jit(gradient(f)),
+    "grad of jit": lambda f: gradient(jax.jit(f)),
+    "scan": lambda f: jax.jit(gradient(scanned(f))),
+    "vmap": lambda f: jax.vmap(gradient(f), (0, None)),
+    "remat": lambda f: jax.jit(gradient(jax.checkpoint(f))),
+    "eager second order": second,
+    "second order": lambda f: jax.jit(second(f)),
+}
+
+
+def block(hooks, f):
+    def run(x, w):
+        with hooks:
+            return f(x, w)
+
+    return run
+
+
+@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_gradients_are_those_of_the_pair_that_changes_values(transform, name, tmp_path):
+    make, single = CHAINS[name]
+    hooks, run = make(tmp_path), TRANSFORMS[transform]
+    x = X[:, None] if transform == "vmap" else X
+    if transform == "remat" and hooks._pair.host:
+        with pytest.raises(NotImplementedError, match=r"inside of jax.checkpoint"):
+            run(hooks(model))(x, W)
+        return
+    expected = run(single()(model))(x, W)
+    for hooked in (hooks(model), block(hooks, model)):
+        for got, wanted in zip(run(hooked)(x, W), expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=2e-4, atol=2e-5)
+
+
+# -- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "after", "kept", "note"),
+    [  # of X: 64 numbers in a block, with two of 4 bytes
+        ("quantized, on CPU", (512 + 4 * 8, 512 + 4 * 8), 544, "in host memory"),
+        ("cast, on disk", (1024, 4), 4, "packed on the host"),
+        ("quantized, on disk", (544, 12), 12, "packed on the host"),
+    ],
+)
+def test_kept_bytes_after_each_pair(name, after, kept, note, tmp_path):
+    report = saved_tensors_report(CHAINS[name][0](tmp_path)(lambda x: jnp.sum(Tanh.apply(x))), X)
+    (row,) = report.rows
+    assert (row.bytes, row.bytes_after, row.packed_bytes) == (2048, after, kept)
+    assert note in row.note
+    assert " → ".join(f"{size:,}" for size in after) in str(report)
+    assert row.multiplied(3).bytes_after == tuple(3 * size for size in after)
+
+
+def test_integers_that_a_pair_made_go_to_disk_and_those_of_the_layer_stay(tmp_path):
+    def sizes():
+        return sorted(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+
+    hooks = chain(quantize_saved(8), save_on_disk(tmp_path))
+    indices = jnp.arange(8) % 3
+    _, pullback = jax.vjp(hooks(lambda x: jnp.sum(Multiply.apply(x, x)[indices])), X)
+    assert sizes() == [16, 16, 512]
+    del pullback
+    assert sizes() == []
+
+
+def test_a_pair_packs_what_its_predicate_chooses():
+    hooks = chain(quantize_saved(8), save_on_cpu(only=lambda x: x.dtype == jnp.uint8), only=lambda x: x.ndim == 2)
+    report = saved_tensors_report(hooks(lambda x: jnp.sum(Tanh.apply(x)) + jnp.sum(Tanh.apply(x[0]))), X)
+    two, one = report.rows
+    assert (two.bytes_after, two.memory) == ((544, 544), "host")
+    assert (one.bytes_after, one.packed_bytes) == ((), one.bytes)
+    np.testing.assert_allclose(jax.grad(hooks(lambda x: jnp.sum(Tanh.apply(x))))(X), 1 - jnp.tanh(X) ** 2, atol=0.02)
+
+
+def test_numpy_arrays_of_a_pair_are_packed_and_come_back_as_such():
+    def unpack(packed):
+        assert isinstance(packed, np.ndarray)
+        return packed
+
+    hooks = chain(saved_tensors_hooks(np.asarray, unpack), cast_saved())
+    (gradient,) = jax.vjp(hooks(lambda x: jnp.sum(Tanh.apply(x))), X)[1](1.0)
+    error = jnp.max(jnp.abs(gradient - (1 - jnp.tanh(X) ** 2)))
+    assert 1e-4 < error < 0.02
+
+
+# -- one pair to JAX ------------------------------------------------------------------------------
+
+
+def test_equal_chains_are_one_entry_in_the_cache_of_jit():
+    traced = []
+
+    @jax.jit
+    @jax.grad
+    def step(x):
+        traced.append(None)
+        return jnp.sum(jnp.sin(x))
+
+    for hooks in (*(chain(cast_saved(), save_on_cpu()) for _ in range(3)), cast_saved(), save_on_cpu()):
+        with hooks:
+            step(X)
+    assert len(traced) == 3
+
+
+def test_the_innermost_block_applies_alone():
+    first, second, outer = Spy(), Spy(), Spy()
+    with outer.hooks, chain(first.hooks, second.hooks):
+        jax.grad(lambda x: jnp.sum(Tanh.apply(x)))(X)
+        with outer.hooks:
+            jax.grad(lambda x: jnp.sum(Tanh.apply(x)))(X)
+    assert first.counts() == second.counts() == outer.counts() == (1, 1)
+
+
+def test_copies_and_text(tmp_path):
+    hooks = chain(cast_saved(), save_on_disk(str(tmp_path)), only=None)
+    text = f"chain(cast_saved(dtype=bfloat16), save_on_disk(directory={str(tmp_path)!r}), only=None)"
+    for each in (hooks, copy.copy(hooks), pickle.loads(pickle.dumps(hooks))):
+        assert repr(each) == text
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def fails(x):
+    raise OSError("no room")
+
+
+def same(x):
+    return x
+
+
+FAILING = {
+    "pack": (saved_tensors_hooks(fails, same), OSError, "pack_hook"),
+    "unpack": (saved_tensors_hooks(same, fails), OSError, "unpack_hook"),
+    "shape": (saved_tensors_hooks(same, lambda x: x[:1]), ValueError, r"unpack_hook returned .*bfloat16"),
+    "values": (saved_tensors_hooks(lambda x: float(x[0, 0]), same), TypeError, "pack_hook needs concrete values"),
+    "host": (saved_tensors_hooks(fails, same, host=True), Exception, "pack_hook raised OSError"),
+    "only": (cast_saved(only=lambda x: x.sum() > 0), TypeError, "only needs concrete values"),
+}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_an_error_names_the_pair(name):
+    pair, kind, text = FAILING[name]
+    jitted = jax.jit(jax.grad(chain(cast_saved(), pair)(lambda x: jnp.sum(Tanh.apply(x)))))
+    with pytest.raises(kind) as caught:
+        jax.block_until_ready(jitted(X))
+    message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert re.search(text, message)
+    assert f"in pair 2 of the chain, {pair!r}" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda folder: chain(cast_saved()), TypeError, "two pairs of hooks or more, got 1"),
+        (lambda folder: chain(cast_saved(), 3), TypeError, "argument 2 must be a pair of hooks, got 3"),
+        (lambda folder: chain(cast_saved, save_on_cpu()), TypeError, "argument 1 .*with parentheses"),
+        (lambda folder: chain(save_on_disk(folder), cast_saved()), ValueError, r"save_on_disk\(.*\) must come last"),
+        (lambda folder: chain(save_on_cpu(), cast_saved()), ValueError, r"save_on_cpu\(\) must come last"),
+        (lambda folder: chain(cast_saved(), cast_saved(), only=3), TypeError, "chain: only must be callable"),
+        (
+            lambda folder: chain(chain(cast_saved(), cast_saved(), only=bool), save_on_cpu()),
+            ValueError,
+            "is a chain with only=",
+        ),
+    ],
+)
+def test_chains_that_cannot_be(make, kind, text, tmp_path):
+    with pytest.raises(kind, match=text):
+        make(tmp_path)
