@@ -34,6 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
         passed, report = check.check(arguments[1:])
         print(_printable(report, sys.stdout.encoding or "utf-8"))
         return 0 if passed else 1
+    if arguments and not arguments[0].startswith("-"):
+        print(
+            f"python -m pylayer_jax: unknown command {arguments[0]!r}. To check a layer: python -m pylayer_jax check "
+            "MODULE:LAYER SPEC..., as in check layers:Tanh 'f32[8,8]'. To run the demo: python -m pylayer_jax",
+            file=sys.stderr,
+        )
+        return 2
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
         description="Train a classifier of handwritten digits whose activations, quantizer and gradient scaling are "

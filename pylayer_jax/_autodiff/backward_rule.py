@@ -13,12 +13,7 @@ import jax.numpy as jnp
 from pylayer_jax._jax.tracers import is_differentiating, is_staging
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
-from pylayer_jax._methods.mistakes import (
-    Attributes,
-    backward_arity_error,
-    jvp_arity_error,
-    warn_of_missing_return,
-)
+from pylayer_jax._methods.mistakes import Attributes, backward_arity_error, jvp_arity_error
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees.closures import filled
@@ -85,10 +80,7 @@ class LayerRun:
             raise
         attributes.check(call.name, "backward")
         needed = call.arguments.perturbable(needs_grad)
-        gradients = match_gradients(result, call.arguments, needed, layer._torch_convention, saved.perturbed_is_exact)
-        if result is None and any(needed):
-            warn_of_missing_return(layer, call.name, layer.backward)
-        return conjugate(gradients)
+        return conjugate(match_gradients(result, call.arguments, needed, layer, saved.perturbed_is_exact))
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""

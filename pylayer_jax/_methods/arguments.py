@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from pylayer_jax._jax.types import as_arrays, has_tangent, is_ref, typeof
 from pylayer_jax._trees.changes import MutationCheck
+from pylayer_jax._trees.messages import source_of
 from pylayer_jax._trees.partition import LEAF, TreeWithoutTensors, split
 
 from .mistakes import Attributes
@@ -169,7 +170,10 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
         first = next(iter(signature.parameters), None)
         context = ""
         if first != "ctx":
-            context = f" The first parameter of forward, {first!r}, takes the context: forward(ctx, ...)."
+            context = (
+                f" The first parameter of {source_of('forward', forward)}, {first!r}, takes the context: "
+                "forward(ctx, ...). Only a pylayer_jax.Function with setup_context(ctx, inputs, output) does without."
+            )
         static = " Is @staticmethod missing?" if first == "self" else ""
         raise TypeError(
             f"{layer}.apply: {error}. It takes the arguments of forward without the context: "

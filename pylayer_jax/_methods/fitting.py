@@ -54,10 +54,11 @@ def fit(value: Any, aval: Any, where: str, may_sum: bool = False) -> Any:
 
 def _match_axes(value: jax.Array, wanted: frozenset[Any], got: frozenset[Any], where: str) -> jax.Array:
     if extra := sorted(map(str, got - wanted)):
+        axes = repr(extra[0]) if len(extra) == 1 else repr(tuple(extra))
         raise ValueError(
             f"{where}: expected a value that is the same on all devices of the mesh axis {', '.join(extra)}, but it "
-            f"differs from device to device. Sum it before it is returned: jax.lax.psum(value, "
-            f"{', '.join(map(repr, extra))})."
+            f"differs from device to device. Sum it before it is returned, with jax.lax.psum(value, {axes}); or keep "
+            f"the layer free of the mesh: apply it to pylayer_jax.parallel.copy_to(argument, {axes})."
         )
     return jax.lax.pcast(value, tuple(wanted - got), to="varying")
 

@@ -7,27 +7,39 @@ from typing import Any
 
 from pylayer_jax._jax.types import has_tangent
 from pylayer_jax._trees.matching import collect_like
-from pylayer_jax._trees.messages import describe, plural
-from pylayer_jax._trees.partition import LEAF
+from pylayer_jax._trees.messages import describe, plural, source_of
+from pylayer_jax._trees.partition import LEAF, unboxed
 
 from .arguments import Argument, Arguments
 from .fitting import entries_of, fit
+from .mistakes import warn_of_missing_return, warn_of_narrow_gradient
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
 
 def match_gradients(
-    result: Any, arguments: Arguments, needs_grad: Sequence[bool], per_argument: bool, is_exact: bool
+    result: Any, arguments: Arguments, needs_grad: Sequence[bool], layer: Any, is_exact: bool
 ) -> list[Any]:
     """One gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
 
     `needs_grad` says which tensors need a gradient; gradients of the others are dropped. If `is_exact` is False, some
-    of them may not need one, and a gradient that `backward` leaves out is zero. With `per_argument`, as in torch,
+    of them may not need one, and a gradient that `backward` leaves out is zero. In torch's convention
     `backward` returns one entry for every argument of the call, and Nones may follow.
 
     Raises:
         ValueError: for a wrong count, structure, type or shape; it names the layer and the argument.
     """
+    try:
+        gradients = _matched(result, arguments, needs_grad, layer, is_exact)
+    except ValueError as error:
+        error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
+        raise
+    if result is None and any(needs_grad):
+        warn_of_missing_return(layer, arguments.layer)
+    return gradients
+
+
+def _matched(result: Any, arguments: Arguments, needs_grad: Sequence[bool], layer: Any, is_exact: bool) -> list[Any]:
     if isinstance(result, Iterator):
         raise ValueError(
             f"{arguments.layer}.backward returned {describe(result)}; expected its gradients in a tuple. Does it yield "
@@ -36,12 +48,12 @@ def match_gradients(
     gradients: list[Any] = [None] * len(needs_grad)
     pairs = (
         _pair_all(result, arguments)
-        if per_argument
+        if layer._torch_convention
         else _pair(result, arguments, needs_grad if is_exact else [False] * len(needs_grad))
     )
     for argument, entry in pairs:
         if any(needs_grad[argument.span]):
-            gradients[argument.span] = _fit_argument(entry, argument, arguments, needs_grad)
+            gradients[argument.span] = _fit_argument(entry, argument, arguments, needs_grad, layer)
     return gradients
 
 
@@ -100,15 +112,20 @@ def _count_message(entries: list[Any], slots: list[Argument], arguments: Argumen
     return message + "."
 
 
-def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needs_grad: Sequence[bool]) -> list[Any]:
+def _fit_argument(
+    entry: Any, argument: Argument, arguments: Arguments, needs_grad: Sequence[bool], layer: Any
+) -> list[Any]:
     where = f"{arguments.layer}.backward, gradient of "
     found, paths = [entry], [""]
     if argument.skeleton is not LEAF:
         found = collect_like(entry, argument.skeleton, f"{where}{argument.name!r}")
         paths = argument.skeleton.tensor_paths()
-    return [
-        fit(leaf, aval, f"{where}{argument.name + path!r}", may_sum=True) if need and has_tangent(aval) else None
-        for leaf, aval, path, need in zip(
-            found, arguments.avals[argument.span], paths, needs_grad[argument.span], strict=True
-        )
-    ]
+    gradients: list[Any] = []
+    for leaf, aval, path, need in zip(
+        found, arguments.avals[argument.span], paths, needs_grad[argument.span], strict=True
+    ):
+        name = f"{argument.name + path!r}"
+        gradients.append(fit(leaf, aval, where + name, may_sum=True) if need and has_tangent(aval) else None)
+        if gradients[-1] is not None and aval.dtype.itemsize == 1:
+            warn_of_narrow_gradient(layer, arguments.layer, name, unboxed(leaf).dtype, aval.dtype)
+    return gradients

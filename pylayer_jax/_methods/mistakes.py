@@ -18,31 +18,49 @@ from .outputs import Outputs
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
-# -- backward without a return --------------------------------------------------------------------
+# -- gradients that may not be meant ---------------------------------------------------------------
 
-_warned: weakref.WeakSet[type] = weakref.WeakSet()
+_warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def warn_of_missing_return(layer: type, name: str, backward: Callable[..., Any]) -> None:
+def warn_of_missing_return(layer: Any, name: str) -> None:
     """Warn, once per class, that `backward` returned None though a gradient is needed."""
-    with _lock:
-        if layer in _warned:
-            return
-        _warned.add(layer)
-    message = (
-        f"{name}.backward returned None, although a gradient is needed; it counts as zero. Did you forget return? "
-        "Return (None,) if zero is meant."
+    _warn_once(
+        layer,
+        f"{name}.backward returned None",
+        ", although a gradient is needed; it counts as zero. Did you forget return? Return (None,) if zero is meant.",
     )
-    code = getattr(innermost(backward), "__code__", None)
+
+
+def warn_of_narrow_gradient(layer: Any, name: str, argument: str, wide: Any, narrow: Any) -> None:
+    """Warn, once per class, that a gradient is cast to a dtype of one byte."""
+    if wide.itemsize > 1:
+        _warn_once(
+            layer,
+            f"{name}.backward returned a {wide} gradient",
+            f" for {argument}, which is {narrow}: it is cast, and what {narrow} cannot hold is lost. To keep it wide, "
+            "pass the wide tensor and its scale as arguments of their own and cast in forward; or pass a jax.Ref to "
+            "which backward adds the gradient.",
+        )
+
+
+def _warn_once(layer: Any, what: str, advice: str) -> None:
+    """Warn once per class, at the line of its `backward`."""
+    with _lock:
+        warned = _warned.setdefault(layer, set())
+        if what in warned:
+            return
+        warned.add(what)
+    code = getattr(innermost(layer.backward), "__code__", None)
     try:
         if code is None:  # an object of C
-            warnings.warn(message, UserWarning, stacklevel=2)
+            warnings.warn(what + advice, UserWarning, stacklevel=2)
         else:
-            warnings.warn_explicit(message, UserWarning, code.co_filename, code.co_firstlineno)
+            warnings.warn_explicit(what + advice, UserWarning, code.co_filename, code.co_firstlineno)
     except UserWarning:  # warnings are errors: the next run raises it too
         with _lock:
-            _warned.discard(layer)
+            warned.discard(what)
         raise
 
 

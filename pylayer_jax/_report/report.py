@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pylayer_jax._jax.custom_vjp import is_run_number
 from pylayer_jax._jax.types import is_key, mesh_axes_of
+from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import is_tensor, split
 
 from .table import SavedTensor, SavedTensorsReport
@@ -37,8 +38,13 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     upper bound. Of what hooks keep on the host (`host=True`), only the number by which a program finds it counts.
 
     Raises:
-        TypeError: if no argument holds a float array.
+        TypeError: if `fun` is no function, or if no argument holds a float array.
     """
+    if not callable(fun):
+        raise TypeError(
+            f"saved_tensors_report: expected a function or a layer, got {describe(fun)}. Pass the function and its "
+            "arguments, as in saved_tensors_report(Tanh.apply, x) for Tanh.apply(x)."
+        )
 
     def is_argument(leaf: object) -> bool:
         return is_tensor(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)

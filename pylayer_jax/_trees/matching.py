@@ -55,6 +55,14 @@ def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[
             f"{where}: expected a {kind}{at} with the static data of the argument, {_short(aux)}, or None; got a "
             f"{kind} with {_short(other[1])}. Build the gradient from the argument, so that only its arrays differ."
         )
+    if type(entry) is type(model) is dict and set(entry) != set(model):
+        missing, unknown = [k for k in model if k not in entry], [k for k in entry if k not in model]
+        got = [f"without {', '.join(map(repr, missing))}"] * bool(missing)
+        got += [f"with {', '.join(map(repr, unknown))}, which the argument does not have"] * bool(unknown)
+        raise ValueError(
+            f"{where}: expected a dict{at} with the keys of the argument, {', '.join(map(repr, model))}; got one "
+            f"{' and '.join(got)}. Return None under a key whose gradient is zero."
+        )
     if other is None or other[1] != aux or (len(kinds) > 1 and not kinds <= {list, tuple}):
         raise ValueError(
             f"{where}: expected the structure of the argument, {_structure(model)}{at}, or None; got {describe(entry)}."
@@ -62,8 +70,9 @@ def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[
     others = list(other[0])
     if len(others) != len(children):
         raise ValueError(f"{where}: expected {plural(len(children), 'entry', 'entries')}{at}, got {len(others)}.")
-    for i, (child, part) in enumerate(zip(children, others, strict=True)):
-        yield from _numbered_leaves(part, child, f"{path}[{i}]", where)
+    keys = sorted(model) if type(model) is dict else range(len(children))
+    for key, child, part in zip(keys, children, others, strict=True):
+        yield from _numbered_leaves(part, child, f"{path}[{key!r}]", where)
 
 
 def _structure(node: Any) -> str:

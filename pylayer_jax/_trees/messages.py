@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import linecache
 import re
 import traceback
 import types
@@ -10,6 +12,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+
+from pylayer_jax._jax.tracers import NEEDS_VALUES, is_tracer
 
 from .habits import habit
 from .partition import is_tensor
@@ -80,9 +84,38 @@ def add_note(error: Exception, layer: str, method: str) -> None:
         if isinstance(error, AttributeError) and re.match(r"'\w*Tracer' object has no attribute", str(error)):
             error.add_note(f"Did it set an attribute of an array? {NO_ATTRIBUTES[0].upper() + NO_ATTRIBUTES[1:]}.")
         names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
-        for hint in (_what_was_meant(error, names, method), habit(error, names)):
+        hints = _values_needed(error, layer, method), _what_was_meant(error, names, method), habit(error, names)
+        for hint in hints:
             if hint:
                 error.add_note(hint)
+
+
+_NOT_OF_THE_USER = ("pylayer_jax", "functools", "jax", "numpy")
+
+
+def _values_needed(error: Exception, layer: str, method: str) -> str:
+    """Where traced code asks for a number, and which variables are traced there; empty for any other error."""
+    places: list[tuple[types.TracebackType, types.CodeType]] = []
+    entry = error.__traceback__ if isinstance(error, NEEDS_VALUES) else None
+    while entry is not None:
+        if str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_OF_THE_USER:
+            places.append((entry, entry.tb_frame.f_code))
+        entry = entry.tb_next
+    if not places:
+        return ""
+    # The last line in the file of the method: behind it may come other packages.
+    entry, code = [place for place in places if place[1].co_filename == places[0][1].co_filename][-1]
+    first, last, begin, end = next(itertools.islice(code.co_positions(), max(entry.tb_lasti, 0) // 2, None), [None] * 4)
+    line = linecache.getline(code.co_filename, entry.tb_lineno)
+    text = line.encode()[begin:end].decode() if first == last == entry.tb_lineno and begin is not None else line
+    values = entry.tb_frame.f_locals
+    read = [name for name in dict.fromkeys(re.findall(r"(?<![.\w])[A-Za-z_]\w*", text)) if is_tracer(values.get(name))]
+    which = ", ".join(f"{name}: {jax.typeof(values[name])}" for name in read)
+    return (
+        f"{layer}.{method} asks for numbers at {code.co_filename}:{entry.tb_lineno}, in `{text.strip()}`, where arrays "
+        f"are traced, as under jax.jit, and have none{which and f' ({which})'}. Use jnp.where or jax.lax.cond in place "
+        "of if, jnp in place of np, and a Python number, which jax.jit keeps with static_argnums, in place of an array."
+    )
 
 
 def _what_was_meant(error: Exception, names: set[str], method: str) -> str:

@@ -27,7 +27,7 @@ def check_layer(
     *args: Any,
     kwargs: Mapping[str, Any] | None = None,
     reference: Callable[..., Any] | None = None,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     rtol: float | None = None,
     atol: float | None = None,
     seed: int = 0,
@@ -70,7 +70,7 @@ def check_layer(
         reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, as in
             `assert_equivalent`. It declares a gradient that is meant to differ from that of forward, as that of a
             straight-through estimator does.
-        skip: names of properties that are not tested, as in `skip=["second order"]`.
+        skip: names of properties that are not tested, as in `skip=["second order", "leaks"]`; or one name.
         rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
             default of `gradcheck`. A layer that rounds what it saves to bfloat16 or int8 needs about 0.03.
         atol: absolute tolerance; by default that of `assert_equivalent`, and for numerical derivatives that of
@@ -86,6 +86,7 @@ def check_layer(
     """
     _, flat = flat_function("check_layer", layer, args, kwargs)
     flat_reference = None if reference is None else flat_function("check_layer", reference, args, kwargs)[1]
+    skip = [skip] if isinstance(skip, str) else skip
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
     under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
