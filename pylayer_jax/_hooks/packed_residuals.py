@@ -238,7 +238,7 @@ class _Packing:
         """Enter the packed tensors, and outputs that follow from them, into the cache; under jit, bind them."""
         # Otherwise XLA may see unpack(pack(x)) as a whole and keep x (two casts, for example, cancel out there), or
         # pack so late that all tensors live until then.
-        new = [entry for entry in self._new if isinstance(entry.packed, PackedTensor) and not entry.packed.is_on_host]
+        new = [entry for entry in self._new if isinstance(entry.packed, PackedTensor)]
         staged = [x for entry in new for x in entry.arrays if is_staged(x)]
         bound = list(outputs)
         if staged:

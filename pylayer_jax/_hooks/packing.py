@@ -79,14 +79,10 @@ class PackedTensor:
         self._array = array
         self.keeps_original = keeps_original  # whether the tensor itself is kept, for its tangent
 
-    @property
-    def is_on_host(self) -> bool:
-        return self._pair.host
-
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> jax.Array:
         """The tensor, by the unpack hook; in staged code not before the cotangents are there."""
         tensor, packed = (arrays[0], arrays[1:]) if self.keeps_original else (None, arrays)
-        if not self.is_on_host and any(map(is_staged, packed)):
+        if any(map(is_staged, packed)):
             # Otherwise XLA may unpack as early as it packs, and hold all unpacked tensors until backward begins.
             packed = compute_together([*packed, *cotangents])[: len(packed)]
         with hooks_suspended(), outside_hooks_trace():

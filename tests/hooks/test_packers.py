@@ -22,7 +22,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax import PyLayer, saved_tensors_hooks
-from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
 from tests.kit.case import grid
 from tests.kit.layers import Multiply, Square, Tanh
 
@@ -319,7 +319,7 @@ def test_a_vjp_function_of_a_compiled_program_holds_what_was_packed(function, pa
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
-def test_memory_of_a_compiled_step():
+def test_memory_of_a_compiled_step(tmp_path):
     def deep(x, ws):
         for w in ws:
             x = Tanh.apply(x @ w)
@@ -332,6 +332,8 @@ def test_memory_of_a_compiled_step():
     plain = memory(deep)
     assert memory(cast_saved()(deep)) < 0.6 * plain
     assert memory(quantize_saved(8)(deep)) < 0.5 * plain
+    assert memory(save_on_disk(tmp_path)(deep)) < 0.2 * plain
+    assert memory(chain(quantize_saved(8), save_on_disk(tmp_path))(deep)) < 0.2 * plain
 
 
 # -- files ----------------------------------------------------------------------------------------
