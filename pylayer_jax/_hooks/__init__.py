@@ -6,7 +6,7 @@
 - `quantize`: a tensor as small integers.
 - `function_keys`: when two hooks are one entry in jit's caches.
 - `pack_cache`: the packed form of a tensor that several operations keep.
-- `pair`: a pair of hooks.
+- `pair`: a pair of hooks, of one step or more.
 - `open_blocks`: the blocks that are open, and the facts that a layer takes from them.
 - `packing`: packing one tensor, and unpacking it.
 - `recompute`: which residuals follow from others, and how they are computed again.
