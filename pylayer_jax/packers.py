@@ -61,8 +61,8 @@ class save_on_cpu(saved_tensors_hooks):  # noqa: N801 - the name in torch
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            # No process can read all of an array that is spread over several.
-            if pin_memory or not x.is_fully_addressable:
+            # No process can read all of an array that is spread over several. A constant of JAX's own is on no device.
+            if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 

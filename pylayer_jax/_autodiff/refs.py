@@ -9,6 +9,7 @@ from typing import Any
 from pylayer_jax._jax.identities import forbid_derivative
 from pylayer_jax._jax.tracers import is_differentiated, is_tracer
 from pylayer_jax._jax.types import is_ref
+from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._trees.closures import traced_names
 
 from .call import LayerCall
@@ -57,8 +58,10 @@ def _differentiated_ref_error(layer: str, name: str) -> TypeError:
     )
 
 
-def second_derivative_error(call: LayerCall) -> TypeError:
+def second_derivative_error(call: LayerCall) -> Exception:
     """The error for a derivative of a call whose `forward` writes to a Ref, or keeps it."""
+    if (forbidden := second_derivative_error_of(call.layer.backward)) is not None:
+        return forbidden()
     refs = f"the jax.Ref {', '.join(call.arguments.refs)}" if call.arguments.refs else "a jax.Ref that it closes over"
     return TypeError(
         f"{call.name}.forward writes {refs}, or keeps it for backward. Such a call has a first derivative in reverse "

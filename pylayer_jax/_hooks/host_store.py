@@ -51,10 +51,10 @@ class HostStore:
         with _lock:
             self._sites.add(site)
 
-    def abandon(self, packer: _Packer) -> None:
-        """Drop what `packer` has packed when it packs again: an exception has ended its execution."""
+    def abandon(self, worker: _Worker) -> None:
+        """Drop what `worker` has packed when it packs again: an exception has ended its execution."""
         for site in self._present_sites():
-            site.abandon(packer)
+            site.abandon(worker)
 
     def _present_sites(self) -> list[PackSite]:
         with _lock:
@@ -88,9 +88,9 @@ class PackSite:
     least once is therefore dropped when the site packs again, since a new forward pass has begun then.
 
     Several threads may execute one program at once, and the new forward pass of one of them says nothing about the
-    others. A packer is a thread and a device (devices that run the same program, as in shard_map, are told apart by
-    their index). What a packer has packed is dropped only when that packer packs again. XLA may also choose among
-    threads of its own for one execution after another; so no more than `max_packers` of a device keep what was
+    others. A worker is a thread and a device (devices that run the same program, as in shard_map, are told apart by
+    their index). What a worker has packed is dropped only when that worker packs again. XLA may also choose among
+    threads of its own for one execution after another; so no more than `max_workers` of a device keep what was
     unpacked, the last ones.
 
     What was never unpacked is kept, up to a limit that is beyond any loop. A program that is collected takes its sites
@@ -98,7 +98,7 @@ class PackSite:
     """
 
     max_waiting = 2**20  # tensors that are packed and that no backward has asked for yet
-    max_packers = 8
+    max_workers = 8
 
     def __init__(
         self,
@@ -114,8 +114,8 @@ class PackSite:
         self._division = division
         self._store = store
         self._next = 0
-        self._waiting: dict[int, tuple[_Packer, Any]] = {}  # by number, the oldest first
-        self._used: dict[_Packer, dict[int, Any]] = {}  # the packer that packed last is the last
+        self._waiting: dict[int, tuple[_Worker, Any]] = {}  # by number, the oldest first
+        self._used: dict[_Worker, dict[int, Any]] = {}  # the worker that packed last is the last
         store.add(self)
 
     # -- in traced code -------------------------------------------------------------------------
@@ -139,16 +139,16 @@ class PackSite:
     # -- on the host ----------------------------------------------------------------------------
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
-        packer = (threading.get_ident(), int(device))
-        with self._naming("pack_hook", packer):
+        worker = (threading.get_ident(), int(device))
+        with self._naming("pack_hook", worker):
             packed = self._pack(np.asarray(tensor))
         with _lock:
-            dropped = [self._used.pop(packer, None)]
-            self._used[packer] = {}
-            on_device = [other for other in self._used if other[1] == packer[1]]
-            dropped += [self._used.pop(other, None) for other in on_device[: -self.max_packers]]
+            dropped = [self._used.pop(worker, None)]
+            self._used[worker] = {}
+            on_device = [other for other in self._used if other[1] == worker[1]]
+            dropped += [self._used.pop(other, None) for other in on_device[: -self.max_workers]]
             token, self._next = self._next, (self._next + 1) % 2**32
-            self._waiting[token] = packer, packed
+            self._waiting[token] = worker, packed
             oldest = self._waiting.pop(next(iter(self._waiting))) if len(self._waiting) > self.max_waiting else None
         del dropped, oldest  # outside the lock, since their finalizers may run any code
         return np.uint32(token)
@@ -157,40 +157,40 @@ class PackSite:
         number = int(token)
         with _lock:
             if number in self._waiting:
-                packer, packed = self._waiting.pop(number)
-                self._used.setdefault(packer, {})[number] = packed
+                worker, packed = self._waiting.pop(number)
+                self._used.setdefault(worker, {})[number] = packed
             else:
-                found = ((packer, used[number]) for packer, used in self._used.items() if number in used)
-                packer, packed = next(found, (None, None))
-        if packer is None:
+                found = ((worker, used[number]) for worker, used in self._used.items() if number in used)
+                worker, packed = next(found, (None, None))
+        if worker is None:
             raise RuntimeError(
                 f"what pack_hook returned for {self._where} is no longer held: the same thread ran the forward of this "
-                f"program again after it was used, more than {self.max_packers} threads share the program, "
+                f"program again after it was used, more than {self.max_workers} threads share the program, "
                 f"{self.max_waiting} tensors were packed since without a backward, or the hooks were closed. Run "
                 "backward before the next forward of the same jitted function."
             )
-        with self._naming("unpack_hook", packer):
+        with self._naming("unpack_hook", worker):
             return np.asarray(self._unpack(packed))
 
     @contextlib.contextmanager
-    def _naming(self, hook: str, packer: _Packer) -> Generator[None]:
+    def _naming(self, hook: str, worker: _Worker) -> Generator[None]:
         """Name the hook and the tensor in an exception. The execution is lost; its packed tensors count as used."""
         try:
             yield
         except Exception as error:
-            self._store.abandon(packer)
+            self._store.abandon(worker)
             # XLA hands on the text of one exception, without notes and causes, but with its traceback.
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
 
-    def abandon(self, packer: _Packer) -> None:
-        """Let what `packer` has packed go when it packs again, although no backward asked for it."""
+    def abandon(self, worker: _Worker) -> None:
+        """Let what `worker` has packed go when it packs again, although no backward asked for it."""
         with _lock:
-            mine = {number: packed for number, (owner, packed) in self._waiting.items() if owner == packer}
+            mine = {number: packed for number, (owner, packed) in self._waiting.items() if owner == worker}
             for number in mine:
                 self._waiting.pop(number, None)
             if mine:
-                self._used.setdefault(packer, {}).update(mine)
+                self._used.setdefault(worker, {}).update(mine)
 
     def release(self, used_only: bool) -> Any:
         """What is held no longer."""
@@ -202,7 +202,7 @@ class PackSite:
         return dropped, waiting
 
 
-_Packer = tuple[int, int]  # a thread and a device
+_Worker = tuple[int, int]  # a thread and a device
 
 
 def _device_index() -> Any:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax.custom_vjp import is_run_number
-from pylayer_jax._jax.types import is_key, mesh_axes_of
+from pylayer_jax._jax.types import is_key, is_ref, mesh_axes_of
 from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import is_tensor, split
 
@@ -64,7 +64,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             return split(fun(*args, **kwargs))[0]
 
         _, pullback = jax.vjp(run, *(tensors[i] for i in differentiated))
-        return jax.tree_util.tree_leaves(pullback)
+        return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # its state is kept anyway
 
     jaxpr = jax.make_jaxpr(residuals)(*tensors).jaxpr
     values = Values()

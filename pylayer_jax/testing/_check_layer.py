@@ -7,6 +7,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from pylayer_jax._jax.types import is_ref
+
 from . import _forward_mode, _transforms
 from ._central_differences import Settings
 from ._comparison import type_of
@@ -82,9 +84,14 @@ def check_layer(
     Raises:
         AssertionError: with the whole report, unless `raises` is False.
         TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, or if
-            `skip` has an unknown name.
+            `skip` has an unknown name. TypeError also for a `jax.Ref`, whose state would differ from run to run.
     """
     _, flat = flat_function("check_layer", layer, args, kwargs)
+    if any(map(is_ref, flat.skeleton.statics())):
+        raise TypeError(
+            f"check_layer: an argument holds a jax.Ref, whose state would differ between the many runs of "
+            f"{name_of(layer)} that are compared. Check its gradient: gradcheck(lambda x: Layer.apply(ref, x), (x,))."
+        )
     flat_reference = None if reference is None else flat_function("check_layer", reference, args, kwargs)[1]
     skip = [skip] if isinstance(skip, str) else skip
     if unknown := [name for name in skip if name not in PROPERTIES]:

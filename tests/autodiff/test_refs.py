@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pylayer_jax import Function, PyLayer, saved_tensors_hooks
+from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks, saved_tensors_report
+from pylayer_jax.testing import check_layer, gradcheck
 
 X = jnp.arange(6.0).reshape(2, 3) / 6
 W = jnp.arange(6.0).reshape(3, 2) / 5
@@ -293,3 +294,37 @@ def test_refusals():
     for error, match, run in refused:
         with pytest.raises(error, match=match):
             run()
+
+
+def test_a_second_derivative_that_the_class_forbids_is_its_own_error():
+    class Once(Stash):
+        backward = staticmethod(once_differentiable(Stash.backward))
+
+    norm = jax.new_ref(jnp.float32(0))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        jax.grad(jax.grad(lambda x: Once.apply(norm, x) ** 2))(jnp.float32(2.0))
+
+
+class Stash(PyLayer):
+    """Leaves the gradient that passes it in a Ref."""
+
+    @staticmethod
+    def forward(ctx, gradient, x):
+        ctx.gradient = gradient
+        ctx.save_for_backward(jnp.cos(x))
+        return jnp.sin(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        ctx.gradient[...] = dy
+        return dy * ctx.saved_tensor()[0]
+
+
+def test_the_checkers_and_the_report_take_a_ref():
+    ref = jax.new_ref(jnp.zeros(3))
+    x = jnp.linspace(0.1, 0.7, 3)
+    report = saved_tensors_report(lambda x: Stash.apply(ref, x), x)
+    assert report.total_bytes == 12
+    gradcheck(lambda x: Stash.apply(ref, x), (x,))
+    with pytest.raises(TypeError, match=r"check_layer: an argument holds a jax\.Ref, whose state would differ"):
+        check_layer(Stash, ref, x)

@@ -132,6 +132,22 @@ def test_eager_shard_map(packer, tmp_path):
         np.testing.assert_allclose(got, expected, atol=0.02)
 
 
+@pytest.mark.parametrize("packer", PACKERS)
+def test_a_constant_of_forward_is_saved_in_eager_vmap(packer, tmp_path):
+    class Doubled(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(jnp.float32(2.0))  # which JAX holds as an array of its own kind under vmap
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * ctx.saved_tensor()[0]
+
+    hooked = PACKERS[packer][0](tmp_path)(Doubled.apply)
+    np.testing.assert_allclose(jax.vmap(jax.grad(hooked))(jnp.ones(2)), 2, rtol=0.01)
+
+
 # -- what comes back ------------------------------------------------------------------------------
 
 
