@@ -194,7 +194,11 @@ def eager_second(x, scale):
     return jax.grad(lambda x: eager_gradient(x, scale).sum())(x)
 
 
-STEPS = [eager_forward, eager_gradient, eager_second]
+CLEARING = [eager_second, *([eager_gradient] if VJP3 else [])]
+STEPS = [
+    pytest.param(step, marks=[pytest.mark.clears_caches] * (step in CLEARING))
+    for step in (eager_forward, eager_gradient, eager_second)
+]
 
 
 def forget(step: Callable[..., Any]) -> None:
@@ -203,7 +207,7 @@ def forget(step: Callable[..., Any]) -> None:
     JAX caches the types that an equation gives, by the parameters of the equation, for the last 2048 of them. A
     second derivative stages the equations of a layer even in eager mode, and VJP3 stages the first one.
     """
-    if step is eager_second or (VJP3 and step is eager_gradient):
+    if step in CLEARING:
         jax.clear_caches()
     gc.collect()
 
