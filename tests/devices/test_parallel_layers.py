@@ -34,7 +34,9 @@ ONE_OF_EACH = pytest.mark.parametrize(("side", "check_vma"), [(outside, True), (
 OTHERS = (outside, False), (on_each_device, True)
 
 
-@pytest.mark.parametrize("case", [*CASES, *ON_ONE_AXIS], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in ON_ONE_AXIS)], ids=lambda case: case.name
+)
 @pytest.mark.parametrize(
     ("side", "check_vma"),
     [(outside, True), (on_each_device, False), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],

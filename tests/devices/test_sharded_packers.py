@@ -29,8 +29,9 @@ def without_hooks(kind):
     return loss, weights, x, jax.jit(jax.grad(loss)).lower(weights, x).compile()
 
 
-@pytest.mark.parametrize("packer", PACKERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "packer"), [("automatic", "cast"), ("automatic", "8 bits"), ("explicit", "8 bits"), ("explicit", "4 bits")]
+)
 def test_a_transformer_communicates_no_more_than_without_hooks(kind, packer):
     mesh = mesh_of(kind)
     with entered(mesh):
@@ -88,8 +89,16 @@ def test_a_packed_tensor_is_never_larger(shape, sharded):
 
 
 @pytest.mark.parametrize("shape", [(100, 10), (8, 2), (6, 7, 8), (52, 6), (4, 1018)])
-@pytest.mark.parametrize("spec", [("data",), ("data", "model"), (None, "model")], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("explicit", ("data",)),
+        ("automatic", ("data",)),
+        ("explicit", ("data", "model")),
+        ("automatic", (None, "model")),
+    ],
+    ids=str,
+)
 def test_odd_shapes_communicate_nothing(kind, spec, shape):
     mesh = mesh_of(kind)
     spec = (*spec[:1], *[None] * (len(shape) - len(spec)), *spec[1:]) if len(spec) > 1 else spec
