@@ -367,7 +367,7 @@ def jvp_of_grad(f, args):
 
     # Compiled, as `hessian` is what runs it operation by operation.
     primals = [args[i] for i in chosen]
-    return jax.jit(lambda *p: jax.jvp(g, p, [jnp.sin(3 * x) for x in p])[1])(*primals)
+    return jax.jit(lambda *p: jax.jvp(g, p, tuple(jnp.sin(3 * x) for x in p))[1])(*primals)
 
 
 @into(FORWARD_OVER_REVERSE)
