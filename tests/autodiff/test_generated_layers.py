@@ -85,7 +85,7 @@ def shown(case: Case, message: str) -> str:
 
 # -- tests ---------------------------------------------------------------------------------------------
 
-EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "200"))
+EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "120"))
 CHUNK = 10
 
 
