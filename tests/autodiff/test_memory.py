@@ -14,21 +14,9 @@ import pytest
 
 from pylayer_jax import PyLayer, PyLayerContext
 from pylayer_jax._autodiff.call import LayerCall
-from tests.kit.layers import Tanh
+from tests.kit.layers import Matmul, Tanh
 
 VJP3 = jax.config.jax_custom_vjp3
-
-
-class Matmul(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensor()
-        return dy @ w.T, x.T @ dy
 
 
 class Twice(PyLayer):
