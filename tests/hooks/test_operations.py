@@ -139,7 +139,6 @@ def test_gradients(operation, transform):
             return plain(x)
 
     run, which = TRANSFORMS[transform]
-    expected = without_hooks(operation)[which]
-    np.testing.assert_allclose(run(block)(X), expected, rtol=2e-4, atol=1e-4)
-    if transform == "grad of jit":  # where a decorated function is one operation
-        np.testing.assert_allclose(run(hooks(plain))(X), expected, rtol=2e-4, atol=1e-4)
+    # A block around each operation; a decorated function is one operation.
+    found = run(hooks(plain) if transform == "grad of jit" else block)(X)
+    np.testing.assert_allclose(found, without_hooks(operation)[which], rtol=2e-4, atol=1e-4)
