@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks
+from pylayer_jax.packers import save_on_disk
 from tests.kit.layers import Tanh
 from tests.kit.threads import in_threads
 
@@ -360,3 +362,17 @@ def test_a_process_ends_cleanly():
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
     assert "[1. 1.]" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts the open files of Linux")
+def test_a_pair_on_disk_that_is_collected_leaves_no_file_open(tmp_path):
+    def still_open():
+        for _ in range(3):
+            with save_on_disk(tmp_path):
+                pass
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    assert os.listdir(tmp_path) == []
+    assert still_open() == still_open()
+    assert os.listdir(tmp_path) == []
