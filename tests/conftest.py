@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import re
 import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,7 +21,8 @@ from tests.kit.skipped import how_to_run  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# What a bare `python -m pytest` runs: every subject, but for what takes long, and what needs other packages.
+# What a bare `python -m pytest` runs, and what `core` stands for after -m: every subject, but for what takes long, and
+# what needs other packages.
 CORE = "not slow and not crossed and not checkers and not frameworks and not ecosystem and not notebooks"
 
 
@@ -42,6 +44,12 @@ def pytest_configure(config):
     chosen = config.option.markexpr or config.option.keyword or config.args_source is config.ArgsSource.ARGS
     if not chosen and not config.option.all:
         config.option.markexpr = CORE
+    config.option.markexpr = re.sub(r"\bcore\b", f"({CORE})", config.option.markexpr)
+
+
+def pytest_collection_modifyitems(items):
+    # All that a test after them needs would be compiled again.
+    items.sort(key=lambda item: item.get_closest_marker("clears_caches") is not None)
 
 
 @pytest.fixture(autouse=True, scope="module")

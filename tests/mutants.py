@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "pylayer_jax"
 MUTATED = ("_jax", "_trees", "_methods", "_hooks", "_autodiff", "_layer.py", "_torch_function.py", "packers.py")
 TESTS = ("methods", "cost", "hooks", "autodiff", "report")  # the fast ones first
-MARKERS = "not slow and not notebooks and not checkers and not frameworks"
+MARKERS = "core"  # what `core` stands for is in tests/conftest.py
 
 _COMPARED = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.In: ast.NotIn}
 _COMPARED |= {there: here for here, there in _COMPARED.items()}

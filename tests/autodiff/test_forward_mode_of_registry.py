@@ -9,12 +9,13 @@ from tests.kit.transforms import (
     FIRST_ORDER,
     FORWARD,
     FORWARD_OVER_REVERSE,
-    MAIN_CASES,
+    IMPLIED,
     SECOND_ORDER,
     SLOW,
-    along,
     assert_same,
+    expected,
     marks,
+    meet,
     pushed,
     scalar,
 )
@@ -31,13 +32,13 @@ LINEAR = [c for c in CASES if c.is_linear]
         pytest.param(name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
         for name in FORWARD
         for case in LINEAR
-        if name not in SLOW or case.name in MAIN_CASES
+        if meet(name, case.name)
     ],
 )
 def test_forward_mode_is_reverse_mode(case, transform, monkeypatch):
     ours = case.in_forward_mode(monkeypatch)
     found = FORWARD[transform](scalar(ours.layer, case.linear_loss), case.args, pushed)
-    assert_same(found, FORWARD[transform](scalar(case.reference, case.linear_loss), case.args, along))
+    assert_same(found, expected(case, FORWARD, transform))
 
 
 @pytest.mark.parametrize(
@@ -48,14 +49,14 @@ def test_forward_mode_is_reverse_mode(case, transform, monkeypatch):
         for name in table
         for case in CASES
         if case.name in {"DoubledTanh", "Trees", "AskedLinear", "AutoScaler", "BackwardApplies"}
-        if name not in SLOW or case.name == "Trees"
+        if name not in SLOW | IMPLIED or case.name == "Trees"
         if case.is_linear or table is not FORWARD_OVER_REVERSE
     ],
 )
 def test_everything_else_is_as_without_it(table, name, case, monkeypatch):
     ours = case.in_forward_mode(monkeypatch)
     found = table[name](scalar(ours.layer, case.linear_loss), case.args)
-    assert_same(found, table[name](scalar(case.reference, case.linear_loss), case.args))
+    assert_same(found, expected(case, table, name))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not c.is_linear], ids=lambda case: case.name)

@@ -29,7 +29,7 @@ from tests.kit.transforms import assert_same
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "160"))  # and a fourth of that; a long run: 2000
+EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "100"))  # and a fourth of that; a long run: 2000
 SIZE = 3
 KINDS = ("positional", "default", "rest", "keyword", "more")  # in the order of a signature
 POSITIONAL = KINDS[:3]

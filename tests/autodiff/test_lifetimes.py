@@ -73,6 +73,7 @@ def test_a_static_argument_dies_with_the_program(layer, transform):
     assert [model() for model in models] == [None, None, None]
 
 
+@pytest.mark.clears_caches
 @pytest.mark.parametrize("layer", [Scale, ScaleWithForwardMode])
 def test_a_static_argument_in_an_eager_loop_dies_with_the_caches_of_jax(layer):
     # JAX remembers the body of a loop that it ran in eager mode, and with it the static arguments of a custom_vjp

@@ -14,21 +14,9 @@ import pytest
 
 from pylayer_jax import PyLayer, PyLayerContext
 from pylayer_jax._autodiff.call import LayerCall
-from tests.kit.layers import Tanh
+from tests.kit.layers import Matmul, Tanh
 
 VJP3 = jax.config.jax_custom_vjp3
-
-
-class Matmul(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensor()
-        return dy @ w.T, x.T @ dy
 
 
 class Twice(PyLayer):
@@ -194,7 +182,11 @@ def eager_second(x, scale):
     return jax.grad(lambda x: eager_gradient(x, scale).sum())(x)
 
 
-STEPS = [eager_forward, eager_gradient, eager_second]
+CLEARING = [eager_second, *([eager_gradient] if VJP3 else [])]
+STEPS = [
+    pytest.param(step, marks=[pytest.mark.clears_caches] * (step in CLEARING))
+    for step in (eager_forward, eager_gradient, eager_second)
+]
 
 
 def forget(step: Callable[..., Any]) -> None:
@@ -203,7 +195,7 @@ def forget(step: Callable[..., Any]) -> None:
     JAX caches the types that an equation gives, by the parameters of the equation, for the last 2048 of them. A
     second derivative stages the equations of a layer even in eager mode, and VJP3 stages the first one.
     """
-    if step is eager_second or (VJP3 and step is eager_gradient):
+    if step in CLEARING:
         jax.clear_caches()
     gc.collect()
 

@@ -61,7 +61,7 @@ def test_second_derivative_of_doubled_tanh_applied_twice(place, second):
     np.testing.assert_allclose(second(WITHIN[place](twice))(0.3), -10.9068, rtol=1e-5)
 
 
-@within
+@pytest.mark.parametrize("place", ["plain", "cond", "scan of remat"])
 @pytest.mark.parametrize(
     "third",
     [lambda f: grad(grad(grad(f))), lambda f: jax.hessian(grad(f)), lambda f: jax.jit(grad(jax.hessian(f)))],

@@ -74,7 +74,7 @@ SECOND = {
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("kind", ["PyLayer", "setup_context"])
 def test_second_derivative_by_what_is_saved(kind, second):
-    for forward_mode in (False, True):
+    for forward_mode in (False, True) if kind == "PyLayer" else (True,):
         for name, (forward, save, expected) in CASES.items():
             apply = layer(forward, save, kind=kind, forward_mode=forward_mode).apply
             found = SECOND[second](lambda x: sum(jax.tree.leaves(apply(x))))(jnp.float32(X))  # noqa: B023

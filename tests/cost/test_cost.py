@@ -323,14 +323,18 @@ def test_what_is_left_has_the_same_derivatives(layer, output, around):
     def loss(x):
         return jnp.sum(around(layer.apply)(x)[output] ** 2)
 
+    def derivatives(loss):
+        """The first, and the second in two ways."""
+        first = jax.grad(loss)
+        return first, jax.grad(lambda x: jnp.sum(first(x) ** 2)), lambda x: jax.jvp(first, (x,), (x,))[1]
+
+    # Compiled in one program, as is what is expected.
     left, _ = without_unused(loss, X)
-    for derivative in (jax.grad(loss), lambda x: jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x)):
-        again, _ = without_unused(derivative, X)
-        np.testing.assert_allclose(again(X), derivative(X), rtol=1e-5)
-    np.testing.assert_allclose(jax.grad(left)(X), jax.grad(loss)(X), rtol=1e-5)
-    np.testing.assert_allclose(
-        jax.jvp(jax.grad(left), (X,), (X,))[1], jax.jvp(jax.grad(loss), (X,), (X,))[1], rtol=1e-4, atol=1e-6
-    )
+    again = [without_unused(derivative, X)[0] for derivative in derivatives(loss)[:2]]
+    first, second, forward = jax.jit(lambda x: [f(x) for f in derivatives(loss)])(X)
+    found = jax.jit(lambda x: [f(x) for f in (*again, *derivatives(left)[::2])])(X)
+    for got, expected in zip(found, (first, second, first, forward), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_call_with_forward_mode_is_left_with_one_result():

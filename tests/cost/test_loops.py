@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer, saved_tensors_hooks
+from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
-from tests.kit.layers import Tanh
+from tests.kit.layers import Matmul, Tanh
 
 SIZE = 64
 PAIRS = {
@@ -18,18 +18,6 @@ PAIRS = {
     "cast_saved": cast_saved,
     "quantize_saved": quantize_saved,
 }
-
-
-class Matmul(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensor()
-        return dy @ w.T, x.T @ dy
 
 
 def layers(h, w):

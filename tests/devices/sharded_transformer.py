@@ -1,4 +1,4 @@
-"""Two tensor-parallel blocks of a transformer on four devices, with automatic and with explicit axes."""
+"""A tensor-parallel block of a transformer on four devices, with automatic and with explicit axes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def normalized(x):
 
 
 def transformer(mesh):
-    """The loss of two tensor-parallel blocks, its parameters and its input."""
+    """The loss of a tensor-parallel block, its parameters and its input."""
 
     def on(*spec):
         return NamedSharding(mesh, P(*spec)) if AxisType.Explicit in mesh.axis_types else None
@@ -69,4 +69,4 @@ def transformer(mesh):
     rows = {"out": WIDTH, "down": 2 * WIDTH}
     weights = {name: random(mesh, (WIDTH, n), None, "model", seed=ord(name[0])) for name, n in columns.items()}
     weights |= {name: random(mesh, (n, WIDTH), "model", seed=ord(name[0])) for name, n in rows.items()}
-    return loss, [weights, weights], random(mesh, (4, 32, WIDTH), "data")
+    return loss, [weights], random(mesh, (4, 32, WIDTH), "data")

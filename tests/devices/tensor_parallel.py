@@ -1,4 +1,4 @@
-"""A transformer of two blocks on a mesh of data and model parallelism, built from `pylayer_jax.parallel`.
+"""A transformer of one block on a mesh of data and model parallelism, built from `pylayer_jax.parallel`.
 
 `unsharded_loss` is the same network on one device, in plain JAX. `mapped_loss` is to be differentiated around its
 shard_map, `derivatives_on_each_device` differentiates inside. Both take whole arrays.
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from pylayer_jax import parallel
 from tests.kit.case import grid
 
-VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN, BLOCKS = 12, 8, 4, 2, 16, 2
+VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN, BLOCKS = 12, 8, 4, 2, 16, 1
 BATCH, LENGTH = 4, 8
 Params = dict[str, Any]
 

@@ -30,13 +30,17 @@ from .ranks import VMA
 pytestmark = pytest.mark.own_primitive
 
 ONE_AXIS = LAYOUTS["one axis"]
-SIDES = pytest.mark.parametrize("side", [outside, on_each_device], ids=lambda side: side.__name__)
 ONE_OF_EACH = pytest.mark.parametrize(("side", "check_vma"), [(outside, True), (on_each_device, False)])
+OTHERS = (outside, False), (on_each_device, True)
 
 
-@pytest.mark.parametrize("case", [*CASES, *ON_ONE_AXIS], ids=lambda case: case.name)
-@SIDES
-@VMA
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in ON_ONE_AXIS)], ids=lambda case: case.name
+)
+@pytest.mark.parametrize(
+    ("side", "check_vma"),
+    [(outside, True), (on_each_device, False), *(pytest.param(*other, marks=pytest.mark.slow) for other in OTHERS)],
+)
 def test_every_derivative(case, side, check_vma):
     assert_same(side(case, ONE_AXIS, check_vma), expected(case))
 
@@ -49,8 +53,7 @@ def test_every_derivative_on_a_mesh_of_two_axes(case, layout, side, check_vma):
     assert_same(side(case, LAYOUTS[layout], check_vma), expected(case))
 
 
-@SIDES
-@VMA
+@ONE_OF_EACH
 def test_batch_norm_of_two_batches_that_share_scale_and_bias(side, check_vma):
     assert_same(side(TWO_BATCHES, LAYOUTS["data and model"], check_vma), expected(TWO_BATCHES))
 

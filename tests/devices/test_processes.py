@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from .two_processes import TRANSFORMERS, packers, results
+from .two_processes import TRANSFORMERS, results, runs
 
 # JAX_CUSTOM_VJP3 changes nothing of what two processes do.
 pytestmark = pytest.mark.own_primitive
@@ -59,8 +59,7 @@ def of_one_process(tmp_path_factory):
     return results(str(tmp_path_factory.mktemp("saved")))
 
 
-@pytest.mark.parametrize("name", packers(""))
-@pytest.mark.parametrize("way", ["explicit", "automatic", "eager"])
+@pytest.mark.parametrize(("way", "name"), runs())
 def test_losses_and_gradients(of_two_processes, of_one_process, way, name):
     first, second = (found[f"{way} {name}"] for found in of_two_processes)
     assert first == second

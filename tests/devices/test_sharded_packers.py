@@ -23,13 +23,19 @@ PACKERS = {
 }
 
 
-@pytest.mark.parametrize("packer", PACKERS)
-@pytest.mark.parametrize("kind", KINDS)
+@functools.cache
+def without_hooks(kind):
+    loss, weights, x = transformer(mesh_of(kind))
+    return loss, weights, x, jax.jit(jax.grad(loss)).lower(weights, x).compile()
+
+
+@pytest.mark.parametrize(
+    ("kind", "packer"), [("automatic", "cast"), ("automatic", "8 bits"), ("explicit", "8 bits"), ("explicit", "4 bits")]
+)
 def test_a_transformer_communicates_no_more_than_without_hooks(kind, packer):
     mesh = mesh_of(kind)
     with entered(mesh):
-        loss, weights, x = transformer(mesh)
-        plain = jax.jit(jax.grad(loss)).lower(weights, x).compile()
+        loss, weights, x, plain = without_hooks(kind)
         packed = jax.jit(jax.grad(PACKERS[packer]()(loss))).lower(weights, x).compile()
         assert collectives(packed) == collectives(plain)
         expected, got = plain(weights, x), packed(weights, x)
@@ -71,7 +77,7 @@ def test_each_device_keeps_its_share(kind, transform):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("shape", [(64, 2), (64, 1), (8, 3, 5), (2,), (7,), (16, 130), (2, 4, 1, 6)])
+@pytest.mark.parametrize("shape", [(64, 1), (8, 3, 5), (7,), (16, 130), (2, 4, 1, 6)])
 def test_a_packed_tensor_is_never_larger(shape, sharded):
     mesh = mesh_of("automatic")
     x = random(mesh, shape, "data" if sharded and shape[0] % 2 == 0 else None)
@@ -82,9 +88,17 @@ def test_a_packed_tensor_is_never_larger(shape, sharded):
         np.testing.assert_allclose(pullback(jnp.ones_like(y))[0], 1 - y**2, atol=0.02)
 
 
-@pytest.mark.parametrize("shape", [(1024, 10), (100, 10), (8, 12), (8, 2), (6, 7, 8), (52, 6), (1000, 16), (4, 1018)])
-@pytest.mark.parametrize("spec", [("data",), ("data", "model"), (None, "model")], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(100, 10), (8, 2), (6, 7, 8), (52, 6), (4, 1018)])
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        ("explicit", ("data",)),
+        ("automatic", ("data",)),
+        ("explicit", ("data", "model")),
+        ("automatic", (None, "model")),
+    ],
+    ids=str,
+)
 def test_odd_shapes_communicate_nothing(kind, spec, shape):
     mesh = mesh_of(kind)
     spec = (*spec[:1], *[None] * (len(shape) - len(spec)), *spec[1:]) if len(spec) > 1 else spec

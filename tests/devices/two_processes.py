@@ -96,21 +96,22 @@ def transformer(check_vma: bool, outside: bool) -> list[float]:
     return [float(norm) for norm in norms(params, ways, *batch)]
 
 
-TRANSFORMERS = {
-    f"check_vma={check_vma}, differentiated {'outside' if outside else 'on each device'}": (check_vma, outside)
-    for check_vma in (True, False)
-    for outside in (True, False)
-}
+TRANSFORMERS = {"check_vma, differentiated outside": (True, True), "differentiated on each device": (False, False)}
+# Each packer, and the ways to run a step of it: with all packers under jit, with those that differ in the others.
+DIFFERENT = ("save_on_disk", "quantize_saved", "host")
+WAYS = {"explicit": (AxisType.Explicit, True), "automatic": (AxisType.Auto, True), "eager": (AxisType.Auto, False)}
+
+
+def runs() -> list[tuple[str, str]]:
+    return [(way, name) for way in WAYS for name in packers("") if way == "explicit" or name in DIFFERENT]
 
 
 def results(directory: str) -> dict[str, Any]:
     """The losses and gradient norms of each packer, jitted with either kind of axes, and in eager mode."""
-    ways = {"explicit": (AxisType.Explicit, True), "automatic": (AxisType.Auto, True), "eager": (AxisType.Auto, False)}
-    return {
-        f"{way} {name}": train(make(), kind, jitted)
-        for way, (kind, jitted) in ways.items()
-        for name, make in packers(directory).items()
-    } | {name: transformer(*how) for name, how in TRANSFORMERS.items()}
+    pairs = packers(directory)
+    return {f"{way} {name}": train(pairs[name](), *WAYS[way]) for way, name in runs()} | {
+        name: transformer(*how) for name, how in TRANSFORMERS.items()
+    }
 
 
 def main() -> None:

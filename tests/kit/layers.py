@@ -1,4 +1,4 @@
-"""Three layers and a pair of hooks, for tests and benchmarks that are about something else."""
+"""A few layers and a pair of hooks, for tests and benchmarks that are about something else."""
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,20 @@ class Multiply(PyLayer):
     def backward(ctx, dy):
         a, b = ctx.saved_tensor()
         return dy * b, dy * a
+
+
+class Matmul(PyLayer):
+    """Saves its inputs, two matrices."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensor()
+        return dy @ w.T, x.T @ dy
 
 
 class Square(PyLayer):

@@ -96,6 +96,7 @@ def test_where_warnings_are_errors_each_run_raises():
             jax.grad(lambda x: made.apply(x).sum())(X)
 
 
+@pytest.mark.clears_caches
 def test_the_warning_keeps_no_class_alive():
     def run():
         made = forgetful()
@@ -109,6 +110,7 @@ def test_the_warning_keeps_no_class_alive():
     assert found() is None
 
 
+@pytest.mark.clears_caches
 @pytest.mark.parametrize("method", [staticmethod, classmethod])
 def test_what_forward_closes_over_keeps_no_class_alive(method):
     class Data:

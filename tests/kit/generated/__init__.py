@@ -1,1 +1,1 @@
-"""Layers, programs and stacks of transforms, drawn at random; what they have to compute; smaller ones that fail."""
+"""Layers, programs and stacks of transforms, drawn at random; what they have to compute."""
