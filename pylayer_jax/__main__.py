@@ -34,13 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
         passed, report = check.check(arguments[1:])
         print(_printable(report, sys.stdout.encoding or "utf-8"))
         return 0 if passed else 1
-    if arguments and not arguments[0].startswith("-"):
-        print(
-            f"python -m pylayer_jax: unknown command {arguments[0]!r}. To check a layer: python -m pylayer_jax check "
-            "MODULE:LAYER SPEC..., as in check layers:Tanh 'f32[8,8]'. To run the demo: python -m pylayer_jax",
-            file=sys.stderr,
-        )
-        return 2
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
         description="Train a classifier of handwritten digits whose activations, quantizer and gradient scaling are "
@@ -51,6 +44,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the split (default: 0)")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     parser.add_argument("--version", action="version", version=__version__)
+    if arguments and not arguments[0].startswith("-"):
+        parser.error(
+            f"unknown command {arguments[0]!r}. To check a layer: python -m pylayer_jax check MODULE:LAYER SPEC..., as "
+            "in check layers:Tanh 'f32[8,8]'. To run the demo: python -m pylayer_jax"
+        )
     options = parser.parse_args(arguments)
     if options.epochs < 1:
         parser.error(f"--epochs: expected at least 1, got {options.epochs}")

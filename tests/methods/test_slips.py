@@ -104,7 +104,8 @@ def test_one_name_is_skipped():
 
 
 def test_an_unknown_command(capsys):
-    assert main(["chekc", "layers:Tanh"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main(["chekc", "layers:Tanh"])
     assert "unknown command 'chekc'. To check a layer: python -m pylayer_jax check" in capsys.readouterr().err
 
 
