@@ -21,11 +21,17 @@ _ASTYPE: Final = {
 }
 _PLACED: Final = "JAX places arrays itself; jax.device_put(x, device) moves one"
 _NO_GRADIENT_FIELD: Final = "a gradient is what backward returns and jax.grad hands on"
+_NEEDS: Final = (
+    "ctx.needs_input_grad[i] tells it, jax.lax.stop_gradient(x) cuts, and nothing is set: argnums of jax.grad, or "
+    "jax.vjp in a method, say what is differentiated"
+)
 _WRITE: Final = {
     **{name: f"x.astype(jnp.{dtype})" for name, dtype in _ASTYPE.items()},
     **dict.fromkeys(["cpu", "cuda", "get_device", "is_cuda", "pin_memory", "place"], _PLACED),
-    **dict.fromkeys(["grad", "gradient", "main_grad", "backward", "register_hook", "retain_grad"], _NO_GRADIENT_FIELD),
-    **dict.fromkeys(["requires_grad", "stop_gradient"], "ctx.needs_input_grad[i], or jax.lax.stop_gradient(x)"),
+    **dict.fromkeys(["grad", "gradient", "register_hook", "retain_grad", "clear_grad"], _NO_GRADIENT_FIELD),
+    **dict.fromkeys(["requires_grad", "stop_gradient"], _NEEDS),
+    "backward": "y, pull = jax.vjp(f, x), then pull(dy), in a method too",
+    "main_grad": "an argument that is a jax.Ref, to which backward adds: ctx.main_grad[...] += dw",
     **dict.fromkeys(["detach", "data"], "jax.lax.stop_gradient(x)"),
     **dict.fromkeys(["dim", "ndimension", "rank"], "x.ndim"),
     **dict.fromkeys(["expand", "expand_as"], "jnp.broadcast_to(x, shape)"),
@@ -59,6 +65,7 @@ _WRITE: Final = {
     "unbind": "[x[i] for i in range(len(x))]",
     "unsqueeze": "jnp.expand_dims(x, axis)",
 }
+_KEYWORDS: Final = {"dim": "axis", "keepdim": "keepdims", "unbiased": "ddof: 1 for unbiased=True, 0 for False"}
 _MEANT_SIZE: Final = "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
 _MEANT_RESHAPE: Final = "x.view takes a dtype in JAX: x.reshape(a, b) for x.view(a, b)."
 
@@ -88,6 +95,7 @@ def habit(error: Exception, names: set[str]) -> str:
         return _MEANT_SIZE
     if isinstance(error, (TypeError, NotImplementedError)) and "view" in names and re.search("view|data type", text):
         return _MEANT_RESHAPE
-    if isinstance(error, TypeError) and "unexpected keyword argument 'dim'" in text:
-        return "dim is of torch. In JAX: axis."
+    keyword = re.search(r"unexpected keyword argument '(\w+)'", text)
+    if isinstance(error, TypeError) and keyword is not None and keyword[1] in _KEYWORDS:
+        return f"{keyword[1]} is of torch or Paddle. In JAX: {_KEYWORDS[keyword[1]]}."
     return ""

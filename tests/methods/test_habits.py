@@ -26,6 +26,9 @@ HABITS = {
     "x.sigmoid()": "jax.nn.sigmoid(x, ...)",
     "x.tile((2, 2))": "jnp.tile(x, ...)",
     "x.sum(dim=1)": "axis",
+    "x.mean(axis=1, keepdim=True)": "In JAX: keepdims",
+    "x.backward(x)": "jax.vjp(f, x)",
+    "x.main_grad": "a jax.Ref",
 }
 RUNS = {
     "eager": lambda f: f(X),
