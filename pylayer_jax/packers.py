@@ -238,10 +238,10 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         chain(cast_saved(), save_on_disk("saved"))
 
     The second pair packs each array that the first one returned, wherever it is in a pytree; numbers, strings and other
-    objects stay as they are, and so does an array that the second pair leaves alone. Of a float32 tensor of shape
-    [1024, 1024], `quantize_saved(8)` keeps integers of shape [8192, 128], and the least and the largest value of each
-    block, of shape [8192]. `save_on_cpu` and `save_on_disk` take all three, the integers too; alone, they leave integer
-    tensors where they are, and so they do with one that the pairs before them left unchanged. `cast_saved` halves the
+    objects stay as they are, and so does an array that the second pair does not pack. From a float32 tensor of shape
+    [1024, 1024], `quantize_saved(8)` makes three arrays: integers of shape [8192, 128], and the least and the largest
+    value of each block, both of shape [8192]. `save_on_cpu` and `save_on_disk` move all three arrays. Without a pair
+    before them they move no integer tensor, nor one that the pairs before them left unchanged. `cast_saved` halves the
     float32 arrays of a pair before it.
 
     To JAX a chain is one pair: blocks, nesting, caches and `close()` are as for any other. Each pair checks that it

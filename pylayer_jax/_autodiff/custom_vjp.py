@@ -45,7 +45,7 @@ def _primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
     call: LayerCall = static.value
     call.outputs, values = run_undifferentiated(call, tensors)
-    return tuple(batch_together(tensors[: len(tensors) - len(call.arguments.refs)], values))
+    return tuple(batch_together(tensors[: call.arguments.first_ref], values))
 
 
 def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

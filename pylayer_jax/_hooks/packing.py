@@ -171,13 +171,16 @@ def _pack(
             scope.enter_context(jax.named_scope(f"{PACK_SCOPE}_{len(pair.steps) - len(later)}"))
         packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
 
-    def is_kept(leaf: Any) -> bool:
-        # A NumPy array stays on the host, and is released with the vjp function, as every other object is.
-        return isinstance(leaf, jax.Array) or (_is_numpy_array(leaf) and is_packed(leaf))
+    chosen: dict[int, Sequence[Step]] = {}  # by the identity of an array in `packed`, the steps that pack it
 
-    def is_packed(leaf: Any) -> bool:
+    def is_kept(leaf: Any) -> bool:
+        if not (isinstance(leaf, jax.Array) or _is_numpy_array(leaf)):
+            return False
         # A concrete array beside traced ones is a constant of the program.
-        return bool(later) and is_tracer(leaf) == is_tracer(array) and bool(_chosen_steps(later, leaf, where))
+        is_offered = bool(later) and is_tracer(leaf) == is_tracer(array)
+        chosen[id(leaf)] = _chosen_steps(later, leaf, where) if is_offered else ()
+        # A NumPy array stays on the host, and is released with the vjp function, as every other object is.
+        return isinstance(leaf, jax.Array) or bool(chosen[id(leaf)])
 
     leaves, skeleton = split(packed, is_kept)
     for path, names in hiding_functions(skeleton):
@@ -188,8 +191,8 @@ def _pack(
     parts, arrays = list[tuple[Any, slice]](), list[Any]()
     for leaf in leaves:
         part, kept = None, [leaf]
-        if is_packed(leaf):
-            part, kept = _pack(pair, _chosen_steps(later, leaf, where), leaf, where, is_part or leaf is not array)
+        if steps_of_leaf := chosen[id(leaf)]:
+            part, kept = _pack(pair, steps_of_leaf, leaf, where, is_part or leaf is not array)
         parts.append((part, slice(len(arrays), len(arrays) + len(kept))))
         arrays += kept
     return PackedArray(array, unpack, skeleton, parts, here), arrays

@@ -147,7 +147,7 @@ def reads_refs(jaxpr: Any) -> bool:
 
 
 def without_refs(jaxpr: Any) -> Any:
-    """The jaxpr with values in the place of Refs among its inputs; None if it may write to one of them."""
+    """The jaxpr as a function of what its Ref inputs hold; None if it may write to one of these Refs."""
     others = jaxpr.effects - effects_of_own_refs()
     if not {type(effect) for effect in others} <= _effects_of_reading():
         return None
@@ -176,6 +176,7 @@ def effects_of_own_refs() -> frozenset[Any]:
 
 
 def makes_ref(equation: Any) -> bool:
+    """Whether an equation, or the code in it, makes a Ref."""
     return bool(equation.effects & effects_of_own_refs())
 
 

@@ -86,9 +86,14 @@ class Arguments:
                 argument.skeleton.replace_statics(functools.partial(take, argument.name))
         self.avals += refs
 
+    @property
+    def first_ref(self) -> int:
+        """The index of the first Ref among the tensors of the call; their number if there is none."""
+        return len(self.avals) - len(self.refs)
+
     def refs_of(self, tensors: Sequence[Any]) -> list[tuple[str, Any]]:
         """Each Ref among the tensors of the call, with the place where it was passed."""
-        return list(zip(self.refs, tensors[len(tensors) - len(self.refs) :], strict=True))
+        return list(zip(self.refs, tensors[self.first_ref :], strict=True))
 
     def take_tensors(self) -> list[Any]:
         """The tensors as JAX arrays, and the Refs behind them. From then on the object keeps only their types."""
@@ -148,9 +153,8 @@ class Arguments:
 
     def perturbable(self, perturbed: Sequence[bool]) -> list[bool]:
         """`perturbed`, but False for tensors that cannot have a gradient (integers, bools, PRNG keys), and for Refs."""
-        count = len(self.avals) - len(self.refs)
-        can_be = [p and has_tangent(aval) for p, aval in zip(perturbed[:count], self.avals, strict=False)]
-        return can_be + [False] * len(self.refs)
+        can_be = zip(perturbed[: self.first_ref], self.avals[: self.first_ref], strict=True)
+        return [p and has_tangent(aval) for p, aval in can_be] + [False] * len(self.refs)
 
 
 def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -74,7 +74,7 @@ class TreeWithoutTensors:
         return [leaf for leaf in self.leaves if leaf is not _TENSOR]
 
     def replace_statics(self, change: Callable[[str, Any], Any]) -> None:
-        """Put `change(path, static)` in the place of each static."""
+        """Replace each static by `change(path, static)`."""
         for i, (path, leaf) in enumerate(self._paths()):
             if leaf is not _TENSOR:
                 self.leaves[i] = change(path, leaf)

@@ -13,6 +13,7 @@ import pytest
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from tests.hooks.derivatives import gradient, second
 from tests.hooks.spy import Spy
 from tests.kit.case import grid
 from tests.kit.layers import Multiply, Tanh
@@ -52,16 +53,8 @@ CHAINS = {
 }
 
 
-def gradient(f):
-    return jax.grad(f, (0, 1))
-
-
 def scanned(f):
     return lambda x, w: jax.lax.scan(lambda c, _: (c * 0.9 + f(c, w) * 0.01, None), x, None, length=3)[0].sum()
-
-
-def second(f):
-    return gradient(lambda x, w: sum(jnp.sum(g**2) for g in gradient(f)(x, w)))
 
 
 TRANSFORMS = {

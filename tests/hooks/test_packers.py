@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from tests.hooks.derivatives import gradient, second
 from tests.kit.case import grid
 from tests.kit.layers import Multiply, Square, Tanh
 
@@ -65,10 +66,6 @@ def scanned(f):
     return lambda x, w: jax.lax.scan(lambda c, _: (c * 0.9 + f(c, w) * 0.01, None), x, None, length=3)[0].sum()
 
 
-def gradient(f):
-    return jax.grad(f, (0, 1))
-
-
 def named(jit):
     def run(f):
         return lambda x, w: jit(gradient(f))(jax.device_put(x, NamedSharding(mesh(), PartitionSpec("i"))), w)
@@ -82,10 +79,6 @@ def explicit(f):
             return jax.jit(gradient(f))(jax.device_put(x, PartitionSpec("i")), jax.device_put(w, PartitionSpec()))
 
     return run
-
-
-def second(f):
-    return gradient(lambda x, w: sum(jnp.sum(g**2) for g in gradient(f)(x, w)))
 
 
 TRANSFORMS = {
