@@ -35,18 +35,17 @@ from ._methods.arguments import bind, call_of_apply
 from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
 
-# The `jax.custom_vjp` function of each class that was applied. Not an attribute, which a class made from the members of
-# another one would take over; and not made with the class, since an unpickled one gets its members later.
-_rules: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakref.WeakKeyDictionary()
-_rules_with_refs: weakref.WeakKeyDictionary[type, Callable[..., tuple[Any, ...]]] = weakref.WeakKeyDictionary()
+# The `jax.custom_vjp` functions of each class that was applied: for calls without a Ref, and with one. Not an
+# attribute, which a class made from the members of another one would take over; and not made with the class, since an
+# unpickled one gets its members later.
+_rules: weakref.WeakKeyDictionary[type, dict[bool, Callable[..., tuple[Any, ...]]]] = weakref.WeakKeyDictionary()
 
 
 def _rule_of(layer: type[PyLayer], takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
-    rules = _rules_with_refs if takes_refs else _rules
-    rule = rules.get(layer)
-    if rule is None:
-        rule = rules.setdefault(layer, compile_layer(layer, takes_refs))
-    return rule
+    rules = _rules.setdefault(layer, {})
+    if takes_refs not in rules:
+        rules.setdefault(takes_refs, compile_layer(layer, takes_refs))  # another thread may have been first
+    return rules[takes_refs]
 
 
 class PyLayer:

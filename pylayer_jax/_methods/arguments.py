@@ -22,16 +22,12 @@ __tracebackhide__ = True  # for pytest: errors raised here are about values of t
 class Argument:
     """One argument of a call; a *slot* if it holds a tensor."""
 
-    __slots__ = ("first", "name", "skeleton")
+    __slots__ = ("name", "skeleton", "span")
 
     def __init__(self, name: str, skeleton: TreeWithoutTensors, first: int) -> None:
         self.name = name
         self.skeleton = skeleton
-        self.first = first  # index of its first tensor among those of the call
-
-    @property
-    def span(self) -> slice:
-        return slice(self.first, self.first + self.skeleton.size)
+        self.span = slice(first, first + skeleton.size)  # of its tensors among those of the call
 
 
 class _RefPlace(NamedTuple):
@@ -47,7 +43,7 @@ class Arguments:
     behind the tensors. It is a static of its argument otherwise, which has no gradient.
     """
 
-    __slots__ = ("are_tensors", "arguments", "avals", "keywords", "layer", "positional", "refs")
+    __slots__ = ("are_tensors", "arguments", "avals", "first_ref", "keywords", "layer", "positional", "refs")
 
     def __init__(self, layer: str, positional: list[tuple[str, Any]], keywords: list[tuple[str, Any]]) -> None:
         self.layer = layer
@@ -60,6 +56,7 @@ class Arguments:
             tensors, skeleton = split(value)
             self.arguments.append(Argument(name, skeleton, len(self.avals)))
             self.avals.extend(tensors)
+        self.first_ref = len(self.avals)  # the index of the first Ref among the tensors of the call
         if any(a.skeleton is not LEAF and any(map(is_ref, a.skeleton.leaves)) for a in self.arguments):
             self._take_refs()
         # Whether each argument is one tensor, given by position, as in nearly every call.
@@ -85,11 +82,6 @@ class Arguments:
             if argument.skeleton.leaves and argument.skeleton is not LEAF:
                 argument.skeleton.replace_statics(functools.partial(take, argument.name))
         self.avals += refs
-
-    @property
-    def first_ref(self) -> int:
-        """The index of the first Ref among the tensors of the call; their number if there is none."""
-        return len(self.avals) - len(self.refs)
 
     def refs_of(self, tensors: Sequence[Any]) -> list[tuple[str, Any]]:
         """Each Ref among the tensors of the call, with the place where it was passed."""
