@@ -12,6 +12,7 @@ from typing import Any
 
 from pylayer_jax._jax.tracers import is_tracer, nothing_is_traced
 from pylayer_jax._trees.closures import hidden
+from pylayer_jax._trees.habits import jax_for
 from pylayer_jax._trees.messages import NO_ATTRIBUTES, innermost, plural
 
 from .outputs import Outputs
@@ -151,8 +152,10 @@ class Attributes:
             for name in [name for name in now if name not in before or now[name] is not before[name]]:
                 now.clear()
                 now.update(before)
+                hint = jax_for(name)
                 raise AttributeError(
-                    f"{layer}.{method} set the attribute {name} of an array, which JAX would lose: {NO_ATTRIBUTES}."
+                    f"{layer}.{method} set the attribute {name} of an array, which JAX would lose"
+                    + (f". It is of torch or Paddle; in JAX: {hint}." if hint else f": {NO_ATTRIBUTES}.")
                 )
         known = {id(value) for value in self._known}
         for name, held in self._objects:

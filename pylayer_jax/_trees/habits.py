@@ -22,8 +22,8 @@ _ASTYPE: Final = {
 _PLACED: Final = "JAX places arrays itself; jax.device_put(x, device) moves one"
 _NO_GRADIENT_FIELD: Final = "a gradient is what backward returns and jax.grad hands on"
 _NEEDS: Final = (
-    "ctx.needs_input_grad[i] tells it, jax.lax.stop_gradient(x) cuts, and nothing is set: argnums of jax.grad, or "
-    "jax.vjp in a method, say what is differentiated"
+    "ctx.needs_input_grad[i] tells it, ctx.mark_non_differentiable(y) and jax.lax.stop_gradient(x) cut, and nothing is "
+    "set: argnums of jax.grad, or jax.vjp in a method, say what is differentiated"
 )
 _WRITE: Final = {
     **{name: f"x.astype(jnp.{dtype})" for name, dtype in _ASTYPE.items()},
@@ -69,6 +69,9 @@ _KEYWORDS: Final = {"dim": "axis", "keepdim": "keepdims", "unbiased": "ddof: 1 f
 _MEANT_SIZE: Final = "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
 _MEANT_RESHAPE: Final = "x.view takes a dtype in JAX: x.reshape(a, b) for x.view(a, b)."
 
+# The error where code sets an attribute of a traced array.
+WRITTEN: Final = re.compile(r"'\w*Tracer' object has no attribute '(\w+)'")
+
 
 def jax_for(name: str) -> str:
     """What to write for an attribute of a tensor of torch or Paddle; empty for an unknown one."""
@@ -87,10 +90,12 @@ def habit(error: Exception, names: set[str]) -> str:
 
     `names` are those that the code read on the way to the error.
     """
-    if isinstance(error, AttributeError):
-        hint = jax_for(error.name or "") if is_array(error.obj) else ""
-        return hint and f"x.{error.name} is of torch or Paddle. In JAX: {hint}."
     text = str(error)
+    if isinstance(error, AttributeError):
+        written = WRITTEN.match(text)  # Python 3.11 does not say which attribute
+        name = written[1] if written else error.name if is_array(error.obj) else None
+        hint = jax_for(name or "")
+        return hint and f"x.{name} is of torch or Paddle. In JAX: {hint}."
     if isinstance(error, TypeError) and "size" in names and "'int' object is not callable" in text:
         return _MEANT_SIZE
     if isinstance(error, (TypeError, NotImplementedError)) and "view" in names and re.search("view|data type", text):

@@ -251,11 +251,18 @@ def test_in_eager_mode_an_object_takes_arrays(method):
 
 
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
-@pytest.mark.parametrize("method", ["forward", "backward"])
-def test_an_attribute_of_an_array(method, run):
+@pytest.mark.parametrize(
+    ("method", "attribute", "advice"),
+    [
+        ("forward", "stop_gradient", "ctx.mark_non_differentiable"),
+        ("forward", "note", "nder jit an array takes no attributes. Return the value, as one more output of forward"),
+        ("backward", "main_grad", "a jax.Ref, to which backward adds"),
+    ],
+)
+def test_an_attribute_of_an_array(method, attribute, advice, run):
     def note(array, name):
         if method == name:
-            array.main_grad = 1
+            setattr(array, attribute, 1)
 
     class Notes(PyLayer):
         @staticmethod
@@ -269,9 +276,9 @@ def test_an_attribute_of_an_array(method, run):
             note(ctx.saved_tensors[0], "backward")
             return dy
 
-    with pytest.raises(AttributeError, match="main_grad") as caught:
+    with pytest.raises(AttributeError, match=attribute) as caught:
         run(jax.grad(lambda x: Notes.apply(x).sum()))(X[None])
     text = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert "nder jit an array takes no attributes. Return the value, as one more output of forward" in text
+    assert advice in text
     assert f"Notes.{method}" in text
-    assert not hasattr(X, "main_grad")
+    assert not hasattr(X, attribute)
