@@ -17,6 +17,8 @@ from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_ho
 from pylayer_jax.packers import cast_saved
 from tests.kit.layers import Tanh
 
+from .made import layer
+
 X = jnp.array([0.3, -0.7])
 
 
@@ -25,10 +27,6 @@ class Scaled(PyLayer):
     def forward(ctx, x: jax.Array, scale: float = 2.0, *, mode: str = "same") -> jax.Array:
         """Multiply `x` by `scale`."""
         return scale * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 2
 
 
 class OwnBackward(Scaled):
@@ -50,18 +48,6 @@ class OfClass(PyLayer):
         return x
 
 
-class Variadic(PyLayer):
-    @staticmethod
-    def forward(ctx, *xs, **sizes):
-        return xs[0]
-
-
-class WithoutParameters(PyLayer):
-    @staticmethod
-    def forward(*args):
-        return args[1]
-
-
 class Split(Function):
     @staticmethod
     def forward(x, n=2):
@@ -70,11 +56,7 @@ class Split(Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.n = inputs[1]
-
-    @staticmethod
-    def vjp(ctx, dy):
-        return dy * ctx.n, None
+        pass
 
 
 class Joined(Function):
@@ -89,9 +71,7 @@ class Multiplied:
         return by * x
 
 
-Made = type("Made", (PyLayer,), {"forward": staticmethod(lambda ctx, x, y: x)})
-MadeOfAnObject = type("MadeOfAnObject", (PyLayer,), {"forward": Multiplied()})
-MadeOfAPart = type("MadeOfAPart", (PyLayer,), {"forward": functools.partial(lambda k, ctx, x: k * x, 2.0)})
+OF_MODULE = [Scaled, OwnBackward, OfClass, Split, Joined]
 SIGNATURES = {
     PyLayer: "(*args, **kwargs)",
     Function: "(*args, **kwargs)",
@@ -99,13 +79,13 @@ SIGNATURES = {
     OwnBackward: "(x, scale=2.0, *, mode='same')",
     OwnForward: "(z)",
     OfClass: "(x, n=1)",
-    Variadic: "(*xs, **sizes)",
-    WithoutParameters: "(*args)",
     Split: "(x, n=2)",
     Joined: "(x, n=2)",
-    Made: "(x, y)",
-    MadeOfAnObject: "(x, by=2)",
-    MadeOfAPart: "(x)",
+    layer(lambda ctx, *xs, **sizes: xs[0]): "(*xs, **sizes)",
+    layer(lambda *args: args[1]): "(*args)",
+    type("OfALambda", (PyLayer,), {"forward": staticmethod(lambda ctx, x, y: x)}): "(x, y)",
+    type("OfAnObject", (PyLayer,), {"forward": Multiplied()}): "(x, by=2)",
+    type("OfAPart", (PyLayer,), {"forward": functools.partial(lambda k, ctx, x: k * x, 2.0)}): "(x)",
 }
 
 
@@ -115,38 +95,32 @@ def signature_of(function):
     return str(signature.replace(parameters=parameters, return_annotation=signature.empty))
 
 
-@pytest.mark.parametrize("layer", SIGNATURES)
-def test_the_signature_is_that_of_forward_without_the_context(layer):
-    assert signature_of(layer.apply) == SIGNATURES[layer]
-    assert signature_of(layer().apply) == SIGNATURES[layer]
-    assert signature_of(jax.jit(layer.apply)) == SIGNATURES[layer]
-    assert signature_of(jax.vmap(layer.apply)) == SIGNATURES[layer]
+@pytest.mark.parametrize("made", SIGNATURES)
+def test_the_signature_is_that_of_forward_without_the_context(made):
+    for function in (made.apply, made().apply, jax.jit(made.apply), jax.vmap(made.apply)):
+        assert signature_of(function) == SIGNATURES[made]
 
 
 def test_annotations_stay():
-    parameters = inspect.signature(Scaled.apply, eval_str=True).parameters
-    assert [p.annotation for p in parameters.values()] == [jax.Array, float, str]
-    assert inspect.signature(Scaled.apply, eval_str=True).return_annotation is jax.Array
+    signature = inspect.signature(Scaled.apply, eval_str=True)
+    assert [p.annotation for p in signature.parameters.values()] == [jax.Array, float, str]
+    assert signature.return_annotation is jax.Array
 
 
 def test_the_docstring_is_that_of_forward():
     assert Scaled.apply.__doc__ == OwnBackward.apply.__doc__ == "Multiply `x` by `scale`."
     assert OfClass.apply.__doc__ == "Of a class."
     assert Split.apply.__doc__ == Joined.apply.__doc__ == "Raise `x` to the power `n`."
-
-
-@pytest.mark.parametrize("layer", [PyLayer, Tanh, OwnForward, Function])
-def test_without_a_docstring_it_is_one_for_all_layers(layer):
-    assert layer.apply.__doc__.startswith("Run the ")
+    for without in (PyLayer, Tanh, OwnForward, Function):
+        assert without.apply.__doc__.startswith("Run the ")
 
 
 def test_help_shows_both():
+    signature = "apply(x: 'jax.Array', scale: 'float' = 2.0, *, mode: 'str' = 'same')"
     text = pydoc.render_doc(Scaled.apply, renderer=pydoc.plaintext)
-    assert "apply(x: 'jax.Array', scale: 'float' = 2.0, *, mode: 'str' = 'same')" in text
-    assert "Multiply `x` by `scale`." in text
-    assert "method of" in text
-    of_class = pydoc.render_doc(Scaled, renderer=pydoc.plaintext)
-    assert "apply(x: 'jax.Array', scale: 'float' = 2.0, *, mode: 'str' = 'same')" in of_class
+    for part in (signature, "Multiply `x` by `scale`.", "method of"):
+        assert part in text
+    assert signature in pydoc.render_doc(Scaled, renderer=pydoc.plaintext)
 
 
 def test_its_repr_names_the_class():
@@ -161,19 +135,28 @@ def test_names_of_arguments_reach_the_program():
 # -- one object -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", SIGNATURES)
-def test_it_is_one_object_for_each_class(layer):
-    assert layer.apply is layer.apply
-    assert layer().apply is layer.apply
-    assert layer.apply.__self__ is layer
-    others = [other.apply for other in SIGNATURES if other is not layer]
-    assert layer.apply not in others
+@pytest.mark.parametrize("made", SIGNATURES)
+def test_it_is_one_object_for_each_class(made):
+    assert made.apply is made.apply
+    assert made().apply is made.apply
+    assert made.apply.__self__ is made
+    assert made.apply not in [other.apply for other in SIGNATURES if other is not made]
 
 
-@pytest.mark.parametrize("layer", [Scaled, OwnBackward, OfClass, Split, Joined])
-def test_it_is_pickled_by_its_name(layer):
-    assert pickle.loads(pickle.dumps(layer.apply)) is layer.apply
-    np.testing.assert_array_equal(cloudpickle.loads(cloudpickle.dumps(layer.apply))(X), layer.apply(X))
+@pytest.mark.parametrize("base", [PyLayer, Function])
+def test_jit_compiles_it_once(base):
+    traced = []
+    made = layer(lambda ctx, x: traced.append(x) or x * 2, base=base)
+    for _ in range(3):
+        jax.jit(made.apply)(X)
+        jax.jit(made().apply)(X)
+    assert len(traced) <= 2  # under JAX_CUSTOM_VJP3 JAX traces it once more
+
+
+@pytest.mark.parametrize("made", OF_MODULE)
+def test_it_is_pickled_by_its_name(made):
+    assert pickle.loads(pickle.dumps(made.apply)) is made.apply
+    np.testing.assert_array_equal(cloudpickle.loads(cloudpickle.dumps(made.apply))(X), made.apply(X))
 
 
 @pytest.mark.parametrize("base", [PyLayer, Function])
@@ -190,12 +173,12 @@ def test_a_class_that_is_pickled_by_value(base):
 
     Local.apply(X)
     loaded, apply = cloudpickle.loads(cloudpickle.dumps((Local, Local.apply)))
-    for layer in (loaded, cloudpickle.loads(cloudpickle.dumps(loaded))):
-        assert layer.apply is layer.apply
-        assert layer.apply.__self__ is layer
-        assert signature_of(layer.apply) == signature_of(apply) == "(x, by=3)"
-        assert layer.apply.__doc__ == "Of a local class."
-        np.testing.assert_allclose(jax.vjp(layer.apply, X)[1](X)[0], 5 * X)
+    for made in (loaded, cloudpickle.loads(cloudpickle.dumps(loaded))):
+        assert made.apply is made.apply
+        assert made.apply.__self__ is made
+        assert signature_of(made.apply) == signature_of(apply) == "(x, by=3)"
+        assert made.apply.__doc__ == "Of a local class."
+        np.testing.assert_allclose(jax.vjp(made.apply, X)[1](X)[0], 5 * X)
     np.testing.assert_array_equal(apply(X), 3 * X)
 
 
@@ -213,9 +196,15 @@ def test_a_method_of_the_same_name_that_calls_it():
             """Shifted."""
             return super().apply(x) + by
 
+    class Tripled(Shifted):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 3
+
     assert signature_of(Shifted.apply) == "(x, by)"
     assert Shifted.apply.__doc__ == "Shifted."
     np.testing.assert_allclose(Shifted.apply(X, 1.0), 2 * X + 1)
+    np.testing.assert_allclose(Tripled.apply(X, 1.0), 3 * X + 1)
 
 
 # -- decorators of the package --------------------------------------------------------------------
@@ -224,14 +213,12 @@ def test_a_method_of_the_same_name_that_calls_it():
 @pytest.mark.parametrize("decorator", [cast_saved(), saved_tensors_hooks(lambda x: x, lambda x: x)])
 def test_a_function_that_is_decorated_with_hooks(decorator):
     @decorator
-    def loss(x: jax.Array, power: int = 2) -> jax.Array:
-        """The loss."""
+    def total(x: jax.Array, power: int = 2) -> jax.Array:
+        """The total."""
         return jnp.sum(x**power)
 
-    assert signature_of(loss) == "(x, power=2)"
-    assert signature_of(jax.grad(loss)) == "(x, power=2)"
-    assert loss.__doc__ == "The loss."
-    assert loss.__name__ == "loss"
+    assert signature_of(total) == signature_of(jax.grad(total)) == "(x, power=2)"
+    assert (total.__name__, total.__doc__) == ("total", "The total.")
 
 
 def test_once_differentiable():

@@ -68,36 +68,29 @@ def test_members_that_are_set_afterwards():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"),
+    ("name", "meant", "value"),
     [
-        ("forward_modes", "forward_mode"),
-        ("saved_name", "saved_names"),
-        ("generate_vmaprule", "generate_vmap_rule"),
-        ("complex_convention", None),
-        ("foward", "forward"),
-        ("backwrad", "backward"),
-        ("setup_contex", "setup_context"),
-        ("_forward", None),
-        ("forward2", None),
-        ("forward_of_a_block", None),
+        ("forward_modes", "forward_mode", True),
+        ("saved_name", "saved_names", ("y",)),
+        ("generate_vmaprule", "generate_vmap_rule", True),
+        ("foward", "forward", staticmethod(len)),
+        ("backwrad", "backward", staticmethod(len)),
+        ("setup_contex", "setup_context", staticmethod(len)),
     ],
 )
-def test_a_name_one_letter_off(name, meant):
-    is_method = meant in ("forward", "backward", "setup_context")
-    members = {name: staticmethod(len) if is_method else "jax"}
-    if meant is None:
-        assert getattr(type("Layer", (Function,), members), name) == "jax"
-        return
+def test_a_name_one_letter_off(name, meant, value):
     with pytest.raises(TypeError, match=rf"Layer.{name}: a layer has no such attribute.*Did you mean {meant}\?"):
-        type("Layer", (Function,), members)
+        type("Layer", (Function,), {name: value})
 
 
-@pytest.mark.parametrize("name", ["forward_model", "forward_node", "saved_games", "forward_modes"])
-def test_a_helper_whose_name_is_near_that_of_a_flag(name):
-    check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: staticmethod(len)}))
+@pytest.mark.parametrize("name", ["complex_convention", "_forward", "forward2", "forward_of_a_block"])
+def test_a_name_that_is_further_off(name):
+    assert getattr(type("Layer", (Function,), {name: "jax"}), name) == "jax"
 
 
-def test_a_helper_beside_the_method_of_the_right_name():
+def test_a_helper_whose_name_is_near_that_of_a_flag_or_of_a_method_beside_it():
+    for name in ("forward_model", "forward_node", "saved_games", "forward_modes"):
+        check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: staticmethod(len)}))
     layer = type("Layer", (PyLayer,), {**TRIPLE, "forwards": 1})
     check_triple(layer)
     check_triple(type("Child", (layer,), {"backwards": 2}))
