@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pylayer_jax import PyLayer
+from tests.kit.modes import EAGER_AND_JIT
+
+from .made import layer, loss, text_of
 
 X = jnp.ones((2, 3))
 
@@ -38,43 +40,30 @@ RUNS = {
 }
 
 
-def layer(method, code):
+def method_of(code):
     run = eval(f"lambda x: {code}")
-
-    class Ported(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            if method == "forward":
-                run(x)
-            ctx.save_for_backward(x)
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, dy):
-            run(dy)
-            return dy
-
-    return Ported
+    return lambda ctx, x: (run(x), x * 1)[1]
 
 
 @pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("code", HABITS)
 def test_the_error_says_what_to_write(code, run):
     with pytest.raises((AttributeError, TypeError, NotImplementedError)) as raised:
-        RUNS[run](layer("forward", code).apply)
+        RUNS[run](layer(method_of(code)).apply)
     assert any(HABITS[code] in note for note in raised.value.__notes__), raised.value.__notes__
-    assert any("This happened in" in note and ".forward" in note for note in raised.value.__notes__)
+    assert "This happened in Made.forward" in text_of(raised.value)
 
 
-@pytest.mark.parametrize("code", ["dy.detach()", "dy.size(0)"])
-def test_so_does_that_of_backward(code):
+@EAGER_AND_JIT
+@pytest.mark.parametrize("code", ["x.detach()", "x.size(0)"])
+def test_so_does_that_of_backward(code, mode):
     with pytest.raises((AttributeError, TypeError)) as raised:
-        jax.jit(jax.grad(lambda x: layer("backward", code.replace("dy", "x")).apply(x).sum()))(X)
-    assert any(HABITS[code.replace("dy", "x")] in note for note in raised.value.__notes__)
+        mode(jax.grad(loss(layer(backward=method_of(code)))))(X)
+    assert any(HABITS[code] in note for note in raised.value.__notes__)
 
 
 @pytest.mark.parametrize("code", ["[].detach()", "x.nothing", "x.x", "x.__add_", "len(5)", "{}['view']"])
 def test_other_errors_get_no_advice(code):
     with pytest.raises((AttributeError, TypeError, KeyError)) as raised:
-        layer("forward", code).apply(X)
+        layer(method_of(code)).apply(X)
     assert not any("JAX" in note for note in raised.value.__notes__)

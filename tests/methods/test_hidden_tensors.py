@@ -14,6 +14,8 @@ import pytest
 from pylayer_jax import PyLayer
 from tests.kit.modes import MODES, X, modes
 
+from .made import gradients, layer, loss
+
 WEIGHT = jnp.float32(2.0)
 
 
@@ -51,6 +53,11 @@ HIDING = {
     "partial by keyword": lambda w: functools.partial(lambda x, w: x * w, w=w),
     "decorated": decorated,
 }
+
+
+@dataclasses.dataclass
+class Weighted(PyLayer):
+    w: object
 
 
 class Applies(PyLayer):
@@ -180,18 +187,6 @@ def test_a_hidden_value_that_is_differentiated_is_named(hide, message, layer, mo
 
 
 @modes
-def test_a_differentiated_value_that_forward_closes_over_is_named(mode):
-    def loss(w):
-        made = type("Closes", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x * w)})
-        return made.apply(X).sum()
-
-    with pytest.raises(
-        jax.errors.UnexpectedTracerError, match=r"Closes\.forward uses .* closes over \(w\)\. .*Pass it"
-    ):
-        MODES[mode](loss)(X)
-
-
-@modes
 def test_an_object_with_differentiated_values_that_nobody_reads(mode):
     class Flagged(PyLayer):
         @staticmethod
@@ -205,6 +200,80 @@ def test_an_object_with_differentiated_values_that_nobody_reads(mode):
 
     assert MODES[mode](lambda x: (Flagged.apply(x, Model(x)) + x).sum())(X).tolist() == [2, 2, 2]
     assert MODES[mode](lambda x: (Flagged.apply(X, Model(x)) + x).sum())(X).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("forward", "hide", "where"),
+    [
+        (lambda ctx, boxes, x: boxes[0].w * x, lambda w: [Frozen(w)], r"boxes\[0\]"),
+        (lambda ctx, own, x: own.w * x, lambda w: Weighted(w), "own"),
+    ],
+    ids=["in a list", "layer"],
+)
+def test_an_argument_that_hides_a_differentiated_value_is_named(forward, hide, where):
+    made = layer(forward)
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=rf"argument {where} holds a traced value in \.w, but"):
+        jax.grad(lambda w: made.apply(hide(w), X).sum())(2.0)
+
+
+# -- what a method closes over --------------------------------------------------------------------
+
+
+def closing_over(w):
+    return layer(lambda ctx, x: x * w, lambda ctx, dy: dy * w)
+
+
+def with_backward_over(w, use=lambda dy, w: dy * w):
+    return layer(backward=lambda ctx, dy: use(dy, w))
+
+
+@modes
+def test_a_differentiated_value_that_a_method_closes_over_is_named(mode):
+    ways_out = r"Pass it as an argument.*apply\(\.\.\., w\)"
+    message = rf"Made\.forward uses .* closes over \(w\)\. .*{ways_out}"
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
+        MODES[mode](lambda w: loss(closing_over(w))(X))(X)
+    message = r"Made\.backward uses a traced value that it closes over \(w\).*as an argument: .*apply\(\.\.\., w\)"
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
+        MODES[mode](lambda x: loss(with_backward_over(jnp.sum(x)))(x))(X)
+
+
+@gradients
+def test_a_value_that_is_differentiated_as_an_argument_too_is_never_silent(run):
+    with pytest.raises(Exception, match="as an argument") as caught:
+        run(lambda w: loss(closing_over(w))(X * w))(2.0)
+    assert type(caught.value).__name__ in ("UnexpectedTracerError", "CustomVJPException")
+
+
+def test_a_value_that_forward_closes_over_at_the_outer_order():
+    for run in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        with pytest.raises(jax.errors.UnexpectedTracerError, match="Pass it as an argument"):
+            run(lambda w: jax.grad(loss(closing_over(w)))(X).sum())(2.0)
+
+
+def test_constants_that_methods_close_over():
+    assert jax.jit(jax.grad(loss(closing_over(jnp.float32(3)))))(X).tolist() == [3, 3, 3]
+    scaled = lambda w, x: loss(closing_over(w))(x)  # noqa: E731
+    assert jax.jit(scaled)(3.0, X) == 3 * X.sum()
+    assert jax.jit(jax.grad(scaled, 1))(3.0, X).tolist() == [3, 3, 3]
+
+
+@modes
+def test_the_shape_of_a_value_that_backward_closes_over(mode):
+    by_size = lambda dy, w: dy * w.shape[0]  # noqa: E731
+    assert MODES[mode](lambda x: loss(with_backward_over(x, by_size))(x))(X).tolist() == [3, 3, 3]
+
+
+def test_values_of_transformations_that_have_not_ended():
+    def slope(w):
+        return jax.grad(loss(with_backward_over(w)))(X)
+
+    for run in (jax.jit, lambda f: lambda w: jax.vmap(f)(w[None])[0], lambda f: jax.jit(jax.checkpoint(f))):
+        assert run(slope)(jnp.float32(3)).tolist() == [3, 3, 3]
+    looped = jax.jit(lambda w: jax.lax.scan(lambda total, _: (total + slope(w), None), jnp.zeros(3), None, length=2)[0])
+    assert looped(3.0).tolist() == [6, 6, 6]
+    for run in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(jax.jit(f)))):
+        assert run(lambda w: slope(w).sum())(3.0) == 3
 
 
 # -- what a method writes -------------------------------------------------------------------------

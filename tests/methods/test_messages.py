@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.jet import jet
 
-import pylayer_jax
 from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 from tests.kit.modes import X
 
-FIRST = {"eager": lambda f: f, "grad": jax.grad, "jit": jax.jit, "jit-grad": lambda f: jax.jit(jax.grad(f))}
-GRADIENTS = {"grad": jax.grad, "jit-grad": lambda f: jax.jit(jax.grad(f)), "grad-jit": lambda f: jax.grad(jax.jit(f))}
-first = pytest.mark.parametrize("run", FIRST.values(), ids=FIRST)
-gradients = pytest.mark.parametrize("run", GRADIENTS.values(), ids=GRADIENTS)
+from .made import gradients, layer, loss, text_of
+
+RUNS = {"eager": lambda f: f, "grad": jax.grad, "jit": jax.jit, "jit-grad": lambda f: jax.jit(jax.grad(f))}
+runs = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 
 
 class Linear(PyLayer):
@@ -30,136 +26,113 @@ class Linear(PyLayer):
         return dy * 2
 
 
-@first
-def test_missing_forward(run):
-    class Empty(PyLayer):
-        pass
+# -- methods that are missing or of another form --------------------------------------------------
 
+
+@runs
+def test_missing_forward(run):
     with pytest.raises(NotImplementedError, match=r"Empty\.forward is not defined\. Add to the class"):
-        run(lambda x: Empty.apply(x).sum())(X)
+        run(loss(type("Empty", (PyLayer,), {})))(X)
 
 
 @gradients
 def test_missing_backward(run):
-    class Half(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
+    half = type("Half", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x * 2)})
+    assert half.apply(X).tolist() == (2 * X).tolist()
+    with pytest.raises(NotImplementedError, match=r"Half\.backward is not defined, but its gradient was asked for"):
+        run(loss(half))(X)
+
+
+def test_forward_without_a_context():
+    bare = layer(lambda x: x * 2)
+    with pytest.raises(
+        TypeError, match=r"forward at .*:\d+, 'x', takes the context: forward\(ctx, .* with setup_context\("
+    ):
+        bare.apply(X)
+
+    class Unbound(PyLayer):
+        def forward(self, ctx, x):
             return x * 2
 
-    assert Half.apply(X).tolist() == (2 * X).tolist()
-    with pytest.raises(NotImplementedError, match=r"Half\.backward is not defined, but its gradient was asked for"):
-        run(lambda x: Half.apply(x).sum())(X)
+    with pytest.raises(TypeError, match=r"Unbound\.apply: .* 'self', takes the context: .*Is @staticmethod missing\?"):
+        Unbound.apply(X)
 
 
-@first
+def test_both_styles_of_forward_at_once():
+    members = {"forward": lambda ctx, x: x, "setup_context": lambda ctx, inputs, output: None}
+    with pytest.raises(TypeError, match=r"Mixed defines setup_context, so that its forward takes no ctx: remove that"):
+        type("Mixed", (Function,), {name: staticmethod(method) for name, method in members.items()})
+
+
+@runs
+def test_setup_context_without_forward(run):
+    class Base(Function):
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            raise ValueError("of the user")
+
+    with pytest.raises(NotImplementedError, match=r"Base.forward is not defined"):
+        run(loss(Base))(X)
+    derived = type("Derived", (Base,), {"forward": staticmethod(lambda x: x)})
+    with pytest.raises(ValueError, match="of the user") as caught:
+        run(loss(derived))(X)
+    assert "Derived.forward" in text_of(caught.value)
+
+
+# -- calls and exceptions -------------------------------------------------------------------------
+
+
+@runs
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("args", "named", "message"),
     [
-        (lambda x: Linear.apply(nope=3), "missing a required argument: 'x'|got an unexpected keyword argument 'nope'"),
-        (lambda x: Linear.apply(x, nope=3), "got an unexpected keyword argument 'nope'"),
-        (lambda x: Linear.apply(), "missing a required argument: 'x'"),
-        (lambda x: Linear.apply(x, 1.0, 2.0), "too many positional arguments"),
+        ((), {"nope": 3}, "missing a required argument: 'x'|got an unexpected keyword argument 'nope'"),
+        ((X,), {"nope": 3}, "got an unexpected keyword argument 'nope'"),
+        ((), {}, "missing a required argument: 'x'"),
+        ((X, 1.0, 2.0), {}, "too many positional arguments"),
     ],
 )
-def test_calls_that_do_not_fit(run, call, message):
+def test_calls_that_do_not_fit(run, args, named, message):
     with pytest.raises(TypeError, match=message) as caught:
-        run(lambda x: call(x).sum())(X)
+        run(lambda x: Linear.apply(*args, **named).sum())(X)
     assert str(caught.value).startswith("Linear.apply: ")
     assert "It takes the arguments of forward without the context: Linear.apply(x, w=2.0)." in str(caught.value)
 
 
-@first
-def test_exceptions_of_forward_keep_their_type_and_gain_a_note(run):
-    class Own(Exception):
-        pass
-
-    class Fails(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            raise Own("mine")
-
-    with pytest.raises(Own, match="mine") as caught:
-        run(lambda x: Fails.apply(x).sum())(X)
-    assert any("Fails.forward" in note for note in caught.value.__notes__)
+def test_errors_leave_no_state_behind():
+    for _ in range(3):
+        with pytest.raises(TypeError):
+            jax.grad(loss(Linear, 1, 2, 3))(X)
+    assert jax.grad(loss(Linear))(X).tolist() == [2, 2, 2]
+    with jax.checking_leaks():
+        assert jax.jit(jax.grad(loss(Linear)))(X).tolist() == [2, 2, 2]
 
 
-@gradients
-def test_exceptions_of_backward_keep_their_type_and_gain_a_note(run):
-    class Fails(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, dy):
-            return {}["key"]
-
-    with pytest.raises(KeyError) as caught:
-        run(lambda x: Fails.apply(x).sum())(X)
-    assert any("Fails.backward" in note for note in caught.value.__notes__)
+class OwnError(Exception):
+    pass
 
 
-def closing_over(w):
-    class Closes(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return x * w
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * w
-
-    return Closes
+def fail(*args):
+    raise OwnError("mine")
 
 
-@pytest.mark.parametrize("argnums", [0, (0, 1)])
-@gradients
-def test_closed_over_value_is_never_silent(run, argnums):
-    f = lambda w, x: closing_over(w).apply(x).sum()  # noqa: E731
-    with pytest.raises(Exception, match=r"as an argument") as caught:
-        # One function of one argument, as the modes take it.
-        run(lambda w: f(w, X) if argnums == 0 else f(w, X * w))(2.0)
-    assert type(caught.value).__name__ in ("UnexpectedTracerError", "CustomVJPException")
+@pytest.mark.parametrize(
+    ("method", "run"),
+    [*(("forward", run) for run in RUNS), *(("backward", run) for run in ("grad", "jit-grad"))],
+)
+def test_exceptions_of_a_method_keep_their_type_and_gain_a_note(method, run):
+    with pytest.raises(OwnError, match="mine") as caught:
+        RUNS[run](loss(layer(**{method: fail})))(X)
+    assert any(f"Made.{method}" in note for note in caught.value.__notes__)
 
 
-def test_closed_over_value_is_named():
-    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"closes over \(w\)\. .*apply\(\.\.\., w\)"):
-        jax.grad(lambda w: closing_over(w).apply(X).sum())(2.0)
-
-    class Takes(PyLayer):
-        @staticmethod
-        def forward(ctx, x, function):
-            return function(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, None
-
-    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"slope \(in argument function\)"):
-        jax.grad(lambda slope: Takes.apply(X, lambda v: v * slope).sum())(2.0)
-
-
-def test_closed_over_value_at_the_outer_order():
-    def f(w, x):
-        return jax.grad(lambda x: closing_over(w).apply(x).sum())(x).sum()
-
-    for run in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-        with pytest.raises(jax.errors.UnexpectedTracerError, match="Pass it as an argument"):
-            run(f)(2.0, X)
-
-
-def test_closed_over_constants_are_fine():
-    assert jax.jit(jax.grad(lambda x: closing_over(jnp.float32(3)).apply(x).sum()))(X).tolist() == [3, 3, 3]
-    scaled = lambda w, x: closing_over(w).apply(x).sum()  # noqa: E731
-    assert jax.jit(scaled)(3.0, X) == 3 * X.sum()
-    assert jax.jit(jax.grad(scaled, 1))(3.0, X).tolist() == [3, 3, 3]
+# -- forward mode without a rule ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "run",
     [
         lambda f: jax.jvp(f, (X,), (X,)),
-        lambda f: jax.jacfwd(f)(X),
         lambda f: jax.jit(jax.jacfwd(f))(X),
         lambda f: jax.jvp(jax.vmap(f), (X,), (X,)),
         lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (x,))[1].sum())(X),
@@ -171,6 +144,14 @@ def test_forward_mode_without_a_rule(run):
         run(lambda x: Linear.apply(x))
 
 
+def in_block(f):
+    def blocked(x):
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            return f(x)
+
+    return blocked
+
+
 STAGED = {
     "jit": jax.jit,
     "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
@@ -178,6 +159,7 @@ STAGED = {
     "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, f, x),
     "vmap of jit": lambda f: jax.vmap(jax.jit(f)),
     "jit of vmap of vmap": lambda f: lambda x: jax.jit(jax.vmap(jax.vmap(f)))(x[None, None])[0, 0],
+    "jit of a block": lambda f: jax.jit(in_block(jnp.sin)),
 }
 
 
@@ -197,15 +179,6 @@ def test_forward_mode_without_a_rule_of_staged_code(run, staged):
         run(staged(Linear.apply))
 
 
-def test_forward_mode_of_staged_code_with_a_block_inside():
-    def blocked(x):
-        with saved_tensors_hooks(lambda x: x, lambda x: x):
-            return jnp.sin(x)
-
-    with pytest.raises(TypeError):
-        jax.jvp(jax.jit(blocked), (X,), (X,))
-
-
 def test_forward_mode_of_other_functions_keeps_the_error_of_jax():
     def ruled():
         function, later = jax.custom_vjp(jnp.sin), None
@@ -215,132 +188,3 @@ def test_forward_mode_of_other_functions_keeps_the_error_of_jax():
 
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(jax.jit(ruled()), (X,), (X,))
-
-
-def test_both_styles_of_forward_at_once():
-    with pytest.raises(TypeError, match=r"Mixed defines setup_context, so that its forward takes no ctx: remove that"):
-
-        class Mixed(Function):
-            @staticmethod
-            def forward(ctx, x):
-                return x
-
-            @staticmethod
-            def setup_context(ctx, inputs, output):
-                pass
-
-
-def test_setup_context_without_forward():
-    class Base(Function):
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            raise ValueError("of the user")
-
-    for run in (Base.apply, jax.jit(Base.apply), jax.grad(lambda x: Base.apply(x).sum())):
-        with pytest.raises(NotImplementedError, match=r"Base.forward is not defined"):
-            run(X)
-
-    class Derived(Base):
-        @staticmethod
-        def forward(x):
-            return x
-
-    for run in (Derived.apply, jax.jit(Derived.apply), jax.grad(lambda x: Derived.apply(x).sum())):
-        with pytest.raises(ValueError, match="of the user") as caught:
-            run(X)
-        assert any("Derived.forward" in note for note in caught.value.__notes__)
-
-
-def test_errors_leave_no_state_behind():
-    for _ in range(3):
-        with pytest.raises(TypeError):
-            jax.grad(lambda x: Linear.apply(x, 1, 2, 3).sum())(X)
-    assert jax.grad(lambda x: Linear.apply(x).sum())(X).tolist() == [2, 2, 2]
-    with jax.checking_leaks():
-        assert jax.jit(jax.grad(lambda x: Linear.apply(x).sum()))(X).tolist() == [2, 2, 2]
-
-
-def test_importing_needs_jax_and_numpy_alone():
-    code = (
-        "import sys\n"
-        "for name in ('optax', 'sklearn', 'tqdm', 'torch', 'paddle', 'equinox'): sys.modules[name] = None\n"
-        "import pylayer_jax\n"
-        "print(sorted(pylayer_jax.__all__))"
-    )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(sorted(pylayer_jax.__all__))
-
-
-def test_import_inside_a_trace_is_harmless():
-    code = (
-        "import jax, importlib\n"
-        "jax.jit(lambda x: importlib.import_module('pylayer_jax') and x)(1.0)\n"
-        "from pylayer_jax._jax.tracers import nothing_is_traced\n"
-        "print(nothing_is_traced(), jax.jit(lambda x: x * nothing_is_traced())(1.0))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "0.0"]
-
-
-def test_forward_without_a_context():
-    class Bare(PyLayer):
-        @staticmethod
-        def forward(x):
-            return x * 2
-
-    class Unbound(PyLayer):
-        def forward(self, ctx, x):
-            return x * 2
-
-    with pytest.raises(
-        TypeError, match=r"forward at .*:\d+, 'x', takes the context: forward\(ctx, .* with setup_context\("
-    ):
-        Bare.apply(X)
-    with pytest.raises(TypeError, match=r"Unbound\.apply: .* 'self', takes the context: .*Is @staticmethod missing\?"):
-        Unbound.apply(X)
-
-
-def test_a_traced_value_in_an_object_that_is_no_pytree():
-    class Box:
-        def __init__(self, w):
-            self.w = w
-
-    class Boxed(PyLayer):
-        @staticmethod
-        def forward(ctx, boxes, x):
-            return boxes[0].w * x
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy
-
-    with pytest.raises(jax.errors.UnexpectedTracerError, match=r"argument boxes\[0\] holds a traced value in \.w, but"):
-        jax.grad(lambda w: Boxed.apply([Box(w)], X).sum())(X)
-
-
-SLIPS = {
-    "y = ctx.saved_tensor(); return dy * (1 - y**2)": "(x,) = ctx.saved_tensor()",
-    "y = ctx.saved_tensor(); return jnp.sin(y) * dy": "(x,) = ctx.saved_tensor()",
-    "a, b = ctx.saved_tensor(); return dy * a": "as many entries as ctx.save_for_backward got",
-    "return dy if ctx.needs_input_grad(0) else None": "ctx.needs_input_grad[0]",
-    "return dy if ctx.needs_input_grad[3] else None": "one entry for each argument of forward",
-}
-
-
-@pytest.mark.parametrize("run", [jax.grad, lambda f: jax.jit(jax.grad(f))], ids=["eager", "jit"])
-@pytest.mark.parametrize("code", SLIPS)
-def test_a_slip_with_the_context_gets_a_hint(code, run):
-    methods = {}
-    exec(f"def backward(ctx, dy): {code}", {"jnp": jnp}, methods)
-
-    class Slip(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * 2
-
-        backward = staticmethod(methods["backward"])
-
-    with pytest.raises((TypeError, ValueError, IndexError)) as raised:
-        run(lambda x: Slip.apply(x).sum())(jnp.ones(3))
-    assert any(SLIPS[code] in note for note in raised.value.__notes__)
