@@ -10,26 +10,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.kit.modes import X
-
-
-def test_collectives_over_a_mapped_axis():
-    class Sum(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return jax.lax.psum(x, "b")
-
-        @staticmethod
-        def backward(ctx, dy):
-            return jax.lax.psum(dy, "b")
-
-    def f(layer):
-        return lambda x: (jax.vmap(lambda v: layer(v) ** 2, axis_name="b")(x)).sum()
-
-    plain = f(lambda v: jax.lax.psum(v, "b"))
-    np.testing.assert_allclose(jax.grad(f(Sum.apply))(X), jax.grad(plain)(X), rtol=1e-6)
-    second = lambda g: jax.grad(lambda x: (jax.grad(g)(x) ** 2).sum())(X)  # noqa: E731
-    np.testing.assert_allclose(second(f(Sum.apply)), second(plain), rtol=1e-6)
+from tests.kit.modes import EAGER_AND_JIT, X
 
 
 def rank_like(x):
@@ -63,9 +44,9 @@ class SumOfRanks(PyLayer):
 
 
 @pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_AND_JIT
 @pytest.mark.parametrize("base", [OfRank, SumOfRanks])
-def test_what_depends_on_the_index_along_a_mapped_axis(base, run, forward_mode):
+def test_what_depends_on_the_index_along_a_mapped_axis(base, mode, forward_mode):
     layer = type(base.__name__, (base,), {"forward_mode": forward_mode})
 
     def plain(x):
@@ -97,6 +78,6 @@ def test_what_depends_on_the_index_along_a_mapped_axis(base, run, forward_mode):
             lambda g: jax.jacfwd(jax.grad(f(g)))(X, w),
         ]
     for way in ways:
-        ours, expected = run(functools.partial(way, layer.apply))(), jax.jit(functools.partial(way, plain))()
+        ours, expected = mode(functools.partial(way, layer.apply))(), jax.jit(functools.partial(way, plain))()
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,8 @@ import pylayer_jax
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
 from tests.kit.modes import X
 
+from .made import layer, loss
+
 PACKAGE = str(Path(pylayer_jax.__file__).parent)
 
 
@@ -26,41 +29,6 @@ class BoomError(Exception):
 
 def boom(*args, **kwargs):
     raise BoomError
-
-
-class InForward(PyLayer):
-    forward = staticmethod(boom)
-
-
-class InBackward(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    backward = staticmethod(boom)
-
-
-class InVmap(InBackward):
-    vmap = staticmethod(boom)
-
-
-class InJvp(InBackward):
-    jvp = staticmethod(boom)
-
-
-class InSetup(Function):
-    @staticmethod
-    def forward(x):
-        return x * 2
-
-    setup_context = staticmethod(boom)
-
-
-def with_forward_mode(layer):
-    return type("WithForwardMode", (layer,), {"forward_mode": True})
-
-
-ONCE = type("Once", (InBackward,), {"backward": staticmethod(once_differentiable(boom))})
 
 
 def hooks():
@@ -96,21 +64,26 @@ REVERSE = {
     "decorated": lambda f: jax.grad(hooks()(f))(X),
 }
 FORWARD = {"jvp": lambda f: jax.jvp(f, (X,), (X,)), "jit-jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)}
-CASES = [
-    *((layer, run) for layer in (InForward, with_forward_mode(InForward)) for run in (RUNS | REVERSE).items()),
-    *((InSetup, run) for run in (RUNS | REVERSE).items() if run[0] != "container"),
-    *((layer, run) for layer in (InBackward, with_forward_mode(InBackward), ONCE) for run in REVERSE.items()),
-    *((layer, run) for layer in (InJvp, with_forward_mode(InBackward)) for run in FORWARD.items()),
-    *((InVmap, (name, run)) for name, run in {**RUNS, **REVERSE}.items() if name in ("vmap", "grad-vmap")),
-]
+IN_VMAP = {"vmap": RUNS["vmap"], "grad-vmap": REVERSE["grad-vmap"]}
+OF_ARRAYS = {name: run for name, run in (RUNS | REVERSE).items() if name != "container"}
+# Layers of which one method raises, and what runs it.
+LAYERS = {
+    "forward": (layer(boom), RUNS | REVERSE),
+    "forward, forward mode": (layer(boom, forward_mode=True), RUNS | REVERSE),
+    "setup_context": (layer(lambda x: x * 2, base=Function, setup_context=staticmethod(boom)), OF_ARRAYS),
+    "backward": (layer(backward=boom), REVERSE),
+    "backward, forward mode": (layer(backward=boom, forward_mode=True), REVERSE | FORWARD),
+    "backward, once": (layer(backward=once_differentiable(boom)), REVERSE),
+    "jvp": (layer(jvp=staticmethod(boom)), FORWARD),
+    "vmap": (layer(vmap=staticmethod(boom)), IN_VMAP),
+}
+CASES = {f"{name}: {run}": (made, runs[run]) for name, (made, runs) in LAYERS.items() for run in runs}
 
 
-@pytest.mark.parametrize(
-    ("layer", "run"), [(c, r[1]) for c, r in CASES], ids=[f"{c.__name__}-{r[0]}" for c, r in CASES]
-)
-def test_frames_between_the_call_and_the_method_hide_themselves(layer, run):
+@pytest.mark.parametrize(("made", "run"), CASES.values(), ids=CASES)
+def test_frames_between_the_call_and_the_method_hide_themselves(made, run):
     with pytest.raises(BoomError) as caught:
-        run(lambda x: layer.apply(x).sum())
+        run(loss(made))
     shown = [
         f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
         for frame, line in traceback.walk_tb(caught.value.__traceback__)
@@ -127,32 +100,39 @@ FAILING = """
 
     class Fails(PyLayer):
         @staticmethod
-        def forward(ctx, x):
+        def forward(ctx, x, mistake):
             ctx.save_for_backward(x)
+            ctx.mistake = mistake
             return x * 2
 
         @staticmethod
         def backward(ctx, dy):
             (x,) = ctx.saved_tensor()
-            return MISTAKE
+            if ctx.mistake == "name":
+                return dy * ctx.nothing
+            return {}["key"]
 
-    def test_fails():
-        jax.grad(lambda x: Fails.apply(x).sum())(jnp.ones(3))
+    def test_name():
+        jax.grad(lambda x: Fails.apply(x, "name").sum())(jnp.ones(3))
+
+    def test_key():
+        jax.grad(lambda x: Fails.apply(x, "key").sum())(jnp.ones(3))
 """
 
 
-@pytest.mark.parametrize("mistake", ["dy * ctx.nothing", "{}['key']"])
-def test_pytest_shows_the_lines_of_the_user(mistake, tmp_path):
+def test_pytest_shows_the_lines_of_the_user(tmp_path):
     file = tmp_path / "test_fails.py"
-    file.write_text(textwrap.dedent(FAILING).replace("MISTAKE", mistake))
+    file.write_text(textwrap.dedent(FAILING))
     command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", str(file)]
     environment = os.environ | {"PYTHONPATH": str(Path(PACKAGE).parent)}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    # Before it JAX shows where the operation was applied. These frames have no variables, by which they could hide.
-    shown = done.stdout.rpartition("was the direct cause of")[2]
-    assert f"return {mistake}" in shown
-    assert "jax.grad(lambda x: Fails.apply(x).sum())" in shown
-    assert "pylayer_jax/_" not in shown
+    _, of_name, of_key = re.split("_ test_name _|_ test_key _", done.stdout)
+    for text, mistake, name in ((of_name, "dy * ctx.nothing", "name"), (of_key, '{}["key"]', "key")):
+        # Before it JAX shows where the operation was applied. These frames have no variables, by which they could hide.
+        shown = text.rpartition("was the direct cause of")[2]
+        assert f"return {mistake}" in shown
+        assert f'jax.grad(lambda x: Fails.apply(x, "{name}").sum())' in shown
+        assert "pylayer_jax/_" not in shown
 
 
 # -- JAX's errors about tracers -------------------------------------------------------------------
@@ -174,16 +154,16 @@ FORWARD_LINE = inspect.getsourcelines(Branches.forward)[1]
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("mode", [jax.jit, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))])
 def test_a_number_that_forward_asks_for(mode, forward_mode):
-    layer = type("Branches", (Branches,), {"forward_mode": forward_mode})
+    made = type("Branches", (Branches,), {"forward_mode": forward_mode})
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        mode(lambda x: layer.apply(x).sum())(X)
+        mode(loss(made))(X)
     assert f"tracing the function Branches at {__file__}:{FORWARD_LINE} for" in str(caught.value)
 
 
 def test_a_value_that_becomes_a_tracer_is_traced_to_the_lines_of_the_user():
-    layer = with_forward_mode(Branches)
+    made = type("Branches", (Branches,), {"forward_mode": True})
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
-        jax.lax.scan(lambda c, _: (c + layer.apply(X * c).sum(), None), 1.0, None, length=1)
+        jax.lax.scan(lambda c, _: (c + made.apply(X * c).sum(), None), 1.0, None, length=1)
     assert __file__ in str(caught.value)
     assert PACKAGE not in str(caught.value)
 
@@ -214,14 +194,11 @@ def test_the_place_of_a_layer_whose_members_are_set_afterwards():
         jax.jit(made.apply)(X)
 
 
+class Abs:
+    def __call__(self, ctx, x):
+        return abs(x)
+
+
 def test_jaxprs_still_show_the_name_of_the_class():
-    assert "name=InBackward" in str(jax.make_jaxpr(InBackward.apply)(X))
-    assert "name=AsObject" in str(jax.make_jaxpr(type("AsObject", (PyLayer,), {"forward": abs_of()}).apply)(X))
-
-
-def abs_of():
-    class Abs:
-        def __call__(self, ctx, x):
-            return abs(x)
-
-    return Abs()
+    for method in (staticmethod(lambda ctx, x: x), Abs()):
+        assert "name=Named" in str(jax.make_jaxpr(type("Named", (PyLayer,), {"forward": method}).apply)(X))
