@@ -6,8 +6,11 @@ import jax
 import pytest
 
 from pylayer_jax import PyLayer
+from tests.kit.modes import MODES
 
-GRADIENTS = {"grad": jax.grad, "jit-grad": lambda f: jax.jit(jax.grad(f)), "grad-jit": lambda f: jax.grad(jax.jit(f))}
+GRADIENTS = {name: MODES[name] for name in ("grad", "jit-grad", "grad-jit")}
+RUNS = {"eager": lambda f: f, "jit": jax.jit, "grad": jax.grad, "jit-grad": MODES["jit-grad"]}
+runs = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 gradients = pytest.mark.parametrize("run", GRADIENTS.values(), ids=GRADIENTS)
 
 

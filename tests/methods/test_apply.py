@@ -182,13 +182,6 @@ def test_a_class_that_is_pickled_by_value(base):
     np.testing.assert_array_equal(apply(X), 3 * X)
 
 
-def test_a_class_made_from_the_members_of_another():
-    second = type("Second", (PyLayer,), {**vars(Scaled), **vars(OwnForward)})
-    assert Scaled.apply
-    assert signature_of(second.apply) == "(z)"
-    assert second.apply.__self__ is second
-
-
 def test_a_method_of_the_same_name_that_calls_it():
     class Shifted(Scaled):
         @classmethod

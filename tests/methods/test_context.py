@@ -15,10 +15,7 @@ from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
 from tests.kit.threads import in_threads
 
-from .made import gradients, layer, loss
-
-RUNS = {"eager": lambda f: f, "grad": jax.grad, "jit-grad": lambda f: jax.jit(jax.grad(f))}
-runs = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+from .made import gradients, layer, loss, runs
 
 
 def then(call, result=lambda x: x * 1):
@@ -354,30 +351,6 @@ def test_needs_input_grad_is_false_where_nothing_is_differentiated():
     seen = []
     layer(lambda ctx, x, flag=None: seen.append(ctx.needs_input_grad) or x).apply(X, flag=1)
     assert seen == [(False, False)]
-
-
-def test_one_jitted_function_differentiated_for_each_argument_in_turn():
-    def forward(ctx, x, w):
-        needs_x, needs_w = ctx.needs_input_grad
-        ctx.save_for_backward(*[w, w + 1] * needs_x, *[x] * needs_w)  # of another number for each
-        return x * w
-
-    def backward(ctx, dy):
-        needs_x, needs_w = ctx.needs_input_grad
-        saved = ctx.saved_tensor()
-        assert len(saved) == 2 * needs_x + needs_w
-        return dy * saved[0] if needs_x else None, dy * saved[-1] if needs_w else None
-
-    made = layer(forward, backward)
-    jitted = jax.jit(lambda x, w: made.apply(x, w).sum())
-    x, w = X, X + 5
-    _, pull_x = jax.vjp(lambda x: jitted(x, w), x)
-    _, pull_w = jax.vjp(lambda w: jitted(x, w), w)
-    np.testing.assert_allclose(pull_x(1.0)[0], w)
-    np.testing.assert_allclose(pull_w(1.0)[0], x)
-    np.testing.assert_allclose(pull_x(2.0)[0], 2 * w)
-    np.testing.assert_allclose(jax.grad(jitted, (0, 1))(x, w)[1], x)
-    np.testing.assert_allclose(pull_x(1.0)[0], w)
 
 
 def test_threads_do_not_meet():

@@ -138,36 +138,7 @@ def test_a_jitted_function_hides_a_constant_from_forward_alone(mode):
     ids=["grad of jit", "vmap of grad", "grad of vmap", "map", "jit of grad of remat"],
 )
 def test_a_hidden_value_that_the_transform_traces(hide, run):
-    hide = HIDING[hide]
-    assert run(lambda x, w: Applies.apply(x, hide(w)).sum()).tolist() == [6, 6, 6]
-
-
-@pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize(
-    "outer",
-    [
-        lambda f: jax.grad(f),
-        lambda f: jax.grad(jax.jit(f)),
-        lambda f: lambda w: jax.jvp(f, (w,), (jnp.ones_like(w),))[1],
-        lambda f: jax.grad(jax.checkpoint(f)),
-    ],
-    ids=["grad", "grad of jit", "jvp", "remat"],
-)
-def test_the_derivative_with_respect_to_a_value_that_only_backward_reads(inner, outer):
-    class Reads(PyLayer):
-        @staticmethod
-        def forward(ctx, x, model):
-            ctx.model = model
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * ctx.model.w**2
-
-    def summed_gradient(w):
-        return jax.grad(inner(lambda x: Reads.apply(x, Frozen(w)).sum()))(X).sum()
-
-    assert outer(summed_gradient)(WEIGHT) == 12
+    assert run(lambda x, w: loss(Applies, HIDING[hide](w))(x)).tolist() == [6, 6, 6]
 
 
 @modes
@@ -264,15 +235,33 @@ def test_the_shape_of_a_value_that_backward_closes_over(mode):
     assert MODES[mode](lambda x: loss(with_backward_over(x, by_size))(x))(X).tolist() == [3, 3, 3]
 
 
-def test_values_of_transformations_that_have_not_ended():
+def reads_object(x, w):
+    def forward(ctx, x, model):
+        ctx.model = model
+        return x * 2
+
+    return loss(layer(forward, lambda ctx, dy: dy * ctx.model.w), Frozen(w))(x)
+
+
+@pytest.mark.parametrize(
+    ("reads", "inner"),
+    [
+        # Under grad of jit JAX itself refuses a backward that closes over a traced value.
+        (lambda x, w: loss(with_backward_over(w))(x), lambda f: f),
+        (reads_object, lambda f: f),
+        (reads_object, jax.jit),
+    ],
+    ids=["closure", "object", "object, jit"],
+)
+def test_values_of_transformations_that_have_not_ended(reads, inner):
     def slope(w):
-        return jax.grad(loss(with_backward_over(w)))(X)
+        return jax.grad(inner(lambda x: reads(x, w)))(X)
 
     for run in (jax.jit, lambda f: lambda w: jax.vmap(f)(w[None])[0], lambda f: jax.jit(jax.checkpoint(f))):
         assert run(slope)(jnp.float32(3)).tolist() == [3, 3, 3]
     looped = jax.jit(lambda w: jax.lax.scan(lambda total, _: (total + slope(w), None), jnp.zeros(3), None, length=2)[0])
     assert looped(3.0).tolist() == [6, 6, 6]
-    for run in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(jax.jit(f)))):
+    for run in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(jax.jit(f))), lambda f: jax.grad(jax.checkpoint(f))):
         assert run(lambda w: slope(w).sum())(3.0) == 3
 
 
@@ -317,37 +306,3 @@ def test_in_eager_mode_an_object_takes_arrays(method):
     np.testing.assert_array_equal(model.mask, X > 0 if method == "forward" else jnp.full(3, 1.0))
     with pytest.raises(ValueError, match="wrote a traced value to model"):
         jax.vmap(lambda x: writing("forward").apply(x, model))(X)
-
-
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
-@pytest.mark.parametrize(
-    ("method", "attribute", "advice"),
-    [
-        ("forward", "stop_gradient", "ctx.mark_non_differentiable"),
-        ("forward", "note", "nder jit an array takes no attributes. Return the value, as one more output of forward"),
-        ("backward", "main_grad", "a jax.Ref, to which backward adds"),
-    ],
-)
-def test_an_attribute_of_an_array(method, attribute, advice, run):
-    def note(array, name):
-        if method == name:
-            setattr(array, attribute, 1)
-
-    class Notes(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            note(x, "forward")
-            ctx.save_for_backward(x)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, dy):
-            note(ctx.saved_tensors[0], "backward")
-            return dy
-
-    with pytest.raises(AttributeError, match=attribute) as caught:
-        run(jax.grad(lambda x: Notes.apply(x).sum()))(X[None])
-    text = "\n".join([str(caught.value), *caught.value.__notes__])
-    assert advice in text
-    assert f"Notes.{method}" in text
-    assert not hasattr(X, attribute)

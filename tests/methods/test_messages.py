@@ -10,10 +10,7 @@ from jax.experimental.jet import jet
 from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 from tests.kit.modes import X
 
-from .made import gradients, layer, loss, text_of
-
-RUNS = {"eager": lambda f: f, "grad": jax.grad, "jit": jax.jit, "jit-grad": lambda f: jax.jit(jax.grad(f))}
-runs = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+from .made import RUNS, gradients, layer, loss, runs, text_of
 
 
 class Linear(PyLayer):

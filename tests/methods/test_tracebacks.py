@@ -16,7 +16,7 @@ import pytest
 
 import pylayer_jax
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
-from tests.kit.modes import X
+from tests.kit.modes import MODES, X
 
 from .made import layer, loss
 
@@ -50,15 +50,10 @@ RUNS = {
     "container": lambda f: f({"x": [X]}),
 }
 REVERSE = {
-    "grad": lambda f: jax.grad(f)(X),
-    "jit-grad": lambda f: jax.jit(jax.grad(f))(X),
-    "grad-jit": lambda f: jax.grad(jax.jit(f))(X),
-    "vmap-grad": lambda f: jax.vmap(jax.grad(f))(X[None]),
+    **{name: lambda f, mode=mode: mode(f)(X) for name, mode in MODES.items() if name != "cond"},
     "grad-vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x[None]).sum())(X),
     "second": lambda f: jax.jacrev(jax.grad(f))(X),
     "hessian": lambda f: jax.hessian(f)(X),
-    "scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=1)[0])(X),
-    "remat": lambda f: jax.grad(jax.checkpoint(f))(X),
     "block": lambda f: jax.grad(in_block(f))(X),
     "jit-block": lambda f: jax.jit(jax.grad(in_block(f)))(X),
     "decorated": lambda f: jax.grad(hooks()(f))(X),
