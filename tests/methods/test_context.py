@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import re
 import types
 
 import jax
@@ -15,7 +16,7 @@ from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
 from tests.kit.threads import in_threads
 
-from .made import gradients, layer, loss, runs
+from .made import failure, gradients, layer, loss, runs
 
 
 def then(call, result=lambda x: x * 1):
@@ -167,40 +168,35 @@ def ref_of(x):
     return jax.new_ref(jnp.zeros(3))
 
 
-NO_REF = r"no jax\.Ref for backward but an argument of forward.*ref\[\.\.\.\]"
+NO_REF = r"ValueError: .*no jax\.Ref for backward but an argument of forward.*ref\[\.\.\.\]"
 MISUSES = {
-    "saved twice": (save_twice, RuntimeError, r"called twice in Made\.forward"),
+    "saved twice": (save_twice, r"RuntimeError: .*called twice in Made\.forward"),
     "not an input": (
         lambda ctx, x: ctx.mark_not_inplace(x * 2),
-        ValueError,
-        r"mark_not_inplace in Made\.forward: argument 0 .* not a tensor input",
+        r"ValueError: .*mark_not_inplace in Made\.forward: argument 0 .* not a tensor input",
     ),
     "no tensor": (
         lambda ctx, x: ctx.mark_not_inplace(3),
-        ValueError,
-        r"argument 0 \(3 of type int\) is not a tensor input",
+        r"ValueError: .*argument 0 \(3 of type int\) is not a tensor input",
     ),
     "not an output": (
         lambda ctx, x: ctx.mark_non_differentiable(x * 2),
-        ValueError,
-        r"mark_non_differentiable in Made\.forward: .* is not an output",
+        r"ValueError: .*mark_non_differentiable in Made\.forward: .* is not an output",
     ),
-    "none": (lambda ctx, x: ctx.mark_non_differentiable(None), ValueError, "None of type NoneType is not an output"),
-    "ref saved": (lambda ctx, x: ctx.save_for_backward(ref_of(x)), ValueError, NO_REF),
-    "ref kept": (assign("ref", lambda x: [ref_of(x)]), ValueError, NO_REF),
+    "none": (lambda ctx, x: ctx.mark_non_differentiable(None), "ValueError: .*None of type NoneType is not an output"),
+    "ref saved": (lambda ctx, x: ctx.save_for_backward(ref_of(x)), NO_REF),
+    "ref kept": (assign("ref", lambda x: [ref_of(x)]), NO_REF),
     "assigned": (
         assign("saved_tensors", lambda x: (x,)),
-        AttributeError,
-        r"keep tensors with ctx\.save_for_backward",
+        r"AttributeError: .*keep tensors with ctx\.save_for_backward",
     ),
 }
 
 
 @runs
-@pytest.mark.parametrize(("call", "error", "message"), MISUSES.values(), ids=MISUSES)
-def test_misuse_in_forward(run, call, error, message):
-    with pytest.raises(error, match=message):
-        run(loss(layer(then(call))))(X)
+@pytest.mark.parametrize(("call", "message"), MISUSES.values(), ids=MISUSES)
+def test_misuse_in_forward(run, call, message):
+    assert re.search(message, failure(run(loss(layer(then(call)))), X), re.DOTALL)
 
 
 @EAGER_AND_JIT

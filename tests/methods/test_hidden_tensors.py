@@ -60,69 +60,51 @@ class Weighted(PyLayer):
     w: object
 
 
-class Applies(PyLayer):
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.function = function
-        return function(x)
+def keeping(backward, forward=lambda x, held: x * 2, **members):
+    """A layer that keeps its second argument."""
 
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.function(dy) * 3
+    def keep(ctx, x, held):
+        ctx.held = held
+        return forward(x, held)
 
-
-class AppliesForward(Applies):
-    forward_mode = True
+    return layer(keep, backward, **members)
 
 
-class Keeps(PyLayer):
-    """Keeps an object that holds what it computed."""
+def keep_result(ctx, x, function):
+    ctx.kept = types.SimpleNamespace(y=function(jnp.ones(3)))
+    return x * ctx.kept.y
 
-    @staticmethod
-    def forward(ctx, x, function):
-        ctx.kept = types.SimpleNamespace(y=function(jnp.ones(3)))
-        return x * ctx.kept.y
 
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * ctx.kept.y * 3
+LAYERS = {
+    "applies": keeping(lambda ctx, dy: ctx.held(dy) * 3, lambda x, held: held(x)),
+    "forward mode": keeping(lambda ctx, dy: ctx.held(dy) * 3, lambda x, held: held(x), forward_mode=True),
+    "object on ctx": layer(keep_result, lambda ctx, dy: dy * ctx.kept.y * 3),
+}
+layers = pytest.mark.parametrize("made", LAYERS.values(), ids=LAYERS)
 
 
 @modes
-@pytest.mark.parametrize("layer", [Applies, AppliesForward, Keeps])
+@layers
 @pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING)
-def test_a_hidden_value_is_a_constant(hide, layer, mode):
+def test_a_hidden_value_is_a_constant(hide, made, mode):
     # `w` is computed within the transform, from no value that is differentiated.
-    def loss(x):
-        return layer.apply(x, hide(WEIGHT * jax.lax.stop_gradient(jnp.ones_like(x)))).sum()
+    def total(x):
+        return loss(made, hide(WEIGHT * jax.lax.stop_gradient(jnp.ones_like(x))))(x)
 
-    assert MODES[mode](loss)(X).tolist() == [6, 6, 6]
+    assert MODES[mode](total)(X).tolist() == [6, 6, 6]
 
 
 @modes
 def test_a_jitted_function_hides_a_constant_from_forward_alone(mode):
-    def loss(x, keep):
+    def total(x, made):
         w = WEIGHT * jax.lax.stop_gradient(jnp.ones_like(x))
+        return loss(made, jax.jit(lambda x: x * w))(x)
 
-        class Jitted(Applies):
-            @staticmethod
-            def forward(ctx, x, function):
-                if keep:
-                    ctx.function = function
-                return function(x)
-
-            @staticmethod
-            def backward(ctx, dy):
-                return dy * 6
-
-        return Jitted.apply(x, jax.jit(lambda x: x * w)).sum()
-
-    assert MODES[mode](lambda x: loss(x, False))(X).tolist() == [6, 6, 6]
+    forgets = layer(lambda ctx, x, function: function(x), lambda ctx, dy: dy * 6)
+    assert MODES[mode](lambda x: total(x, forgets))(X).tolist() == [6, 6, 6]
     if mode not in ("grad", "vmap"):  # there, `w` is concrete
-        with pytest.raises(
-            ValueError, match=r"ctx\.function in .*Jitted\.forward is a function that closes over traced"
-        ):
-            MODES[mode](lambda x: loss(x, True))(X)
+        with pytest.raises(ValueError, match=r"ctx\.held in Made\.forward is a function that closes over traced"):
+            MODES[mode](lambda x: total(x, LAYERS["applies"]))(X)
 
 
 @pytest.mark.parametrize("hide", ["nested object", "closure"])
@@ -138,39 +120,29 @@ def test_a_jitted_function_hides_a_constant_from_forward_alone(mode):
     ids=["grad of jit", "vmap of grad", "grad of vmap", "map", "jit of grad of remat"],
 )
 def test_a_hidden_value_that_the_transform_traces(hide, run):
-    assert run(lambda x, w: loss(Applies, HIDING[hide](w))(x)).tolist() == [6, 6, 6]
+    assert run(lambda x, w: loss(LAYERS["applies"], HIDING[hide](w))(x)).tolist() == [6, 6, 6]
 
 
 @modes
-@pytest.mark.parametrize("layer", [Applies, AppliesForward, Keeps])
+@layers
 @pytest.mark.parametrize(
     ("hide", "message"),
     [
-        ("slots", r"argument function holds a traced value in \.w, but its type Frozen is no pytree"),
-        ("method", r"argument function holds a traced value in \.layers\.w, but its type Model is no pytree"),
-        ("closure", r"closes over \(w \(in argument function\)\)\. .*Pass it as an argument: \w+\.apply\(\.\.\., w\)"),
+        ("slots", r"argument \w+ holds a traced value in \.w, but its type Frozen is no pytree"),
+        ("method", r"argument \w+ holds a traced value in \.layers\.w, but its type Model is no pytree"),
+        ("closure", r"closes over \(w \(in argument \w+\)\)\. .*Pass it as an argument: Made\.apply\(\.\.\., w\)"),
     ],
 )
-def test_a_hidden_value_that_is_differentiated_is_named(hide, message, layer, mode):
-    loss = lambda w: layer.apply(X * 1, HIDING[hide](w)).sum()  # noqa: E731
+def test_a_hidden_value_that_is_differentiated_is_named(hide, message, made, mode):
     with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
-        MODES[mode](loss)(X)
+        MODES[mode](lambda w: loss(made, HIDING[hide](w))(X * 1))(X)
 
 
 @modes
 def test_an_object_with_differentiated_values_that_nobody_reads(mode):
-    class Flagged(PyLayer):
-        @staticmethod
-        def forward(ctx, x, model):
-            ctx.model = model
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * len(ctx.model.layers)
-
-    assert MODES[mode](lambda x: (Flagged.apply(x, Model(x)) + x).sum())(X).tolist() == [2, 2, 2]
-    assert MODES[mode](lambda x: (Flagged.apply(X, Model(x)) + x).sum())(X).tolist() == [1, 1, 1]
+    flagged = keeping(lambda ctx, dy: dy * len(ctx.held.layers))
+    assert MODES[mode](lambda x: (flagged.apply(x, Model(x)) + x).sum())(X).tolist() == [2, 2, 2]
+    assert MODES[mode](lambda x: (flagged.apply(X, Model(x)) + x).sum())(X).tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -235,27 +207,21 @@ def test_the_shape_of_a_value_that_backward_closes_over(mode):
     assert MODES[mode](lambda x: loss(with_backward_over(x, by_size))(x))(X).tolist() == [3, 3, 3]
 
 
-def reads_object(x, w):
-    def forward(ctx, x, model):
-        ctx.model = model
-        return x * 2
-
-    return loss(layer(forward, lambda ctx, dy: dy * ctx.model.w), Frozen(w))(x)
+def over_closure(w):
+    return loss(with_backward_over(w))
 
 
+def over_object(w):
+    return loss(keeping(lambda ctx, dy: dy * ctx.held.w), Frozen(w))
+
+
+# Under grad of jit JAX itself refuses a backward that closes over a traced value.
 @pytest.mark.parametrize(
-    ("reads", "inner"),
-    [
-        # Under grad of jit JAX itself refuses a backward that closes over a traced value.
-        (lambda x, w: loss(with_backward_over(w))(x), lambda f: f),
-        (reads_object, lambda f: f),
-        (reads_object, jax.jit),
-    ],
-    ids=["closure", "object", "object, jit"],
+    ("over", "inner"), [(over_closure, lambda f: f), (over_object, lambda f: f), (over_object, jax.jit)]
 )
-def test_values_of_transformations_that_have_not_ended(reads, inner):
+def test_values_of_transformations_that_have_not_ended(over, inner):
     def slope(w):
-        return jax.grad(inner(lambda x: reads(x, w)))(X)
+        return jax.grad(inner(over(w)))(X)
 
     for run in (jax.jit, lambda f: lambda w: jax.vmap(f)(w[None])[0], lambda f: jax.jit(jax.checkpoint(f))):
         assert run(slope)(jnp.float32(3)).tolist() == [3, 3, 3]
@@ -269,19 +235,16 @@ def test_values_of_transformations_that_have_not_ended(reads, inner):
 
 
 def writing(method, **members):
+    def note(name, held, value):
+        if name == method:
+            held.mask = value
+        return value
+
     def forward(ctx, x, model):
         ctx.model = model
-        if method == "forward":
-            model.mask = x > 0
-        return x * 2
+        return note("forward", model, x * 2)
 
-    def backward(ctx, dy):
-        if method == "backward":
-            ctx.model.mask = dy * 1
-        return dy
-
-    members |= {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type("Writes", (PyLayer,), members)
+    return layer(forward, lambda ctx, dy: note("backward", ctx.model, dy * 1), **members)
 
 
 @pytest.mark.parametrize("forward_mode", [False, True])
@@ -290,11 +253,9 @@ def writing(method, **members):
 def test_a_traced_value_written_to_an_object(mode, method, forward_mode):
     made = writing(method, forward_mode=forward_mode)
     name = {"forward": "model", "backward": r"ctx\.model"}[method]
-    with pytest.raises(
-        ValueError, match=rf"Writes\.{method} wrote a traced value to {name}\.mask, .*Return it as"
-    ) as e:
-        MODES[mode](lambda x: made.apply(x, types.SimpleNamespace()).sum())(X)
-    assert "save_for_backward" in str(e.value) or method == "backward"
+    advice = {"forward": ".*Return it as .*save_for_backward", "backward": ".*Return it as"}[method]
+    with pytest.raises(ValueError, match=rf"Made\.{method} wrote a traced value to {name}\.mask, {advice}"):
+        MODES[mode](loss(made, types.SimpleNamespace()))(X)
 
 
 @pytest.mark.parametrize("method", ["forward", "backward"])
@@ -302,7 +263,7 @@ def test_in_eager_mode_an_object_takes_arrays(method):
     if jax.config.jax_custom_vjp3 and method == "forward":
         pytest.skip("under jax_custom_vjp3 forward is always traced")
     model = types.SimpleNamespace()
-    jax.grad(lambda x: writing(method).apply(x, model).sum())(X)
-    np.testing.assert_array_equal(model.mask, X > 0 if method == "forward" else jnp.full(3, 1.0))
+    jax.grad(loss(writing(method), model))(X)
+    np.testing.assert_array_equal(model.mask, X * 2 if method == "forward" else jnp.ones(3))
     with pytest.raises(ValueError, match="wrote a traced value to model"):
         jax.vmap(lambda x: writing("forward").apply(x, model))(X)

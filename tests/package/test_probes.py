@@ -23,7 +23,7 @@ def run(source, *args, **environment):
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-# The gradients of Square and of the second output of Pair are not those of their forward.
+# The gradients of Square and of the second output of `pair` are not those of their forward.
 RENAMED = """
 import json
 
@@ -55,22 +55,12 @@ class Square(PyLayer):
         return dy * 4 * ctx.saved_tensors[0]
 
 
-class Pair(PyLayer):
-    def forward(ctx, x, w):
-        return x, w
-
-    def backward(ctx, dx, dw):
-        return dx, jnp.float32(1)
+def layer(forward, backward):
+    return type("Layer", (PyLayer,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
 
-class Double(PyLayer):
-    def forward(ctx, x):
-        return 2 * x
-
-    def backward(ctx, dy):
-        return 2 * dy
-
-
+pair = layer(lambda ctx, x, w: (x, w), lambda ctx, dx, dw: (dx, jnp.float32(1)))
+double = layer(lambda ctx, x: 2 * x, lambda ctx, dy: 2 * dy)
 doubled = saved_tensors_hooks(lambda x: 2 * x, lambda x: x)
 on_host = saved_tensors_hooks(lambda x: 2 * x, lambda x: x, host=True)
 square, X = Square.apply, jnp.float32(3)
@@ -82,7 +72,7 @@ def packed(x):
 
 
 def pairs(w):
-    return jax.vmap(lambda x: Pair.apply(x, w)[0])(jnp.ones(4)).sum()
+    return jax.vmap(lambda x: pair.apply(x, w)[0])(jnp.ones(4)).sum()
 
 
 def error(function, *args):
@@ -103,7 +93,7 @@ numbers = [
     jax.grad(packed)(X),
     jax.vmap(jax.grad(packed))(X[None])[0],
     jax.jit(jax.grad(packed))(X),
-    jax.linear_transpose(Double.apply, X)(X)[0],
+    jax.linear_transpose(double.apply, X)(X)[0],
 ]
 errors = [error(jet, square, (X,), ((X,),)), error(jax.grad(jax.checkpoint(on_host(square))), X)]
 print(json.dumps([*map(float, numbers), *errors]))
@@ -212,8 +202,11 @@ def test_what_cannot_be_found_stops_the_import():
 STARTS_NOTHING = """
 import importlib
 import json
-import pkgutil
 import socket
+import sys
+
+for name in ("optax", "sklearn", "tqdm", "torch", "paddle", "equinox", "flax"):
+    sys.modules[name] = None  # cannot be imported
 
 import jax
 import pylayer_jax
@@ -229,8 +222,25 @@ jax.distributed.shutdown()
 """
 
 
-def test_the_import_starts_no_backend():
-    assert run(STARTS_NOTHING) == 1
+def test_the_import_starts_no_backend_and_needs_jax_and_numpy_alone():
+    assert run(STARTS_NOTHING, PYTHONWARNINGS="error") == 1
+
+
+IMPORTED_UNDER_JIT = """
+import json
+
+import jax
+
+jax.jit(lambda x: (__import__("pylayer_jax"), x)[1])(1.0)
+
+from pylayer_jax._jax.tracers import nothing_is_traced
+
+print(json.dumps([nothing_is_traced(), float(jax.jit(lambda x: x * nothing_is_traced())(1.0))]))
+"""
+
+
+def test_the_import_under_a_trace_does_not_take_it_for_no_trace():
+    assert run(IMPORTED_UNDER_JIT) == [True, 0]
 
 
 # Flags of JAX decide how a checkpoint runs. A backward that leaves out a gradient is right only where none is needed.
@@ -245,16 +255,12 @@ with jax.checking_leaks(), jax.disable_jit():
 from pylayer_jax import PyLayer
 
 
-class First(PyLayer):
-    def forward(ctx, x, y):
-        return x * y
-
-    def backward(ctx, dz):
-        return (5 * dz,)
+members = {"forward": staticmethod(lambda ctx, x, y: x * y), "backward": staticmethod(lambda ctx, dz: (5 * dz,))}
+first = type("First", (PyLayer,), members)
 
 
 def gradient():
-    return float(jax.grad(lambda x: jax.checkpoint(First.apply)(x, 3.0))(2.0))
+    return float(jax.grad(lambda x: jax.checkpoint(first.apply)(x, 3.0))(2.0))
 
 
 found = [gradient()]
