@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import pickle
@@ -17,7 +18,7 @@ from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_ho
 from pylayer_jax.packers import cast_saved
 from tests.kit.layers import Tanh
 
-from .made import layer
+from .made import layer, loss
 
 X = jnp.array([0.3, -0.7])
 
@@ -66,9 +67,14 @@ class Joined(Function):
         return x**n
 
 
+@dataclasses.dataclass
 class Multiplied:
+    """A method that is an object, and has no hash."""
+
+    factor: float
+
     def __call__(self, ctx, x, by=2):
-        return by * x
+        return by * self.factor * x
 
 
 OF_MODULE = [Scaled, OwnBackward, OfClass, Split, Joined]
@@ -84,7 +90,7 @@ SIGNATURES = {
     layer(lambda ctx, *xs, **sizes: xs[0]): "(*xs, **sizes)",
     layer(lambda *args: args[1]): "(*args)",
     type("OfALambda", (PyLayer,), {"forward": staticmethod(lambda ctx, x, y: x)}): "(x, y)",
-    type("OfAnObject", (PyLayer,), {"forward": Multiplied()}): "(x, by=2)",
+    type("OfAnObject", (PyLayer,), {"forward": Multiplied(3.0)}): "(x, by=2)",
     type("OfAPart", (PyLayer,), {"forward": functools.partial(lambda k, ctx, x: k * x, 2.0)}): "(x)",
 }
 
@@ -99,6 +105,14 @@ def signature_of(function):
 def test_the_signature_is_that_of_forward_without_the_context(made):
     for function in (made.apply, made().apply, jax.jit(made.apply), jax.vmap(made.apply)):
         assert signature_of(function) == SIGNATURES[made]
+
+
+def test_a_method_that_is_an_object():
+    made = type("Made", (PyLayer,), {"forward": Multiplied(3.0), "backward": Multiplied(5.0)})
+    np.testing.assert_allclose(jax.jit(made.apply)(X), 6 * X)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss(made)))(X), [10, 10])
+    with pytest.raises(TypeError, match=r"Made.apply: .*\(x, by=2\)"):
+        made.apply(X, 1, 2)
 
 
 def test_annotations_stay():

@@ -9,60 +9,52 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
 from tests.kit.modes import EAGER_AND_JIT, X
+
+from .made import layer
 
 
 def rank_like(x):
     return jax.lax.axis_index("b").astype(x.dtype)
 
 
-class OfRank(PyLayer):
+def of_rank(ctx, x):
     """Keeps what only the place in the batch tells."""
-
-    @staticmethod
-    def forward(ctx, x):
-        rank = rank_like(x)
-        ctx.save_for_backward(rank)
-        ctx.mask = rank > 0
-        return x * rank
-
-    @staticmethod
-    def backward(ctx, dy):
-        (rank,) = ctx.saved_tensor()
-        return jnp.where(ctx.mask, dy * rank, 0)
+    rank = rank_like(x)
+    ctx.save_for_backward(rank)
+    ctx.mask = rank > 0
+    return x * rank
 
 
-class SumOfRanks(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        return jax.lax.psum(x * rank_like(x), "b")
-
-    @staticmethod
-    def backward(ctx, dy):
-        return jax.lax.psum(dy, "b") * rank_like(dy)
+LAYERS = {
+    "of rank": (of_rank, lambda ctx, dy: jnp.where(ctx.mask, dy * ctx.saved_tensor()[0], 0)),
+    "sum of ranks": (
+        lambda ctx, x: jax.lax.psum(x * rank_like(x), "b"),
+        lambda ctx, dy: jax.lax.psum(dy, "b") * rank_like(dy),
+    ),
+}
 
 
 @pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
 @EAGER_AND_JIT
-@pytest.mark.parametrize("base", [OfRank, SumOfRanks])
-def test_what_depends_on_the_index_along_a_mapped_axis(base, mode, forward_mode):
-    layer = type(base.__name__, (base,), {"forward_mode": forward_mode})
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_depends_on_the_index_along_a_mapped_axis(name, mode, forward_mode):
+    made = layer(*LAYERS[name], forward_mode=forward_mode)
 
     def plain(x):
         ranked = x * rank_like(x)
-        return ranked if base is OfRank else jax.lax.psum(ranked, "b")
+        return ranked if name == "of rank" else jax.lax.psum(ranked, "b")
 
     def over(f, *axes):
         return jax.vmap(f, axes or 0, axis_name="b")
 
-    def f(layer):
+    def f(g):
         # Mapped, and shared by all examples: there a custom_vjp function has no right gradient over a named axis.
-        shared = layer if forward_mode or base is OfRank else jnp.cos
-        return lambda x, w: (over(lambda x, w: jnp.sin(layer(x)) * shared(w), 0, None)(x, w) ** 2).sum()
+        shared = g if forward_mode or name == "of rank" else jnp.cos
+        return lambda x, w: (over(lambda x, w: jnp.sin(g(x)) * shared(w), 0, None)(x, w) ** 2).sum()
 
-    def scanned(layer):
-        return lambda c, _: (jnp.sin(jax.checkpoint(layer)(c)), None)
+    def scanned(g):
+        return lambda c, _: (jnp.sin(jax.checkpoint(g)(c)), None)
 
     w = jnp.float32(0.7)
     ways = [
@@ -78,6 +70,6 @@ def test_what_depends_on_the_index_along_a_mapped_axis(base, mode, forward_mode)
             lambda g: jax.jacfwd(jax.grad(f(g)))(X, w),
         ]
     for way in ways:
-        ours, expected = mode(functools.partial(way, layer.apply))(), jax.jit(functools.partial(way, plain))()
+        ours, expected = mode(functools.partial(way, made.apply))(), jax.jit(functools.partial(way, plain))()
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

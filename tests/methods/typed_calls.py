@@ -97,10 +97,6 @@ class WithContext(Function):
     def forward(ctx: FunctionCtx, x: jax.Array, n: int = 2) -> jax.Array:
         return x**n
 
-    @staticmethod
-    def backward(ctx: FunctionCtx, dy: jax.Array) -> tuple[jax.Array, None]:
-        return dy, None
-
 
 class WithoutContext(Function):
     @staticmethod
