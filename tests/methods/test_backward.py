@@ -68,6 +68,7 @@ REFUSED = {
     },
     **{str(value): (lambda dy, value=value: value, NO_ARRAY) for value in [1, 2.5, "text", [], [1.0], {"a": 1}]},
     "key": (lambda dy: jax.random.key(0), NO_ARRAY),
+    "long text": (lambda dy: 100 * "text", r"None for zero; got str\."),
     "list of one, as in Paddle and torch": (lambda dy: [dy], "or None for zero; got"),
     "complex": (lambda dy: jax.lax.complex(dy, dy), r"expected a real array .* Return its real part"),
     "generator": (yields, r"Made\.backward returned .*generator; .* Return them: return g0, g1"),

@@ -211,15 +211,16 @@ def test_the_dtype_of_a_cotangent_is_that_of_its_output(mode):
         run(False)
 
 
+@pytest.mark.parametrize(("wrap", "names"), [(lambda f: f, r"\(double\)"), (jax.jit, "")], ids=["function", "jitted"])
 @pytest.mark.parametrize("mode", [m for m in MODES if m not in ("grad", "vmap")])
-def test_function_that_closes_over_traced_values_is_refused(mode):
+def test_function_that_closes_over_traced_values_is_refused(mode, wrap, names):
     def forward(ctx, x):
         double = x * 2
-        ctx.rules = {"pull": lambda dy: dy * double}
+        ctx.rules = {"pull": wrap(lambda dy: dy * double)}
         return x * 1
 
     made = layer(forward, lambda ctx, dy: ctx.rules["pull"](dy))
-    message = r"ctx\.rules\['pull'\] in Made\.forward is a function that closes over traced.*\(double\)"
+    message = rf"ctx\.rules\['pull'\] in Made\.forward is a function that closes over traced.*{names}"
     with pytest.raises(ValueError, match=message):
         MODES[mode](loss(made))(X)
 
@@ -255,6 +256,8 @@ def test_names_that_a_context_does_not_have(name, advice):
             layer(then(read)).apply(X)
     with pytest.raises(AttributeError, match=message):
         jax.grad(loss(layer(then(lambda ctx, x: setattr(ctx, "factor", 2)), read)))(X)
+    with pytest.raises(AttributeError, match=rf"ctx\.{name} does not exist: forward of Made .* it set no attribute"):
+        jax.grad(loss(layer(backward=read)))(X)
 
 
 def test_an_attribute_of_the_user_with_a_name_like_that_of_a_method():
