@@ -24,13 +24,6 @@ def loss(made, *rest, **named):
     return lambda x: made.apply(x, *rest, **named).sum()
 
 
-def failure(function, *args):
-    """The type of the exception that a call raises, and what it says."""
-    with pytest.raises(Exception) as caught:  # noqa: PT011
-        function(*args)
-    return f"{caught.typename}: {text_of(caught.value)}"
-
-
 def text_of(error):
     """What it says, with its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
