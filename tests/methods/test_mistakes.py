@@ -347,10 +347,6 @@ def test_an_error_says_where_and_what_to_do(slip, text):
     assert re.search(text.replace("HERE", re.escape(__file__)), message, re.DOTALL), message
 
 
-def test_one_name_is_skipped():
-    assert "second order" not in [row.name for row in check_layer(Tanh, X, skip="second order").rows]
-
-
 def test_an_unknown_command(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["chekc", "layers:Tanh"])
