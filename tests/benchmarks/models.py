@@ -164,17 +164,26 @@ def _cross_entropy_gradient(kept: tuple[Array, ...], dy: Array) -> Array:
 # -- in each of the ways to write it --------------------------------------------------------------
 
 
+Run = Callable[..., tuple[Array, Any]]  # what comes out, and what is kept for the gradient
+Gradient = Callable[[Any, Array], Array]
+Way = Callable[[Run, Gradient], Callable[..., Array]]
+
+
+def _parts(way: Way) -> Parts:
+    return Parts(way(_gelu, _gelu_gradient), way(_norm, _norm_gradient), way(_cross_entropy, _cross_entropy_gradient))
+
+
 def autodiff() -> Parts:
     """JAX's own derivatives."""
-    return Parts(lambda x: _gelu(x)[0], lambda x: _norm(x)[0], lambda x, targets: _cross_entropy(x, targets)[0])
+    return _parts(lambda run, gradient: lambda x, *rest: run(x, *rest)[0])
 
 
 def pylayer() -> Parts:
-    def of(run: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
+    def layer(run: Run, gradient: Gradient) -> Any:
         class Layer(PyLayer):
             @staticmethod
-            def forward(ctx, x):
-                y, kept = run(x)
+            def forward(ctx, x, targets=None):
+                y, kept = run(x) if targets is None else run(x, targets)
                 ctx.save_for_backward(*kept)
                 return y
 
@@ -184,33 +193,27 @@ def pylayer() -> Parts:
 
         return Layer.apply
 
-    class CrossEntropy(PyLayer):
-        @staticmethod
-        def forward(ctx, logits, targets):
-            y, kept = _cross_entropy(logits, targets)
-            ctx.save_for_backward(*kept)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            return _cross_entropy_gradient(ctx.saved_tensor(), dy), None
-
-    return Parts(of(_gelu, _gelu_gradient), of(_norm, _norm_gradient), CrossEntropy.apply)
+    return _parts(layer)
 
 
 def custom_vjp() -> Parts:
-    gelu, norm = jax.custom_vjp(lambda x: _gelu(x)[0]), jax.custom_vjp(lambda x: _norm(x)[0])
-    loss = jax.custom_vjp(lambda x, targets: _cross_entropy(x, targets)[0])
-    gelu.defvjp(_gelu, lambda kept, dy: (_gelu_gradient(kept, dy),))
-    norm.defvjp(_norm, lambda kept, dy: (_norm_gradient(kept, dy),))
-    loss.defvjp(_cross_entropy, lambda kept, dy: (_cross_entropy_gradient(kept, dy), None))
-    return Parts(gelu, norm, loss)
+    def function(run: Run, gradient: Gradient) -> Any:
+        function = jax.custom_vjp(lambda x, *rest: run(x, *rest)[0])
+
+        def forward(x, *rest):
+            y, kept = run(x, *rest)
+            return y, (kept, len(rest))
+
+        function.defvjp(forward, lambda kept, dy: (gradient(kept[0], dy), *[None] * kept[1]))
+        return function
+
+    return _parts(function)
 
 
 def equinox() -> Parts:
     eqx = importlib.import_module("equinox")
 
-    def of(run: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
+    def function(run: Run, gradient: Gradient) -> Any:
         @eqx.filter_custom_vjp
         def function(x, *rest):
             return run(x, *rest)[0]
@@ -219,7 +222,7 @@ def equinox() -> Parts:
         function.def_bwd(lambda kept, dy, perturbed, x, *rest: gradient(kept, dy))
         return function
 
-    return Parts(of(_gelu, _gelu_gradient), of(_norm, _norm_gradient), of(_cross_entropy, _cross_entropy_gradient))
+    return _parts(function)
 
 
 WAYS: dict[str, Callable[[], Parts]] = {

@@ -57,6 +57,28 @@ def gradients_add_up(of):
     return lambda x: layer.apply(x) + layer.apply(x * 1) + x
 
 
+def product(of):
+    """Saves its inputs, and reads them once."""
+
+    def backward(ctx, dy):
+        a, b = of.saved(ctx)
+        return dy * b, dy * a
+
+    return of.layer(of.saving(lambda a, b: a * b), backward)
+
+
+@SHARED.add(orders=0)
+def jacobian(of):
+    layer = product(of)
+    return of.jacobian(lambda x: layer.apply(x, of.sin(x)))
+
+
+@SHARED.add(orders=0)
+def hessian(of):
+    layer = product(of)
+    return of.hessian(lambda x: layer.apply(x, of.sin(x)).sum())
+
+
 @SHARED.add(X, Y)
 def input_and_output_on_attributes(of):
     def forward(ctx, x, y):
@@ -282,7 +304,7 @@ def integer_input(of):
     return of.layer(lambda ctx, x, n: x * of.cast(n, "float32"), lambda ctx, dy: (dy * 2, None)).apply
 
 
-@SHARED.add(np.float32(0.7).reshape(()), np.zeros((0, 2), np.float32))
+@SHARED.add(np.array(0.7, np.float32), np.zeros((0, 2), np.float32))
 def scalars_and_empty_tensors(of):
     def forward(ctx, x, y):
         ctx.save_for_backward(x)
@@ -302,6 +324,21 @@ def complex_square(of, **members):
 @SHARED.add(Z, orders=1)
 def complex_numbers(of):
     return complex_square(of, complex_convention="paddle")
+
+
+def noting_what_is_saved(of, save, read):
+    """The log compares it."""
+
+    def forward(ctx, x):
+        if save is not None:
+            ctx.save_for_backward(*save(x))
+        return x * 2
+
+    def backward(ctx, dy):
+        of.note(read(ctx))
+        return dy * 3
+
+    return of.layer(forward, backward).apply
 
 
 DOCUMENTED = Table()

@@ -1,6 +1,4 @@
-"""The rows of the contract that are torch's and hold for PyLayer, asked of real torch; and each difference, from both
-sides. The torch dialect, `Function`, has its own tests in test_ports.py.
-"""
+"""The rows of the contract that are torch's and hold for PyLayer, asked of real torch."""
 
 from __future__ import annotations
 
@@ -13,9 +11,10 @@ from tests.frameworks.shared.agree import (
     doubled_sine,
     doubled_tanh,
     itself_inside_backward,
+    noting_what_is_saved,
     two_inputs,
 )
-from tests.kit.oracle import MODES, Ours, Table, X, Y, Z, compare, compare_higher_orders, compare_undifferentiated
+from tests.kit.oracle import Ours, Table, X, Y, Z, compare
 
 CASES = Table(SHARED)
 
@@ -87,18 +86,7 @@ for name, save in SAVED.items():
 
     @CASES.add(label=name, orders=1)
     def what_saved_tensors_holds(of, save=save):
-        """The log compares it."""
-
-        def forward(ctx, x):
-            if save is not None:
-                ctx.save_for_backward(*save(x))
-            return x * 2
-
-        def backward(ctx, dy):
-            of.note(ctx.saved_tensors)
-            return dy * 3
-
-        return of.layer(forward, backward).apply
+        return noting_what_is_saved(of, save, lambda ctx: ctx.saved_tensors)
 
 
 @CASES.add(X, Y, orders=1)
@@ -159,18 +147,6 @@ def operations_under_hooks(of):
     return of.hooked(lambda x: of.exp(x) * x)
 
 
-@MODES
 @CASES.every()
-def test_outputs_gradients_and_cotangents(theirs, mode, one):
+def test_as_in_torch(theirs, mode, one):
     compare(theirs, mode, one)
-
-
-@MODES
-@CASES.every(higher=True)
-def test_higher_derivatives(theirs, mode, one):
-    compare_higher_orders(theirs, mode, one)
-
-
-@CASES.every()
-def test_without_differentiation(theirs, one):
-    compare_undifferentiated(theirs, one)
