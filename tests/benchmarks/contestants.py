@@ -133,7 +133,7 @@ def _elsewhere(name: str, xp: Any, grad: Callable[..., Any], compiled_by: Callab
     layer = _tanh(xp).apply
 
     def gradient(x, again=False):
-        x = xp.leaf(x.detach())
+        x = xp.leaf(x)
         (first,) = grad(layer(x).sum(), x, create_graph=again)
         return grad(first.sum(), x) if again else first
 

@@ -145,6 +145,9 @@ class Torch(Names):
     def add_rows(self, x: Any, index: Any, rows: Any) -> Any:
         return x.index_add(0, index, rows)
 
+    def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
+        return tensor.requires_grad
+
     def to_numpy(self, x: Any) -> np.ndarray:
         return x.detach().numpy()
 

@@ -122,6 +122,17 @@ def input_returned_beside_its_double(of):
 
 
 @CASES.add()
+def flag_of_an_output_that_paddle_ignores(of):
+    def forward(ctx, x):
+        y = of.sin(x)
+        if not isinstance(of, Ours):
+            y.stop_gradient = True
+        return y
+
+    return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+@CASES.add()
 def methods_that_are_plain_functions(of):
     forward, backward = lambda ctx, x: of.sin(x), lambda ctx, dy: dy * 3
     layer = of.layer(None, None, forward=forward, backward=backward)

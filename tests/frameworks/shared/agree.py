@@ -230,6 +230,12 @@ def every_output_marked(of):
 
 
 @SHARED.add()
+def only_an_integer_output(of):
+    layer = of.layer(lambda ctx, x: of.cast(x * 10, "int32"), lambda ctx, dy: of.cast(dy, "float32") + 1)
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
 @SHARED.add(label="alone", used=(1,))
 def integer_and_bool_outputs(of):
     layer = of.layer(lambda ctx, x: (of.cast(x * 10, "int32"), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
@@ -326,6 +332,15 @@ def complex_numbers(of):
     return complex_square(of, complex_convention="paddle")
 
 
+@SHARED.add(X, Y, wrt=(0,))
+def flags_that_a_method_reads_of_its_arguments(of):
+    def forward(ctx, x, y):
+        of.note([of.needs_gradient(ctx, place, tensor) for place, tensor in enumerate((x, y))])
+        return of.sin(x) + y
+
+    return of.layer(forward, lambda ctx, dy: (dy * 3, None)).apply
+
+
 def noting_what_is_saved(of, save, read):
     """The log compares it."""
 
@@ -339,23 +354,3 @@ def noting_what_is_saved(of, save, read):
         return dy * 3
 
     return of.layer(forward, backward).apply
-
-
-DOCUMENTED = Table()
-
-
-@DOCUMENTED.differ(np.array([1.3], np.float32), theirs=[6.0], ours=[6.0], orders=2)
-def cube_of_straight_through_round(of):
-    layer = of.layer(lambda ctx, x: of.round(x), lambda ctx, dy: dy)
-    return lambda x: layer.apply(x) ** 3
-
-
-@DOCUMENTED.differ(np.array([0.3], np.float32), theirs=[-2.132728], ours=[-2.132728], orders=2)
-def doubled_tanh_once(of):
-    return doubled_tanh(of).apply
-
-
-@DOCUMENTED.differ(np.array([0.3], np.float32), theirs=[-10.906823], ours=[-10.906823], orders=2)
-def doubled_tanh_twice(of):
-    layer = doubled_tanh(of)
-    return lambda x: layer.apply(layer.apply(x))

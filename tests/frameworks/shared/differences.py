@@ -6,9 +6,9 @@ import numpy as np
 
 from tests.kit.oracle import HALVES, Mine, Table, X, Y, fail
 
-from .agree import DOCUMENTED, product
+from .agree import product
 
-DIFFERENCES = Table(DOCUMENTED)
+DIFFERENCES = Table()
 REFUSED = {"paddle": ValueError, "torch": RuntimeError}  # what they raise for a gradient that they do not take
 
 

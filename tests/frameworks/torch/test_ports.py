@@ -77,8 +77,6 @@ port(
     label="ranged",
 )
 port("UniformQuantize", UNEVEN, 3, None, None, "static", label="static")
-port("SignedQuantize", UNEVEN, 1.5, **SCANNED)
-port("SignedQuantize", UNEVEN, 1.5, 3, label="bits")
 for activation in ("Swish", "Mish", "HardSigmoid", "HardSwish", "HardMish"):
     port(activation, X * 3 + np.float32(0.01))
 port("AuxLossScaler", X, np.array(0.7, np.float32))
