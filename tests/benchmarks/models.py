@@ -166,68 +166,52 @@ def _cross_entropy_gradient(kept: tuple[Array, ...], dy: Array) -> Array:
 
 Run = Callable[..., tuple[Array, Any]]  # what comes out, and what is kept for the gradient
 Gradient = Callable[[Any, Array], Array]
-Way = Callable[[Run, Gradient], Callable[..., Array]]
 
 
-def _parts(way: Way) -> Parts:
-    return Parts(way(_gelu, _gelu_gradient), way(_norm, _norm_gradient), way(_cross_entropy, _cross_entropy_gradient))
+def _of_parts(way: Callable[[Run, Gradient], Any]) -> Callable[[], Parts]:
+    pairs = (_gelu, _gelu_gradient), (_norm, _norm_gradient), (_cross_entropy, _cross_entropy_gradient)
+    return lambda: Parts(*(way(run, gradient) for run, gradient in pairs))
 
 
-def autodiff() -> Parts:
+@_of_parts
+def autodiff(run: Run, gradient: Gradient) -> Any:
     """JAX's own derivatives."""
-    return _parts(lambda run, gradient: lambda x, *rest: run(x, *rest)[0])
+    return lambda *args: run(*args)[0]
 
 
-def pylayer() -> Parts:
-    def layer(run: Run, gradient: Gradient) -> Any:
-        class Layer(PyLayer):
-            @staticmethod
-            def forward(ctx, x, targets=None):
-                y, kept = run(x) if targets is None else run(x, targets)
-                ctx.save_for_backward(*kept)
-                return y
+@_of_parts
+def pylayer(run: Run, gradient: Gradient) -> Any:
+    class Layer(PyLayer):
+        @staticmethod
+        def forward(ctx, *args):
+            y, kept = run(*args)
+            ctx.save_for_backward(*kept)
+            return y
 
-            @staticmethod
-            def backward(ctx, dy):
-                return gradient(ctx.saved_tensor(), dy)
+        @staticmethod
+        def backward(ctx, dy):
+            return gradient(ctx.saved_tensor(), dy)
 
-        return Layer.apply
-
-    return _parts(layer)
+    return Layer.apply
 
 
-def custom_vjp() -> Parts:
-    def function(run: Run, gradient: Gradient) -> Any:
-        function = jax.custom_vjp(lambda x, *rest: run(x, *rest)[0])
-
-        def forward(x, *rest):
-            y, kept = run(x, *rest)
-            return y, (kept, len(rest))
-
-        function.defvjp(forward, lambda kept, dy: (gradient(kept[0], dy), *[None] * kept[1]))
-        return function
-
-    return _parts(function)
+@_of_parts
+def custom_vjp(run: Run, gradient: Gradient) -> Any:
+    function = jax.custom_vjp(lambda *args: run(*args)[0])
+    none_for_targets = [None] if run is _cross_entropy else []
+    function.defvjp(run, lambda kept, dy: (gradient(kept, dy), *none_for_targets))
+    return function
 
 
-def equinox() -> Parts:
-    eqx = importlib.import_module("equinox")
+@_of_parts
+def equinox(run: Run, gradient: Gradient) -> Any:
+    @importlib.import_module("equinox").filter_custom_vjp
+    def function(x, *rest):
+        return run(x, *rest)[0]
 
-    def function(run: Run, gradient: Gradient) -> Any:
-        @eqx.filter_custom_vjp
-        def function(x, *rest):
-            return run(x, *rest)[0]
-
-        function.def_fwd(lambda perturbed, x, *rest: run(x, *rest))
-        function.def_bwd(lambda kept, dy, perturbed, x, *rest: gradient(kept, dy))
-        return function
-
-    return _parts(function)
+    function.def_fwd(lambda perturbed, x, *rest: run(x, *rest))
+    function.def_bwd(lambda kept, dy, perturbed, x, *rest: gradient(kept, dy))
+    return function
 
 
-WAYS: dict[str, Callable[[], Parts]] = {
-    "PyLayer": pylayer,
-    "custom_vjp": custom_vjp,
-    "equinox": equinox,
-    "plain autodiff": autodiff,
-}
+WAYS = {"PyLayer": pylayer, "custom_vjp": custom_vjp, "equinox": equinox, "plain autodiff": autodiff}

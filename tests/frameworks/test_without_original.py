@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.kit.case import Case, W, X, case_of, grid, stop, straight_through
+from tests.kit.case import Case, W, X, case_of, grid, straight_through
 from tests.kit.transforms import FIRST_ORDER, SECOND_ORDER, assert_same, scalar
 from tests.registry.after_torch import entmax15, sparsemax
 
@@ -32,16 +32,6 @@ case("T38-inplace", lambda x: layers.LinearQuantize.apply(x, SCALE, ZERO, False,
 )
 MATRIX, RIGHT = W + 2 * jnp.eye(3), X[0]
 case("T69", lambda a, b: layers.FactorAndSolve.apply(a, b)[1], MATRIX, RIGHT)(jnp.linalg.solve)
-
-
-def reused(a, b):
-    solver, x = layers.FactorOnceAndSolve.apply(a, b)
-    return x, solver.solve(jnp.sin(b))
-
-
-case("T69-reused", reused, MATRIX, RIGHT, second_order=False)(
-    lambda a, b: (jnp.linalg.solve(a, b), jnp.linalg.solve(stop(a), jnp.sin(b)))
-)
 case("T70", layers.MyLinear.apply, X, grid(4, 3), grid(4))(lambda x, w, b: x @ w.T + b)
 
 
@@ -76,6 +66,6 @@ def test_outputs(one):
 @pytest.mark.parametrize("way", ["grad", "vmap_of_grad", "second_order_in_scan"])
 def test_gradients(one, way):
     # Each way of the second order has the first on its way.
-    transform = {**FIRST_ORDER, **SECOND_ORDER}[way if one.second_order else way.replace("second_order_in", "jit_of")]
+    transform = {**FIRST_ORDER, **SECOND_ORDER}[way]
     ours, plain = scalar(one.layer, linear=False), scalar(one.reference, linear=False)
     assert_same(transform(ours, one.args), jax.jit(lambda *args: transform(plain, args))(*one.args))

@@ -155,7 +155,8 @@ class Torch(Names):
 class Paddle(Names):
     def __init__(self, paddle: Any) -> None:
         super().__init__(paddle, paddle.nn.functional)
-        self.PyLayer, self.hooks = paddle.autograd.PyLayer, paddle.autograd.saved_tensors_hooks
+        self.Function = self.PyLayer = paddle.autograd.PyLayer
+        self.hooks = paddle.autograd.saved_tensors_hooks
         self.once_differentiable = paddle.autograd.py_layer.once_differentiable
         self.tensor = paddle.to_tensor
 

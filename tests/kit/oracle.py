@@ -326,7 +326,7 @@ class Table(list[Row]):
 
     def count(self, *args: Any, theirs: Any, ours: tuple[int, int], **options: Any) -> Any:
         """Enter a layer or operation under hooks, of which these are the calls: packs and unpacks."""
-        return self.add(*args, theirs=theirs, ours=ours, orders=1, **options)
+        return self.add(*args, **{"theirs": theirs, "ours": ours, "orders": 1, **options})
 
     def every(self) -> pytest.MarkDecorator:
         pairs = [pytest.param(mode, one, id=f"{mode}-{one.name}") for one in self for mode in one.modes]

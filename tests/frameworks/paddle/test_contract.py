@@ -9,9 +9,10 @@ from __future__ import annotations
 import pytest
 
 from tests.frameworks.shared.agree import SHARED, noting_what_is_saved
+from tests.frameworks.shared.hooks import HOOKS
 from tests.kit.oracle import MODES, Ours, Row, Table, X, Y, compare
 
-CASES = Table(SHARED)
+CASES = Table(SHARED + HOOKS)
 
 
 @CASES.add()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from tests.frameworks.shared.agree import product
 from tests.frameworks.shared.differences import DIFFERENCES
 from tests.kit.oracle import MODES, Ours, Row, Table, X, Y, Z, assert_same, compare
 
@@ -246,6 +247,36 @@ def gradient_through_an_integer_output(of):
         return of.cast(i, "float32") * 2, y
 
     return apply
+
+
+# -- saved-tensor hooks -----------------------------------------------------------------------------
+
+
+@TABLE.differ(X, Y, theirs=ValueError, ours=[Y, X])
+def a_block_within_a_block(of):
+    return of.hooked(of.hooked(of.multiply))
+
+
+# Paddle takes a tuple or list that pack returns apart, and unpacks each of its parts.
+@TABLE.differ(X, Y, theirs=OSError, ours=[Y, X])
+def tuple_packed_for_a_layer(of):
+    return of.hooked(product(of).apply, pack=lambda x: (x, 1), unpack=lambda kept: kept[0])
+
+
+@TABLE.differ(theirs=ValueError, ours=[3])
+def none_and_statics_saved_under_hooks(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(None, 3, x)
+        return x * 2
+
+    return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.saved_tensor()[1]).apply)
+
+
+# Under hooks that copy, Paddle loses what a saved tensor owes to the input.
+@TABLE.differ(theirs=[0], ours=[6 * X], orders=2)
+def second_derivative_of_a_layer_under_hooks(of):
+    layer = of.layer(of.saving(lambda x: x**3), lambda ctx, dy: 3 * dy * ctx.saved_tensor()[0] ** 2)
+    return of.hooked(layer.apply, unpack=lambda kept: kept, pack=of.detach)
 
 
 @TABLE.every()

@@ -51,12 +51,6 @@ def applied_to_its_output(of):
     return lambda x: layer.apply(layer.apply(x))
 
 
-@SHARED.add()
-def gradients_add_up(of):
-    layer = doubled_tanh(of)
-    return lambda x: layer.apply(x) + layer.apply(x * 1) + x
-
-
 def product(of):
     """Saves its inputs, and reads them once."""
 
@@ -94,37 +88,8 @@ def input_and_output_on_attributes(of):
 
 
 @SHARED.add()
-def function_on_an_attribute(of):
-    def forward(ctx, x):
-        ctx.power = lambda v: v**3
-        ctx.save_for_backward(x)
-        return x * 2
-
-    return of.layer(forward, lambda ctx, dy: dy * ctx.power(*of.saved(ctx))).apply
-
-
-@SHARED.add()
-def attribute_set_in_backward(of):
-    def backward(ctx, dy):
-        ctx.scale, ctx.more = 5, 1
-        return dy * (ctx.scale + ctx.more)
-
-    return of.layer(lambda ctx, x: x * 3, backward).apply
-
-
-@SHARED.add()
 def square_of_the_cotangent(of):
     return of.layer(lambda ctx, x: of.sin(x), lambda ctx, dy: dy * dy).apply
-
-
-@SHARED.add()
-def clipped_cotangent(of):
-    return of.layer(lambda ctx, x: x * x, lambda ctx, dy: of.clip(dy * 2, -1.7, 1.7)).apply
-
-
-@SHARED.add()
-def gradient_without_the_cotangent(of):
-    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy)).apply
 
 
 @SHARED.add(X, Y)
@@ -157,11 +122,6 @@ def none_for_the_only_input(of):
     return lambda x: layer.apply(x) + x
 
 
-@SHARED.add(X, Y)
-def unused_input(of):
-    return of.layer(lambda ctx, a, b: a * 2, lambda ctx, dy: (dy * 2, dy * 0)).apply
-
-
 for used in ((0,), (1,), (0, 1)):
 
     @SHARED.add(label=str(used), used=used)
@@ -176,16 +136,18 @@ for used in ((0,), (1,), (0, 1)):
 
         return of.layer(forward, backward).apply
 
-    @SHARED.add(label=str(used), used=used)
-    def two_outputs_not_materialized(of):
-        def forward(ctx, x):
-            ctx.set_materialize_grads(False)
-            return x * x, of.sin(x)
+    for dialect in ("layer", "function"):
 
-        def backward(ctx, dy, dz):
-            return (0 if dy is None else dy * 2) + (0 if dz is None else dz * 3)
+        @SHARED.add(label=f"{dialect}-{used}", used=used)
+        def two_outputs_not_materialized(of, dialect=dialect):
+            def forward(ctx, x):
+                ctx.set_materialize_grads(False)
+                return x * x, of.sin(x)
 
-        return of.layer(forward, backward).apply
+            def backward(ctx, dy, dz):
+                return (0 if dy is None else dy * 2) + (0 if dz is None else dz * 3)
+
+            return getattr(of, dialect)(forward, backward).apply
 
 
 def marked(of, materialize=True):
@@ -263,13 +225,6 @@ def layer_inside_forward(of):
     return of.layer(of.saving(lambda x: inner.apply(x) * 2), lambda ctx, dy: dy * 5 * of.saved(ctx)[0]).apply
 
 
-@SHARED.add()
-def layer_inside_backward(of):
-    inner = doubled_sine(of)
-
-    return of.layer(of.saving(lambda x: x * 2), lambda ctx, dy: inner.apply(dy * 3) * of.saved(ctx)[0]).apply
-
-
 @SHARED.add(orders=3)
 def itself_inside_backward(of):
     layer = of.layer(of.saving(lambda x: of.sin(x)), lambda ctx, dy: dy * layer.apply(of.saved(ctx)[0]))
@@ -286,18 +241,6 @@ def backward_overridden(of):
             return base.backward(ctx, dy) * 3
 
     return lambda x: base.apply(x) * Tripled.apply(x)
-
-
-@SHARED.add()
-def class_methods(of):
-    def forward(cls, ctx, x):
-        ctx.save_for_backward(x)
-        return of.sin(x) * cls.scale
-
-    def backward(cls, ctx, dy):
-        return dy * of.saved(ctx)[0] * cls.scale
-
-    return of.layer(None, None, forward=classmethod(forward), backward=classmethod(backward), scale=3.0).apply
 
 
 @SHARED.add(X, Y, wrt=(0,))

@@ -9,6 +9,7 @@ from tests.kit.oracle import HALVES, Mine, Table, X, Y, fail
 from .agree import product
 
 DIFFERENCES = Table()
+TWO = np.array([2], np.float32)
 REFUSED = {"paddle": ValueError, "torch": RuntimeError}  # what they raise for a gradient that they do not take
 
 
@@ -59,27 +60,26 @@ def saving_twice(of):
     return of.layer(forward, lambda ctx, dy: dy * of.saved(ctx)[1]).apply
 
 
-# The frameworks drop what a saved intermediate owes to the input.
-@DIFFERENCES.differ(theirs=[4 * X**2], ours=[12 * X**2], orders=2)
-def second_derivative_through_an_intermediate(of):
-    def forward(ctx, x):
-        square = x * x
-        ctx.save_for_backward(square, x)
-        return square * square
+# The numbers of the notebook about porting: of x times the cube of x, whose second derivative at 2 is 48.
+for dialect in ("layer", "function"):
 
-    def backward(ctx, dy):
-        square, x = of.saved(ctx)
-        return 4 * dy * square * x
+    def times_a_cube(of, save, rule, dialect=dialect):
+        def forward(ctx, x):
+            ctx.save_for_backward(save(x))
+            return x * x * x
 
-    return of.layer(forward, backward).apply
+        layer = getattr(of, dialect)(forward, rule)
+        return lambda x: x * layer.apply(x)
 
+    # The frameworks drop what a saved intermediate owes to the input.
+    @DIFFERENCES.differ(TWO, label=dialect, theirs=[24], ours=[48], orders=2)
+    def second_derivative_through_an_intermediate(of, times_a_cube=times_a_cube):
+        return times_a_cube(of, lambda x: x * x, lambda ctx, dy: 3 * dy * of.saved(ctx)[0])
 
-# Paddle's is not public. Both cut the second derivative off in silence.
-@DIFFERENCES.differ(theirs=[2 * X], ours=RuntimeError, orders=2, match="once_differentiable")
-def second_derivative_of_once_differentiable(of):
-    backward = of.once_differentiable(lambda ctx, dy: 2 * dy * of.saved(ctx)[0])
-    layer = of.layer(of.saving(lambda x: x * x), backward)
-    return lambda x: layer.apply(x) * x
+    # Paddle's is not public. Both cut the second derivative off in silence.
+    @DIFFERENCES.differ(TWO, label=dialect, theirs=[12], ours=RuntimeError, orders=2, match="once_differentiable")
+    def once_differentiable(of, times_a_cube=times_a_cube):
+        return times_a_cube(of, lambda x: x, of.once_differentiable(lambda ctx, dy: 3 * dy * of.saved(ctx)[0] ** 2))
 
 
 for call in ("save_for_backward", "mark_non_differentiable", "set_materialize_grads"):

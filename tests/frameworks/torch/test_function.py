@@ -22,16 +22,18 @@ def no_setup(ctx, inputs, output):
 # -- the context and backward -----------------------------------------------------------------------
 
 
-def noting_needs(of, setup):
+def noting_needs(of, style):
     def run(x, gain, y, z=None, name="none"):
         return gain * x * y if z is None else gain * x * y + z
 
-    def keep(ctx, x, gain, y, z=None, name="none"):
-        ctx.gain, ctx.biased = gain, z is not None
+    def setup(ctx, inputs, output):
+        x, ctx.gain, y, *rest = inputs
+        ctx.biased = bool(rest) and rest[0] is not None
         ctx.save_for_backward(x, y)
+        of.note(ctx.needs_input_grad)
 
     def forward(ctx, *args):
-        keep(ctx, *args)
+        setup(ctx, args, None)
         return run(*args)
 
     def backward(ctx, dy):
@@ -40,9 +42,9 @@ def noting_needs(of, setup):
         grads = ctx.gain * y * dy, None, ctx.gain * x * dy, dy if ctx.biased else None, None
         return grads[: len(ctx.needs_input_grad)]
 
-    if setup:
-        return of.function(run, backward, setup_context=lambda ctx, inputs, output: keep(ctx, *inputs)).apply
-    return of.function(forward, backward).apply
+    if style == "setup_context":  # where defaults that were not passed count
+        return of.function(run, backward, setup_context=setup).apply
+    return getattr(of, style)(forward, backward).apply
 
 
 for args, *subsets in (
@@ -51,29 +53,11 @@ for args, *subsets in (
     ((X, 0.7, Y, X * 2, "named"), (2,), (2, 3)),
 ):
     for wrt in subsets:
+        for style in ("layer", "function", "setup_context"):
 
-        @TABLE.add(*args, label=f"{len(args)}{wrt}", wrt=wrt)
-        def needs_input_grad(of):
-            return noting_needs(of, setup=False)
-
-        # Defaults that were not passed count.
-        @TABLE.add(*args, label=f"{len(args)}{wrt}", wrt=wrt)
-        def needs_input_grad_of_a_context_set_up_apart(of):
-            return noting_needs(of, setup=True)
-
-
-for used in ((0,), (1,), (0, 1)):
-
-    @TABLE.add(label=str(used), used=used)
-    def missing_cotangents(of):
-        def forward(ctx, x):
-            ctx.set_materialize_grads(False)
-            return x * x, of.sin(x)
-
-        def backward(ctx, dy, dz):
-            return (0 if dy is None else dy * 2) + (0 if dz is None else dz * 3)
-
-        return of.function(forward, backward).apply
+            @TABLE.add(*args, label=f"{style}-{len(args)}{wrt}", wrt=wrt)
+            def needs_input_grad(of, style=style):
+                return noting_needs(of, style)
 
 
 @TABLE.add()
@@ -170,41 +154,6 @@ def tensors_in_a_list(of):
 @TABLE.differ(theirs=NotImplementedError, ours=NotImplementedError)
 def no_backward(of):
     return of.function(lambda ctx, x: x * 2).apply
-
-
-# The numbers of the notebook about porting: x times the cube of x, whose second derivative at 2 is 48.
-TWO = np.array([2], np.float32)
-
-
-def times_a_cube(of, save, once=lambda backward: backward):
-    """The layer saves its input, or the square of it."""
-
-    def forward(ctx, x):
-        ctx.save_for_backward(save(x))
-        return x * x * x
-
-    def backward(ctx, dy):
-        (saved,) = ctx.saved_tensors
-        return 3 * dy * (saved if save(2) == 4 else saved * saved)
-
-    layer = of.function(forward, once(backward))
-    return lambda x: x * layer.apply(x)
-
-
-@TABLE.differ(TWO, theirs=[48], ours=[48], orders=2)
-def input_saved(of):
-    return times_a_cube(of, lambda x: x)
-
-
-@TABLE.differ(TWO, theirs=[24], ours=[48], orders=2)
-def intermediate_saved(of):
-    return times_a_cube(of, lambda x: x * x)
-
-
-# torch.autograd.grad does not meet the error, where it may leave inputs out.
-@TABLE.differ(TWO, theirs=[12], ours=RuntimeError, orders=2, match="once_differentiable")
-def once_differentiable(of):
-    return times_a_cube(of, lambda x: x, of.once_differentiable)
 
 
 @TABLE.differ(theirs=RuntimeError, ours=RuntimeError, match="vjp")
@@ -436,7 +385,9 @@ def test_as_in_torch(theirs, mode, one):
 
 def test_an_error_of_once_differentiable_that_torch_raises_too(theirs):
     """By backward(), as torch.autograd.grad visits only what leads to its inputs, and the error is beside that way."""
-    x = theirs.leaf(TWO)
-    (slope,) = theirs.slope(once_differentiable(theirs)(x).sum(), [x], create_graph=True)
+    x = theirs.leaf(X)
+    rule = theirs.once_differentiable(lambda ctx, dy: 2 * dy * ctx.saved_tensors[0])
+    y = theirs.function(theirs.saving(lambda x: x * x), rule).apply(x).sin().sum()
+    (slope,) = theirs.slope(y, [x], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         slope.sum().backward()
