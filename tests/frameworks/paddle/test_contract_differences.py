@@ -179,18 +179,6 @@ for name, read in {"saved_tensors": lambda ctx: ctx.saved_tensors, "needs": lamb
         return of.layer(lambda ctx, x: x * 2, backward).apply
 
 
-for name, call in {
-    "nothing": lambda layer, x: layer.apply(),
-    "too many": lambda layer, x: layer.apply(x, x),
-    "keyword": lambda layer, x: layer.apply(x, other=x),
-}.items():
-
-    @TABLE.differ(label=name, theirs=TypeError, ours=TypeError)
-    def call_that_does_not_fit(of, call=call):
-        layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: dy * 3)
-        return lambda x: call(layer, x)
-
-
 # A gradient is not looked at there, where it arrives at a leaf; elsewhere Paddle casts it.
 GRADIENTS = {
     "half": (np.full(2, 3, np.float16), 3, lambda of, dy: of.cast(dy * 3, "float16")),

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-
 from tests.frameworks.shared.agree import product
 from tests.frameworks.shared.differences import DIFFERENCES
-from tests.kit.oracle import HALVES, MODES, Ours, Table, X, Y, compare
+from tests.kit.oracle import HALVES, Table, X, Y, compare
 
 TABLE = Table(DIFFERENCES)
 
@@ -106,27 +103,3 @@ def unpacked_in_another_shape_for_a_layer(of):
 @TABLE.every()
 def test_errors_and_differences(theirs, mode, one):
     compare(theirs, mode, one)
-
-
-@MODES
-def test_one_graph_differentiated_twice(theirs, mode):
-    """The context is the same in torch, so that the second run sees what the first one set."""
-
-    def build(of):
-        def backward(ctx, dy):
-            ctx.runs = getattr(ctx, "runs", 0) + 1
-            of.note(ctx.runs)
-            return dy * ctx.runs
-
-        return of.layer(lambda ctx, x: x * 2, backward).apply
-
-    def twice(x):
-        _, gradient = jax.vjp(build(ours), x)
-        return gradient(jnp.ones(2))[0] + gradient(jnp.ones(2))[0]
-
-    ours, x = Ours(mode), theirs.leaf(X)
-    y = build(theirs)(x).sum()
-    y.backward(retain_graph=True)
-    y.backward()
-    assert ours.mode(twice)(X).tolist() == [2, 2]
-    assert x.grad.tolist() == [3, 3]

@@ -262,6 +262,20 @@ def context_that_forward_fills_under_transforms(of):
     return of.vmap(of.grad(lambda x: of.text(layers).Exp.apply(x).sum()))
 
 
+# The context is the same in torch, so that the second run sees what the first one set.
+@TABLE.differ(orders=0, wrt=(), theirs=[1 + 2], ours=[1 + 1])
+def one_graph_differentiated_twice(of):
+    def backward(ctx, dy):
+        ctx.runs = getattr(ctx, "runs", 0) + 1
+        return dy * ctx.runs
+
+    def twice(x):
+        _, pull = of.vjp(of.function(lambda x: x * 2, backward=backward, setup_context=no_setup).apply, x)
+        return pull(of.ones(2))[0] + pull(of.ones(2))[0]
+
+    return twice
+
+
 # torch differentiates what vmap does, and so may lose the custom gradient; here it is backward, batched.
 @TABLE.differ(orders=0, wrt=(), theirs=[3], ours=[2])
 def gradient_of_a_batch(of):
