@@ -39,18 +39,12 @@ def eager(kind: str) -> Row:
     return Row(f"eager {kind}, 8x8", "us", prepare)
 
 
-def compiled(width: int, depth: int = 50) -> Row:
+def step(width: int, compiled: bool) -> Row:
     def prepare(contestant: Contestant, effort: Effort) -> Call | None:
-        return contestant.step(max(8, width // effort.shrink), depth // effort.shrink, True)
+        return contestant.step(max(8, width // effort.shrink), 50 // effort.shrink, compiled)
 
-    return Row(f"jit, forward + backward, {depth} layers of {width}x{width}", "us", prepare)
-
-
-def eager_step(width: int, depth: int = 50) -> Row:
-    def prepare(contestant: Contestant, effort: Effort) -> Call | None:
-        return contestant.step(max(8, width // effort.shrink), depth // effort.shrink, False)
-
-    return Row(f"eager, forward + backward, {depth} layers of {width}x{width}", "ms", prepare, heavy=True)
+    name = f"{'jit' if compiled else 'eager'}, forward + backward, 50 layers of {width}x{width}"
+    return Row(name, "us" if compiled else "ms", prepare, heavy=not compiled)
 
 
 def traced(depth: int, lower: bool = False, per_layer: bool = False, once: bool = False) -> Row:
@@ -73,10 +67,7 @@ def traced(depth: int, lower: bool = False, per_layer: bool = False, once: bool 
 
 
 ROWS = [
-    compiled(8),
-    compiled(512),
-    eager_step(8),
-    eager_step(512),
+    *(step(width, compiled) for compiled in (True, False) for width in (8, 512)),
     traced(50),
     traced(50, lower=True),
     traced(50, once=True),

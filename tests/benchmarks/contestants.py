@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax import PyLayer, once_differentiable
+from pylayer_jax import once_differentiable
+from tests.kit import names
 
 
 class Contestant(NamedTuple):
@@ -53,44 +54,37 @@ def _in_jax(name: str, layer: Any, once_differentiable: Any = None) -> Contestan
 
     gradient = jax.grad(lambda x: layer(x).sum())
     second = jax.grad(lambda x: gradient(x).sum())
-    return Contestant(
-        name,
-        layer,
-        array,
-        lambda x: layer(x).block_until_ready(),
-        lambda x: gradient(x).block_until_ready(),
-        lambda x: second(x).block_until_ready(),
-        step,
-        traced=True,
-        once_differentiable=once_differentiable,
-    )
+    calls = [lambda x, f=f: f(x).block_until_ready() for f in (layer, gradient, second)]
+    return Contestant(name, layer, array, *calls, step, traced=True, once_differentiable=once_differentiable)
 
 
-def _pylayer() -> type[PyLayer]:
-    class Tanh(PyLayer):
+def _tanh(xp: names.Names) -> Any:
+    tanh = xp.tanh  # looked up here, as each call is measured
+
+    class Tanh(xp.PyLayer):
         @staticmethod
         def forward(ctx, x):
-            y = jnp.tanh(x)
+            y = tanh(x)
             ctx.save_for_backward(y)
             return y
 
         @staticmethod
         def backward(ctx, dy):
-            (y,) = ctx.saved_tensor()
+            (y,) = xp.saved(ctx)
             return dy * (1 - y * y)
 
     return Tanh
 
 
 def pylayer() -> Contestant:
-    tanh = _pylayer()
+    tanh = _tanh(names.JAX)
     once = type("OnceTanh", (tanh,), {"backward": staticmethod(once_differentiable(tanh.backward))})
     return _in_jax("PyLayer", tanh.apply, once.apply)
 
 
 def jitted_pylayer() -> Contestant:
     """The same within an inner jax.jit, which traces a repeated layer once."""
-    return _in_jax("jit(PyLayer)", jax.jit(_pylayer().apply))
+    return _in_jax("jit(PyLayer)", jax.jit(_tanh(names.JAX).apply))
 
 
 def custom_vjp() -> Contestant:
@@ -127,77 +121,31 @@ def equinox() -> Contestant:
 
 def torch() -> Contestant:
     torch = importlib.import_module("torch")
-
-    class Tanh(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            y = torch.tanh(x)
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            (y,) = ctx.saved_tensors
-            return dy * (1 - y * y)
-
-    def gradient(x, again=False):
-        x = x.detach().requires_grad_()
-        (first,) = torch.autograd.grad(Tanh.apply(x).sum(), x, create_graph=again)
-        return torch.autograd.grad(first.sum(), x) if again else first
-
-    def step(width, depth, compiled):
-        x = torch.from_numpy(_values(width)).requires_grad_()
-        run = chain(Tanh.apply, depth)
-        run = torch.compile(run) if compiled else run
-        return _unless_it_fails(lambda: torch.autograd.grad(run(x), x))
-
-    return Contestant(
-        "torch",
-        Tanh.apply,
-        lambda width: torch.from_numpy(_values(width)),
-        Tanh.apply,
-        gradient,
-        lambda x: gradient(x, again=True),
-        step,
-    )
+    return _elsewhere("torch", names.Torch(torch), torch.autograd.grad, torch.compile)
 
 
 def paddle() -> Contestant:
     paddle = importlib.import_module("paddle")
+    return _elsewhere("paddle", names.Paddle(paddle), paddle.grad, paddle.jit.to_static)
 
-    class Tanh(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            y = paddle.tanh(x)
-            ctx.save_for_backward(y)
-            return y
 
-        @staticmethod
-        def backward(ctx, dy):
-            (y,) = ctx.saved_tensor()
-            return dy * (1 - y * y)
+def _elsewhere(name: str, xp: Any, grad: Callable[..., Any], compiled_by: Callable[..., Any]) -> Contestant:
+    layer = _tanh(xp).apply
 
     def gradient(x, again=False):
-        x = x.detach()
-        x.stop_gradient = False
-        (first,) = paddle.grad(Tanh.apply(x).sum(), x, create_graph=again)
-        return paddle.grad(first.sum(), x) if again else first
+        x = xp.leaf(x)
+        (first,) = grad(layer(x).sum(), x, create_graph=again)
+        return grad(first.sum(), x) if again else first
 
     def step(width, depth, compiled):
-        x = paddle.to_tensor(_values(width), stop_gradient=False)
-        run = chain(Tanh.apply, depth)
-        run = paddle.jit.to_static(run) if compiled else run
-        return _unless_it_fails(lambda: paddle.grad(run(x), x))
+        x, run = xp.leaf(array(width)), chain(layer, depth)
+        run = compiled_by(run) if compiled else run
+        return _unless_it_fails(lambda: grad(run(x), x))
 
-    return Contestant(
-        "paddle",
-        Tanh.apply,
-        lambda width: paddle.to_tensor(_values(width)),
-        Tanh.apply,
-        gradient,
-        lambda x: gradient(x, again=True),
-        step,
-    )
+    def array(width):
+        return xp.tensor(_values(width))
+
+    return Contestant(name, layer, array, layer, gradient, lambda x: gradient(x, again=True), step)
 
 
 def _unless_it_fails(call: Callable[[], Any]) -> Callable[[], Any] | None:

@@ -164,67 +164,54 @@ def _cross_entropy_gradient(kept: tuple[Array, ...], dy: Array) -> Array:
 # -- in each of the ways to write it --------------------------------------------------------------
 
 
-def autodiff() -> Parts:
+Run = Callable[..., tuple[Array, Any]]  # what comes out, and what is kept for the gradient
+Gradient = Callable[[Any, Array], Array]
+
+
+def _of_parts(way: Callable[[Run, Gradient], Any]) -> Callable[[], Parts]:
+    pairs = (_gelu, _gelu_gradient), (_norm, _norm_gradient), (_cross_entropy, _cross_entropy_gradient)
+    return lambda: Parts(*(way(run, gradient) for run, gradient in pairs))
+
+
+@_of_parts
+def autodiff(run: Run, gradient: Gradient) -> Any:
     """JAX's own derivatives."""
-    return Parts(lambda x: _gelu(x)[0], lambda x: _norm(x)[0], lambda x, targets: _cross_entropy(x, targets)[0])
+    return lambda *args: run(*args)[0]
 
 
-def pylayer() -> Parts:
-    def of(run: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
-        class Layer(PyLayer):
-            @staticmethod
-            def forward(ctx, x):
-                y, kept = run(x)
-                ctx.save_for_backward(*kept)
-                return y
-
-            @staticmethod
-            def backward(ctx, dy):
-                return gradient(ctx.saved_tensor(), dy)
-
-        return Layer.apply
-
-    class CrossEntropy(PyLayer):
+@_of_parts
+def pylayer(run: Run, gradient: Gradient) -> Any:
+    class Layer(PyLayer):
         @staticmethod
-        def forward(ctx, logits, targets):
-            y, kept = _cross_entropy(logits, targets)
+        def forward(ctx, *args):
+            y, kept = run(*args)
             ctx.save_for_backward(*kept)
             return y
 
         @staticmethod
         def backward(ctx, dy):
-            return _cross_entropy_gradient(ctx.saved_tensor(), dy), None
+            return gradient(ctx.saved_tensor(), dy)
 
-    return Parts(of(_gelu, _gelu_gradient), of(_norm, _norm_gradient), CrossEntropy.apply)
-
-
-def custom_vjp() -> Parts:
-    gelu, norm = jax.custom_vjp(lambda x: _gelu(x)[0]), jax.custom_vjp(lambda x: _norm(x)[0])
-    loss = jax.custom_vjp(lambda x, targets: _cross_entropy(x, targets)[0])
-    gelu.defvjp(_gelu, lambda kept, dy: (_gelu_gradient(kept, dy),))
-    norm.defvjp(_norm, lambda kept, dy: (_norm_gradient(kept, dy),))
-    loss.defvjp(_cross_entropy, lambda kept, dy: (_cross_entropy_gradient(kept, dy), None))
-    return Parts(gelu, norm, loss)
+    return Layer.apply
 
 
-def equinox() -> Parts:
-    eqx = importlib.import_module("equinox")
-
-    def of(run: Callable[..., Any], gradient: Callable[..., Any]) -> Any:
-        @eqx.filter_custom_vjp
-        def function(x, *rest):
-            return run(x, *rest)[0]
-
-        function.def_fwd(lambda perturbed, x, *rest: run(x, *rest))
-        function.def_bwd(lambda kept, dy, perturbed, x, *rest: gradient(kept, dy))
-        return function
-
-    return Parts(of(_gelu, _gelu_gradient), of(_norm, _norm_gradient), of(_cross_entropy, _cross_entropy_gradient))
+@_of_parts
+def custom_vjp(run: Run, gradient: Gradient) -> Any:
+    function = jax.custom_vjp(lambda *args: run(*args)[0])
+    none_for_targets = [None] if run is _cross_entropy else []
+    function.defvjp(run, lambda kept, dy: (gradient(kept, dy), *none_for_targets))
+    return function
 
 
-WAYS: dict[str, Callable[[], Parts]] = {
-    "PyLayer": pylayer,
-    "custom_vjp": custom_vjp,
-    "equinox": equinox,
-    "plain autodiff": autodiff,
-}
+@_of_parts
+def equinox(run: Run, gradient: Gradient) -> Any:
+    @importlib.import_module("equinox").filter_custom_vjp
+    def function(x, *rest):
+        return run(x, *rest)[0]
+
+    function.def_fwd(lambda perturbed, x, *rest: run(x, *rest))
+    function.def_bwd(lambda kept, dy, perturbed, x, *rest: gradient(kept, dy))
+    return function
+
+
+WAYS = {"PyLayer": pylayer, "custom_vjp": custom_vjp, "equinox": equinox, "plain autodiff": autodiff}

@@ -57,17 +57,13 @@ def _measured(model: Any, scan: bool, ways: dict[str, Any], effort: Effort) -> d
     for _ in range(2 if effort.shrink > 1 else 4):
         for name, way in ways.items():
             loss = model.loss(way(), scan)  # new functions, which no cache of JAX has seen
-            marks = [time.perf_counter()]
-            traced = jax.jit(jax.value_and_grad(loss)).trace(params, data)
-            marks.append(time.perf_counter())
-            lowered = traced.lower()
-            marks.append(time.perf_counter())
-            compiled = lowered.compile()
-            marks.append(time.perf_counter())
-            for stage, start, end in zip(STAGES, marks[:-1], marks[1:], strict=True):
-                times[stage][name].append(end - start)
-            memory[name] = compiled.memory_analysis().temp_size_in_bytes / 2**20
-            steps[name] = lambda run=compiled: jax.block_until_ready(run(params, data))
+            staged: Any = jax.jit(jax.value_and_grad(loss))
+            for stage, arguments in (("trace", (params, data)), ("lower", ()), ("compile", ())):
+                start = time.perf_counter()
+                staged = getattr(staged, stage)(*arguments)
+                times[stage][name].append(time.perf_counter() - start)
+            memory[name] = staged.memory_analysis().temp_size_in_bytes / 2**20
+            steps[name] = lambda run=staged: jax.block_until_ready(run(params, data))
     run = measure(steps, effort._replace(rounds=max(3, effort.rounds // 4)))
     # The first round of tracing also fills caches of JAX.
     rows = {stage: {name: statistics.median(t[1:]) for name, t in times[stage].items()} for stage in STAGES}

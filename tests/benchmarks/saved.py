@@ -21,9 +21,9 @@ HEADINGS = ("kept, eager", "kept, jit", "memory, jit", "error", "time, eager", "
 
 
 def report(effort: Effort, results: Results) -> None:
-    mlp = MLP(12, batch=4096 // effort.shrink)
     small = min(effort.shrink, 8)
-    transformer = Transformer(4 if small == 1 else 2, batch=16 // small, length=64 // small)
+    mlp = MLP(12 // small, batch=4096 // small)
+    transformer = Transformer(max(1, 4 // small), batch=16 // small, length=64 // small)
     models = {
         "12-layer MLP of layers": (mlp, mlp.loss(pylayer())),
         "4-layer transformer": (transformer, transformer.loss(autodiff())),

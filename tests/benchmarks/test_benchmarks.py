@@ -8,7 +8,8 @@ import pytest
 from . import __main__ as benchmarks
 from . import results
 
-pytestmark = pytest.mark.slow
+# torch's own: what it imports to compile uses what it calls deprecated.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]
 
 
 def test_quick_run_fills_every_row(capsys, tmp_path):

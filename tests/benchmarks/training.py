@@ -46,7 +46,7 @@ def variants() -> dict[str, tuple[Block, Block]]:
 
 def report(effort: Effort, results: Results) -> None:
     count = 120 // effort.shrink**2
-    model = Transformer(4) if effort.shrink == 1 else Transformer(2, batch=2)
+    model = Transformer(4) if effort.shrink == 1 else Transformer(1, batch=2)
     text = model.data(count)
     print(f"\nA {model.depth}-layer transformer of plain operations, {count} steps on English text. Memory: temporary,")
     print("of a training step; error: of the first gradients, relative, 2-norm; loss: mean of the last ten.")

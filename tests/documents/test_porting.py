@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, FunctionCtx, PyLayer, once_differentiable
+from pylayer_jax import Function, FunctionCtx, PyLayer
 
 CELLS = json.loads((Path(__file__).parents[2] / "notebooks" / "03_porting.ipynb").read_text())["cells"]
 TEXTS = ["".join(cell["source"]) for cell in CELLS]
@@ -143,65 +143,3 @@ def test_each_column_of_the_table_has_real_names(framework, paddle):
             for name in re.findall(r"`(?!ctx\.anything|y\.)([a-z_]+(?:\.\w+)+)", cell):
                 first, _, rest = name.partition(".")
                 assert hasattr(stands_for[first], rest) if first in stands_for else pkgutil.resolve_name(name), name
-
-
-@pytest.mark.frameworks
-def test_flags_that_a_method_reads_of_its_arguments(framework, paddle):
-    """`stop_gradient` and `requires_grad` in a method are `ctx.needs_input_grad[i]`; Paddle ignores one that is set."""
-    torch, seen = framework("torch"), []
-
-    def apply(base, read, x, constant):
-        def forward(ctx, *args):
-            seen.append(read(ctx, args))
-            y = args[0] * 2
-            if base is paddle.autograd.PyLayer:
-                y.stop_gradient = True
-            return y
-
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(lambda ctx, dy: (dy * 3, None))}
-        return type("Layer", (base,), methods).apply(x, constant).sum()
-
-    x = paddle.to_tensor([1.0], stop_gradient=False)
-    apply(paddle.autograd.PyLayer, lambda ctx, args: [not arg.stop_gradient for arg in args], x, x.detach()).backward()
-    y = torch.ones(1, requires_grad=True)
-    apply(torch.autograd.Function, lambda ctx, args: [arg.requires_grad for arg in args], y, y.detach())
-    z = jnp.ones(1)
-    jax.grad(lambda x: apply(PyLayer, lambda ctx, args: list(ctx.needs_input_grad), x, z))(z)
-    assert seen == [[True, False]] * 3
-    assert x.grad.tolist() == [3]
-
-
-@pytest.mark.frameworks
-def test_a_term_of_the_second_derivative_that_torch_drops(framework):
-    torch = framework("torch")
-
-    def layer(base, once, save_power):
-        def forward(ctx, x):
-            ctx.save_for_backward(*((x * x,) if save_power else (x,)))
-            return x * x * x
-
-        def backward(ctx, dy):
-            (saved,) = ctx.saved_tensors
-            return 3 * dy * (saved if save_power else saved * saved)
-
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(once(backward))}
-        return type("Cube", (base,), methods).apply
-
-    def theirs(once, save_power):
-        x = torch.tensor(2.0, requires_grad=True)
-        y = x * layer(torch.autograd.Function, once, save_power)(x)
-        (first,) = torch.autograd.grad(y, x, create_graph=True)
-        return torch.autograd.grad(first, x)[0].item()
-
-    def ours(once, save_power):
-        cube = layer(Function, once, save_power)
-        return jax.grad(jax.grad(lambda x: x * cube(x)))(2.0)
-
-    def every(backward):
-        return backward
-
-    assert theirs(every, False) == ours(every, False) == ours(every, True) == 48
-    assert theirs(every, True) == 24
-    assert theirs(torch.autograd.function.once_differentiable, False) == 12
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        ours(once_differentiable, False)

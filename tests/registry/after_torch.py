@@ -33,7 +33,7 @@ def sparsemax(x):
 Sparsemax = case(sparsemax, X, call=lambda x: Sparsemax.apply(x, -1))(after(ported.Sparsemax, __name__))
 
 
-def _entmax15(x):
+def entmax15(x):
     z = (x - stop(x.max(-1, keepdims=True))) / 2
     s = jnp.sort(z)[..., ::-1]
     i = jnp.arange(1, x.shape[-1] + 1, dtype=x.dtype)
@@ -44,7 +44,7 @@ def _entmax15(x):
     return jnp.maximum(z - jnp.take_along_axis(tau, k - 1, -1), 0) ** 2
 
 
-Entmax15 = case(_entmax15, X * 0.8, call=lambda x: Entmax15.apply(x, -1))(after(without_original.Entmax15, __name__))
+Entmax15 = case(entmax15, X * 0.8, call=lambda x: Entmax15.apply(x, -1))(after(without_original.Entmax15, __name__))
 
 
 def _attention(q, k, v):

@@ -23,9 +23,8 @@ class FullRecompute(PyLayer):
     """
 
     @staticmethod
-    def forward(ctx, run_function, preserve_rng_state, offload_indices, get_state, set_state, *args, **kwargs):
+    def forward(ctx, run_function, *args, **kwargs):
         ctx.run_function, ctx.kwargs = run_function, kwargs
-        ctx.set_state, ctx.state = set_state, get_state() if preserve_rng_state else None
         tensors = [_is_tensor(arg) or (isinstance(arg, tuple) and any(map(_is_tensor, arg))) for arg in args]
         ctx.inputs = [None if is_saved else arg for arg, is_saved in zip(args, tensors, strict=True)]
         ctx.places = [i for i, is_saved in enumerate(tensors) if is_saved]
@@ -36,8 +35,6 @@ class FullRecompute(PyLayer):
     def backward(ctx, *grads):
         saved, inputs = ctx.saved_tensor(), list(ctx.inputs)
         moving = [(isinstance(x, tuple) and _is_float(x[0])) or (_is_tensor(x) and _is_float(x)) for x in saved]
-        if ctx.set_state is not None:
-            ctx.set_state(ctx.state)
 
         def run(*moved):
             rest = iter(moved)
@@ -47,8 +44,6 @@ class FullRecompute(PyLayer):
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             return [y for y in outputs if _is_tensor(y) and _is_float(y)]
 
-        outputs, pull = jax.vjp(run, *(x for x, moves in zip(saved, moving, strict=True) if moves))
-        if not outputs:
-            raise RuntimeError("none of the outputs requires a gradient")
+        _, pull = jax.vjp(run, *(x for x, moves in zip(saved, moving, strict=True) if moves))
         found = iter(pull([g for g in grads if _is_float(g)]))
         return tuple(next(found) if moves else None for moves in moving)

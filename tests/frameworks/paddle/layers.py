@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from tests.frameworks import names
+from tests.kit import names
 
 
 def layers(xp):
@@ -201,4 +201,4 @@ def layers(xp):
     return SimpleNamespace(**locals())
 
 
-ported = layers(names.Jax())
+ported = names.text(layers, names.JAX)

@@ -2,57 +2,19 @@
 
 from __future__ import annotations
 
-import jax
 import numpy as np
 
-import pylayer_jax
-from tests.frameworks.shared.agree import DOCUMENTED
-from tests.frameworks.shared.differences import DIFFERENCES, exception_in_backward, unknown_attribute
-from tests.frameworks.shared.hooks import product
-from tests.kit.oracle import MODES, Mine, Ours, Row, Table, X, Y, Z, assert_same, compare_with_table
+from tests.frameworks.shared.agree import product
+from tests.frameworks.shared.differences import DIFFERENCES
+from tests.kit.oracle import MODES, Ours, Row, Table, X, Y, Z, assert_same, compare
 
-TABLE = Table(DOCUMENTED + DIFFERENCES)
+TABLE = Table(DIFFERENCES)
 
 for name, value in {"number": 3, "None": None, "statics": (1, "text"), "empty": ()}.items():
 
     @TABLE.differ(label=name, theirs=ValueError, ours=ValueError, match="at least one tensor")
     def no_tensor_among_the_outputs(of, value=value):
         return of.layer(lambda ctx, x: value, lambda ctx, dy: dy).apply
-
-
-# What backward gives for x and y.
-GIVEN = {
-    "one for two": (ValueError, ValueError, "1 gradient; expected 2", lambda dy: dy),
-    "three for two": (ValueError, ValueError, "3 gradients; expected 2", lambda dy: (dy, dy, dy)),
-    "None too many": (ValueError, ValueError, "3 gradients; expected 2", lambda dy: (dy, dy, None)),
-    "number": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, 1.0)),
-    "text": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, "text")),
-    "dict": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, {"y": dy})),
-    "list": (ValueError, ValueError, "gradient of 'y'", lambda dy: (dy, [dy])),
-    # Paddle takes a tuple alone.
-    "list of two": (ValueError, [3, 5], "", lambda dy: [dy * 3, dy * 5]),
-    # Here NumPy arrays are tensors.
-    "NumPy": (ValueError, [3, 5], "", lambda dy: (dy * 3, np.full(2, 5, np.float32))),
-}
-
-for name, (their, our, match, give) in GIVEN.items():
-
-    @TABLE.differ(X, Y, label=name, theirs=their, ours=our, match=match)
-    def given_for_two(of, give=give):
-        return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: give(dy)).apply
-
-
-GIVEN_FOR_ONE = {
-    "number": (ValueError, ValueError, lambda dy: 1),
-    "list": (ValueError, ValueError, lambda dy: [dy]),
-    "two": (ValueError, ValueError, lambda dy: (dy, dy)),
-}
-
-for name, (their, our, give) in GIVEN_FOR_ONE.items():
-
-    @TABLE.differ(label=name, theirs=their, ours=our)
-    def given_for_one(of, give=give):
-        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(dy)).apply
 
 
 GIVEN_FOR_A_LIST = {
@@ -217,27 +179,6 @@ for name, read in {"saved_tensors": lambda ctx: ctx.saved_tensors, "needs": lamb
         return of.layer(lambda ctx, x: x * 2, backward).apply
 
 
-TABLE.differ(theirs=OSError, ours=AttributeError, match="nothing_set")(unknown_attribute)
-TABLE.differ(theirs=OSError, ours=Mine, match="on purpose")(exception_in_backward)
-
-
-@TABLE.differ(theirs=OSError, ours=NotImplementedError)
-def no_backward(of):
-    return type("Layer", (of.base,), {"forward": staticmethod(lambda ctx, x: x * 2)}).apply
-
-
-for name, call in {
-    "nothing": lambda layer, x: layer.apply(),
-    "too many": lambda layer, x: layer.apply(x, x),
-    "keyword": lambda layer, x: layer.apply(x, other=x),
-}.items():
-
-    @TABLE.differ(label=name, theirs=TypeError, ours=TypeError)
-    def call_that_does_not_fit(of, call=call):
-        layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: dy * 3)
-        return lambda x: call(layer, x)
-
-
 # A gradient is not looked at there, where it arrives at a leaf; elsewhere Paddle casts it.
 GRADIENTS = {
     "half": (np.full(2, 3, np.float16), 3, lambda of, dy: of.cast(dy * 3, "float16")),
@@ -296,37 +237,39 @@ def gradient_through_an_integer_output(of):
     return apply
 
 
-# Paddle drops what a saved intermediate owes to the input.
-@TABLE.differ(theirs=[4 * X**2], ours=[12 * X**2], orders=2)
-def second_derivative_through_an_intermediate(of):
+# -- saved-tensor hooks -----------------------------------------------------------------------------
+
+
+@TABLE.differ(X, Y, theirs=ValueError, ours=[Y, X])
+def a_block_within_a_block(of):
+    return of.hooked(of.hooked(of.multiply))
+
+
+# Paddle takes a tuple or list that pack returns apart, and unpacks each of its parts.
+@TABLE.differ(X, Y, theirs=OSError, ours=[Y, X])
+def tuple_packed_for_a_layer(of):
+    return of.hooked(product(of).apply, pack=lambda x: (x, 1), unpack=lambda kept: kept[0])
+
+
+@TABLE.differ(theirs=ValueError, ours=[3])
+def none_and_statics_saved_under_hooks(of):
     def forward(ctx, x):
-        square = x * x
-        ctx.save_for_backward(square, x)
-        return square * square
+        ctx.save_for_backward(None, 3, x)
+        return x * 2
 
-    def backward(ctx, dy):
-        square, x = ctx.saved_tensor()
-        return 4 * dy * square * x
-
-    return of.layer(forward, backward).apply
+    return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.saved_tensor()[1]).apply)
 
 
-# Paddle's is not public, and cuts the second derivative off in silence.
-@TABLE.differ(theirs=[2 * X], ours=RuntimeError, orders=2, match="once_differentiable")
-def second_derivative_of_once_differentiable(of):
-    once = pylayer_jax.once_differentiable if isinstance(of, Ours) else of.autograd.py_layer.once_differentiable
-
-    def backward(ctx, dy):
-        return 2 * dy * ctx.saved_tensor()[0]
-
-    layer = of.layer(of.saving(lambda x: x * x), once(backward))
-    return lambda x: layer.apply(x) * x
+# Under hooks that copy, Paddle loses what a saved tensor owes to the input.
+@TABLE.differ(theirs=[0], ours=[6 * X], orders=2)
+def second_derivative_of_a_layer_under_hooks(of):
+    layer = of.layer(of.saving(lambda x: x**3), lambda ctx, dy: 3 * dy * ctx.saved_tensor()[0] ** 2)
+    return of.hooked(layer.apply, unpack=lambda kept: kept, pack=of.detach)
 
 
-@MODES
 @TABLE.every()
 def test_errors_and_differences(theirs, mode, one):
-    compare_with_table(theirs, mode, one)
+    compare(theirs, mode, one)
 
 
 @MODES
@@ -340,26 +283,12 @@ def test_a_complex_rule_in_the_convention_of_jax(theirs, mode):
 
         def backward(ctx, dy):
             (z,) = ctx.saved_tensor()
-            return 2 * dy * (z if of is ours else of.conj(z))
+            return 2 * dy * (z if isinstance(of, Ours) else of.conj(z))
 
         return of.layer(forward, backward).apply
 
-    ours, one = Ours(mode), Row("square", square, (Z,), (0,))
-    mine, other = ours.run(one), theirs.run(one)
+    one = Row("square", square, (Z,), (0,), orders=1)
+    mine, other = Ours(mode).run(one), theirs.run(one)
     assert_same(mine.gradients, other.gradients)
     if mode == "eager":
-        assert_same(mine.cotangents, [(dy.conj(),) for (dy,) in other.cotangents])
-
-
-@MODES
-def test_hessian_and_jacobian(theirs, mode):
-    def build(of):
-        layer = product(of)
-        return lambda x: layer.apply(x, of.sin(x))
-
-    ours, x, paddle = Ours(mode), theirs.leaf(X), theirs.module
-    f, y = build(ours), build(theirs)(x)
-    assert_same(np.asarray(ours.mode(jax.jacrev(f))(X)), paddle.autograd.jacobian(y, x)[:].numpy())
-    assert_same(
-        np.asarray(ours.mode(jax.hessian(lambda x: f(x).sum()))(X)), paddle.autograd.hessian(y.sum(), x)[:].numpy()
-    )
+        assert_same(mine.log, [(dy.conj(),) for (dy,) in other.log])

@@ -1,12 +1,16 @@
-"""What Paddle and torch both do otherwise, and what is refused."""
+"""What Paddle and torch do otherwise, and what is refused."""
 
 from __future__ import annotations
 
-from tests.kit.oracle import Mine, Table, X, Y, fail
+import numpy as np
 
-from .hooks import product
+from tests.kit.oracle import HALVES, Mine, Table, X, Y, fail
+
+from .agree import product
 
 DIFFERENCES = Table()
+TWO = np.array([2], np.float32)
+REFUSED = {"paddle": ValueError, "torch": RuntimeError}  # what they raise for a gradient that they do not take
 
 
 # The real frameworks keep one context for every run of backward, here each run starts from what forward left.
@@ -56,6 +60,28 @@ def saving_twice(of):
     return of.layer(forward, lambda ctx, dy: dy * of.saved(ctx)[1]).apply
 
 
+# The numbers of the notebook about porting: of x times the cube of x, whose second derivative at 2 is 48.
+for dialect in ("layer", "function"):
+
+    def times_a_cube(of, save, rule, dialect=dialect):
+        def forward(ctx, x):
+            ctx.save_for_backward(save(x))
+            return x * x * x
+
+        layer = getattr(of, dialect)(forward, rule)
+        return lambda x: x * layer.apply(x)
+
+    # The frameworks drop what a saved intermediate owes to the input.
+    @DIFFERENCES.differ(TWO, label=dialect, theirs=[24], ours=[48], orders=2)
+    def second_derivative_through_an_intermediate(of, times_a_cube=times_a_cube):
+        return times_a_cube(of, lambda x: x * x, lambda ctx, dy: 3 * dy * of.saved(ctx)[0])
+
+    # Paddle's is not public. Both cut the second derivative off in silence.
+    @DIFFERENCES.differ(TWO, label=dialect, theirs=[12], ours=RuntimeError, orders=2, match="once_differentiable")
+    def once_differentiable(of, times_a_cube=times_a_cube):
+        return times_a_cube(of, lambda x: x, of.once_differentiable(lambda ctx, dy: 3 * dy * of.saved(ctx)[0] ** 2))
+
+
 for call in ("save_for_backward", "mark_non_differentiable", "set_materialize_grads"):
 
     @DIFFERENCES.differ(label=call, theirs=[3], ours=RuntimeError, match=f"{call} was called in backward")
@@ -91,6 +117,41 @@ def mark_what_is_not_returned(of):
     return of.layer(forward, lambda ctx, dy: dy * 3).apply
 
 
+# What backward gives for x and y.
+GIVEN = {
+    "one for two": (REFUSED, ValueError, "1 gradient; expected 2", lambda dy: dy),
+    "three for two": (REFUSED, ValueError, "3 gradients; expected 2", lambda dy: (dy, dy, dy)),
+    # `Function` takes surplus Nones.
+    "None too many": (
+        {"paddle": ValueError, "torch": [3, 5]},
+        ValueError,
+        "3 gradients; expected 2",
+        lambda dy: (dy * 3, dy * 5, None),
+    ),
+    "number": (REFUSED, ValueError, "gradient of 'y'", lambda dy: (dy, 1.0)),
+    "text": (REFUSED, ValueError, "gradient of 'y'", lambda dy: (dy, "text")),
+    "dict": (REFUSED, ValueError, "gradient of 'y'", lambda dy: (dy, {"y": dy})),
+    "list": (REFUSED, ValueError, "gradient of 'y'", lambda dy: (dy, [dy])),
+    # Paddle and torch take a tuple alone.
+    "list of two": (REFUSED, [3, 5], "", lambda dy: [dy * 3, dy * 5]),
+    # Here NumPy arrays are tensors.
+    "NumPy": (REFUSED, [3, 5], "", lambda dy: (dy * 3, np.full(2, 5, np.float32))),
+}
+
+for name, (their, our, match, give) in GIVEN.items():
+
+    @DIFFERENCES.differ(X, Y, label=name, theirs=their, ours=our, match=match)
+    def given_for_two(of, give=give):
+        return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: give(dy)).apply
+
+
+for name, give in {"number": lambda dy: 1, "list": lambda dy: [dy], "two": lambda dy: (dy, dy)}.items():
+
+    @DIFFERENCES.differ(label=name, theirs=REFUSED, ours=ValueError)
+    def given_for_one(of, give=give):
+        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(dy)).apply
+
+
 @DIFFERENCES.differ(theirs=[1], ours=[3])
 def tensor_in_a_dict(of):
     layer = of.layer(lambda ctx, d: d["x"] * 2, lambda ctx, dy: {"x": dy * 2})
@@ -110,18 +171,26 @@ def exception_in_forward(of):
 
 @DIFFERENCES.differ(theirs=NotImplementedError, ours=NotImplementedError)
 def no_forward(of):
-    return type("Layer", (of.base,), {}).apply
+    return type("Layer", (of.PyLayer,), {}).apply
 
 
-# The sides raise what is written down where these are entered.
+# Paddle reports every exception in backward, and in a hook, as an OSError.
+@DIFFERENCES.differ(theirs={"paddle": OSError, "torch": NotImplementedError}, ours=NotImplementedError)
+def no_backward(of):
+    return type("Layer", (of.PyLayer,), {"forward": staticmethod(lambda ctx, x: x * 2)}).apply
+
+
+@DIFFERENCES.differ(theirs={"paddle": OSError, "torch": Mine}, ours=Mine, match="on purpose")
 def exception_in_backward(of):
     return of.layer(lambda ctx, x: x * 2, fail).apply
 
 
+@DIFFERENCES.differ(theirs={"paddle": OSError, "torch": AttributeError}, ours=AttributeError, match="nothing_set")
 def unknown_attribute(of):
     return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: ctx.nothing_set).apply
 
 
+@DIFFERENCES.differ(X, Y, theirs={"paddle": OSError, "torch": TypeError}, ours=TypeError, match="pack_hook")
 def hooks_that_are_not_callable(of):
     def inside(x, y):
         with of.hooks(1, 2):
@@ -130,14 +199,32 @@ def hooks_that_are_not_callable(of):
     return inside
 
 
-FAILING_HOOKS = []
-
 for name in ("pack", "unpack"):
+    options = {"label": name, "theirs": {"paddle": OSError, "torch": Mine}, "ours": Mine, "match": "on purpose"}
 
+    @DIFFERENCES.differ(X, Y, **options)
     def exception_in_a_hook_of_an_operation(of, name=name):
         return of.hooked(of.multiply, **{name: fail})
 
+    @DIFFERENCES.differ(X, Y, **options)
     def exception_in_a_hook_of_a_layer(of, name=name):
         return of.hooked(product(of).apply, **{name: fail})
 
-    FAILING_HOOKS += [(name, exception_in_a_hook_of_an_operation), (name, exception_in_a_hook_of_a_layer)]
+
+# What unpack returns in place of a tensor. Paddle computes with whatever comes.
+UNPACKED = {
+    "number": ({"paddle": ValueError, "torch": TypeError}, lambda of, x: 3),
+    "nothing": ({"paddle": ValueError, "torch": TypeError}, lambda of, x: None),
+    "shape": ({"paddle": [np.full(2, 1, np.float32)] * 2, "torch": RuntimeError}, lambda of, x: of.ones((3, 3))),
+}
+
+for name, (their, unpacked) in UNPACKED.items():
+
+    @DIFFERENCES.differ(X, Y, label=name, theirs=their, ours=ValueError, match="unpack_hook")
+    def unpacked_for_an_operation(of, unpacked=unpacked):
+        return of.hooked(of.multiply, unpack=lambda kept: unpacked(of, kept["hidden"]))
+
+
+@DIFFERENCES.differ(X, Y, theirs=HALVES, ours=ValueError, match="unpack_hook")
+def unpacked_in_another_dtype_for_a_layer(of):
+    return of.hooked(product(of).apply, unpack=lambda kept: of.cast(kept["hidden"], "float16"))

@@ -1,10 +1,9 @@
-"""The rows of the contract that are torch's and hold for PyLayer, asked of real torch; and each difference, from both
-sides. The torch dialect, `Function`, has its own tests in test_ports.py.
-"""
+"""The rows of the contract that are torch's and hold for PyLayer, asked of real torch."""
 
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from pylayer_jax import packers
 from tests.frameworks.shared.agree import (
@@ -13,11 +12,14 @@ from tests.frameworks.shared.agree import (
     doubled_sine,
     doubled_tanh,
     itself_inside_backward,
+    noting_what_is_saved,
+    product,
     two_inputs,
 )
-from tests.kit.oracle import MODES, Ours, Table, X, Y, Z, compare, compare_higher_orders, compare_undifferentiated
+from tests.frameworks.shared.hooks import HOOKS
+from tests.kit.oracle import Ours, Table, X, Y, Z, compare
 
-CASES = Table(SHARED)
+CASES = Table(SHARED + HOOKS)
 
 # Beyond what Paddle can do: an entry for an input that needs none, complex numbers and sines of high order.
 CASES.add(X, Y, label="first", wrt=(0,))(two_inputs)
@@ -87,34 +89,7 @@ for name, save in SAVED.items():
 
     @CASES.add(label=name, orders=1)
     def what_saved_tensors_holds(of, save=save):
-        """The log compares it."""
-
-        def forward(ctx, x):
-            if save is not None:
-                ctx.save_for_backward(*save(x))
-            return x * 2
-
-        def backward(ctx, dy):
-            of.note(ctx.saved_tensors)
-            return dy * 3
-
-        return of.layer(forward, backward).apply
-
-
-@CASES.add(X, Y, orders=1)
-@CASES.add(X, Y, label="first", wrt=(0,), orders=1)
-@CASES.add(X, Y, label="second", wrt=(1,), orders=1)
-def needs_input_grad(of):
-    def forward(ctx, x, scale, y, n):
-        of.note(ctx.needs_input_grad)
-        return x * scale + y
-
-    def backward(ctx, dy):
-        of.note(ctx.needs_input_grad)
-        return dy * 3, None, dy * 5, None
-
-    layer = of.layer(forward, backward)
-    return lambda x, y: layer.apply(x, 2.0, y, of.ones((2,), dtype=of.int32))
+        return noting_what_is_saved(of, save, lambda ctx: ctx.saved_tensors)
 
 
 @CASES.add()
@@ -131,6 +106,9 @@ def input_returned(of):
 @CASES.add(X, Y)
 def input_returned_beside_its_double(of):
     return of.layer(lambda ctx, x, y: (x, y * 2), lambda ctx, dx, dy: (dx * 3, dy * 5)).apply
+
+
+# -- saved-tensor hooks -----------------------------------------------------------------------------
 
 
 def held(of):
@@ -159,18 +137,54 @@ def operations_under_hooks(of):
     return of.hooked(lambda x: of.exp(x) * x)
 
 
-@MODES
+@CASES.count(X, Y, wrt=(0,), theirs=(2, 2), ours=(2, 2))
+def one_input_of_a_layer_needs_a_gradient(of):
+    return of.hooked(product(of).apply)
+
+
+@CASES.count(theirs=(1, 1), ours=(1, 1))
+def none_saved(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(None, x)
+        return x * 2
+
+    return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.saved_tensors[1]).apply)
+
+
+@CASES.add(X, Y, orders=1)
+def the_innermost_pair_alone_applies(of):
+    """And the outer one again behind it: the log compares it."""
+    layer = product(of)
+
+    def pair(name):
+        return of.hooks(lambda x: of.note(name) or {"hidden": x}, lambda kept: kept["hidden"])
+
+    def nested(x, y):
+        with pair("outer"):
+            with pair("inner"):
+                z = layer.apply(x, y)
+            return z, layer.apply(y, x)
+
+    return nested
+
+
+@CASES.add()
+def disabled_hooks(of):
+    """Layers and operations go on inside; a block that ends restores the message of the one around it."""
+    layer, pair = product(of), (lambda x: x, lambda x: x)
+
+    def inside(x):
+        with of.disable_hooks("outer"):
+            with of.disable_hooks("inner"):
+                y = layer.apply(x, x) * x
+            with pytest.raises(RuntimeError, match=r"^outer$"), of.hooks(*pair):
+                pass
+        with of.hooks(*pair):
+            return y
+
+    return inside
+
+
 @CASES.every()
-def test_outputs_gradients_and_cotangents(theirs, mode, one):
+def test_as_in_torch(theirs, mode, one):
     compare(theirs, mode, one)
-
-
-@MODES
-@CASES.every(higher=True)
-def test_higher_derivatives(theirs, mode, one):
-    compare_higher_orders(theirs, mode, one)
-
-
-@CASES.every()
-def test_without_differentiation(theirs, one):
-    compare_undifferentiated(theirs, one)

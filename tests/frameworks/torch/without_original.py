@@ -5,13 +5,11 @@ T and a number name the layer in the list of layers that they are taken from.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import jax.scipy.linalg
 
-from pylayer_jax import Function, once_differentiable
+from pylayer_jax import Function
 
 from .layers import ported
 
@@ -145,41 +143,6 @@ class FactorAndSolve(Function):
         (x,) = ctx.saved_tensors
         db = ctx.solver.solve(ctx.factors, grad_output, 1)
         return -jnp.outer(db, x), db, None
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Factored:
-    """A solver that holds its factors, and so is made of tensors."""
-
-    lu: jax.Array
-    pivots: jax.Array
-
-    def solve(self, b, transposed=0):
-        return jax.scipy.linalg.lu_solve((self.lu, self.pivots), b, transposed)
-
-
-class FactorOnceAndSolve(Function):
-    """T69, where the solver that comes out can be used again, without a gradient of its own.
-
-    A second derivative would miss what comes through the factors, and so is refused.
-    """
-
-    @staticmethod
-    def forward(ctx, mat, b):
-        solver = Factored(*jax.scipy.linalg.lu_factor(mat))
-        x = solver.solve(b)
-        ctx.solver = solver
-        ctx.mark_non_differentiable(solver.lu, solver.pivots)
-        ctx.save_for_backward(x)
-        return solver, x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, solver, grad_output):
-        (x,) = ctx.saved_tensors
-        db = ctx.solver.solve(grad_output, 1)
-        return -jnp.outer(db, x), db
 
 
 class NativeLinear:

@@ -6,16 +6,16 @@ explicit inputs (Reversible), and what torch changes in place goes through `xp.c
 
 from types import SimpleNamespace
 
-from tests.frameworks import names
+from tests.kit import names
 
-from . import activations, losses, rules, static_arguments, steps, tutorials
+from . import activations, losses, static_arguments, steps, tutorials
 
 
 def layers(xp):
     found = {}
-    for module in (activations, losses, rules, static_arguments, steps, tutorials):
+    for module in (activations, losses, static_arguments, steps, tutorials):
         found |= module.define(xp)
     return SimpleNamespace(**found)
 
 
-ported = layers(names.Jax())
+ported = names.text(layers, names.JAX)

@@ -315,35 +315,14 @@ def define(xp):
             ctx.low = x.min() if low is None else low
             ctx.high = x.max() if high is None else high
             ctx.save_for_backward(x)
-            scale = (ctx.high - ctx.low) / cls.levels(num_bits)
+            scale = (ctx.high - ctx.low) / (2**num_bits - 1)
             clipped = xp.minimum(xp.maximum(x, ctx.low), ctx.high)
             return xp.round((clipped - ctx.low) / scale) * scale + ctx.low
-
-        @classmethod
-        def levels(cls, num_bits):
-            return 2**num_bits - 1
 
         @classmethod
         def backward(cls, ctx, grad_output):
             (x,) = ctx.saved_tensors
             inside = xp.cast((x >= ctx.low) & (x <= ctx.high), grad_output.dtype)
             return grad_output * inside, None, None, None, None
-
-    class SignedQuantize(UniformQuantize):
-        """Its parent with one argument more: both methods call the parent's."""
-
-        @classmethod
-        def forward(cls, ctx, x, gain, num_bits=4):
-            ctx.gain = gain
-            return super().forward(ctx, x * gain, num_bits) / gain
-
-        @classmethod
-        def levels(cls, num_bits):
-            return super().levels(num_bits) - 1
-
-        @classmethod
-        def backward(cls, ctx, grad_output):
-            grads = super().backward(ctx, grad_output / ctx.gain)
-            return (grads[0] * ctx.gain, *grads[1:3])
 
     return locals()

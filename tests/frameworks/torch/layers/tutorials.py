@@ -118,84 +118,16 @@ def define(xp):
 
         @staticmethod
         def forward(ctx, x, y, gain):
-            ctx.gain = gain
-            ctx.save_for_backward(x, y)
-            ctx.save_for_forward(x, y)
+            SinProduct.setup_context(ctx, (x, y, gain), None)
             return gain * xp.sin(x) * y
 
         @staticmethod
         def backward(ctx, grad_output):
-            x, y = ctx.saved_tensors
-            return ctx.gain * xp.cos(x) * y * grad_output, ctx.gain * xp.sin(x) * grad_output, None
+            return SinProduct.backward(ctx, grad_output, None, None)
 
         @staticmethod
         def jvp(ctx, dx, dy, dgain):
-            x, y = ctx.saved_tensors
-            return ctx.gain * (xp.cos(x) * dx * y + xp.sin(x) * dy)
-
-    class SavedForEach(xp.Function):
-        """Saves one thing for backward and another for jvp."""
-
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            ctx.save_for_forward(x * 3)
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            (x,) = ctx.saved_tensors
-            return x * grad_output
-
-        @staticmethod
-        def jvp(ctx, dx):
-            (tripled,) = ctx.saved_tensors
-            return tripled * dx
-
-    class SurplusTangent(xp.Function):
-        """A tangent too many."""
-
-        @staticmethod
-        def forward(x):
-            return x * 2
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            pass
-
-        @staticmethod
-        def jvp(ctx, dx):
-            return dx * 2, dx * 2
-
-    class SeenTangents(xp.Function):
-        """Notes which tangents jvp got: "zeros", "some" or None."""
-
-        materialize = True
-        seen = []
-
-        @staticmethod
-        def forward(x, y, gain):
-            return x * y * gain
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            x, y, ctx.gain = inputs
-            ctx.set_materialize_grads(SeenTangents.materialize)
-            ctx.save_for_forward(x, y)
-
-        @staticmethod
-        def jvp(ctx, *tangents):
-            SeenTangents.seen.append(
-                tuple(t if t is None else ("some" if bool(t.any()) else "zeros") for t in tangents)
-            )
-            x, y = ctx.saved_tensors
-            dx, dy, _ = tangents
-            total = xp.zeros_like(x)
-            if dx is not None:
-                total = total + dx * y
-            if dy is not None:
-                total = total + x * dy
-            return total * ctx.gain
+            return SinProduct.jvp(ctx, dx, dy, dgain)[0]
 
     def _front(x, dim):
         return x if dim is None else xp.moveaxis(x, dim, 0)
@@ -273,30 +205,5 @@ def define(xp):
         def backward(ctx, grad_output, grad_norm):
             y, norm = ctx.saved_tensors
             return (grad_output - y * (y * grad_output).sum()) / norm + grad_norm * y
-
-    class SeenVmap(xp.Function):
-        """Notes what its rule for vmap gets; that puts the mapped axis last."""
-
-        seen = []
-
-        @staticmethod
-        def forward(x, y, gain):
-            return x * y * gain
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            x, y, ctx.gain = inputs
-            ctx.save_for_backward(x, y)
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            x, y = ctx.saved_tensors
-            return y * ctx.gain * grad_output, x * ctx.gain * grad_output, None
-
-        @staticmethod
-        def vmap(info, in_dims, x, y, gain):
-            SeenVmap.seen.append((info.batch_size, tuple(in_dims)))
-            result = SeenVmap.apply(_front(x, in_dims[0]), _front(y, in_dims[1]), gain)
-            return xp.moveaxis(result, 0, -1), result.ndim - 1
 
     return locals()

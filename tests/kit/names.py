@@ -5,6 +5,8 @@ A name that the frameworks share comes from the framework itself; the classes be
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,10 +30,6 @@ class Names:
         """Parts of `size`; the last may be shorter."""
         return jnp.split(x, list(range(size, x.shape[axis], size)), axis)
 
-    def pad(self, x: Any, before: int, after: int, value: float = 0) -> Any:
-        """`value` before and after the elements of the second and last axis."""
-        return self.modules[1].pad(x, (before, after), value=value)
-
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.astype(dtype)
 
@@ -45,16 +43,25 @@ class Names:
     def once_differentiable(self, backward: Any) -> Any:
         return pylayer_jax.once_differentiable(backward)
 
+    def jit(self, f: Any) -> Any:
+        return f
+
 
 class Jax(Names):
-    Function, PyLayer = pylayer_jax.Function, pylayer_jax.PyLayer
+    Function, PyLayer, hooks = pylayer_jax.Function, pylayer_jax.PyLayer, pylayer_jax.saved_tensors_hooks
+    disable_hooks = staticmethod(pylayer_jax.disable_saved_tensors_hooks)
     amax, take_along_dim = staticmethod(jnp.max), staticmethod(jnp.take_along_axis)
-    rsqrt = staticmethod(jax.lax.rsqrt)
+    rsqrt, detach, jacobian = staticmethod(jax.lax.rsqrt), staticmethod(jax.lax.stop_gradient), staticmethod(jax.jacrev)
+    tensor, jit = staticmethod(jnp.asarray), staticmethod(jax.jit)
 
     def __init__(self) -> None:
-        super().__init__(jnp, jax.nn)
+        super().__init__(jnp, jax.nn, jax)  # of jax the transforms
+
+    def saved(self, ctx: Any) -> Any:
+        return ctx.saved_tensors
 
     def pad(self, x: Any, before: int, after: int, value: float = 0) -> Any:
+        """`value` before and after the elements of the second and last axis."""
         return jnp.pad(x, ((0, 0), (before, after)), constant_values=value)
 
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
@@ -77,22 +84,38 @@ class Jax(Names):
 
 class Torch(Names):
     def __init__(self, torch: Any) -> None:
-        super().__init__(torch, torch.nn.functional)
-        self.Function = torch.autograd.Function
+        super().__init__(torch, torch.nn.functional, torch.func)
+        self.Function = self.PyLayer = torch.autograd.Function
+        self.hooks = torch.autograd.graph.saved_tensors_hooks
+        self.disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
+        self.grad = torch.func.grad  # the functional module has another
         self.moveaxis = torch.movedim  # the other has no rule for vmap of vmap
         self.no_grad, self.once_differentiable = torch.no_grad(), torch.autograd.function.once_differentiable
+
+    def saved(self, ctx: Any) -> Any:
+        return ctx.saved_tensors
 
     def split(self, x: Any, size: int, axis: int) -> Any:
         return x.split(size, axis)
 
+    def pad(self, x: Any, before: int, after: int, value: float = 0) -> Any:
+        return self.modules[1].pad(x, (before, after), value=value)
+
     def cast(self, x: Any, dtype: Any) -> Any:
-        return x.to(dtype)
+        return x.to(getattr(self, dtype) if isinstance(dtype, str) else dtype)
 
     def sort(self, x: Any, axis: int) -> Any:
         return self.modules[0].sort(x, axis).values
 
     def copy(self, x: Any) -> Any:
         return x.clone()
+
+    def detach(self, x: Any) -> Any:
+        return x.detach()
+
+    def leaf(self, x: Any) -> Any:
+        """A copy that is differentiated."""
+        return x.detach().requires_grad_()
 
     def changed(self, x: Any, value: Any) -> Any:
         return x.copy_(value)
@@ -102,12 +125,28 @@ class Torch(Names):
 
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
         with self.enable_grad():
-            args = [x.detach().requires_grad_() for x in args]
+            args = [self.leaf(x) for x in args]
             y = function(*args)
         return y.detach(), self.autograd.grad(y, args, dy)
 
+    def jvp(self, function: Any, primals: Any, tangents: Any) -> Any:
+        """By dual numbers, since torch.func.jvp refuses a context that forward fills."""
+        forward_ad = self.autograd.forward_ad
+        with forward_ad.dual_level():
+            y = function(*(forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)))
+            return tuple(forward_ad.unpack_dual(y))
+
+    def jacobian(self, function: Any) -> Any:
+        return functools.partial(self.autograd.functional.jacobian, function)
+
+    def hessian(self, function: Any) -> Any:
+        return functools.partial(self.autograd.functional.hessian, function)
+
     def add_rows(self, x: Any, index: Any, rows: Any) -> Any:
         return x.index_add(0, index, rows)
+
+    def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
+        return tensor.requires_grad
 
     def to_numpy(self, x: Any) -> np.ndarray:
         return x.detach().numpy()
@@ -116,13 +155,22 @@ class Torch(Names):
 class Paddle(Names):
     def __init__(self, paddle: Any) -> None:
         super().__init__(paddle, paddle.nn.functional)
-        self.PyLayer = paddle.autograd.PyLayer
+        self.Function = self.PyLayer = paddle.autograd.PyLayer
+        self.hooks = paddle.autograd.saved_tensors_hooks
+        self.once_differentiable = paddle.autograd.py_layer.once_differentiable
+        self.tensor = paddle.to_tensor
+
+    def saved(self, ctx: Any) -> Any:
+        return ctx.saved_tensor()
 
     def asarray(self, value: Any, dtype: Any) -> Any:
         return self.to_tensor(value, dtype=dtype)
 
     def copy(self, x: Any) -> Any:
         return x.clone()
+
+    def detach(self, x: Any) -> Any:
+        return x.detach()
 
     def var(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
         return x.var(axis, unbiased=False, keepdim=keepdims)
@@ -132,16 +180,35 @@ class Paddle(Names):
 
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
         """By `backward`, as paddle.grad within paddle.grad ends the process."""
-        args = [x.detach() for x in args]
-        for x in args:
-            x.stop_gradient = False
+        args = [self.leaf(x) for x in args]
         with self.enable_grad():
             y = function(*args)
         self.autograd.backward([y], [dy])
         return y, tuple(x.grad for x in args)
+
+    def jacobian(self, function: Any) -> Any:
+        return lambda x: self.autograd.jacobian(function(x := self.leaf(x)), x)[:]
+
+    def hessian(self, function: Any) -> Any:
+        return lambda x: self.autograd.hessian(function(x := self.leaf(x)), x)[:]
+
+    def leaf(self, x: Any) -> Any:
+        x = x.detach()
+        x.stop_gradient = False
+        return x
 
     def put(self, x: Any, index: Any, rows: Any) -> Any:
         return self.scatter(x, index, rows, overwrite=True)
 
     def needs_gradient(self, ctx: Any, place: int, tensor: Any) -> bool:
         return not tensor.stop_gradient
+
+
+JAX = Jax()
+named = functools.cache(lambda kind, module: kind(module))  # one per framework
+
+
+@functools.cache
+def text(define: Callable[[Any], Any], names: Names) -> Any:
+    """The layers that `define` defines with these names, in one module for each framework."""
+    return define(names)
