@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -18,11 +20,7 @@ START = {"w": jnp.full(4, 0.1), "b": jnp.zeros(())}
 
 
 def loss_of(activation, block):
-    def loss(params, x, target):
-        with block:
-            return jnp.mean((activation(x @ params["w"] + params["b"]) - target) ** 2)
-
-    return loss
+    return block(lambda params, x, target: jnp.mean((activation(x @ params["w"] + params["b"]) - target) ** 2))
 
 
 def test_multi_steps(block):
@@ -52,12 +50,8 @@ def test_multi_steps(block):
 
 def test_lbfgs_with_a_line_search(block):
     def minimized(activation, block):
-        # The line search needs true gradients.
-        loss = loss_of(activation, block)
+        value = functools.partial(loss_of(activation, block), x=X, target=TARGET)
         optimizer = optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=8))
-
-        def value(params):
-            return loss(params, X, TARGET)
 
         def step(carry, _):
             params, state = carry
@@ -67,6 +61,7 @@ def test_lbfgs_with_a_line_search(block):
 
         return jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), None, length=6))(START)
 
+    # The line search needs true gradients.
     ((params, _), losses), ((want, _), want_losses) = minimized(Tanh.apply, block), minimized(jnp.tanh, NO_BLOCK)
     assert losses[-1] < 0.01 * losses[0]
     assert_close(losses, want_losses, max(block.tolerance, 1e-4))
