@@ -61,7 +61,6 @@ class Group:
 
 AXIS, RANKS = "ranks", 4
 WORLD: Group | None = Group(AXIS, RANKS)  # what some layers use without asking; None before initialisation
-ONE_RANK = Group("no axis of any mesh", 1)
 
 # -- Paddle -----------------------------------------------------------------------------------------
 
@@ -162,21 +161,17 @@ class GatherEach(PyLayer):
 
 
 def region(there, back, *dim):
-    """T1 to T5 and T7 to T9: one collective forward, another backward, each the input itself for a group of one."""
+    """T1 to T5 and T7 to T9: one collective forward, another backward."""
 
     class Layer(Function):
         @staticmethod
-        def symbolic(graph, x, group):
+        def forward(ctx, x, group):
+            ctx.group = group
             return there(group, x, *dim)
 
         @staticmethod
-        def forward(ctx, x, group):
-            ctx.group = group
-            return x if group.size == 1 else there(group, x, *dim)
-
-        @staticmethod
         def backward(ctx, grad_output):
-            return grad_output if ctx.group.size == 1 else back(ctx.group, grad_output, *dim), None
+            return back(ctx.group, grad_output, *dim), None
 
     return Layer
 
@@ -195,18 +190,12 @@ class GatherFromSequence(Function):
     """T6: backward branches on a flag. Split sizes are equal, as ranks of one program have arrays of one shape."""
 
     @staticmethod
-    def symbolic(graph, x, group, *options):
+    def forward(ctx, x, group, tensor_parallel_output_grad=True, output_split_sizes=None, use_global_buffer=False):
+        ctx.group, ctx.summed, ctx.sizes = group, tensor_parallel_output_grad, output_split_sizes
         return group.concatenate(x)
 
     @staticmethod
-    def forward(ctx, x, group, tensor_parallel_output_grad=True, output_split_sizes=None, use_global_buffer=False):
-        ctx.group, ctx.summed, ctx.sizes = group, tensor_parallel_output_grad, output_split_sizes
-        return x if group.size == 1 else group.concatenate(x)
-
-    @staticmethod
     def backward(ctx, grad_output):
-        if ctx.group.size == 1:
-            return grad_output, None, None, None, None
         if ctx.summed:
             return ctx.group.reduce_scatter(grad_output), None, None, None, None
         assert ctx.sizes is None
@@ -223,7 +212,7 @@ class AllToAll(Function):
     def forward(ctx, group, x, output_split_sizes, input_split_sizes):
         ctx.group, ctx.output_split_sizes, ctx.input_split_sizes = group, output_split_sizes, input_split_sizes
         assert output_split_sizes in (None, [1] * group.size)
-        return x if group.size == 1 else group.exchange(x)
+        return group.exchange(x)
 
     @staticmethod
     def backward(ctx, *grad_output):

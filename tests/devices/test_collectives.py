@@ -12,11 +12,10 @@ import jax.numpy as jnp
 import pytest
 
 from tests.kit.case import grid
-from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import along, assert_same, gradient
+from tests.kit.transforms import assert_same
 
 from . import collective_layers as layers
-from .collective_layers import AXIS, ONE_RANK, RANKS, WORLD
+from .collective_layers import RANKS, WORLD
 from .ranks import (
     VMA,
     chunk,
@@ -35,7 +34,6 @@ from .ranks import (
 )
 
 pytestmark = pytest.mark.frameworks
-lax, stop = jax.lax, jax.lax.stop_gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,36 +41,23 @@ class Collective:
     layer: Callable[..., Any]  # of the array of one rank
     forward: Callable[..., Any]  # of those of all ranks
     backward: Callable[..., Any]
-    plain: Callable[..., Any] | None = None  # JAX's own collective, where the layer has its gradient
 
     def reference(self, xs: jax.Array) -> jax.Array:
         """The value by `forward`; the gradient, of every order, by `backward`."""
         value = self.forward(xs)
         (slope,) = jax.linear_transpose(self.backward, value)(xs)
-        return stop(value - slope) + slope
+        return jax.lax.stop_gradient(value - slope) + slope
 
 
 X = grid(RANKS, 4, 4)  # of which each rank has four by four
 
 
-def region(name: str, *options: Any, group: Any = WORLD) -> Callable[..., Any]:
-    return lambda x: getattr(layers, name).apply(x, group, *options)
+def region(name: str, *options: Any) -> Callable[..., Any]:
+    return lambda x: getattr(layers, name).apply(x, WORLD, *options)
 
 
 def own_rank(name: str) -> Callable[..., Any]:
     return lambda x: getattr(layers, name).apply(x, WORLD.rank, RANKS, WORLD)
-
-
-def exchange(sizes: Any, group: Any = WORLD) -> Callable[..., Any]:
-    return lambda x: layers.AllToAll.apply(group, x, None, sizes)
-
-
-def gathered(dim):
-    return lambda x: lax.all_gather(x, AXIS, axis=dim, tiled=True)
-
-
-def scattered(dim):
-    return lambda x: lax.psum_scatter(x, AXIS, scatter_dimension=dim, tiled=True)
 
 
 CASES = {
@@ -80,13 +65,11 @@ CASES = {
     "P2": Collective(region("AllReduce", True, True), total, same),
     "P3": Collective(layers.Scatter.apply, chunk(0), joined(0)),
     "P4": Collective(layers.Gather.apply, joined(0), chunk(0)),
-    "P5": Collective(layers.AllGather.apply, joined(0), summed_chunk(0), gathered(0)),
-    "P6": Collective(layers.ReduceScatter.apply, summed_chunk(0), joined(0), scattered(0)),
+    "P5": Collective(layers.AllGather.apply, joined(0), summed_chunk(0)),
+    "P6": Collective(layers.ReduceScatter.apply, summed_chunk(0), joined(0)),
     "P11": Collective(own_rank("ExpertsGather"), joined(0), chunk(0)),
     "P12": Collective(own_rank("ExpertsSlice"), chunk(0), joined(0)),
-    "P25": Collective(
-        lambda x: jnp.stack(layers.GatherEach.apply(x)), spread, lambda gs: gs.sum(0), lambda x: lax.all_gather(x, AXIS)
-    ),
+    "P25": Collective(lambda x: jnp.stack(layers.GatherEach.apply(x)), spread, lambda gs: gs.sum(0)),
     "T1": Collective(region("CopyToRegion"), same, total),
     "T2": Collective(region("ReduceFromRegion"), total, same),
     "T3": Collective(region("ScatterToRegion"), chunk(-1), joined(-1)),
@@ -95,9 +78,9 @@ CASES = {
     "T6": Collective(region("GatherFromSequence", True, [4] * RANKS), joined(0), summed_chunk(0)),
     "T6-unsummed": Collective(region("GatherFromSequence", False), joined(0), chunk(0)),
     "T7": Collective(region("ReduceScatterToSequence"), summed_chunk(0), joined(0)),
-    "T8": Collective(region("AllGatherFromRegion"), joined(-1), summed_chunk(-1), gathered(1)),
-    "T9": Collective(region("ReduceScatterToRegion"), summed_chunk(-1), joined(-1), scattered(1)),
-    "T10": Collective(exchange([1] * RANKS), exchanged, exchanged, lambda x: lax.all_to_all(x, AXIS, 0, 0, tiled=True)),
+    "T8": Collective(region("AllGatherFromRegion"), joined(-1), summed_chunk(-1)),
+    "T9": Collective(region("ReduceScatterToRegion"), summed_chunk(-1), joined(-1)),
+    "T10": Collective(lambda x: layers.AllToAll.apply(WORLD, x, None, [1] * RANKS), exchanged, exchanged),
 }
 EVERY = pytest.mark.parametrize("name", CASES)
 
@@ -147,22 +130,10 @@ def test_differentiated_on_each_rank(name, check_vma):
     assert_same(jax.jit(mapped)(X, weights(outputs), direction(X)), (slopes[0], second[0]))
 
 
-def test_sizes_of_a_sequence_whose_gradient_is_not_summed():
-    f = loss(stacked(region("GatherFromSequence", False, [4] * RANKS), True))
-    with pytest.raises(AssertionError):  # of the layer's own backward
-        jax.jit(jax.grad(f))(X)
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if CASES[name].plain])
-def test_exact_transposes_have_the_gradients_of_plain_collectives(name):
-    """Other layers do not: they mean one loss that all ranks compute."""
-    assert_same(jax.jit(numbers(stacked(CASES[name].plain, True)))(X), expected(name)[0])
-
-
 def repeated(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
     """One after the other, in a checkpoint within a scan."""
     step = jax.checkpoint(lambda x: functools.reduce(lambda x, f: f(jnp.sin(x)), functions, x))
-    return lambda x: lax.scan(lambda carry, _: (step(carry), None), x, None, length=2)[0]
+    return lambda x: jax.lax.scan(lambda carry, _: (step(carry), None), x, None, length=2)[0]
 
 
 @pytest.mark.parametrize("names", [("P2",), ("T10",), ("P5", "P6"), ("T7", "T6-unsummed")], ids="-".join)
@@ -194,28 +165,3 @@ def test_forward_mode_of_a_layer_that_applies_itself(monkeypatch):
     plain = both(one.reference)
     for check_vma in (True, False):
         assert_same(both(stacked(one.layer, check_vma)), plain)
-
-
-ALONE = {
-    **{name: region(name, group=ONE_RANK) for name in vars(layers) if name.endswith(("Region", "ToSequence"))},
-    "GatherFromSequence": region("GatherFromSequence", False, None, True, group=ONE_RANK),
-    "AllToAll": exchange(None, ONE_RANK),
-}
-
-
-@pytest.mark.parametrize("name", ALONE)
-def test_group_of_one_returns_the_input_itself(name):
-    layer, x = ALONE[name], X[0]
-    assert layer(x) is x
-    assert_same(jax.grad(loss(layer))(x), weights(x) * jnp.cos(x))
-    assert_same(jax.jit(gradient(along(loss(layer), [x]), [x]))(x), -weights(x) * jnp.sin(x) * direction(x))
-
-
-@EAGER_AND_JIT
-def test_gather_without_initialisation_returns_a_tuple_of_one(mode, monkeypatch):
-    monkeypatch.setattr(layers, "WORLD", None)
-    x = X[0]
-    outputs = mode(layers.GatherEach.apply)(x)
-    assert type(outputs) is tuple
-    assert_same(outputs, (x,))
-    assert_same(mode(jax.grad(loss(lambda x: layers.GatherEach.apply(x)[0])))(x), weights(x) * jnp.cos(x))

@@ -117,18 +117,6 @@ def test_rejects(name):
     assert re.match(rf"check_parallel of \S+, {begin}.*by the reference.* {end}", str(caught.value)), caught.value
 
 
-def test_rejects_a_gather_for_the_other_one():
-    """The gradients of gather_from and all_gather differ, their outputs do not."""
-
-    def local(gather):
-        return mlp(lambda x: gather(x, "model", axis=0), over_model(parallel.reduce_scatter))
-
-    specs = {"mesh": MESH, "in_specs": (ROWS, COLUMNS, ROWS), "out_specs": ROWS, "check_vma": False}
-    check_parallel(local(parallel.all_gather), network, ARGS, **specs)
-    with pytest.raises(AssertionError, match=r"first order: the gradient of args\[0\] at"):
-        check_parallel(local(parallel.gather_from), network, ARGS, **specs)
-
-
 def test_rejects_what_is_wrong_at_second_order():
     wrong = mlp(AddsUpBackward.apply, reduce)
     check(INSIDE, wrong)
@@ -167,17 +155,6 @@ def test_a_jitted_function_of_sharded_arrays(kind, entered):
         wrong = jax.jit(lambda p, *args: layer(p | {"w": jax.lax.stop_gradient(p["w"])}, *args))
         with pytest.raises(AssertionError, match=r"first order: the gradient of args\[0\]\['w'\] at"):
             check_parallel(wrong, layer, args)
-
-
-def test_gradients_that_a_function_takes_itself():
-    def gradients(enter):
-        slopes = jax.grad(lambda *args: jnp.sum(jnp.sin(mlp(enter, reduce)(*args))), (0, 1, 2))
-        return jax.shard_map(slopes, mesh=MESH, in_specs=IN_SPECS, out_specs=IN_SPECS, check_vma=False)
-
-    whole = jax.grad(lambda *args: jnp.sum(jnp.sin(network(*args))), (0, 1, 2))
-    check_parallel(gradients(copy), whole, ARGS, orders=[0])
-    with pytest.raises(AssertionError, match=r"values: output 0 on .*cpu:0 at .* copies of the devices differ"):
-        check_parallel(gradients(same), whole, ARGS, orders=[0])
 
 
 @VMA

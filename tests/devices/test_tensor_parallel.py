@@ -21,12 +21,12 @@ def mesh_of(kind: Any = AxisType.Auto, **sizes: int) -> Any:
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
-MESHES = {"4": {"model": 4}, "2x2": {"data": 2, "model": 2}, "4x1": {"data": 4, "model": 1}}
+MESHES = {"1x4": {"data": 1, "model": 4}, "2x2": {"data": 2, "model": 2}, "4x1": {"data": 4, "model": 1}}
 # With the sequence shared out, or not: both on the mesh of two axes, one on each other.
 CASES = pytest.mark.parametrize(
     ("mesh", "sequence", "check_vma"),
-    [("2x2", False, True), ("2x2", True, False), ("4", False, False), ("4x1", True, True)],
-    ids=["2x2", "2x2-sequence", "4", "4x1-sequence"],
+    [("2x2", False, True), ("2x2", True, False), ("1x4", False, False), ("4x1", True, True)],
+    ids=["2x2", "2x2-sequence", "1x4", "4x1-sequence"],
 )
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 from pylayer_jax import PyLayer
 from pylayer_jax.packers import cast_saved, quantize_saved
-from tests.ecosystem.blocks import NO_BLOCK, assert_close
+from tests.ecosystem.blocks import assert_close
 from tests.ecosystem.layers import Steep, steep
 from tests.ecosystem.libraries import library
 
@@ -63,26 +62,7 @@ def test_a_decorated_module(packer):
     assert_close(gradient, want_gradient, 0.03)
 
 
-@pytest.mark.parametrize("block", ["none", "spy", "cast"], indirect=True)
-def test_optimizer(block):
-    def trained(activation, block):
-        model = Module(activation)
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            value, gradient = nnx.value_and_grad(block(lambda model: jnp.mean((model(X) - 1) ** 2)))(model)
-            optimizer.update(model, gradient)
-            return value
-
-        losses = [step(model, optimizer) for _ in range(4)]
-        return losses, pure(nnx.state(model, nnx.Param)), pure(nnx.state(model, nnx.BatchStat))
-
-    for got, want in zip(trained(Steep.apply, block), trained(steep, NO_BLOCK), strict=True):
-        block.assert_close(got, want)
-
-
-WAYS = {  # of a function of an input and a module, or of three: to a function of the module
+WAYS = {  # from a function of an input and a module to one of the module, or of three
     "scan": lambda f: lambda models: nnx.scan(f, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, models),
     "scan-remat": lambda f: WAYS["scan"](nnx.remat(f)),
     "vmap": lambda f: lambda models: nnx.vmap(f, in_axes=(None, 0))(X, models),
@@ -97,16 +77,6 @@ def test_transformations(way, block):
         return differentiated(WAYS[way](block(lambda x, model: model(x))), model)
 
     block.compare(run)
-
-
-def test_a_part_of_the_parameters():
-    def gradient(activation):
-        kernels = nnx.DiffState(0, nnx.PathContains("kernel"))
-        return nnx.grad(lambda model: jnp.mean(model(X) ** 2), argnums=kernels)(Module(activation))
-
-    got, want = (pure(nnx.state(gradient(f))) for f in (Steep.apply, steep))
-    assert len(got) == 1
-    assert_close(got, want)
 
 
 class Applied(PyLayer):

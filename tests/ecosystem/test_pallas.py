@@ -96,12 +96,6 @@ class CrossEntropy(PyLayer):
         return xent_backward(*ctx.saved_tensor(), dloss), None
 
 
-class Jitted(CrossEntropy):
-    @staticmethod
-    def backward(ctx, dloss):
-        return jax.jit(xent_backward)(*ctx.saved_tensor(), dloss), None
-
-
 class Once(CrossEntropy):
     backward = staticmethod(once_differentiable(CrossEntropy.backward))
 
@@ -156,35 +150,16 @@ class TanhSlope(PyLayer):
 
 
 class Tanh(PyLayer):
-    slope = TanhSlope.apply
-
     @staticmethod
     def forward(ctx, x):
         y, _ = run_kernel(tanh_kernel, [x, x], x)
         ctx.save_for_backward(y)
         return y
 
-    @classmethod
-    def backward(cls, ctx, dy):
+    @staticmethod
+    def backward(ctx, dy):
         (y,) = ctx.saved_tensor()
-        return cls.slope(y, dy)
-
-
-@jax.custom_vjp
-def ruled_slope(y, dy):
-    return run_kernel(slope_kernel, [y], y, dy)[0]
-
-
-ruled_slope.defvjp(
-    lambda y, dy: (ruled_slope(y, dy), (y, dy)),
-    lambda saved, c: (-2 * saved[0] * saved[1] * c, c * (1 - saved[0] ** 2)),
-)
-
-
-class Ruled(Tanh):
-    """The kernel has a rule of its own."""
-
-    slope = staticmethod(jax.jit(ruled_slope))
+        return TanhSlope.apply(y, dy)
 
 
 class ReturnedSlope(PyLayer):
@@ -254,11 +229,9 @@ TANH = jnp.tanh, (X,)
 
 DERIVATIVES = [
     (CrossEntropy, *CROSS_ENTROPY, FIRST),
-    (Jitted, *CROSS_ENTROPY, {"jit_of_grad": FIRST["jit_of_grad"]}),
     *((layer, *TANH, FIRST) for layer in (InPlace, ForwardMode, OwnBatching)),
     (SavedSlope, *TANH, FORWARD),  # JAX has the rule of a kernel in forward mode
     (Tanh, *TANH, SECOND),
-    (Ruled, *TANH, SECOND),
     (ReturnedSlope, *TANH, SECOND | FORWARD),
     (Cube, lambda x: x**3, (X,), SECOND),
     # A scan makes its missing cotangents zeros, so that the kernel of forward would be differentiated there.

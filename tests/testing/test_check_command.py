@@ -119,7 +119,7 @@ def test_a_layer_that_rounds_is_measured_in_its_dtype():
 def test_the_seed_chooses_the_numbers(capsys):
     found = []
     for seed in "003":
-        check("checked_layers:Wrong", "f32[3]", "0.5", "--seed", seed, *only("jit", "gradients"))
+        check(f"{WRONG_LAYERS}:WrongSign", "f32[3]", "--seed", seed, *only("jit", "gradients"))
         found.append(capsys.readouterr().out)
     assert found[0] == found[1] != found[2]
 

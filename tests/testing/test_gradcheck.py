@@ -11,13 +11,7 @@ import pytest
 from pylayer_jax.testing import gradcheck, gradgradcheck
 from tests.kit.case import X
 from tests.kit.layers import Tanh
-from tests.kit.wrong_layers import (
-    WRONG,
-    Conjugated,
-    OnHost,
-    WrongAtOneIndex,
-    WrongSign,
-)
+from tests.kit.wrong_layers import WRONG, Conjugated, OnHost, WrongAtOneIndex, WrongSign
 
 from .cases import AT_SECOND_ORDER, CASE, MEANT, SAYS, TRUE, on_host
 
