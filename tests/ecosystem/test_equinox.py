@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pylayer_jax import PyLayer
+from tests.ecosystem.blocks import assert_close
 from tests.ecosystem.libraries import library
 
 eqx = library("equinox")
@@ -106,6 +107,36 @@ def test_state(block, way):
         return WAYS[way](loss, has_aux=True)(model, state)
 
     block.compare(run)
+
+
+class Counted(PyLayer):
+    """Takes an index and a state, and returns the new state as an output."""
+
+    @staticmethod
+    def forward(ctx, count, x, state):
+        number = state.get(count)
+        ctx.save_for_backward(number)
+        return x * number, state.set(count, number + 1)
+
+    @staticmethod
+    def backward(ctx, dy, dstate):
+        (number,) = ctx.saved_tensor()
+        return None, 2 * dy * number, None
+
+
+@EAGER_AND_JIT
+def test_state_as_an_argument_and_an_output(way):
+    # State may not be read any more once another was made from it.
+    model, state = eqx.nn.make_with_state(Stateful)(jnp.tanh)
+
+    def loss(x, state):
+        y, state = Counted.apply(model.count, x, state)
+        y, state = Counted.apply(model.count, y, state)
+        return y.sum(), state
+
+    (_, state), gradient = WAYS[way](loss, has_aux=True)(X, state)
+    assert_close(gradient, jnp.full_like(X, 2 * 1 * 2 * 2))
+    assert_close(state.get(model.count), 3.0)
 
 
 @pytest.mark.parametrize(("kind", "options"), [("checkpointed", {"checkpoints": 3}), ("bounded", {})])

@@ -326,7 +326,7 @@ RIGHT = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_layers_of_every_scale_are_accepted(name):
     function, args = RIGHT[name]
-    assert check_layer(function, *args, skip=QUICK).passed
+    assert check_layer(function, *args, skip=[*QUICK, "gradients", "second order"]).passed
     gradgradcheck(function, args)
 
 
