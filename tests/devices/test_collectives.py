@@ -87,39 +87,20 @@ EVERY = pytest.mark.parametrize("name", CASES)
 
 @functools.cache
 def expected(name: str) -> Any:
-    one = CASES[name]
-    return jax.jit(numbers(one.reference))(X), jax.jit(lambda xs: one.backward(weights(one.forward(xs))))(X)
-
-
-# Operation by operation is slow, so that not every collective that two layers share is here twice.
-EAGER = [("P1", False), ("T10", False), *((name, True) for name in ("P2", "P3", "P6", "P11", "P25", "T1", "T4"))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "check_vma"), EAGER)
-def test_eager(name, check_vma):
-    (outputs, *_), pulled = expected(name)
-    y, pull = jax.vjp(stacked(CASES[name].layer, check_vma), X)
-    assert_same(y, outputs)
-    assert_same(pull(weights(y))[0], pulled)
-
-
-@pytest.mark.slow
-def test_eager_second_order():
-    assert_same(numbers(stacked(CASES["T10"].layer, True))(X), expected("T10")[0])  # its backward applies the layer
+    return jax.jit(numbers(CASES[name].reference))(X)
 
 
 @EVERY
 @VMA
 def test_jit(name, check_vma):
-    assert_same(jax.jit(numbers(stacked(CASES[name].layer, check_vma)))(X), expected(name)[0])
+    assert_same(jax.jit(numbers(stacked(CASES[name].layer, check_vma)))(X), expected(name))
 
 
 @EVERY
 @VMA
 def test_differentiated_on_each_rank(name, check_vma):
     """As in Paddle and torch: each rank has a loss of its own, and communicates in its backward."""
-    outputs, slopes, second = expected(name)[0]
+    outputs, slopes, second = expected(name)
 
     def of_rank(x, weight, along):
         f = lambda x: jnp.sum(weight * jnp.sin(CASES[name].layer(x)))  # noqa: E731

@@ -63,6 +63,7 @@ def test_batch_norm_of_two_batches_that_share_scale_and_bias(side, check_vma):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_eager(case):
+    # Once without check_vma.
     y, pull = jax.vjp(case.mapped(ONE_AXIS, case is not CASES[0]), *case.args)
     pulled = jax.jit(lambda *args: jax.vjp(case.whole, *args)[1](jnp.cos(case.whole(*args))))(*case.args)
     assert_same((y, pull(jnp.cos(y))), (case.whole(*case.args), pulled))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from tests.ecosystem.blocks import NO_BLOCK, assert_close
-from tests.ecosystem.layers import Steep, SteepBothWays, steep
+from tests.ecosystem.layers import SteepBothWays, steep
 from tests.ecosystem.libraries import library
 
 diffrax = library("diffrax")
@@ -42,8 +42,3 @@ def test_forward_mode(adjoint):
         return jax.jit(lambda w, y: jax.jvp(end_of(activation, adjoint), (w, y), (jnp.ones_like(w), y)))(W, START)
 
     assert_close(tangent(SteepBothWays.apply), tangent(steep))
-
-
-def test_a_layer_without_forward_mode_is_an_error():
-    with pytest.raises(TypeError):
-        jax.jacfwd(end_of(Steep.apply, diffrax.ForwardMode()))(W, START)

@@ -166,12 +166,7 @@ SAYS = [
         (X,),
         "as measured with 5 kinds of cotangents; not proved: it has the operation 'max'",
     ),
-    (
-        "not differentiated",
-        TRACED,
-        (X, Holder(jnp.float32(2))),
-        ", with 2 tensors in objects or functions too",
-    ),
+    ("not differentiated", TRACED, (X, Holder(jnp.float32(2))), ", with 2 tensors in objects or functions too"),
     ("not differentiated", CONCRETE, (X,), "; 1 tensor in objects or functions cannot be traced"),
     ("arguments", Tanh, (X,), "1 of 1 is differentiable"),
     ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "1 of 3 is differentiable"),
@@ -230,13 +225,6 @@ def test_a_layer_that_does_not_run_has_one_row():
     assert "TypeError: Tanh.apply: " in str(report)
 
 
-def test_repr_of_the_report_is_one_line():
-    skipped = all_but("jit", "gradients")
-    assert repr(check_layer(Tanh, X, skip=skipped)) == "<LayerReport of Tanh: 3 properties, passed>"
-    failed = check_layer(WrongSign, X, skip=skipped, raises=False)
-    assert repr(failed) == "<LayerReport of WrongSign: 3 properties, failed: gradients>"
-
-
 def test_the_report_is_a_line_per_property():
     lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "saved"))).splitlines()
     assert lines[0] == "Multiply"
@@ -245,6 +233,10 @@ def test_the_report_is_a_line_per_property():
     assert lines[-1].split() == ["✓", "saved", "2", "arrays,", "48", "bytes:", "float32[2,3],", "float32[2,3]"]
     with pytest.raises(AssertionError, match=r"check_layer of WrongSign\n✓ eager .*\n(.*\n)*✗ gradients "):
         check_layer(WrongSign, X, skip=all_but("gradients"))
+    skipped = all_but("jit", "gradients")
+    assert repr(check_layer(Tanh, X, skip=skipped)) == "<LayerReport of Tanh: 3 properties, passed>"
+    failed = check_layer(WrongSign, X, skip=skipped, raises=False)
+    assert repr(failed) == "<LayerReport of WrongSign: 3 properties, failed: gradients>"
     with pytest.raises(ValueError, match=r"skip=\['speed'\]: expected names among jit, vmap"):
         check_layer(Tanh, X, skip=["speed"])
 
