@@ -45,14 +45,14 @@ class Group:
     def all_gather(self, x):
         return list(jax.lax.all_gather(x, self.axis))
 
-    def concatenate(self, x, dim):
+    def concatenate(self, x, dim=0):
         return jnp.concatenate(self.all_gather(x), dim)
 
-    def chunk(self, x, dim):
+    def chunk(self, x, dim=0):
         size = x.shape[dim] // self.size
         return jax.lax.dynamic_slice_in_dim(x, self.rank * size, size, dim)
 
-    def reduce_scatter(self, x, dim):
+    def reduce_scatter(self, x, dim=0):
         return jax.lax.psum_scatter(x, self.axis, scatter_dimension=dim % x.ndim, tiled=True)
 
     def exchange(self, x):
@@ -61,7 +61,6 @@ class Group:
 
 AXIS, RANKS = "ranks", 4
 WORLD: Group | None = Group(AXIS, RANKS)  # what some layers use without asking; None before initialisation
-ONE_RANK = Group("no axis of any mesh", 1)
 
 # -- Paddle -----------------------------------------------------------------------------------------
 
@@ -93,52 +92,25 @@ class AllReduce(PyLayer):
         return dy
 
 
-class Scatter(PyLayer):
-    """P3: the own part of what all ranks have."""
+def of_world(there, back):
+    """P3 to P6: one collective of the global group forward, another backward, and ctx unused."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return WORLD.chunk(x, 0)
+    class Layer(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return there(WORLD, x)
 
-    @staticmethod
-    def backward(ctx, dy):
-        return WORLD.concatenate(dy, 0)
+        @staticmethod
+        def backward(ctx, dy):
+            return back(WORLD, dy)
 
-
-class Gather(PyLayer):
-    """P4: its backward takes the own part without a sum."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return WORLD.concatenate(x, 0)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return WORLD.chunk(dy, 0)
+    return Layer
 
 
-class AllGather(PyLayer):
-    """P5: as P4, with the sum."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return WORLD.concatenate(x, 0)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return WORLD.reduce_scatter(dy, 0)
-
-
-class ReduceScatter(PyLayer):
-    """P6: the transpose of P5."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return WORLD.reduce_scatter(x, 0)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return WORLD.concatenate(dy, 0)
+Scatter = of_world(Group.chunk, Group.concatenate)  # P3: the own part of what all ranks have
+Gather = of_world(Group.concatenate, Group.chunk)  # P4: its backward takes the own part without a sum
+AllGather = of_world(Group.concatenate, Group.reduce_scatter)  # P5: as P4, with the sum
+ReduceScatter = of_world(Group.reduce_scatter, Group.concatenate)  # P6: the transpose of P5
 
 
 class ExpertsGather(PyLayer):
@@ -147,7 +119,7 @@ class ExpertsGather(PyLayer):
     @staticmethod
     def forward(ctx, inp, rank, world_size, group):
         ctx.args = rank, inp.shape[0]
-        return group.concatenate(inp, 0)
+        return group.concatenate(inp)
 
     @staticmethod
     def backward(ctx, dy):
@@ -168,7 +140,7 @@ class ExpertsSlice(PyLayer):
     def backward(ctx, dy):
         world_size, group = ctx.args
         assert group.size == world_size
-        return group.concatenate(dy, 0)
+        return group.concatenate(dy)
 
 
 class GatherEach(PyLayer):
@@ -188,118 +160,46 @@ class GatherEach(PyLayer):
 # -- torch ------------------------------------------------------------------------------------------
 
 
-class CopyToRegion(Function):
-    """T1."""
+def region(there, back, *dim):
+    """T1 to T5 and T7 to T9: one collective forward, another backward."""
 
-    @staticmethod
-    def symbolic(graph, x, group):
-        return x
+    class Layer(Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            ctx.group = group
+            return there(group, x, *dim)
 
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x if group.size == 1 else group.own(x)
+        @staticmethod
+        def backward(ctx, grad_output):
+            return back(ctx.group, grad_output, *dim), None
 
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output if ctx.group.size == 1 else ctx.group.all_reduce(grad_output), None
-
-
-class ReduceFromRegion(Function):
-    """T2."""
-
-    @staticmethod
-    def symbolic(graph, x, group):
-        return group.all_reduce(x)
-
-    @staticmethod
-    def forward(ctx, x, group):
-        return x if group.size == 1 else group.all_reduce(x)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output, None
+    return Layer
 
 
-class _Region(Function):
-    """What T3 to T9 share: one collective forward, another backward, each the input itself for a group of one."""
-
-    @classmethod
-    def symbolic(cls, graph, x, group):
-        return cls.there(group, x)
-
-    @classmethod
-    def forward(cls, ctx, x, group):
-        ctx.group = group
-        return x if group.size == 1 else cls.there(group, x)
-
-    @classmethod
-    def backward(cls, ctx, grad_output):
-        return grad_output if ctx.group.size == 1 else cls.back(ctx.group, grad_output), None
-
-
-class ScatterToRegion(_Region):
-    """T3."""
-
-    there = staticmethod(lambda group, x: group.chunk(x, -1))
-    back = staticmethod(lambda group, g: group.concatenate(g, -1))
-
-
-class GatherFromRegion(_Region):
-    """T4."""
-
-    there = staticmethod(lambda group, x: group.concatenate(x, -1))
-    back = staticmethod(lambda group, g: group.chunk(g, -1))
-
-
-class ScatterToSequence(_Region):
-    """T5."""
-
-    there = staticmethod(lambda group, x: group.chunk(x, 0))
-    back = staticmethod(lambda group, g: group.concatenate(g, 0))
+CopyToRegion = region(Group.own, Group.all_reduce)  # T1
+ReduceFromRegion = region(Group.all_reduce, lambda group, g: g)  # T2
+ScatterToRegion = region(Group.chunk, Group.concatenate, -1)  # T3
+GatherFromRegion = region(Group.concatenate, Group.chunk, -1)  # T4
+ScatterToSequence = region(Group.chunk, Group.concatenate, 0)  # T5
+ReduceScatterToSequence = region(Group.reduce_scatter, Group.concatenate, 0)  # T7
+AllGatherFromRegion = region(Group.concatenate, Group.reduce_scatter, -1)  # T8
+ReduceScatterToRegion = region(Group.reduce_scatter, Group.concatenate, -1)  # T9
 
 
 class GatherFromSequence(Function):
     """T6: backward branches on a flag. Split sizes are equal, as ranks of one program have arrays of one shape."""
 
     @staticmethod
-    def symbolic(graph, x, group, *options):
-        return group.concatenate(x, 0)
-
-    @staticmethod
     def forward(ctx, x, group, tensor_parallel_output_grad=True, output_split_sizes=None, use_global_buffer=False):
         ctx.group, ctx.summed, ctx.sizes = group, tensor_parallel_output_grad, output_split_sizes
-        return x if group.size == 1 else group.concatenate(x, 0)
+        return group.concatenate(x)
 
     @staticmethod
     def backward(ctx, grad_output):
-        if ctx.group.size == 1:
-            return grad_output, None, None, None, None
         if ctx.summed:
-            return ctx.group.reduce_scatter(grad_output, 0), None, None, None, None
+            return ctx.group.reduce_scatter(grad_output), None, None, None, None
         assert ctx.sizes is None
-        return ctx.group.chunk(grad_output, 0), None, None, None, None
-
-
-class ReduceScatterToSequence(_Region):
-    """T7."""
-
-    there = staticmethod(lambda group, x: group.reduce_scatter(x, 0))
-    back = staticmethod(lambda group, g: group.concatenate(g, 0))
-
-
-class AllGatherFromRegion(_Region):
-    """T8."""
-
-    there = staticmethod(lambda group, x: group.concatenate(x, -1))
-    back = staticmethod(lambda group, g: group.reduce_scatter(g, -1))
-
-
-class ReduceScatterToRegion(_Region):
-    """T9."""
-
-    there = staticmethod(lambda group, x: group.reduce_scatter(x, -1))
-    back = staticmethod(lambda group, g: group.concatenate(g, -1))
+        return ctx.group.chunk(grad_output), None, None, None, None
 
 
 class AllToAll(Function):
@@ -312,7 +212,7 @@ class AllToAll(Function):
     def forward(ctx, group, x, output_split_sizes, input_split_sizes):
         ctx.group, ctx.output_split_sizes, ctx.input_split_sizes = group, output_split_sizes, input_split_sizes
         assert output_split_sizes in (None, [1] * group.size)
-        return x if group.size == 1 else group.exchange(x)
+        return group.exchange(x)
 
     @staticmethod
     def backward(ctx, *grad_output):

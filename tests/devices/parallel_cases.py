@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from jax.sharding import AxisType, PartitionSpec
 from pylayer_jax import parallel
 from tests.kit.case import grid
 from tests.kit.transforms import floats
+
+from .ranks import direction, loss, weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +104,8 @@ def columns_and_rows(axis, x, a, b):
     return parallel.reduce_from(jnp.tanh(parallel.copy_to(x, axis) @ a) @ b, axis)
 
 
-def part_of_features(axis, x, w):
-    return parallel.gather_from(jnp.tanh(parallel.scatter_to(x, axis)) * w, axis)
-
-
-def part_of_rows(axis, x, w):
-    return parallel.gather_from(jnp.tanh(parallel.scatter_to(x, axis, 0)) * w, axis, axis=0)
+def part(axis_name, x, w, **options):
+    return parallel.gather_from(jnp.tanh(parallel.scatter_to(x, axis_name, **options)) * w, axis_name, **options)
 
 
 def sequence(axis, x, a, b):
@@ -157,81 +155,57 @@ def parallel_batch_norm(axis, x, scale, bias):
     return y * factor.astype(y.dtype)
 
 
-# -- of the same, in other places
-
-
-def in_a_scan(local):
-    def repeated(axis, x, a, b):
-        step = jax.checkpoint(lambda x: x + local(axis, jnp.sin(x), a, b))
+def in_a_scan(f):
+    def repeated(x, *args):
+        step = jax.checkpoint(lambda x: x + f(jnp.sin(x), *args))
         return jax.lax.scan(lambda x, _: (step(x), None), x, None, length=2)[0]
 
     return repeated
 
 
-def in_a_scan_of_whole(whole):
-    return lambda *args: in_a_scan(lambda axis, *args: whole(*args))(None, *args)
+def within(name: str, transform: Callable[..., Any], local: Any, whole: Any, *rest: Any) -> Case:
+    def transformed(axis, *args):
+        return transform(functools.partial(local, axis))(*args)
 
-
-def batch_of_losses(axis, logits):
-    return jax.vmap(lambda z: parallel_cross_entropy(axis, z))(logits)
-
-
-def batch_of_networks(axis, x, a, b):
-    return jax.vmap(lambda x: columns_and_rows(axis, x, a, b))(x)
-
-
-def batch_of_whole_networks(x, a, b):
-    return jax.vmap(lambda x: network(x, a, b))(x)
-
-
-def batch_of_norms(axis, x, scale, bias):
-    return jax.vmap(lambda *args: parallel_batch_norm(axis, *args))(x, scale, bias)
-
-
-def norm_of_two_batches(x, scale, bias):
-    return jnp.concatenate([batch_norm(part, scale, bias) for part in jnp.split(x, 2, 2)], 2)
+    return Case(name, transformed, transform(whole), *rest)
 
 
 X, WEIGHT = grid(4, 8), grid(4, 8, low=0.4, high=1.9)
 A, B, C = grid(8, 4, low=-0.8, high=0.9), grid(4, 8, low=-0.7, high=0.8), grid(4, 4)
-ROWS, IMAGES = grid(16, 2), grid(8, 2, 3)
-X3, IMAGES3, GROUPS = grid(3, 4, 8), grid(3, 8, 2, 3), grid(4, 3, 6)
-S, S3 = grid(3), grid(3, 2)
+ROWS, X3, LOGITS3 = grid(16, 2), grid(3, 4, 8), grid(3, 6, 8)
+NORM, NORM3 = (grid(8, 2, 3), grid(2), grid(2) * 2), (grid(3, 8, 2, 3), grid(3, 2), grid(3, 2) * 2)
 
 CASES = [
     Case("copy_to-reduce_from", columns_and_rows, network, (X, A, B), ("D.", ".M", "M."), "D."),
-    Case("scatter_to-gather_from", part_of_features, scaled, (X, WEIGHT), ("D.", "DM"), "D."),
-    Case("scatter_to-gather_from-rows", part_of_rows, scaled, (X, WEIGHT), (".D", "MD"), ".D"),
+    Case("scatter_to-gather_from", part, scaled, (X, WEIGHT), ("D.", "DM"), "D."),
+    Case("scatter_to-gather_from-rows", functools.partial(part, axis=0), scaled, (X, WEIGHT), (".D", "MD"), ".D"),
     Case("all_gather-reduce_scatter", sequence, network, (X, A, B), ("M.", ".M", "M."), "M."),
     Case("all_gather-reduce_scatter-columns", columns, network_of_columns, (X, A, C), (".M", ".M", "M."), ".M"),
     Case("all_to_all", heads_of_whole_sequences, summed, (X, WEIGHT), ("M.", "M."), "M."),
     Case("cross_entropy", parallel_cross_entropy, cross_entropy, (grid(6, 8),), (".M",), "."),
-    Case("batch_norm", parallel_batch_norm, batch_norm, (IMAGES, grid(2), grid(2) * 2), ("MD.", "D", "D"), "MD."),
+    Case("batch_norm", parallel_batch_norm, batch_norm, NORM, ("MD.", "D", "D"), "MD."),
 ]
 # These mean what they say on one mesh: with four pieces, or with two batches along D.
+MANY_X = functools.partial(jax.vmap, in_axes=(0, None, None))
 ON_ONE_AXIS = [
     Case("all_to_all-one-axis", blocks_of_rows, whole_blocks_of_rows, (ROWS, ROWS * 2), ("M.", "M."), "M."),
-    Case("in-a-scan", in_a_scan(columns_and_rows), in_a_scan_of_whole(network), (X, A, B), ("..", ".M", "M."), ".."),
-    Case("sequence-in-a-scan", in_a_scan(sequence), in_a_scan_of_whole(network), (X, A, B), ("M.", ".M", "M."), "M."),
-    Case("cross_entropy-in-a-batch", batch_of_losses, jax.vmap(cross_entropy), (grid(3, 6, 8),), ("..M",), ".."),
-    Case("network-in-a-batch", batch_of_networks, batch_of_whole_networks, (X3, A, B), ("...", ".M", "M."), "..."),
-    Case("norm-in-a-batch", batch_of_norms, jax.vmap(batch_norm), (IMAGES3, S3, S3 * 2), (".M..", "..", ".."), ".M.."),
+    within("in-a-scan", in_a_scan, columns_and_rows, network, (X, A, B), ("..", ".M", "M."), ".."),
+    within("sequence-in-a-scan", in_a_scan, sequence, network, (X, A, B), ("M.", ".M", "M."), "M."),
+    within("cross_entropy-in-a-batch", jax.vmap, parallel_cross_entropy, cross_entropy, (LOGITS3,), ("..M",), ".."),
+    within("network-in-a-batch", MANY_X, columns_and_rows, network, (X3, A, B), ("...", ".M", "M."), "..."),
+    within("norm-in-a-batch", jax.vmap, parallel_batch_norm, batch_norm, NORM3, (".M..", "..", ".."), ".M.."),
 ]
 TWO_BATCHES = Case(
-    "two-batches", parallel_batch_norm, norm_of_two_batches, (GROUPS, S, S * 2), ("M.D", ".", "."), "M.D"
+    "two-batches",
+    parallel_batch_norm,
+    lambda x, *args: jnp.concatenate([batch_norm(half, *args) for half in jnp.split(x, 2, 2)], 2),
+    (grid(4, 3, 6), grid(3), grid(3) * 2),
+    ("M.D", ".", "."),
+    "M.D",
 )
 
 
 # -- numbers --------------------------------------------------------------------------------------
-
-
-def bent(y: jax.Array) -> jax.Array:
-    """Weights of a loss, so that cotangents differ from entry to entry."""
-    return 1 + 0.5 * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
-
-
-def directions(args: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    return tuple(jnp.cos(jnp.arange(a.size, dtype=jnp.float32)).reshape(a.shape) for a in args)
 
 
 def derivatives(loss: Callable[..., jax.Array], dot: Callable[..., jax.Array], args: Any, ways: Any) -> tuple[Any, ...]:
@@ -252,11 +226,7 @@ def inner_product(xs: Any, ys: Any) -> jax.Array:
 
 
 def of_whole_arrays(f: Callable[..., jax.Array], args: tuple[jax.Array, ...]) -> tuple[Any, ...]:
-    def loss(*args: Any) -> jax.Array:
-        y = f(*args)
-        return jnp.sum(bent(y) * jnp.sin(y))
-
-    return f(*args), *derivatives(loss, inner_product, args, directions(args))
+    return f(*args), *derivatives(loss(f), inner_product, args, tuple(map(direction, args)))
 
 
 @functools.cache
@@ -292,4 +262,4 @@ def on_each_device(case: Case, layout: Layout, check_vma: bool) -> tuple[Any, ..
 
     outs = (case.out, "", "", case.ins, case.ins, case.ins, case.ins)
     mapped = layout.map(of_shards, (case.ins, case.ins, case.out), outs, check_vma)
-    return jax.jit(mapped)(case.args, directions(case.args), bent(case.whole(*case.args)))
+    return jax.jit(mapped)(case.args, tuple(map(direction, case.args)), weights(case.whole(*case.args)))

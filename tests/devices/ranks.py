@@ -29,8 +29,8 @@ def stacked(layer: Callable[..., Any], check_vma: bool) -> Callable[..., Any]:
     return shard(lambda *xs: layer(*(x[0] for x in xs))[None], check_vma)
 
 
-def same(xs):
-    return xs
+def same(x: Any) -> Any:
+    return x
 
 
 def total(xs):
@@ -58,7 +58,12 @@ def spread(xs):
 
 
 def weights(y: jax.Array) -> jax.Array:
+    """Of a loss, so that cotangents differ from entry to entry."""
     return 1 + 0.5 * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+
+
+def direction(x: jax.Array) -> jax.Array:
+    return jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
 
 
 def loss(f: Callable[..., Any]) -> Callable[..., Any]:

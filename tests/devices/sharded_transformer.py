@@ -60,13 +60,11 @@ def transformer(mesh):
         hidden = Tanh.apply(normalized(x) @ w["up"])
         return x + jnp.matmul(hidden, w["down"], out_sharding=on("data", None, None))
 
-    def loss(ws, x):
-        for w in ws:
-            x = block(x, w)
-        return jnp.mean(x**2)
+    def loss(w, x):
+        return jnp.mean(block(x, w) ** 2)
 
     columns = {"q": WIDTH, "k": WIDTH, "v": WIDTH, "up": 2 * WIDTH}
     rows = {"out": WIDTH, "down": 2 * WIDTH}
     weights = {name: random(mesh, (WIDTH, n), None, "model", seed=ord(name[0])) for name, n in columns.items()}
     weights |= {name: random(mesh, (n, WIDTH), "model", seed=ord(name[0])) for name, n in rows.items()}
-    return loss, [weights], random(mesh, (4, 32, WIDTH), "data")
+    return loss, weights, random(mesh, (4, 32, WIDTH), "data")

@@ -16,44 +16,31 @@ from jax.sharding import PartitionSpec as P
 from pylayer_jax import parallel
 from tests.kit.case import grid
 
-VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN, BLOCKS = 12, 8, 4, 2, 16, 1
+VOCABULARY, WIDTH, HEADS, HEAD, HIDDEN = 12, 8, 4, 2, 16
 BATCH, LENGTH = 4, 8
 Params = dict[str, Any]
-
-# Where the layers of one mesh axis stand; None leaves out data parallelism.
 MODEL, DATA = "model", "data"
 
-
-def block_params(scale: float) -> Params:
-    return {
-        "norm1": grid(WIDTH, low=0.6, high=1.3),
-        "qkv": grid(WIDTH, 3, HEADS, HEAD, low=-0.7 * scale, high=0.8 * scale),
-        "out": grid(HEADS, HEAD, WIDTH, low=-0.8 * scale, high=0.7 * scale),
-        "norm2": grid(WIDTH, low=0.7, high=1.4),
-        "up": grid(WIDTH, HIDDEN, low=-0.6, high=0.7) * scale,
-        "down": grid(HIDDEN, WIDTH, low=-0.6, high=0.5) * scale,
-    }
+# Of each parameter the shape, the smallest and the largest number, and where it is cut.
+TABLE = {
+    "embedding": ((VOCABULARY, WIDTH), -1.4, 1.7, P()),
+    "norm1": ((WIDTH,), 0.6, 1.3, P()),
+    "qkv": ((WIDTH, 3, HEADS, HEAD), -0.7, 0.8, P(None, None, MODEL)),
+    "out": ((HEADS, HEAD, WIDTH), -0.8, 0.7, P(MODEL)),
+    "norm2": ((WIDTH,), 0.7, 1.4, P()),
+    "up": ((WIDTH, HIDDEN), -0.6, 0.7, P(None, MODEL)),
+    "down": ((HIDDEN, WIDTH), -0.6, 0.5, P(MODEL)),
+    "norm": ((WIDTH,), 0.8, 1.5, P()),
+    "unembedding": ((WIDTH, VOCABULARY), -1.4, 1.7, P(None, MODEL)),
+}
 
 
 def params() -> Params:
-    return {
-        "embedding": grid(VOCABULARY, WIDTH),
-        "blocks": [block_params(1 + 0.1 * i) for i in range(BLOCKS)],
-        "norm": grid(WIDTH, low=0.8, high=1.5),
-        "unembedding": grid(WIDTH, VOCABULARY),
-    }
+    return {name: grid(*shape, low=low, high=high) for name, (shape, low, high, _) in TABLE.items()}
 
 
 def param_specs() -> Params:
-    block = {
-        "norm1": P(),
-        "qkv": P(None, None, MODEL),
-        "out": P(MODEL),
-        "norm2": P(),
-        "up": P(None, MODEL),
-        "down": P(MODEL),
-    }
-    return {"embedding": P(), "blocks": [block] * BLOCKS, "norm": P(), "unembedding": P(None, MODEL)}
+    return {name: spec for name, (*_, spec) in TABLE.items()}
 
 
 def data() -> tuple[jax.Array, jax.Array]:
@@ -85,9 +72,8 @@ def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
 def forward(params: Params, tokens: jax.Array, split: Any, enter: Any, leave: Any, shared: Any) -> jax.Array:
     """The logits. The other arguments stand where the devices communicate, or are the identity on one device."""
     x = split(params["embedding"][tokens])
-    for block in params["blocks"]:
-        x = x + leave(attention(enter(norm(x, shared(block["norm1"]))), block["qkv"], block["out"]))
-        x = x + leave(mlp(enter(norm(x, shared(block["norm2"]))), block["up"], block["down"]))
+    x = x + leave(attention(enter(norm(x, shared(params["norm1"]))), params["qkv"], params["out"]))
+    x = x + leave(mlp(enter(norm(x, shared(params["norm2"]))), params["up"], params["down"]))
     return enter(norm(x, shared(params["norm"]))) @ params["unembedding"]
 
 
@@ -102,15 +88,12 @@ def unsharded_loss(params: Params, tokens: jax.Array, labels: jax.Array) -> jax.
     return jnp.sum(losses) / tokens.size
 
 
-def sharded_loss(
-    params: Params, tokens: jax.Array, labels: jax.Array, *, sequence: bool = False, data: bool = True
-) -> jax.Array:
+def sharded_loss(params: Params, tokens: jax.Array, labels: jax.Array, sequence: bool) -> jax.Array:
     """The loss of the whole batch, on every device, from the shards of one device.
 
     With `sequence`, the devices along `model` share out the sequence between the products with weights.
     """
-    if data:
-        params = parallel.copy_to(params, DATA)
+    params = parallel.copy_to(params, DATA)
     if sequence:
         ends = (
             lambda x: parallel.scatter_to(x, MODEL, axis=1),
@@ -122,28 +105,21 @@ def sharded_loss(
         ends = same, lambda x: parallel.copy_to(x, MODEL), lambda y: parallel.reduce_from(y, MODEL), same
     logits = forward(params, tokens, *ends)
     loss = jnp.sum(parallel.vocab_parallel_cross_entropy(logits, labels, MODEL)) / tokens.size
-    return parallel.reduce_from(loss / jax.lax.axis_size(DATA), DATA) if data else loss
-
-
-def _specs(mesh: Any) -> tuple[Any, Any, Any]:
-    batch = P(DATA) if DATA in mesh.axis_names else P()
-    return param_specs(), batch, batch
+    return parallel.reduce_from(loss / jax.lax.axis_size(DATA), DATA)
 
 
 def mapped_loss(mesh: Any, *, sequence: bool = False, check_vma: bool = True) -> Callable[..., jax.Array]:
-    """The loss as a function of whole params, tokens and labels. The mesh has the axis `model`, and perhaps `data`."""
-    has_data = DATA in mesh.axis_names
+    """The loss as a function of whole params, tokens and labels."""
 
     def local(params: Params, tokens: jax.Array, labels: jax.Array) -> jax.Array:
         def enter(x: Any, spec: Any) -> Any:
-            missing = tuple(name for name in mesh.axis_names if name not in spec)
-            return parallel.replicated_input(x, missing) if missing else x
+            return parallel.replicated_input(x, tuple(name for name in mesh.axis_names if name not in spec))
 
-        params = jax.tree.map(enter, params, param_specs())
-        loss = sharded_loss(params, tokens, labels, sequence=sequence, data=has_data)
+        loss = sharded_loss(jax.tree.map(enter, params, param_specs()), tokens, labels, sequence)
         return parallel.replicated_output(loss, tuple(mesh.axis_names))
 
-    return jax.shard_map(local, mesh=mesh, in_specs=_specs(mesh), out_specs=P(), check_vma=check_vma)
+    specs = param_specs(), P(DATA), P(DATA)
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=check_vma)
 
 
 def derivatives(loss: Callable[..., Any], params: Params, ways: Params) -> tuple[Any, Any, Any]:
@@ -154,13 +130,10 @@ def derivatives(loss: Callable[..., Any], params: Params, ways: Params) -> tuple
 
 def derivatives_on_each_device(mesh: Any, *, sequence: bool = False, check_vma: bool = True) -> Callable[..., Any]:
     """`derivatives` of the loss, as a function of whole params, ways, tokens and labels."""
-    has_data = DATA in mesh.axis_names
 
     def local(params: Params, ways: Params, tokens: jax.Array, labels: jax.Array) -> Any:
-        loss = lambda p: sharded_loss(p, tokens, labels, sequence=sequence, data=has_data)  # noqa: E731
-        return derivatives(loss, params, ways)
+        return derivatives(lambda p: sharded_loss(p, tokens, labels, sequence), params, ways)
 
-    specs, *batch = _specs(mesh)
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(specs, specs, *batch), out_specs=(P(), specs, specs), check_vma=check_vma
-    )
+    specs = param_specs()
+    ins, outs = (specs, specs, P(DATA), P(DATA)), (P(), specs, specs)
+    return jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=check_vma)

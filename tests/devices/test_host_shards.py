@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from pylayer_jax.packers import save_on_disk
 from tests.kit.layers import Tanh
 
-from .sharded_transformer import KINDS, collectives, entered, mesh_of, random, transformer
+from .sharded_transformer import collectives, entered, mesh_of, random
 
 
 class Host:
@@ -29,21 +28,6 @@ class Host:
         return (x * 2,)
 
 
-def test_a_transformer_with_explicit_axes_communicates_no_more_than_without_hooks(tmp_path):
-    mesh = mesh_of("explicit")
-    with entered(mesh):
-        loss, weights, x = transformer(mesh)
-        plain = jax.jit(jax.grad(loss)).lower(weights, x).compile()
-        expected = plain(weights, x)
-        for hooks in (Host().hooks, save_on_disk(tmp_path)):
-            packed = jax.jit(jax.grad(hooks(loss))).lower(weights, x).compile()
-            assert collectives(packed) == collectives(plain)
-            got = packed(weights, x)
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-                assert a.sharding == b.sharding
-                np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
 def test_a_batch_along_an_automatic_axis_is_not_gathered():
     mesh = mesh_of("automatic")
     x = random(mesh, (8, 6, 16), "data", None, "model")
@@ -54,8 +38,14 @@ def test_a_batch_along_an_automatic_axis_is_not_gathered():
     assert set(host.shapes) == {(4, 6, 8)}
 
 
-@pytest.mark.parametrize("spec", [("data", "model"), ("data", None), (None, None), (None, ("data", "model"))], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [
+        *(("explicit", spec) for spec in [("data", "model"), ("data", None), (None, None), (None, ("data", "model"))]),
+        *(("automatic", spec) for spec in [("data", "model"), (None, None)]),
+    ],
+    ids=str,
+)
 def test_gradients(kind, spec):
     mesh, host = mesh_of(kind), Host()
     with entered(mesh):
@@ -96,14 +86,12 @@ def test_as_many_large_tensors_at_once_as_there_are_threads():
 
 
 @pytest.mark.parametrize("spec", [("data",), ("data", "model"), (("model", "data"),), (None, "model"), ()], ids=str)
-@pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])
-def test_vmap_over_an_axis_that_is_cut(spec, order):
+def test_vmap_over_an_axis_that_is_cut(spec):
     mesh, host = mesh_of("explicit"), Host()
-    with jax.set_mesh(mesh):
+    with entered(mesh):
         x = random(mesh, (4, 4), *spec)
-        if order == "vmap of grad":
-            gradient = jax.vmap(jax.grad(host.hooks(lambda row: jnp.sum(Tanh.apply(row)))))
-        else:
-            gradient = jax.grad(host.hooks(lambda x: jnp.sum(jax.vmap(Tanh.apply)(x))))
-        np.testing.assert_allclose(jax.jit(gradient)(x), 1 - np.tanh(x) ** 2, rtol=1e-5)
-    assert host.shapes
+        of_rows = jax.vmap(jax.grad(host.hooks(lambda row: jnp.sum(Tanh.apply(row)))))
+        of_all = jax.grad(host.hooks(lambda x: jnp.sum(jax.vmap(Tanh.apply)(x))))
+        for gradient in jax.jit(lambda x: (of_rows(x), of_all(x)))(x):
+            np.testing.assert_allclose(gradient, 1 - np.tanh(x) ** 2, rtol=1e-5)
+    assert len(host.shapes) >= 2

@@ -12,16 +12,7 @@ from tests.kit.case import grid
 from tests.kit.transforms import along, assert_same, gradient
 
 from .collective_layers import AXIS, RANKS, WORLD
-from .ranks import (
-    ALL,
-    OWN,
-    SHARED,
-    VMA,
-    loss,
-    numbers,
-    shard,
-    spread,
-)
+from .ranks import ALL, OWN, SHARED, VMA, loss, numbers, shard, spread
 
 pytestmark = pytest.mark.frameworks
 COLUMNS = PartitionSpec(None, AXIS)

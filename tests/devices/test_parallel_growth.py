@@ -1,4 +1,4 @@
-"""A tensor-parallel block lowered for 8, 64 and 512 devices: what it communicates, and what each device computes.
+"""A tensor-parallel block lowered for 8 and 512 devices: what it communicates, and what each device computes.
 
 Each device has the same shard on every mesh, so that a program that grows with the number of devices shows.
 """
@@ -6,7 +6,6 @@ Each device has the same shard on every mesh, so that a program that grows with 
 from __future__ import annotations
 
 import collections
-import functools
 import math
 import re
 from typing import Any
@@ -25,27 +24,15 @@ from .tensor_parallel import HEAD, WIDTH, attention, mlp
 pytestmark = pytest.mark.own_primitive
 
 OWN, ALL = P("model"), P()
-SIZES = (8, 64, 512)
+SIZES = (8, 512)
 BATCH, LENGTH, HIDDEN = 2, 16, 8  # HIDDEN of each device
 lax = jax.lax
 
 
 # -- by hand --------------------------------------------------------------------------------------
 
-
-@jax.custom_vjp
-def copy_by_hand(x):
-    return x
-
-
+copy_by_hand, reduce_by_hand = jax.custom_vjp(lambda x: x), jax.custom_vjp(lambda x: lax.psum(x, "model"))
 copy_by_hand.defvjp(lambda x: (x, None), lambda _, dy: (lax.psum(dy, "model"),))
-
-
-@jax.custom_vjp
-def reduce_by_hand(x):
-    return lax.psum(x, "model")
-
-
 reduce_by_hand.defvjp(lambda x: (reduce_by_hand(x), None), lambda _, dy: (dy,))
 
 
@@ -57,26 +44,30 @@ def scatter_by_hand(x):
     return lax.psum_scatter(x, "model", scatter_dimension=1, tiled=True)
 
 
-def cast(x):
-    return lax.pcast(x, "model", to="varying")
+def over_model(layer, **options):
+    return lambda x: layer(x, "model", **options)
 
 
 OURS = {
-    "tensor": (lambda x: parallel.copy_to(x, "model"), lambda y: parallel.reduce_from(y, "model")),
-    "sequence": (
-        lambda x: parallel.all_gather(x, "model", axis=1),
-        lambda y: parallel.reduce_scatter(y, "model", axis=1),
-    ),
+    "tensor": (over_model(parallel.copy_to), over_model(parallel.reduce_from)),
+    "sequence": (over_model(parallel.all_gather, axis=1), over_model(parallel.reduce_scatter, axis=1)),
 }
 BY_HAND = {  # without check_vma, where JAX takes a sum over devices for its own transpose, and with it
     ("tensor", False): (copy_by_hand, reduce_by_hand),
-    ("tensor", True): (cast, lambda y: lax.psum(y, "model")),
+    ("tensor", True): (over_model(lax.pcast, to="varying"), over_model(lax.psum)),
     ("sequence", False): (gather_by_hand, scatter_by_hand),
     ("sequence", True): (gather_by_hand, scatter_by_hand),
 }
 COLLECTIVES = {"tensor": {"all_reduce": 4}, "sequence": {"all_gather": 4, "reduce_scatter": 4}}
 
 # -- programs -------------------------------------------------------------------------------------
+
+
+def lowered(f: Any, devices: int, ins: Any, outs: Any, check_vma: bool, *shapes: tuple[int, ...]) -> str:
+    mesh = AbstractMesh((devices,), ("model",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=check_vma)
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    return jax.jit(mapped).trace(*args).lower(lowering_platforms=("cpu",)).as_text()
 
 
 def gradient(ends: Any, check_vma: bool, way: str, devices: int, second: bool) -> str:
@@ -92,7 +83,6 @@ def gradient(ends: Any, check_vma: bool, way: str, devices: int, second: bool) -
     def local(*args):
         return jax.jvp(slopes, args, args)[1] if second else slopes(*args)
 
-    mesh = AbstractMesh((devices,), ("model",), axis_types=(AxisType.Auto,))
     x, length = (P(), LENGTH) if way == "tensor" else (P(None, "model"), LENGTH * devices)
     specs = x, P(None, None, "model"), P("model"), P(None, "model"), P("model")
     shapes = (
@@ -102,9 +92,7 @@ def gradient(ends: Any, check_vma: bool, way: str, devices: int, second: bool) -
         (WIDTH, HIDDEN * devices),
         (HIDDEN * devices, WIDTH),
     )
-    mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma)
-    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
-    return jax.jit(mapped).trace(*args).lower(lowering_platforms=("cpu",)).as_text()
+    return lowered(local, devices, specs, specs, check_vma, *shapes)
 
 
 # -- what a program holds -------------------------------------------------------------------------
@@ -135,43 +123,23 @@ def bytes_per_device(text: str) -> int:
     return sum(map(bytes_of, results))
 
 
-@functools.cache
-def measured(way: str, by_hand: bool, check_vma: bool, second: bool, devices: int) -> Any:
-    ends = BY_HAND[way, check_vma] if by_hand else OURS[way]
-    text = gradient(ends, check_vma, way, devices, second)
+def measured(text: str) -> Any:
     return operations(text), collectives(text), bytes_per_device(text)
 
 
-CHOICES = [
-    (way, check_vma, second)
-    for way in OURS
-    for check_vma in (True, False)
-    for second in (False, True)
+@pytest.mark.parametrize("second", [False, True], ids=["gradient", "hvp"])
+@pytest.mark.parametrize("way", OURS)
+@VMA
+def test_block_is_that_of_a_hand_written_one_and_does_not_grow(way, check_vma, second):
+    small, large = (measured(gradient(OURS[way], check_vma, way, devices, second)) for devices in SIZES)
+    assert small[:2] == large[:2]
+    # Where the sequence is shared out, each device gathers all of it.
+    assert small[2] == large[2] if way == "tensor" else small[2] < large[2]
+    assert small[1] == {name: count * (1 + second) for name, count in COLLECTIVES[way].items()}
     # By hand, this has no forward mode, and at second order the sums of backward would be transposed to sums.
-    if not (second and BY_HAND[way, check_vma][0] is copy_by_hand)
-]
-PROGRAMS = pytest.mark.parametrize(
-    ("way", "check_vma", "second"),
-    CHOICES,
-    ids=["-".join((w, "vma" if v else "plain", "hvp" if s else "gradient")) for w, v, s in CHOICES],
-)
-
-
-@PROGRAMS
-def test_block_is_that_of_a_hand_written_one(way, check_vma, second):
-    for devices in SIZES:
-        ours = measured(way, False, check_vma, second, devices)
-        assert ours == measured(way, True, check_vma, second, devices)
-        assert ours[1] == {name: count * (1 + second) for name, count in COLLECTIVES[way].items()}
-
-
-@PROGRAMS
-def test_block_does_not_grow_with_the_number_of_devices(way, check_vma, second):
-    first, *others = (measured(way, False, check_vma, second, devices) for devices in SIZES)
-    for other in others:
-        assert other[:2] == first[:2]
-        # Where the sequence is shared out, each device gathers all of it.
-        assert other[2] == first[2] if way == "tensor" else other[2] > first[2]
+    if not (second and BY_HAND[way, check_vma][0] is copy_by_hand):
+        for devices, ours in zip(SIZES, (small, large), strict=True):
+            assert ours == measured(gradient(BY_HAND[way, check_vma], check_vma, way, devices, second))
 
 
 # -- what each docstring says ---------------------------------------------------------------------
@@ -187,22 +155,22 @@ def normalised(x):
 
 
 SAID = {  # the specs of input and output; what is communicated forward, and backward
-    "copy_to": (lambda x: parallel.copy_to(x, "model"), ALL, OWN, {}, {"all_reduce": 1}),
-    "reduce_from": (lambda x: parallel.reduce_from(x, "model"), OWN, ALL, {"all_reduce": 1}, {}),
-    "scatter_to": (lambda x: parallel.scatter_to(x, "model"), ALL, OWN, {}, {"all_gather": 1}),
-    "gather_from": (lambda x: parallel.gather_from(x, "model"), OWN, ALL, {"all_gather": 1}, {}),
-    "all_gather": (lambda x: parallel.all_gather(x, "model"), OWN, OWN, {"all_gather": 1}, {"reduce_scatter": 1}),
+    "copy_to": (over_model(parallel.copy_to), ALL, OWN, {}, {"all_reduce": 1}),
+    "reduce_from": (over_model(parallel.reduce_from), OWN, ALL, {"all_reduce": 1}, {}),
+    "scatter_to": (over_model(parallel.scatter_to), ALL, OWN, {}, {"all_gather": 1}),
+    "gather_from": (over_model(parallel.gather_from), OWN, ALL, {"all_gather": 1}, {}),
+    "all_gather": (over_model(parallel.all_gather), OWN, OWN, {"all_gather": 1}, {"reduce_scatter": 1}),
     "reduce_scatter": (
-        lambda x: parallel.reduce_scatter(x, "model", -1),
+        over_model(parallel.reduce_scatter, axis=-1),
         OWN,
         OWN,
         {"reduce_scatter": 1},
         {"all_gather": 1},
     ),
-    "all_to_all": (lambda x: parallel.all_to_all(x, "model", 1), OWN, OWN, {"all_to_all": 1}, {"all_to_all": 1}),
+    "all_to_all": (over_model(parallel.all_to_all, split_axis=1), OWN, OWN, {"all_to_all": 1}, {"all_to_all": 1}),
     "vocab_parallel_cross_entropy": (loss_of_labels, OWN, ALL, {"all_reduce": 2}, {}),
     "sync_batch_norm": (normalised, OWN, OWN, {"all_reduce": 2}, {"all_reduce": 1}),
-    "replicated_input": (lambda x: parallel.replicated_input(x, "model"), ALL, ALL, {}, {}),
+    "replicated_input": (over_model(parallel.replicated_input), ALL, ALL, {}, {}),
 }
 
 
@@ -210,27 +178,17 @@ SAID = {  # the specs of input and output; what is communicated forward, and bac
 @VMA
 def test_communication_is_what_the_docstring_says(name, check_vma):
     layer, before, after, forward, backward = SAID[name]
-    mesh = AbstractMesh((64,), ("model",), axis_types=(AxisType.Auto,))
 
     def both(x):
         y, pull = jax.vjp(layer, x)
         return y, pull(jnp.cos(y))[0]
 
-    def lowered(f, out_specs):
-        mapped = jax.shard_map(f, mesh=mesh, in_specs=before, out_specs=out_specs, check_vma=check_vma)
-        trace = jax.jit(mapped).trace(jax.ShapeDtypeStruct((64, 64), jnp.float32))
-        return collectives(trace.lower(lowering_platforms=("cpu",)).as_text())
-
-    assert lowered(layer, after) == forward
-    assert lowered(both, (after, before)) == dict(collections.Counter(forward) + collections.Counter(backward))
+    assert collectives(lowered(layer, 64, before, after, check_vma, (64, 64))) == forward
+    found = collectives(lowered(both, 64, before, (after, before), check_vma, (64, 64)))
+    assert found == collections.Counter(forward) + collections.Counter(backward)
 
 
-def test_the_border_communicates_only_without_check_vma():
-    layer = lambda x: parallel.replicated_output(x, "model")  # noqa: E731
-    mesh = AbstractMesh((64,), ("model",), axis_types=(AxisType.Auto,))
-    counts = []
-    for check_vma in (True, False):
-        mapped = jax.shard_map(jax.grad(layer), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=check_vma)
-        trace = jax.jit(mapped).trace(jax.ShapeDtypeStruct((), jnp.float32))
-        counts.append(collectives(trace.lower(lowering_platforms=("cpu",)).as_text()))
-    assert counts == [{}, {"all_reduce": 1}]
+@VMA
+def test_the_border_communicates_only_without_check_vma(check_vma):
+    text = lowered(jax.grad(over_model(parallel.replicated_output)), 64, ALL, ALL, check_vma, ())
+    assert collectives(text) == ({} if check_vma else {"all_reduce": 1})

@@ -8,11 +8,12 @@ import jax
 import numpy as np
 
 from pylayer_jax.packers import cast_saved
+from tests.ecosystem.layers import Steep, steep
 from tests.hooks.spy import Spy
 
 
-class Block:
-    """Use it in `with` around the code that is differentiated."""
+class Block(contextlib.ContextDecorator):
+    """Use it in `with` around the code that is differentiated, or as a decorator of it."""
 
     def __init__(self, kind):
         self.spy = Spy() if kind == "spy" else None
@@ -32,6 +33,12 @@ class Block:
     def assert_close(self, got, want):
         """Gradients agree leaf by leaf."""
         assert_close(got, want, self.tolerance)
+
+    def compare(self, run, ours=Steep.apply, plain=steep):
+        """`run(f, block)` gives a value and gradients: of a layer in this block as of plain code in none."""
+        (value, gradients), (want, want_gradients) = run(ours, self), run(plain, NO_BLOCK)
+        assert_close(value, want)
+        self.assert_close(gradients, want_gradients)
 
 
 def assert_close(got, want, tolerance=2e-5):

@@ -1,4 +1,4 @@
-"""Layers in losses that optax minimizes: gradients over several steps, and a line search that asks for more of them."""
+"""A layer in a loss that optax minimizes, with a line search that asks for more gradients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 
 from tests.ecosystem.blocks import NO_BLOCK, assert_close
-from tests.ecosystem.layers import Steep, steep
 from tests.ecosystem.libraries import library
 from tests.kit.layers import Tanh
 
@@ -17,47 +16,10 @@ TARGET = jnp.tanh(X @ jnp.linspace(-1.0, 1.0, 4))
 START = {"w": jnp.full(4, 0.1), "b": jnp.zeros(())}
 
 
-def loss_of(activation, block):
-    def loss(params, x, target):
-        with block:
-            return jnp.mean((activation(x @ params["w"] + params["b"]) - target) ** 2)
-
-    return loss
-
-
-def test_multi_steps(block):
-    def trained(activation, block):
-        optimizer = optax.MultiSteps(optax.adam(0.1), every_k_schedule=3)
-        loss = loss_of(activation, block)
-
-        def step(carry, batch):
-            params, state = carry
-            value, gradient = jax.value_and_grad(loss)(params, *batch)
-            updates, state = optimizer.update(gradient, state, params)
-            return (optax.apply_updates(params, updates), state), value
-
-        @jax.jit
-        def run(params):
-            batches = X.reshape(6, 2, 4), TARGET.reshape(6, 2)
-            (params, state), losses = jax.lax.scan(step, (params, optimizer.init(params)), batches)
-            return params, losses, state.gradient_step
-
-        return run(START)
-
-    (params, losses, steps), (want, want_losses, _) = trained(Steep.apply, block), trained(steep, NO_BLOCK)
-    assert steps == 2
-    assert_close(losses, want_losses, block.tolerance)
-    assert_close(params, want, block.tolerance)
-
-
 def test_lbfgs_with_a_line_search(block):
     def minimized(activation, block):
-        # The line search needs true gradients.
-        loss = loss_of(activation, block)
+        value = block(lambda params: jnp.mean((activation(X @ params["w"] + params["b"]) - TARGET) ** 2))
         optimizer = optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=8))
-
-        def value(params):
-            return loss(params, X, TARGET)
 
         def step(carry, _):
             params, state = carry
@@ -67,6 +29,7 @@ def test_lbfgs_with_a_line_search(block):
 
         return jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), None, length=6))(START)
 
+    # The line search needs true gradients.
     ((params, _), losses), ((want, _), want_losses) = minimized(Tanh.apply, block), minimized(jnp.tanh, NO_BLOCK)
     assert losses[-1] < 0.01 * losses[0]
     assert_close(losses, want_losses, max(block.tolerance, 1e-4))

@@ -27,16 +27,22 @@ class Sine(PyLayer):
         return dy * jnp.cos(ctx.saved_tensors[0])
 
 
+def layer(base=PyLayer, **methods):
+    return type("Layer", (base,), {name: staticmethod(method) for name, method in methods.items()})
+
+
+def sine(**methods):
+    """`Sine` with other methods."""
+    return layer(Sine, **methods)
+
+
+slope = Sine.backward
+
+
 class WrongSign(Sine):
     @staticmethod
     def backward(ctx, dy):
-        return -dy * jnp.cos(ctx.saved_tensors[0])
-
-
-class WrongAtOneIndex(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        return (dy * jnp.cos(ctx.saved_tensors[0])).at[1, 2].multiply(1.01)
+        return -slope(ctx, dy)
 
 
 class WrongAtSecondOrder(Sine):
@@ -44,6 +50,32 @@ class WrongAtSecondOrder(Sine):
     def forward(ctx, x):
         ctx.save_for_backward(jax.lax.stop_gradient(x))
         return jnp.sin(x)
+
+
+WrongAtOneIndex = sine(backward=lambda ctx, dy: slope(ctx, dy).at[1, 2].multiply(1.01))
+# Its gradient cannot be differentiated.
+Forgets = sine(backward=lambda ctx, dy: jax.lax.stop_gradient(slope(ctx, dy)))
+# Right in float64.
+ThreeTimesInFloat32 = sine(backward=lambda ctx, dy: slope(ctx, dy) * (3 if dy.dtype == jnp.float32 else 1))
+AbsoluteCotangent = sine(backward=lambda ctx, dy: slope(ctx, jnp.abs(dy)))
+ClippedCotangent = sine(backward=lambda ctx, dy: slope(ctx, jnp.clip(dy, -5, 5)))
+
+
+def nan_in_float32(ctx, dy):
+    tiny = jnp.asarray(1e-60, dy.dtype)  # zero in float32
+    return slope(ctx, dy) * tiny / tiny
+
+
+def other_under_jit(ctx, dy):
+    (x,) = ctx.saved_tensors
+    return dy * (x if isinstance(x, jax.core.Tracer) else jnp.cos(x))
+
+
+class OnHost(Sine):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return np.sin(np.asarray(x))
 
 
 def sine_and_square(x):
@@ -74,25 +106,22 @@ class DropsAnArgument(Multiply):
         return (dy * b, dy * a) if all(ctx.needs_input_grad) else (None, None)
 
 
+# -- globals --------------------------------------------------------------------------------------
+
 LEAKED: list[jax.Array] = []
+LAST = {}
+TABLE = {}
+CALLS = [0]
 
 
-class Leaks(PyLayer):
+class Leaks(Sine):
     @staticmethod
     def forward(ctx, x):
         LEAKED[:] = [x]
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
+        return Sine.forward(ctx, x)
 
 
-LAST = {}
-
-
-class ReadsGlobal(PyLayer):
+class ReadsGlobal(Sine):
     """Keeps its input in a global in the place of ctx."""
 
     @staticmethod
@@ -103,6 +132,24 @@ class ReadsGlobal(PyLayer):
     @staticmethod
     def backward(ctx, dy):
         return dy * jnp.cos(LAST["x"])
+
+
+class Counts(Sine):
+    """Changes a global on each call of backward."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        CALLS[0] += 1
+        return slope(ctx, dy) * (1 + 0.1 * CALLS[0])
+
+
+class KeepsATable(Sine):
+    """Right for the first values of a shape."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return dy * TABLE.setdefault(x.shape, np.cos(np.asarray(x)))
 
 
 class OnClass(PyLayer):
@@ -130,99 +177,11 @@ class ShapeOnClass(PyLayer):
         return jnp.broadcast_to(dy / ShapeOnClass.count, ctx.shape)
 
 
-CALLS = [0]
+# -- outputs, cotangents and arguments ------------------------------------------------------------
 
 
-class Counts(Sine):
-    """Changes a global on each call of backward."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        CALLS[0] += 1
-        return dy * jnp.cos(ctx.saved_tensors[0]) * (1 + 0.1 * CALLS[0])
-
-
-class Forgets(Sine):
-    """Its gradient cannot be differentiated."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        return jax.lax.stop_gradient(dy * jnp.cos(ctx.saved_tensors[0]))
-
-
-class ThreeTimesInFloat32(Sine):
-    """Right in float64."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        return Sine.backward(ctx, dy) * (3 if dy.dtype == jnp.float32 else 1)
-
-
-class NanInFloat32(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        tiny = jnp.asarray(1e-60, dy.dtype)  # zero in float32
-        return Sine.backward(ctx, dy) * tiny / tiny
-
-
-TABLE = {}
-
-
-class KeepsATable(Sine):
-    """Right for the first values of a shape."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return dy * TABLE.setdefault(x.shape, np.cos(np.asarray(x)))
-
-
-class AbsoluteCotangent(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        return Sine.backward(ctx, jnp.abs(dy))
-
-
-class ClippedCotangent(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        return Sine.backward(ctx, jnp.clip(dy, -5, 5))
-
-
-class SmallUnits(PyLayer):
-    """Five times its gradient, which is far below one."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 1e-9
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 5e-9
-
-
-class OtherUnderJit(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return dy * (x if isinstance(x, jax.core.Tracer) else jnp.cos(x))
-
-
-class OtherUnderVmap(Sine):
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return jnp.cos(x), in_dims[0]
-
-
-class OnHost(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return np.sin(np.asarray(x))
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
+# Five times its gradient, which is far below one.
+SmallUnits = layer(forward=lambda ctx, x: x * 1e-9, backward=lambda ctx, dy: dy * 5e-9)
 
 
 class Conjugated(PyLayer):
@@ -276,16 +235,11 @@ class DropsOneOfThree(PyLayer):
         return sum(given) if len(given) != 2 else given[0]
 
 
-class NeedsEveryCotangent(PyLayer):
-    """Gives a gradient only if each output has a cotangent that is not zero."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x, 2 * x
-
-    @staticmethod
-    def backward(ctx, da, db):
-        return jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0)
+# Gives a gradient only if each output has a cotangent that is not zero.
+NeedsEveryCotangent = layer(
+    forward=lambda ctx, x: (x, 2 * x),
+    backward=lambda ctx, da, db: jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0),
+)
 
 
 class Holder:
@@ -295,13 +249,8 @@ class Holder:
         self.w = w
 
 
-class OtherForTracedObjects(Sine):
-    """Wrong where the tensor that its argument hides is traced."""
-
-    @staticmethod
-    def forward(ctx, x, holder):
-        ctx.save_for_backward(x)
-        return jnp.sin(x) * (2.0 if isinstance(holder.w, jax.core.Tracer) else holder.w)
+def other_for_traced_objects(ctx, x, holder):
+    return Sine.forward(ctx, x) * (2.0 if isinstance(holder.w, jax.core.Tracer) else holder.w)
 
 
 # -- wrong under one transform ----------------------------------------------------------------------
@@ -313,42 +262,17 @@ def within(file):
 
 
 def wrong_within(file, but_not="nothing"):
-    class Wrong(Sine):
-        """Its backward is another one where forward ran in one of JAX's functions."""
+    """Its backward is another one where forward ran in one of JAX's functions."""
 
-        @staticmethod
-        def forward(ctx, x):
-            ctx.factor = 1.1 if within(file) and not within(but_not) else 1.0
-            return Sine.forward(ctx, x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return ctx.factor * Sine.backward(ctx, dy)
-
-    return Wrong
-
-
-WrongUnderScan = wrong_within("loops")
-WrongUnderCond = wrong_within("conditionals")
-
-
-WrongUnderRemat = wrong_within("ad_checkpoint")
-WrongUnderShardMap = wrong_within("shard_map")
-WrongUnderEagerShardMap = wrong_within("shard_map", but_not="pjit")
-
-
-class OtherForwardUnderScan(Sine):
-    @staticmethod
     def forward(ctx, x):
-        return Sine.forward(ctx, x) * (1.1 if within("loops") else 1.0)
+        ctx.factor = 1.1 if within(file) and not within(but_not) else 1.0
+        return Sine.forward(ctx, x)
+
+    return sine(forward=forward, backward=lambda ctx, dy: ctx.factor * slope(ctx, dy))
 
 
-class TakesTheBatchInFront(Sine):
-    """Wrong wherever the batch is along another axis."""
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return jnp.sin(x), 0
+def in_front(x, axis):
+    return x if axis is None else jnp.moveaxis(x, axis, 0)
 
 
 class SharesTheFirst(Multiply):
@@ -358,8 +282,7 @@ class SharesTheFirst(Multiply):
     def vmap(info, in_dims, a, b):
         if in_dims[0] is None:
             return jnp.stack([a * b[0]] * info.batch_size), 0
-        a = jnp.moveaxis(a, in_dims[0], 0)
-        return a * b, 0
+        return in_front(a, in_dims[0]) * b, 0
 
 
 class SharesTheSecondOfThree(PyLayer):
@@ -377,7 +300,7 @@ class SharesTheSecondOfThree(PyLayer):
 
     @staticmethod
     def vmap(info, in_dims, *args):
-        a, b, c = (x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, in_dims, strict=True))
+        a, b, c = map(in_front, args, in_dims)
         if in_dims == (None, 0, None):
             b = jnp.stack([b[0]] * info.batch_size)
         return a * b * c, 0
@@ -393,16 +316,8 @@ def _(size, mapped, x):
     return x - x.mean(0), True  # over the batch, which is where the first axis was
 
 
-class SumsOverTheBatch(PyLayer):
-    """Its backward takes axis 0 for its own, which under vmap it is not."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x - x.mean(0)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return centred(dy)
+# Its backward takes axis 0 for its own, which under vmap it is not.
+SumsOverTheBatch = layer(forward=lambda ctx, x: x - x.mean(0), backward=lambda ctx, dy: centred(dy))
 
 
 class Picks(PyLayer):
@@ -440,8 +355,7 @@ class SharesTheIndex(Takes):
 
     @staticmethod
     def vmap(info, in_dims, x, index):
-        x = jnp.moveaxis(x, in_dims[0], 0)
-        return x[:, index if in_dims[1] is None else index[0]], 0
+        return in_front(x, in_dims[0])[:, index if in_dims[1] is None else index[0]], 0
 
 
 class RefusesABatchOfIndices(Takes):
@@ -449,7 +363,7 @@ class RefusesABatchOfIndices(Takes):
     def vmap(info, in_dims, x, index):
         if in_dims[1] is not None:
             raise NotImplementedError("one index for all")
-        return jnp.moveaxis(x, in_dims[0], 0)[:, index], 0
+        return in_front(x, in_dims[0])[:, index], 0
 
 
 # -- forward mode -----------------------------------------------------------------------------------
@@ -458,9 +372,7 @@ class RefusesABatchOfIndices(Takes):
 class SineBothWays(Sine):
     """Right."""
 
-    @staticmethod
-    def jvp(ctx, t):
-        return t * jnp.cos(ctx.saved_tensors[0])
+    jvp = staticmethod(Sine.backward)
 
 
 class TanhBothWays(Tanh):
@@ -481,7 +393,6 @@ def with_tangent(layer, change):
     return Wrong
 
 
-# Whether a value is traced at all, or mapped.
 def is_traced(t):
     return isinstance(t, jax.core.Tracer)
 
@@ -490,16 +401,9 @@ def is_mapped(t):
     return type(t).__name__ == "BatchTracer"
 
 
-WrongTangent = with_tangent(SineBothWays, jnp.negative)
-WrongTangentOfOutput = with_tangent(TanhBothWays, jnp.negative)
-
-
-class NoSecondTangent(Sine):
-    """Forward over forward forgets a term."""
-
-    @staticmethod
-    def jvp(ctx, t):
-        return t * jax.lax.stop_gradient(jnp.cos(ctx.saved_tensors[0]))
+def without_a_term(ctx, t):
+    """A tangent whose own derivative is another one."""
+    return t * jax.lax.stop_gradient(jnp.cos(ctx.saved_tensors[0]))
 
 
 class Clips(Sine):
@@ -523,10 +427,10 @@ WRONG = {
     "leak": (Leaks, jnp.sin, (X,)),
     "global": (ReadsGlobal, jnp.sin, (X,)),
     "counter": (Counts, jnp.sin, (X,)),
-    "jit": (OtherUnderJit, jnp.sin, (X,)),
+    "jit": (sine(backward=other_under_jit), jnp.sin, (X,)),
     "conjugate": (Conjugated, jnp.square, (jnp.array([1 + 2j, 0.5 - 1j]),)),
     "three times": (ThreeTimesInFloat32, jnp.sin, (X,)),
-    "nan": (NanInFloat32, jnp.sin, (X,)),
+    "nan": (sine(backward=nan_in_float32), jnp.sin, (X,)),
     "table": (KeepsATable, jnp.sin, (X,)),
     "absolute": (AbsoluteCotangent, jnp.sin, (X,)),
     "absolute scalar": (AbsoluteCotangent, jnp.sin, (X[0, 0],)),
@@ -542,30 +446,35 @@ WRONG_IN_ONE_WAY = {
     "every cotangent": (NeedsEveryCotangent, (X,), ["linear"], r"args\[0\] with cotangents for all outputs at index"),
     "static on class": (OnClass, (X, 0.5), ["repeatable"], "ran on other statics or shapes before backward"),
     "shape on class": (ShapeOnClass, (X,), ["repeatable"], "ran on other statics or shapes before backward"),
-    "scan": (WrongUnderScan, (X,), ["scan"], r"args\[0\] of scan"),
-    "cond": (WrongUnderCond, (X,), ["cond"], r"args\[0\] of cond"),
-    "remat": (WrongUnderRemat, (X,), ["remat"], r"args\[0\] of jax.checkpoint"),
-    "shard_map": (WrongUnderShardMap, (X,), ["shard_map"], r"args\[0\] of shard_map under jit"),
-    "eager shard_map": (WrongUnderEagerShardMap, (X,), ["shard_map"], r"args\[0\] of shard_map eagerly"),
-    "vmap": (OtherUnderVmap, (X,), ["vmap"], "output 0 of vmap at index"),
-    "axis of the batch": (TakesTheBatchInFront, (X[0],), ["vmap"], "output 0 of vmap, mapped along its last axis"),
+    "scan": (wrong_within("loops"), (X,), ["scan"], r"args\[0\] of scan"),
+    "cond": (wrong_within("conditionals"), (X,), ["cond"], r"args\[0\] of cond"),
+    "remat": (wrong_within("ad_checkpoint"), (X,), ["remat"], r"args\[0\] of jax.checkpoint"),
+    "shard_map": (wrong_within("shard_map"), (X,), ["shard_map"], r"args\[0\] of shard_map under jit"),
+    "eager shard_map": (wrong_within("shard_map", "pjit"), (X,), ["shard_map"], r"args\[0\] of shard_map eagerly"),
+    "vmap": (sine(vmap=lambda info, in_dims, x: (jnp.cos(x), in_dims[0])), (X,), ["vmap"], "output 0 of vmap at index"),
+    "axis of the batch": (
+        sine(vmap=lambda info, in_dims, x: (jnp.sin(x), 0)),
+        (X[0],),
+        ["vmap"],
+        "output 0 of vmap, mapped along its last axis",
+    ),
     "second argument mapped": (SharesTheFirst, (X, X), ["vmap"], r"output 0 of vmap, args\[1\] alone mapped"),
     "second of three mapped": (SharesTheSecondOfThree, (X, X, X), ["vmap"], r"of vmap, args\[1\] alone mapped"),
     "sum over the batch": (SumsOverTheBatch, (X,), ["vmap"], r"the gradient of args\[0\] of vmap at index"),
     "index mapped": (SharesTheIndex, (X[0], INDEX), ["vmap"], r"output 0 of vmap, args\[1\] mapped too at index"),
     "traced object": (
-        OtherForTracedObjects,
+        sine(forward=other_for_traced_objects),
         (X, Holder(jnp.float32(1))),
         ["not differentiated"],
         "output 0 of jit, where objects hold traced values at index",
     ),
     "not differentiated": (
-        OtherForwardUnderScan,
+        sine(forward=lambda ctx, x: Sine.forward(ctx, x) * (1.1 if within("loops") else 1.0)),
         (X,),
         ["not differentiated"],
         "output 0 of scan, where it is not differentiated at index",
     ),
-    "tangent": (WrongTangent, (X,), ["forward mode"], "by jax.jvp, but .* by reverse mode"),
+    "tangent": (with_tangent(SineBothWays, jnp.negative), (X,), ["forward mode"], "by jax.jvp, but .* by reverse mode"),
     "tangent at one index": (
         with_tangent(SineBothWays, lambda t: t.at[1, 2].multiply(1.002)),
         (X,),
@@ -586,13 +495,13 @@ WRONG_IN_ONE_WAY = {
     ),
     "no linear backward": (Clips, (X,), ["forward mode"], "TypeError: Clips.backward is not linear in its cotangents"),
     "tangent of an output": (
-        WrongTangentOfOutput,
+        with_tangent(TanhBothWays, jnp.negative),
         (X,),
         ["forward over reverse", "forward mode"],
         "by jax.jvp of the gradients, but .* by reverse mode",
     ),
     "second tangent": (
-        NoSecondTangent,
+        sine(jvp=without_a_term),
         (X,),
         ["forward over reverse"],
         "by jax.jvp of jax.jvp, but .* of the gradients",

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pylayer_jax import Function, PyLayer, once_differentiable
+from pylayer_jax import PyLayer, once_differentiable
 from pylayer_jax.testing import check_layer, gradgradcheck
 from pylayer_jax.testing._check_layer import PROPERTIES
 from tests.kit.case import X
-from tests.kit.layers import Multiply, Tanh
+from tests.kit.layers import Multiply, Square, Tanh
 from tests.kit.wrong_layers import (
     INDEX,
     WRONG,
@@ -20,10 +20,12 @@ from tests.kit.wrong_layers import (
     OnHost,
     Picks,
     RefusesABatchOfIndices,
+    Sine,
     SineBothWays,
     Takes,
     TanhBothWays,
     WrongSign,
+    sine,
 )
 
 from .cases import CASE, on_host
@@ -36,6 +38,14 @@ def all_but(*names):
     return [name for name in PROPERTIES if name not in names]
 
 
+MAPS = "vmap", "scan"
+STAGED = ["jit", *MAPS, "cond", "remat", "shard_map", "not differentiated", "leaks"]
+COMPLEX = jnp.array([1 + 2j, -0.5 + 0.3j])
+
+
+QUICK = all_but("jit", "vmap", "gradients", "second order", "forward over reverse", "arguments", "cotangents", "linear")
+
+
 @pytest.mark.parametrize("name", ["FreshStatics", "NoneForMissing", "MixedOutputs", "AskedLinear"])
 def test_right_layers_have_every_property(name):
     report = check_layer(CASE[name].layer, *CASE[name].args)
@@ -44,26 +54,10 @@ def test_right_layers_have_every_property(name):
 
 
 @pytest.mark.parametrize("name", ["Trees", "OneTuple", "MarkedOutput", "Round", "InputReturned", "RouterLoss"])
-def test_layers_have_every_property_beside_a_reference(name):
+def test_layers_are_right_beside_a_reference(name):
     case = CASE[name]
-    report = check_layer(case.layer, *case.args, reference=case.reference)
+    report = check_layer(case.layer, *case.args, reference=case.reference, skip=QUICK)
     assert report["gradients"].message == "as those of the reference"
-
-
-def test_statics_and_trees_are_passed_through():
-    class Scaled(Function):
-        @staticmethod
-        def forward(ctx, tree, factor, how):
-            ctx.save_for_backward(tree["x"])
-            ctx.factor = factor
-            assert how == "square"
-            return factor * tree["x"] ** 2, "text"
-
-        @staticmethod
-        def backward(ctx, dy, _):
-            return {"x": 2 * ctx.factor * dy * ctx.saved_tensors[0], "n": None}, None, None
-
-    check_layer(Scaled, {"x": X, "n": jnp.arange(3)}, 3.0, "square")
 
 
 # Which properties fail, and what the first of them says.
@@ -93,7 +87,7 @@ FAILS = {
 def test_check_layer_rejects(name):
     layer, _, args = WRONG[name]
     expected, message = FAILS[name]
-    report = check_layer(layer, *args, raises=False, skip=["vmap", "scan", "shard_map", "forward over reverse"])
+    report = check_layer(layer, *args, raises=False, skip=[*STAGED[1:-1], "forward over reverse"])
     failed = [row.name for row in report if not row.passed]
     assert set(expected) <= set(failed)
     if name not in ("global", "counter", "jit", "nan", "table", "absolute", "absolute scalar"):  # wrong in several ways
@@ -106,7 +100,7 @@ def test_check_layer_rejects(name):
 def test_check_layer_rejects_beside_a_reference(name):
     layer, reference, args = WRONG[name]
     with pytest.raises(AssertionError, match=f"✗ {FAILS[name][0][0]} .* by the reference"):
-        check_layer(layer, *args, reference=reference, skip=["vmap", "scan", "remat"])
+        check_layer(layer, *args, reference=reference, skip=all_but("gradients", "second order"))
 
 
 @pytest.mark.parametrize("name", WRONG_IN_ONE_WAY)
@@ -128,85 +122,77 @@ def test_what_cannot_be_tested_has_not_passed():
     assert check_layer(OnHost, X, skip=failed).passed
 
 
-STAGED = ["jit", "vmap", "scan", "cond", "remat", "shard_map", "not differentiated", "leaks"]
+RULED = jax.custom_vjp(jnp.sin)
+RULED.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
+PICKED = X[0], INDEX, jnp.array(True)
+CLIPPED = CASE["ClippedReversal"]
 
 
-def test_arrays_that_are_not_differentiated_are_mapped_too():
-    args = X[0], INDEX, jnp.array(True), jax.random.key(0)
-    report = check_layer(Picks, *args, skip=all_but("vmap", "scan", "cond", "shard_map"))
-    for name in ("vmap", "scan"):
-        assert report[name].message.endswith("3 examples, with args[1], args[2], args[3] mapped too")
-    report = check_layer(lambda *xs: Multiply.apply(xs[0], sum(xs)), *[X] * 5, skip=all_but("vmap"))
-    assert report["vmap"].message.endswith("3 examples, 15 of 31 choices of what is mapped")
-    report = check_layer(Picks, *args[:3], jax.random.key(0, impl="rbg"), skip=all_but("vmap"))
-    assert report["vmap"].message.endswith("with args[1], args[2] mapped too")
-    report = check_layer(Takes, X[0], jnp.int32(2), skip=all_but("vmap"))
-    assert report["vmap"].message.endswith("with args[1] mapped too")
+def closures():
+    weights = {"w": jnp.float32(3)}
+    traced = lambda x, holder: Tanh.apply(x) * holder.w * weights["w"]  # noqa: E731
+    return traced, lambda x: Tanh.apply(x) * float(weights["w"])
 
 
-def test_a_layer_that_takes_no_mapped_integers_says_so():
-    report = check_layer(RefusesABatchOfIndices, X[0], INDEX, skip=all_but("vmap", "scan"))
-    assert report["vmap"].message.endswith("; none with args[1] mapped too (NotImplementedError: one index for all)")
-    assert report["scan"].message.endswith("3 examples, with args[1] mapped too")
-    report = check_layer(lambda x, n: Tanh.apply(x).sum(int(n)), X, jnp.int32(1), skip=all_but("vmap", "scan"))
-    assert "; none with args[1] mapped too (ConcretizationTypeError: " in report["scan"].message
+TRACED, CONCRETE = closures()
+
+# The property, the layer, its arguments, and what a report of that property says.
+SAYS = [
+    *((name, Picks, (*PICKED, KEY), "3 examples, with args[1], args[2], args[3] mapped too") for name in MAPS),
+    ("vmap", Picks, (*PICKED, jax.random.key(0, impl="rbg")), "with args[1], args[2] mapped too"),
+    ("vmap", lambda *xs: Multiply.apply(xs[0], sum(xs)), [X] * 5, "3 examples, 15 of 31 choices of what is mapped"),
+    ("vmap", Takes, (X[0], jnp.int32(2)), "with args[1] mapped too"),
+    ("vmap", RefusesABatchOfIndices, PICKED[:2], "too (NotImplementedError: one index for all)"),
+    ("scan", RefusesABatchOfIndices, PICKED[:2], "3 examples, with args[1] mapped too"),
+    (
+        "scan",
+        lambda x, n: Tanh.apply(x).sum(int(n)),
+        (X, jnp.int32(1)),
+        "; none with args[1] mapped too (ConcretizationTypeError: ",
+    ),
+    ("shard_map", Multiply, (jax.device_put(X, jax.devices()[1]), X), "on each of 4 devices"),
+    ("forward mode", CASE["Trees"].layer, CASE["Trees"].args, "there is none: Trees defines backward alone"),
+    ("forward over reverse", CASE["Trees"].layer, CASE["Trees"].args, " places, under jit"),
+    ("forward mode", RULED, (X,), "there is none: a jax.custom_vjp function defines backward alone"),
+    ("forward mode", SineBothWays, (jnp.ones((50, 10)),), "as reverse mode at 200 places"),
+    ("forward mode", lambda z: (Square.apply(z), jnp.abs(z)), (COMPLEX,), "as reverse mode at 2 places"),
+    ("forward over reverse", lambda z: (Square.apply(z), jnp.abs(z)), (COMPLEX,), " places, under jit"),
+    ("forward over reverse", CLIPPED.layer, CLIPPED.args, "there is none: "),
+    ("forward over reverse", Clips, (X,), "there is none: Clips.backward is not linear"),
+    ("linear", Tanh, (X,), "proved, and as measured with 5 kinds of cotangents"),
+    (
+        "linear",
+        sine(backward=lambda ctx, dy: jnp.maximum(*[Sine.backward(ctx, dy)] * 2)),
+        (X,),
+        "as measured with 5 kinds of cotangents; not proved: it has the operation 'max'",
+    ),
+    ("not differentiated", TRACED, (X, Holder(jnp.float32(2))), ", with 2 tensors in objects or functions too"),
+    ("not differentiated", CONCRETE, (X,), "; 1 tensor in objects or functions cannot be traced"),
+    ("arguments", Tanh, (X,), "1 of 1 is differentiable"),
+    ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "1 of 3 is differentiable"),
+    ("arguments", lambda t: Multiply.apply(*t), ((X, X),), "1 of 1 is differentiable, with 2 arrays; each has the"),
+    ("arguments", lambda t, x: Multiply.apply(*t) + x, ((X, X), X), "2 of 2 are differentiable, with 3 arrays; each"),
+]
 
 
-@pytest.mark.parametrize(
-    ("layer", "reference"), [(SineBothWays, jnp.sin), (TanhBothWays, jnp.tanh), (CASE["Trees"].layer, None)]
-)
+@pytest.mark.parametrize(("name", "layer", "args", "message"), SAYS, ids=[f"{row[0]}: {row[3][:30]}" for row in SAYS])
+def test_a_property_says_how_far_it_was_tested(name, layer, args, message):
+    assert message in check_layer(layer, *args, skip=all_but(name))[name].message
+
+
+@pytest.mark.parametrize(("layer", "reference"), [(SineBothWays, jnp.sin), (TanhBothWays, jnp.tanh)])
 def test_forward_mode_is_compared_where_there_is_one(layer, reference):
-    args = CASE["Trees"].args if reference is None else (X,)
-    report = check_layer(layer, *args, reference=reference, skip=all_but("forward mode", "forward over reverse"))
-    if reference is None:
-        assert report["forward mode"].message == "there is none: Trees defines backward alone"
-        assert report["forward over reverse"].message.endswith(" places, under jit")
-    else:
-        assert (
-            report["forward mode"].message == "as reverse mode at 6 places, under jit, of vmap, and as of the reference"
-        )
-        assert report["forward over reverse"].message.endswith("12 places, under jit; so is forward over forward")
-
-
-def test_forward_mode_of_complex_numbers_and_of_large_arrays():
-    class Square(PyLayer):
-        forward_mode = True
-
-        @staticmethod
-        def forward(ctx, z):
-            ctx.save_for_backward(z)
-            return z * z, jnp.abs(z)
-
-        @staticmethod
-        def backward(ctx, dy, da):
-            (z,) = ctx.saved_tensors
-            return dy * 2 * z + (da / jnp.abs(z)).astype(z.dtype) * jnp.conj(z)
-
-    z = jnp.array([1 + 2j, -0.5 + 0.3j])
-    report = check_layer(Square, z, skip=all_but("gradients", "forward mode", "forward over reverse"))
-    assert report["forward mode"].message.startswith("as reverse mode at 2 places")
-    report = check_layer(SineBothWays, jnp.ones((50, 10)), skip=all_but("forward mode"))
-    assert report["forward mode"].message.startswith("as reverse mode at 200 places")
+    report = check_layer(layer, X, reference=reference, skip=all_but("forward mode", "forward over reverse"))
+    assert report["forward mode"].message == "as reverse mode at 6 places, under jit, of vmap, and as of the reference"
+    assert report["forward over reverse"].message.endswith("12 places, under jit; so is forward over forward")
 
 
 def test_forward_mode_beside_a_reference():
     report = check_layer(SineBothWays, X, reference=jnp.cos, skip=all_but("forward mode"), raises=False)
     assert "the tangent of output 0 by jax.jvp at index" in report["forward mode"].message
     assert "by the reference" in report["forward mode"].message
-    ruled = jax.custom_vjp(jnp.sin)
-    ruled.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
-    report = check_layer(SineBothWays, X, reference=ruled, skip=all_but("forward mode"))
+    report = check_layer(SineBothWays, X, reference=RULED, skip=all_but("forward mode"))
     assert report["forward mode"].message == "as reverse mode at 6 places, under jit, of vmap"
-    report = check_layer(ruled, X, skip=all_but("forward mode"))
-    assert report["forward mode"].message == "there is none: a jax.custom_vjp function defines backward alone"
-
-
-def test_a_refusal_of_forward_over_reverse_is_told():
-    case = CASE["ClippedReversal"]
-    report = check_layer(case.layer, *case.args, skip=all_but("forward over reverse"))
-    assert report["forward over reverse"].message.startswith("there is none: ")
-    report = check_layer(Clips, X, skip=all_but("forward over reverse"))
-    assert "there is none: Clips.backward is not linear" in report["forward over reverse"].message
 
 
 def test_shard_map_takes_the_mesh_that_is_set():
@@ -214,8 +200,6 @@ def test_shard_map_takes_the_mesh_that_is_set():
     with jax.set_mesh(mesh):
         report = check_layer(Tanh, X, skip=all_but("shard_map"))
     assert "on each of 2 devices" in report["shard_map"].message
-    report = check_layer(Multiply, jax.device_put(X, jax.devices()[1]), 2 * X, skip=all_but("shard_map"))
-    assert "on each of 4 devices" in report["shard_map"].message
 
 
 def test_numerical_gradients_in_the_dtypes_given():
@@ -227,22 +211,12 @@ def test_numerical_gradients_in_the_dtypes_given():
 
 
 def test_once_differentiable_says_so():
-    class Once(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return jnp.sin(x)
-
-        @staticmethod
-        @once_differentiable
-        def backward(ctx, dy):
-            return dy * jnp.cos(ctx.saved_tensors[0])
-
+    layer, skip = sine(backward=once_differentiable(Sine.backward)), all_but("gradients", "second order")
     with pytest.raises(AssertionError, match=r"✗ second order +RuntimeError: .*once_differentiable") as caught:
-        check_layer(Once, X, skip=STAGED)
+        check_layer(layer, X, skip=skip)
     last = str(caught.value).splitlines()[-1]
     assert last == "Is the layer meant to have no second derivative? Then pass skip=['second order']."
-    assert check_layer(Once, X, skip=["second order", *STAGED]).passed
+    assert check_layer(layer, X, skip=["second order", *skip]).passed
 
 
 def test_a_layer_that_does_not_run_has_one_row():
@@ -251,21 +225,18 @@ def test_a_layer_that_does_not_run_has_one_row():
     assert "TypeError: Tanh.apply: " in str(report)
 
 
-def test_repr_of_the_report_is_one_line():
-    skipped = all_but("jit", "gradients")
-    assert repr(check_layer(Tanh, X, skip=skipped)) == "<LayerReport of Tanh: 3 properties, passed>"
-    failed = check_layer(WrongSign, X, skip=skipped, raises=False)
-    assert repr(failed) == "<LayerReport of WrongSign: 3 properties, failed: gradients>"
-
-
 def test_the_report_is_a_line_per_property():
-    lines = str(check_layer(Multiply, X, 2 * X)).splitlines()
+    lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "saved"))).splitlines()
     assert lines[0] == "Multiply"
     assert lines[1].split() == ["✓", "eager", "returns", "float32[2,3];", "gradients", "of", "args[0],", "args[1]"]
     assert all(line.startswith("✓ ") for line in lines[1:])
     assert lines[-1].split() == ["✓", "saved", "2", "arrays,", "48", "bytes:", "float32[2,3],", "float32[2,3]"]
     with pytest.raises(AssertionError, match=r"check_layer of WrongSign\n✓ eager .*\n(.*\n)*✗ gradients "):
-        check_layer(WrongSign, X, skip=STAGED)
+        check_layer(WrongSign, X, skip=all_but("gradients"))
+    skipped = all_but("jit", "gradients")
+    assert repr(check_layer(Tanh, X, skip=skipped)) == "<LayerReport of Tanh: 3 properties, passed>"
+    failed = check_layer(WrongSign, X, skip=skipped, raises=False)
+    assert repr(failed) == "<LayerReport of WrongSign: 3 properties, failed: gradients>"
     with pytest.raises(ValueError, match=r"skip=\['speed'\]: expected names among jit, vmap"):
         check_layer(Tanh, X, skip=["speed"])
 
@@ -302,7 +273,7 @@ def test_the_hint_about_rounding_is_one_that_helps(dtype):
             rounded, scale = ctx.saved_tensors
             return dy * jnp.cos(rounded.astype(dy.dtype) * scale)
 
-    skip = ["vmap", "scan", "shard_map"]
+    skip = all_but("gradients", "second order")
     report = check_layer(Rounds, X, skip=skip, raises=False)
     hint = str(report).splitlines()[-1]
     assert f"It saves {jnp.dtype(dtype).name}. Is that rounding meant? Then pass rtol=0.03, atol=0.03" in hint
@@ -317,38 +288,8 @@ def test_a_backward_that_is_not_linear_may_be_meant():
     hint = "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass skip=['linear']."
     assert str(report).splitlines()[-1] == hint
     assert check_layer(clipped, *args, skip=all_but("gradients")).passed
-    case = CASE["ClippedReversal"]
-    report = check_layer(case.layer, *case.args, reference=case.reference, skip=all_but("linear"))
+    report = check_layer(CLIPPED.layer, *CLIPPED.args, reference=CLIPPED.reference, skip=all_but("linear"))
     assert report["linear"].message.startswith("it is not, as that of the reference: ")
-
-
-def test_linearity_is_proved_if_it_can_be():
-    def message(layer, *args):
-        return check_layer(layer, *args, skip=all_but("linear"))["linear"].message
-
-    assert message(Tanh, X) == "proved, and as measured with 5 kinds of cotangents"
-
-    class Maximum(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return x + 0
-
-        @staticmethod
-        def backward(ctx, dy):
-            return jnp.maximum(dy, dy)
-
-    assert "as measured with 5 kinds of cotangents; not proved: it has the operation 'max'" in message(Maximum, X)
-
-
-def test_hidden_tensors_are_traced():
-    def scaled(x, holder):
-        return Tanh.apply(x) * holder.w * weights["w"]
-
-    weights = {"w": jnp.float32(3)}
-    report = check_layer(scaled, X, Holder(jnp.float32(2)), skip=all_but("not differentiated"))
-    assert report["not differentiated"].message.endswith(", with 2 tensors in objects or functions too")
-    report = check_layer(lambda x: Tanh.apply(x) * float(weights["w"]), X, skip=all_but("not differentiated"))
-    assert report["not differentiated"].message.endswith("; 1 tensor in objects or functions cannot be traced")
 
 
 # Layers as people write them, away from numbers of size one, all of which are right.
@@ -370,15 +311,14 @@ RIGHT = {
     "domain": (lambda x: jnp.arccosh(Multiply.apply(x, x)), (1.2 + jnp.abs(X),)),
     "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
     "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
-    "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (1e3 * jnp.array([1 + 2j, 0.5 - 1j]) / 1e3,)),
+    "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (COMPLEX,)),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_layers_of_every_scale_are_accepted(name):
     function, args = RIGHT[name]
-    report = check_layer(function, *args, skip=["remat", "shard_map"])
-    assert report.passed
+    assert check_layer(function, *args, skip=[*QUICK, "gradients", "second order"]).passed
     gradgradcheck(function, args)
 
 
@@ -399,16 +339,3 @@ def test_keywords_are_arguments():
     assert "the gradient of y at index" in wrong["gradients"].message
     with pytest.raises(TypeError, match="expected a layer or a function, got 3"):
         check_layer(3, kwargs={"x": X})
-
-
-@pytest.mark.parametrize(
-    ("layer", "args", "message"),
-    [
-        (Tanh, (X,), "1 of 1 is differentiable"),
-        (lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "1 of 3 is differentiable"),
-        (lambda t: Multiply.apply(*t), ((X, 2 * X),), "1 of 1 is differentiable, with 2 arrays; each has the same "),
-        (lambda t, x: Multiply.apply(*t) + x, ((X, 2 * X), X), "2 of 2 are differentiable, with 3 arrays; each has "),
-    ],
-)
-def test_the_arguments_that_are_differentiable_are_counted(layer, args, message):
-    assert check_layer(layer, *args, skip=all_but("arguments"))["arguments"].message.startswith(message)

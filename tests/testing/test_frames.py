@@ -7,6 +7,7 @@ import sys
 TESTS = """
 import jax.numpy as jnp
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck
+from pylayer_jax.testing._check_layer import PROPERTIES
 from tests.kit.wrong_layers import WrongSign
 
 X = jnp.ones(2)
@@ -18,7 +19,7 @@ def test_assert_equivalent():
     assert_equivalent(WrongSign, jnp.sin, (X,))
 
 def test_check_layer():
-    check_layer(WrongSign, X, skip=["vmap", "scan", "shard_map"])
+    check_layer(WrongSign, X, skip=[name for name in PROPERTIES if name != "gradients"])
 """
 
 

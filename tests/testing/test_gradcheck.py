@@ -8,17 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pylayer_jax import PyLayer
 from pylayer_jax.testing import gradcheck, gradgradcheck
 from tests.kit.case import X
-from tests.kit.layers import Multiply, Tanh
-from tests.kit.wrong_layers import (
-    WRONG,
-    Conjugated,
-    OnHost,
-    WrongAtOneIndex,
-    WrongSign,
-)
+from tests.kit.layers import Tanh
+from tests.kit.wrong_layers import WRONG, Conjugated, OnHost, WrongAtOneIndex, WrongSign
 
 from .cases import AT_SECOND_ORDER, CASE, MEANT, SAYS, TRUE, on_host
 
@@ -26,11 +19,6 @@ from .cases import AT_SECOND_ORDER, CASE, MEANT, SAYS, TRUE, on_host
 @pytest.mark.parametrize("name", TRUE)
 def test_right_gradients_are_accepted(name):
     assert gradgradcheck(CASE[name].layer, CASE[name].args)
-
-
-@pytest.mark.parametrize("layer", [Tanh, Multiply])
-def test_classes_are_accepted(layer):
-    assert gradcheck(layer, (X, X)[: 1 if layer is Tanh else 2])
 
 
 @pytest.mark.parametrize("name", [k for k in WRONG if k not in AT_SECOND_ORDER])
@@ -54,17 +42,13 @@ def test_a_leak_that_jax_cannot_explain(name, monkeypatch):
         gradcheck(layer, args)
 
 
-@pytest.mark.parametrize("name", AT_SECOND_ORDER)
-def test_gradcheck_is_about_the_first_order_alone(name):
-    layer, _, args = WRONG[name]
-    assert gradcheck(layer, args)
-
-
 @pytest.mark.parametrize("name", [*AT_SECOND_ORDER, "sign", "global"])
 def test_gradgradcheck_rejects(name):
     layer, _, args = WRONG[name]
     with pytest.raises(AssertionError, match=SAYS[name]):
         gradgradcheck(layer.apply, args)
+    if name in AT_SECOND_ORDER:
+        assert gradcheck(layer, args)
 
 
 @pytest.mark.parametrize("name", MEANT)
@@ -103,22 +87,16 @@ def test_narrow_dtypes(dtype):
 
 
 def test_a_layer_that_refuses_float64_is_measured_as_it_is():
-    class Narrow(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
+    def narrow(layer):
+        def run(x):
             assert x.dtype == jnp.float32
-            ctx.save_for_backward(x)
-            return x * x
+            return layer.apply(x)
 
-        @staticmethod
-        def backward(ctx, dy):
-            return 2.5 * dy * ctx.saved_tensors[0]
+        return run
 
-    with pytest.raises(AssertionError, match="numerically") as caught:
-        gradcheck(Narrow, (X,))
-    assert "Narrow" in str(caught.value)
-    Narrow.backward = staticmethod(lambda ctx, dy: 2 * dy * ctx.saved_tensors[0])
-    assert gradgradcheck(Narrow, (X,))
+    with pytest.raises(AssertionError, match="numerically"):
+        gradcheck(narrow(WrongSign), (X,))
+    assert gradgradcheck(narrow(Tanh), (X,))
 
 
 @on_host
@@ -146,15 +124,18 @@ def test_nan_is_not_a_gradient():
         gradcheck(lambda x: jnp.where(x > 10, jnp.sqrt(x - 10), x), (X,))
 
 
-def test_what_cannot_be_checked_is_an_error():
-    with pytest.raises(TypeError, match=r"gradcheck: expected the arguments as a tuple, got \w+\. Pass \(x,\)"):
-        gradcheck(Tanh, X)
-    with pytest.raises(ValueError, match=r"none of the arguments holds an array.*jnp\.float32\(1\.5\)"):
-        gradcheck(Tanh, (1.5, jnp.arange(3)))
-    with pytest.raises(TypeError, match="expected a layer or a function, got 3"):
-        gradcheck(3, (X,))
-    with pytest.raises(ValueError, match="none of the outputs carries a gradient"):
-        gradcheck(lambda x: jnp.argsort(x), (X,))
+@pytest.mark.parametrize(
+    ("layer", "args", "error", "message"),
+    [
+        (Tanh, X, TypeError, r"gradcheck: expected the arguments as a tuple, got \w+\. Pass \(x,\)"),
+        (Tanh, (1.5, jnp.arange(3)), ValueError, r"none of the arguments holds an array.*jnp\.float32\(1\.5\)"),
+        (3, (X,), TypeError, "expected a layer or a function, got 3"),
+        (jnp.argsort, (X,), ValueError, "none of the outputs carries a gradient"),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error(layer, args, error, message):
+    with pytest.raises(error, match=message):
+        gradcheck(layer, args)
 
 
 def test_an_assertion_that_fails_under_jit_alone_is_not_lost():
@@ -168,10 +149,8 @@ def test_an_assertion_that_fails_under_jit_alone_is_not_lost():
 
 
 def test_errors_of_the_layer_keep_their_type():
-    class Fails(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            raise KeyError("mine")
+    def fails(x):
+        raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
-        gradcheck(Fails, (X,))
+        gradcheck(fails, (X,))
