@@ -221,6 +221,13 @@ def remat_with_policies(f, args):
     return tuple((a + b) / 2 for a, b in zip(*both, strict=True))
 
 
+@into(FIRST_ORDER, implied=True, like="jit_of_grad")
+def remat_that_saves_everything(f, args):
+    # Apart from the other policies, as JAX itself cannot save a complex residual under this one.
+    saved = jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)
+    return jax.jit(gradient(saved, args))(*args)
+
+
 @into(FIRST_ORDER, like="jit_of_scan")
 def scan_of_remat(f, args):
     return jax.jit(gradient(_scanned(jax.checkpoint(f), args), args))(*args)
@@ -277,6 +284,17 @@ def debug_nans(f, args):
     with jax.debug_nans(True):
         jitted, eager = jax.jit(gradient(f, args))(*args), gradient(f, args)(*args)
     return tuple((a + b) / 2 for a, b in zip(jitted, eager, strict=True))
+
+
+def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
+    """`f` as a function of the arguments that are differentiated, and these."""
+    chosen = floats(args)
+
+    def g(*differentiated):
+        rest = dict(zip(chosen, differentiated, strict=True))
+        return f(*(rest.get(i, a) for i, a in enumerate(args)))
+
+    return g, [args[i] for i in chosen]
 
 
 # -- second order ---------------------------------------------------------------------------------
@@ -361,14 +379,8 @@ def jit_of_hessian(f, args):
 
 @into(FORWARD_OVER_REVERSE)
 def jvp_of_grad(f, args):
-    chosen = floats(args)
-
-    def g(*differentiated):
-        rest = dict(zip(chosen, differentiated, strict=True))
-        return jax.grad(f, chosen)(*(rest.get(i, a) for i, a in enumerate(args)))
-
     # Compiled, as `hessian` is what runs it operation by operation.
-    primals = [args[i] for i in chosen]
+    g, primals = _of_floats(gradient(f, args), args)
     return jax.jit(lambda *p: jax.jvp(g, p, tuple(jnp.sin(3 * x) for x in p))[1])(*primals)
 
 
@@ -387,27 +399,17 @@ def hessian_of_remat(f, args):
 
 def pushed(f: Function, args: Sequence[Any]) -> Function:
     """The derivative of f along the direction of `along`, by forward mode."""
-    chosen, directions = floats(args), _directions(args)
 
     def slope(*a):
-        def of_floats(*differentiated):
-            rest = dict(zip(chosen, differentiated, strict=True))
-            return f(*(rest.get(i, x) for i, x in enumerate(a)))
-
-        return jax.jvp(of_floats, [a[i] for i in chosen], directions)[1]
+        return jax.jvp(*_of_floats(f, a), _directions(args))[1]
 
     return slope
 
 
 def by_linearize(f: Function, args: Sequence[Any]) -> Function:
-    chosen, directions = floats(args), _directions(args)
-
     def slope(*a):
-        def of_floats(*differentiated):
-            rest = dict(zip(chosen, differentiated, strict=True))
-            return f(*(rest.get(i, x) for i, x in enumerate(a)))
-
-        return jax.linearize(of_floats, *(a[i] for i in chosen))[1](*directions)
+        g, primals = _of_floats(f, a)
+        return jax.linearize(g, *primals)[1](*_directions(args))
 
     return slope
 

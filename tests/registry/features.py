@@ -315,21 +315,6 @@ def _complex(f: Callable[[Any], Any]) -> Callable[..., Any]:
     return parts
 
 
-@case(_complex(lambda z: z**2 * (1 + 2j)), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInTorch.apply(z)))
-class ComplexAsInTorch(PyLayer):
-    complex_convention = "paddle"
-
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z**2 * (1 + 2j)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (z,) = ctx.saved_tensor()
-        return dy * jnp.conj(2 * z * (1 + 2j))
-
-
 @case(_complex(lambda z: z**2 * (1 + 2j)), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInJax.apply(z)))
 class ComplexAsInJax(PyLayer):
     @staticmethod
@@ -341,6 +326,16 @@ class ComplexAsInJax(PyLayer):
     def backward(ctx, dy):
         (z,) = ctx.saved_tensor()
         return dy * 2 * z * (1 + 2j)
+
+
+@case(_complex(lambda z: z**2 * (1 + 2j)), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInTorch.apply(z)))
+class ComplexAsInTorch(ComplexAsInJax):
+    complex_convention = "paddle"
+
+    @staticmethod
+    def backward(ctx, dy):
+        (z,) = ctx.saved_tensor()
+        return dy * jnp.conj(2 * z * (1 + 2j))
 
 
 # -- layers within layers -------------------------------------------------------------------------
