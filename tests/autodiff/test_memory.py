@@ -177,10 +177,11 @@ def test_a_static_argument_in_an_eager_loop_dies_with_the_caches_of_jax(layer):
     assert found() is None
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(n, marks=[pytest.mark.clears_caches] * VJP3) for n in ("eager", "grad", "grad of grad")]
-)
+@pytest.mark.parametrize("way", ["eager", "grad", "grad of grad"])
 def test_a_training_loop_does_not_grow(way):
+    if VJP3 and way != "eager":
+        pytest.skip("under jax_custom_vjp3 JAX caches the types that an equation gives, by its parameters")
+
     def left(steps: int) -> tuple[int, int]:
         x = X
         for _ in range(steps):
