@@ -16,8 +16,8 @@ import pytest
 
 import pylayer_jax
 from tests.kit.generated.draw import draw
-from tests.kit.generated.reference import FORWARD_MODE, computed, expected
-from tests.kit.generated.text import Case
+from tests.kit.generated.reference import FORWARD_MODE, computed, expected, reference_of
+from tests.kit.generated.text import Case, Layer, Statement, Term
 
 pytestmark = pytest.mark.slow
 
@@ -97,3 +97,26 @@ def test_generated_layers(first):
         assert is_allowed(case, kind), shown(case, message)
         refused.append(case.seed)
     assert len(refused) <= CHUNK // 2, f"refused: {refused}"
+
+
+@pytest.mark.parametrize(("saved", "expected"), [("u0", 1.0), ("u1", 2.0)])
+def test_the_reference_takes_a_marked_output_for_plain_code(saved, expected):
+    # Such layers are rare among those that are drawn.
+    layer = Layer(
+        name="l0",
+        dialect="PyLayer",
+        arguments=["a"],
+        body=[Statement("u0", "jnp.sin(a)"), Statement("u1", "2.0 * u0")],
+        returned=("a", "u0"),
+        later=[],
+        saved=[(saved, "save")],
+        marked=["u0"],
+        dirty=[],
+        materialize=True,
+        gradients=[[Term(0, "s0 * {d}"), Term(1, "9.0 * {d}")]],
+        per_slot=False,
+        asks=False,
+        forward_mode=False,
+    )
+    second = jax.grad(jax.grad(lambda x: reference_of(layer, {}, order=2)(x)[0]))
+    np.testing.assert_allclose(second(0.3), expected * np.cos(0.3), rtol=1e-6)
