@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax import PyLayer
-from tests.frameworks.torch import without_original
 from tests.frameworks.torch.layers import ported
 from tests.kit.case import R3, W, X, after, case, grid, ruled, stop
 
@@ -31,20 +30,6 @@ def sparsemax(x):
 
 
 Sparsemax = case(sparsemax, X, call=lambda x: Sparsemax.apply(x, -1))(after(ported.Sparsemax, __name__))
-
-
-def _entmax15(x):
-    z = (x - stop(x.max(-1, keepdims=True))) / 2
-    s = jnp.sort(z)[..., ::-1]
-    i = jnp.arange(1, x.shape[-1] + 1, dtype=x.dtype)
-    mean, mean_square = jnp.cumsum(s, -1) / i, jnp.cumsum(s * s, -1) / i
-    inner = (1 - i * (mean_square - mean**2)) / i
-    tau = mean - jnp.sqrt(jnp.where(inner > 1e-9, inner, 1.0)) * (inner > 1e-9).astype(x.dtype)
-    k = (tau <= s).sum(-1, keepdims=True)
-    return jnp.maximum(z - jnp.take_along_axis(tau, k - 1, -1), 0) ** 2
-
-
-Entmax15 = case(_entmax15, X * 0.8, call=lambda x: Entmax15.apply(x, -1))(after(without_original.Entmax15, __name__))
 
 
 def _attention(q, k, v):
@@ -98,20 +83,6 @@ class Identity(PyLayer):
     @staticmethod
     def backward(ctx, *grads):
         return grads
-
-
-def _clipped_rule(residuals, g):
-    x, c = residuals
-    return jnp.where((x > 0) & (x < c), g, 0.0), jnp.sum(jnp.where(x >= c, g, 0.0)).reshape(1)
-
-
-LearnedClip = case(
-    ruled(lambda x, c: jnp.floor(15 / c * jnp.clip(x, 0, c)) / (15 / c), _clipped_rule),
-    X,
-    R3[:1],
-    linear_loss=True,
-    call=lambda x, c: LearnedClip.apply(x, c, 4, True, False),
-)(after(ported.LearnedClip, __name__))
 
 
 Mish = case(lambda x: x * jnp.tanh(jax.nn.softplus(x)), X)(after(ported.Mish, __name__))
