@@ -54,7 +54,6 @@ DERIVATIVES = {
 SECOND = {
     "grad of grad": lambda f: jax.grad(jax.grad(f)),
     "jit of grad of grad": lambda f: jax.jit(jax.grad(jax.grad(f))),
-    "grad of jit of grad": lambda f: jax.grad(jax.jit(jax.grad(f))),
     "grad of jit of grad of jit": lambda f: jax.grad(jax.jit(jax.grad(jax.jit(f)))),
     "hessian": jax.hessian,
     "jvp of grad": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))[1],
