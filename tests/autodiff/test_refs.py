@@ -212,8 +212,9 @@ class Scaled(PyLayer):
         return 4.5 * dy * ctx.scale * x**2
 
 
-@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
-def test_a_second_derivative(second):
+@pytest.mark.parametrize("way", [way for way in SECOND if "of vmap" not in way])  # a batch may not write to one Ref
+def test_a_second_derivative(way):
+    second = SECOND[way]
     scale, x = jax.new_ref(jnp.float32(2.0)), jnp.float32(1.5)
     np.testing.assert_allclose(second(lambda x: Scaled.apply(scale, x))(x), 9 * 2 * x, rtol=1e-6)
     state = {"forward": jax.new_ref(jnp.int32(0)), "backward": jax.new_ref(jnp.int32(0))}
