@@ -10,6 +10,7 @@ from jax.experimental.jet import jet
 
 from pylayer_jax import PyLayer
 from tests.kit.layers import Multiply, Square, Tanh
+from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import assert_same
 
 pytestmark = pytest.mark.own_primitive
@@ -24,16 +25,9 @@ class Sums(PyLayer):
     backward = staticmethod(lambda ctx, *_: pytest.fail("it is not differentiated"))
 
 
-class ForwardSums(Sums):
-    forward_mode = True
-
-
-class ForwardTanh(Tanh):
-    forward_mode = True
-
-
-class ForwardMultiply(Multiply):
-    forward_mode = True
+ForwardSums, ForwardTanh, ForwardMultiply = (
+    type(f"Forward{layer.__name__}", (layer,), {"forward_mode": True}) for layer in (Sums, Tanh, Multiply)
+)
 
 
 @pytest.mark.parametrize("layer", [Sums, ForwardSums])
@@ -66,8 +60,8 @@ def test_linear_transpose_needs_a_linear_forward(flag):
 
 
 @pytest.mark.parametrize("layer", [Multiply, ForwardMultiply])
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_layer_within_a_linear_solve(layer, run):
+@EAGER_AND_JIT
+def test_a_layer_within_a_linear_solve(layer, mode):
     diagonal = jnp.array([2.0, 4.0])
 
     def solved(b):
@@ -76,7 +70,7 @@ def test_a_layer_within_a_linear_solve(layer, run):
 
         return jax.lax.custom_linear_solve(lambda v: layer.apply(diagonal, v), b, solve, solve)
 
-    np.testing.assert_allclose(run(jax.jacrev(solved))(X), jnp.diag(1 / diagonal))
+    np.testing.assert_allclose(mode(jax.jacrev(solved))(X), jnp.diag(1 / diagonal))
 
 
 def twice(f):

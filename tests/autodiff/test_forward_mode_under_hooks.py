@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayer, saved_tensors_hooks
-from tests.kit.layers import Multiply, bits
-from tests.kit.transforms import (
-    FIRST_ORDER,
-    FORWARD,
-    IMPLIED,
-    SLOW,
-    assert_same,
-    expected,
-    pushed,
-    scalar,
-)
-from tests.registry import CASES
+from pylayer_jax import Function, saved_tensors_hooks
+from tests.kit.layers import Multiply, bits, layer_of
 
 pytestmark = pytest.mark.own_primitive
 X = jnp.array([0.3, 0.7])
 
 
-@pytest.mark.parametrize("name", [n for n in FIRST_ORDER if n not in SLOW | IMPLIED])
-@pytest.mark.parametrize("place", ["inside", "around"])
-def test_under_hooks(name, place, monkeypatch):
-    (case,) = (c for c in CASES if c.name == "DoubledTanh")
-    ours, hooks, known = case.in_forward_mode(monkeypatch), bits(), expected(case, FIRST_ORDER, name)
-    with contextlib.nullcontext() if place == "inside" else hooks:
-        layer = hooks(ours.layer) if place == "inside" else ours.layer
-        assert_same(FIRST_ORDER[name](scalar(layer, linear=False), case.args), known)
-
-
-@pytest.mark.parametrize("name", [n for n in FORWARD if n not in SLOW | IMPLIED])
-def test_forward_mode_under_hooks(name, monkeypatch):
-    (case,) = (c for c in CASES if c.name == "DoubledTanh")
-    ours, known = case.in_forward_mode(monkeypatch), expected(case, FORWARD, name)
-    with bits():
-        assert_same(FORWARD[name](scalar(ours.layer, linear=False), case.args, pushed), known)
+ForwardMultiply = type("ForwardMultiply", (Multiply,), {"forward_mode": True})
 
 
 def test_jacobian_under_hooks():
@@ -50,10 +22,6 @@ def test_jacobian_under_hooks():
     with bits():  # the tangents are mapped, and what was packed is not
         for run in (jacobian, jax.jit(jacobian)):
             np.testing.assert_allclose(run(X, X + 1), [jnp.diag(X + 1), jnp.diag(X)], rtol=1e-6)
-
-
-class ForwardMultiply(Multiply):
-    forward_mode = True
 
 
 class SetUpMultiply(Function):
@@ -100,14 +68,10 @@ def test_hooks_pack_once_what_forward_mode_keeps(layer):
 
 
 def test_hooks_unpack_what_is_asked_for():
-    class AsksForNothing(ForwardMultiply):
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, dy
-
+    asks_for_nothing = type("Asks", (ForwardMultiply,), {"backward": staticmethod(lambda ctx, dy: (dy, dy))})
     log, hooks = noting()
     with hooks:
-        jax.grad(lambda x: AsksForNothing.apply(x, x).sum())(X)
+        jax.grad(lambda x: asks_for_nothing.apply(x, x).sum())(X)
         ForwardMultiply.apply(X, X)
     assert log == ["pack"]  # one tensor in two places
 
@@ -116,19 +80,11 @@ def test_hooks_unpack_what_is_asked_for():
 def test_a_block_within_backward(flag):
     log, hooks = noting()
 
-    class Sine(PyLayer):
-        forward_mode = flag
+    def within_a_block(x, dy):
+        with hooks:
+            return hooks(lambda dy: dy * jnp.cos(x))(dy) * 1.0
 
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return jnp.sin(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            (x,) = ctx.saved_tensor()
-            with hooks:
-                return hooks(lambda dy: dy * jnp.cos(x))(dy) * 1.0
+    apply = layer_of(jnp.sin, within_a_block, forward_mode=flag).apply
 
     def derivatives(f):
         yield jax.hessian(lambda x: f(x).sum())
@@ -137,8 +93,8 @@ def test_a_block_within_backward(flag):
             yield jax.jacrev(jax.jacfwd(f))
 
     for run in (lambda f: f, jax.jit):
-        for ours, plain in zip(derivatives(Sine.apply), derivatives(jnp.sin), strict=True):
+        for ours, plain in zip(derivatives(apply), derivatives(jnp.sin), strict=True):
             np.testing.assert_allclose(run(ours)(X), jax.jit(plain)(X), rtol=1e-5, atol=1e-6)
     assert log == []  # nothing is saved where a backward is transposed
-    np.testing.assert_allclose(jax.jacrev(jax.grad(lambda x: Sine.apply(x).sum()))(X), -jnp.diag(jnp.sin(X)))
+    np.testing.assert_allclose(jax.jacrev(jax.grad(lambda x: apply(x).sum()))(X), -jnp.diag(jnp.sin(X)))
     assert "pack" in log

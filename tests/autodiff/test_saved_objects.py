@@ -7,29 +7,33 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, PyLayer, saved_tensors_hooks
+from pylayer_jax import Function, PyLayer
+from tests.kit.layers import layer_of
+from tests.kit.modes import SECOND, STAGED
 
 grad = jax.grad
 X, S, C = 0.7, np.sin(0.7), np.cos(0.7)
+ways = pytest.mark.parametrize("second", SECOND.values(), ids=list(SECOND))
 
 
-def layer(forward, save, backward=lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0], kind="PyLayer", **attributes):
+def layer(forward, save, marks_last=False, kind="PyLayer", **attributes):
     """A layer of one input, which saves save(inputs, outputs); its second derivative is the one of `save`."""
-    if kind == "setup_context":
-        methods = {
-            "forward": staticmethod(forward),
-            "setup_context": staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(save(*inputs, output))),
-        }
-    else:
 
-        def forward_with_ctx(ctx, x):
-            output = forward(x)
-            ctx.save_for_backward(save(x, output))
-            return output
+    def set_up(ctx, inputs, output):
+        ctx.save_for_backward(save(*inputs, output))
+        if marks_last:
+            ctx.mark_non_differentiable(output[-1])
 
-        methods = {"forward": staticmethod(forward_with_ctx)}
-    base = PyLayer if kind == "PyLayer" else Function
-    return type("Saves", (base,), {**methods, "backward": staticmethod(backward), **attributes})
+    def forward_with_ctx(ctx, x):
+        output = forward(x)
+        set_up(ctx, (x,), output)
+        return output
+
+    methods = {"backward": staticmethod(lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0])}
+    if kind == "PyLayer":
+        return type("Saves", (PyLayer,), methods | {"forward": staticmethod(forward_with_ctx)} | attributes)
+    methods |= {"forward": staticmethod(forward), "setup_context": staticmethod(set_up)}
+    return type("Saves", (Function,), methods | attributes)
 
 
 TWO = jnp.float32(2.0)
@@ -50,72 +54,32 @@ CASES = {
     "computed from the output and the input": (jnp.sin, lambda x, y: y * x, S * X * X + S),
     "one object twice": (lambda x: (lambda y: (y, y))(jnp.sin(x)), lambda x, y: y[0] * y[0], 2 * 2 * S * S**2),
     "one object twice, the first": (lambda x: (lambda y: (y, y))(jnp.sin(x)), lambda x, y: y[0], 2 * S),
-    "a constant that is returned": (lambda x: TWO, lambda x, y: x * TWO, 2.0),
-    "one of two results of an operation": (lambda x: two_results(x)[0], lambda x, y: two_results(x)[1] * y, None),
+    "of a constant that is returned": (lambda x: TWO, lambda x, y: x * TWO, 2.0),
+    "a constant that is returned": (lambda x: (x * 1, TWO), lambda x, y: TWO, 2 * 2.0),
+    "one of two results of an operation": (
+        lambda x: two_results(x)[0],
+        lambda x, y: two_results(x)[1] * y,
+        S * X**3 * X**3 + S * 3 * X**2,
+    ),
 }
 
 
-SECOND = {
-    "reverse over reverse": lambda f: grad(grad(f)),
-    "jit": lambda f: jax.jit(grad(grad(f))),
-    "grad of jit": lambda f: grad(jax.jit(grad(jax.jit(f)))),
-    "hessian": jax.hessian,
-    "jvp of grad": lambda f: lambda x: jax.jvp(grad(f), (x,), (1.0,))[1],
-    "jit of jvp of grad": lambda f: jax.jit(lambda x: jax.jvp(grad(f), (x,), (1.0,))[1]),
-    "vmap": lambda f: lambda x: jax.vmap(grad(grad(f)))(jnp.stack([x, x]))[1],
-    "around vmap": lambda f: grad(lambda x: 0.5 * jax.vmap(grad(f))(jnp.stack([x, x])).sum()),
-    "hessian of vmap": lambda f: jax.hessian(lambda x: 0.5 * jax.vmap(f)(jnp.stack([x, x])).sum()),
-    "scan": lambda f: grad(grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0])),
-    "remat": lambda f: grad(grad(jax.checkpoint(f))),
-    "hooks": lambda f: grad(grad(saved_tensors_hooks(lambda x: x, lambda x: x)(f))),
+# The same, where the last output is marked, and so is plain code for what is computed from it.
+MARKED = {
+    "a marked output": (lambda x: (x * 1, x**3), lambda x, ys: ys[1], 3 * X**2),
+    "computed from a marked output": (lambda x: (x * 1, x**3), lambda x, ys: ys[1] * 2 * ys[1], 12 * X**5),
+    "computed from a marked input": (lambda x: (jnp.cos(x), x), lambda x, ys: -jnp.sin(x), -C),
 }
 
 
-@pytest.mark.parametrize("second", SECOND)
+@ways
 @pytest.mark.parametrize("kind", ["PyLayer", "setup_context"])
 def test_second_derivative_by_what_is_saved(kind, second):
     for forward_mode in (False, True) if kind == "PyLayer" else (True,):
-        for name, (forward, save, expected) in CASES.items():
-            apply = layer(forward, save, kind=kind, forward_mode=forward_mode).apply
-            found = SECOND[second](lambda x: sum(jax.tree.leaves(apply(x))))(jnp.float32(X))  # noqa: B023
-            if expected is None:
-                # In setup_context, both results of the operation are computed again, beside the output.
-                expected = S * X**3 * X**3 + S * 3 * X**2
+        for name, (forward, save, expected) in (CASES | MARKED).items():
+            apply = layer(forward, save, name in MARKED, kind, forward_mode=forward_mode).apply
+            found = second(lambda x: sum(jax.tree.leaves(apply(x))))(jnp.float32(X))  # noqa: B023
             np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=f"{name}, {forward_mode=}")
-
-
-@pytest.mark.parametrize("second", SECOND)
-def test_marked_output_is_plain_code_for_what_is_computed_from_it(second):
-    class Marked(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            h = x**3
-            ctx.mark_non_differentiable(h)
-            ctx.save_for_backward(h, 2 * h)
-            return x * 1, h
-
-        @staticmethod
-        def backward(ctx, dy, _):
-            h, twice = ctx.saved_tensor()
-            return dy * h * twice
-
-    np.testing.assert_allclose(SECOND[second](lambda x: Marked.apply(x)[0])(jnp.float32(X)), 12 * X**5, rtol=1e-5)
-
-
-def test_marked_input_keeps_its_own_derivative():
-    class MarkedInput(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.mark_non_differentiable(x)
-            ctx.save_for_backward(jnp.sin(x))
-            return x, jnp.cos(x)
-
-        @staticmethod
-        def backward(ctx, _, dy):
-            return -dy * ctx.saved_tensor()[0]
-
-    for second in SECOND.values():
-        np.testing.assert_allclose(second(lambda x: MarkedInput.apply(x)[1])(jnp.float32(X)), -C, rtol=1e-5)
 
 
 def test_setup_context_may_mark_an_input_that_is_returned():
@@ -155,16 +119,23 @@ def test_one_array_in_two_arguments_of_which_one_is_marked():
 
     loss = lambda x: sum(FirstMarked.apply(x, x))  # noqa: E731
     for derivative in (grad(loss), jax.jit(grad(loss)), grad(jax.jit(loss))):
-        assert derivative(1.0) == 1
+        assert derivative(jnp.float32(1)) == 1  # one object, which a Python number would not be
 
 
 def test_an_output_that_no_mapped_argument_reaches():
-    apply = layer(None, None)  # for its backward
-    apply.forward = staticmethod(lambda ctx, a, b: (lambda y: (ctx.save_for_backward(y * y), y)[1])(jnp.sin(b)))
-    apply.backward = staticmethod(lambda ctx, dy: (dy * ctx.saved_tensors[0],) * 2)
+    class SinOfTheSecond(PyLayer):
+        @staticmethod
+        def forward(ctx, a, b):
+            y = jnp.sin(b)
+            ctx.save_for_backward(y * y)
+            return y
+
+        @staticmethod
+        def backward(ctx, dy):
+            return (dy * ctx.saved_tensors[0],) * 2
 
     def around(b):
-        return jax.vmap(grad(apply.apply), (0, None))(jnp.ones(2), b).sum()
+        return jax.vmap(grad(SinOfTheSecond.apply), (0, None))(jnp.ones(2), b).sum()
 
     for derivative in (grad(around), jax.jit(grad(around)), lambda b: jax.jvp(around, (b,), (1.0,))[1]):
         np.testing.assert_allclose(derivative(X), 2 * 2 * S * S**2, rtol=1e-5)
@@ -181,14 +152,13 @@ def test_a_ref_that_forward_makes_is_right_at_every_order(forward_mode):
         return ref[...]
 
     apply = layer(lambda x: x * 1, saved, forward_mode=forward_mode).apply
-    for within in (lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x)):
+    for within in (lambda f: f, STAGED["jit"], STAGED["checkpoint"], STAGED["cond"]):
         f = within(apply)
         np.testing.assert_allclose(grad(f)(X), X**3, rtol=1e-5)
         np.testing.assert_allclose(jax.jit(grad(f))(X), X**3, rtol=1e-5)
     for name, second in SECOND.items():
-        if "vmap" in name and name != "vmap":
-            continue
-        np.testing.assert_allclose(second(apply)(jnp.float32(X)), 3 * X**2, rtol=1e-5, err_msg=name)
+        if "of vmap" not in name:
+            np.testing.assert_allclose(second(apply)(jnp.float32(X)), 3 * X**2, rtol=1e-5, err_msg=name)
 
 
 def test_a_ref_that_forward_closes_over_has_a_first_derivative():
@@ -224,15 +194,11 @@ class Box:
         self.value = value
 
 
-def _closure(value):
-    return lambda: value
-
-
 SCALE = 0.5
 KEPT = {  # what forward keeps of x and a static argument; whether it may depend on x
     "a float": (lambda x, fn: float(x), True),
     "a list of floats": (lambda x, fn: [float(x)], True),
-    "a closure": (lambda x, fn: _closure(float(x)), True),
+    "a closure": (lambda x, fn: (lambda value: lambda: value)(float(x)), True),
     "an object": (lambda x, fn: Box(np.asarray(x)), True),
     "bytes": (lambda x, fn: np.asarray(x).tobytes(), True),
     "a NumPy array": (lambda x, fn: np.asarray(x), True),
@@ -246,25 +212,21 @@ KEPT = {  # what forward keeps of x and a static argument; whether it may depend
 @pytest.mark.parametrize("kept", KEPT)
 @pytest.mark.parametrize("forward_mode", [False, True])
 def test_what_host_code_keeps_has_no_second_derivative(kept, forward_mode):
-    keep, may_depend = KEPT[kept]
-
-    class Keeps(PyLayer):
-        @staticmethod
-        def forward(ctx, x, fn):
-            ctx.kept = 0.25 if kept == "a constant" else SCALE if kept == "a global" else keep(x, fn)
-            ctx.save_for_backward(x)
-            return jnp.asarray(np.sin(np.asarray(x)))
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * ctx.saved_tensor()[0] ** 2, None
-
     if jax.config.jax_custom_vjp3 and not forward_mode:
         pytest.skip("under jax_custom_vjp3 forward must be traceable")
-    Keeps.forward_mode = forward_mode
-    apply = lambda x: Keeps.apply(x, jnp.sin)  # noqa: E731
+    keep, may_depend = KEPT[kept]
+
+    def on_host(ctx, x, fn):
+        ctx.kept = 0.25 if kept == "a constant" else SCALE if kept == "a global" else keep(x, fn)
+        ctx.save_for_backward(x)
+        return jnp.asarray(np.sin(np.asarray(x)))
+
+    layer = layer_of(
+        None, lambda x, dy: (dy * x**2, None), "Keeps", forward=staticmethod(on_host), forward_mode=forward_mode
+    )
+    apply = lambda x: layer.apply(x, jnp.sin)  # noqa: E731
     np.testing.assert_allclose(grad(apply)(X), X**2, rtol=1e-5)
-    for second in (grad(grad(apply)), lambda x: jax.jvp(grad(apply), (x,), (1.0,))[1]):
+    for second in (SECOND["grad of grad"](apply), SECOND["jvp of grad"](apply)):
         if may_depend:
             with pytest.raises(TypeError, match="Keeps: a second derivative goes through forward"):
                 second(X)

@@ -10,21 +10,13 @@ import pytest
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax._jax.custom_vjp import RunLog
 from pylayer_jax.packers import save_on_disk
+from tests.kit.layers import layer_of
 from tests.kit.threads import in_threads
 
 X = jnp.asarray([0.3, -1.2, 2.0])
 
 
-class Product(PyLayer):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return x * y + jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, y = ctx.saved_tensor()
-        return dy * (y + jnp.cos(x)), dy * x
+Product = layer_of(lambda x, y: x * y + jnp.sin(x), lambda x, y, dy: (dy * (y + jnp.cos(x)), dy * x), "Product")
 
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(500, marks=pytest.mark.slow)])
@@ -49,50 +41,6 @@ def test_threads_differentiate_one_jitted_function_for_different_arguments(round
         assert in_threads(8, work) == []
 
 
-def test_needs_input_grad_in_backward_is_what_this_differentiation_asked_for():
-    seen = []
-
-    class Scale(PyLayer):
-        @staticmethod
-        def forward(ctx, x, y):
-            ctx.save_for_backward(x, y)
-            return x * y
-
-        @staticmethod
-        def backward(ctx, dy):
-            seen.append(ctx.needs_input_grad)
-            x, y = ctx.saved_tensor()
-            return dy * y, dy * x
-
-    f = jax.jit(lambda x, y: Scale.apply(x, y).sum())
-    pullbacks = [jax.vjp(lambda x: f(x, X), X)[1], jax.vjp(lambda y: f(X, y), X)[1], jax.vjp(f, X, X)[1]]
-    for pullback in pullbacks:
-        pullback(jnp.ones(()))
-    assert seen == [(True, False), (False, True), (True, True)]
-
-
-def test_a_jaxpr_that_is_differentiated_in_turn_keeps_what_each_turn_saved():
-    class Chooses(PyLayer):
-        @staticmethod
-        def forward(ctx, x, y):
-            ctx.save_for_backward(*((y,) if ctx.needs_input_grad[0] else (jnp.cos(x) * 0 + x,)))
-            return x * y
-
-        @staticmethod
-        def backward(ctx, dy):
-            (kept,) = ctx.saved_tensor()
-            return (dy * kept, None) if ctx.needs_input_grad[0] else (None, dy * kept)
-
-    jaxpr = jax.make_jaxpr(lambda x, y: Chooses.apply(x, y).sum())(X, X + 1)
-
-    def f(x, y):
-        return jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, x, y)[0]
-
-    for _ in range(3):
-        np.testing.assert_allclose(jax.grad(f, 0)(X, X + 1), X + 1, rtol=1e-6)
-        np.testing.assert_allclose(jax.grad(f, 1)(X, X + 1), X, rtol=1e-6)
-
-
 class SavesWhatIsNeeded(PyLayer):
     """a b^2, which saves another number of tensors for each choice of arguments."""
 
@@ -110,6 +58,7 @@ class SavesWhatIsNeeded(PyLayer):
     @staticmethod
     def backward(ctx, dy):
         needs, saved = ctx.needs_input_grad, ctx.saved_tensor()
+        SavesWhatIsNeeded.seen = needs
         if all(needs):
             a, b = saved
             return dy * b**2, 2 * dy * a * b
@@ -120,8 +69,26 @@ class SavesWithForwardMode(SavesWhatIsNeeded):
     forward_mode = True
 
 
+def test_backward_is_told_what_this_differentiation_asked_for():
+    f = jax.jit(SavesWhatIsNeeded.apply)
+    runs = (  # all of the vjp functions are made before the first is called
+        (jax.vjp(lambda a: f(a, 3.0), 2.0)[1], (True, False), (9,)),
+        (jax.vjp(lambda b: f(2.0, b), 3.0)[1], (False, True), (12,)),
+        (jax.vjp(f, 2.0, 3.0)[1], (True, True), (9, 12)),
+    )
+    for pullback, needs, expected in runs:
+        assert (pullback(jnp.ones(())), SavesWhatIsNeeded.seen) == (expected, needs)
+
+
+def evaluated(f):
+    """`f` as a jaxpr, which is made once and evaluated for each derivative."""
+    jaxpr = jax.make_jaxpr(f)(2.0, 3.0)
+    return lambda a, b: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, a, b)[0]
+
+
 STAGED = {
     "jit": jax.jit,
+    "jaxpr": evaluated,
     "scan": lambda f: lambda a, b: jax.lax.scan(lambda c, _: (c + f(a, b), None), 0.0, None, length=1)[0],
     "cond": lambda f: lambda a, b: jax.lax.cond(a > -9, f, lambda a, b: a, a, b),
     "checkpoint": jax.checkpoint,
@@ -158,14 +125,8 @@ def test_a_differentiated_value_that_staged_code_closes_over_counts_as_staged():
         g = jax.jit(lambda y: Product.apply(x, y).sum())
         return jax.grad(g)(x) * x + g(x)
 
-    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), jax.grad(lambda x: plain(x).sum())(X), rtol=1e-5)
-
-
-def plain(x):
-    def product(x, y):
-        return (x * y + jnp.sin(x)).sum()
-
-    return jax.grad(product, 1)(x, x) * x + product(x, x)
+    # f(x) is x^2 + the sum of x^2 + sin x, three times.
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(X), 2 * X + 3 * (2 * X + jnp.cos(X)), rtol=1e-5)
 
 
 @pytest.fixture
@@ -174,18 +135,6 @@ def many_switches():
     sys.setswitchinterval(1e-6)
     yield
     sys.setswitchinterval(before)
-
-
-def test_threads_that_run_one_compiled_program_with_host_hooks(many_switches):
-    hooks = saved_tensors_hooks(lambda x: (x + 1,), lambda packed: packed[0] - 1, host=True)
-    step = jax.jit(jax.grad(hooks(lambda x: jnp.sum(Product.apply(x, x + 1)))))
-    expected = [np.asarray(step(X + i)) for i in range(8)]
-
-    def work(i):
-        for _ in range(40):
-            np.testing.assert_allclose(step(X + i), expected[i], rtol=1e-5)
-
-    assert in_threads(8, work) == []
 
 
 def test_threads_that_enter_runs_get_numbers_of_their_own(many_switches):

@@ -1,7 +1,8 @@
-"""Every layer of the registry under every transform, against its reference."""
+"""Every layer of the registry under every transform, against its reference; and the same with forward mode."""
 
 from __future__ import annotations
 
+import functools
 import re
 
 import jax
@@ -10,89 +11,108 @@ import numpy as np
 import pytest
 
 from tests.kit.layers import Tanh, bits
+from tests.kit.modes import STAGED
 from tests.kit.transforms import (
     FIRST_ORDER,
+    FORWARD,
     FORWARD_OVER_REVERSE,
     IMPLIED,
-    MAIN_CASES,
     SECOND_ORDER,
     SLOW,
     assert_same,
     expected,
-    gradient,
     marks,
     meet,
+    pushed,
     scalar,
 )
 from tests.registry import CASES
 
+REVERSE = (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
+forward_mode = pytest.mark.own_primitive
 
-def crossed(table):
-    """Every transform of a table with every case, or with the main ones where it is slow."""
-    return [
-        pytest.param(name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
+
+def crossed(*tables, where=meet):
+    """Every transform of the tables with every case for which `where(transform, name of the case)`."""
+    params = [
+        pytest.param(table, name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
+        for table in tables
         for name in table
         for case in CASES
-        if meet(name, case.name)
+        if where(name, case.name)
     ]
+    return pytest.mark.parametrize(("table", "transform", "case"), params)
 
 
-by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def compare(case, table, transform, around=lambda f: f):
+    if table is FORWARD_OVER_REVERSE and case.forward_over_reverse:
+        with pytest.raises(TypeError, match=case.forward_over_reverse):
+            table[transform](around(scalar(case.layer, linear=False)), case.args)
+        return
+    known, slope = expected(case, table, transform), [pushed] if table is FORWARD else []
+    assert_same(table[transform](around(scalar(case.layer, case.linear_loss)), case.args, *slope), known)
 
 
-@by_name
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_outputs(case):
     ours, plain = case.layer(*case.args), jax.jit(case.reference)(*case.args)
     assert_same(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(plain))
 
 
-@pytest.mark.parametrize(("transform", "case"), crossed(FIRST_ORDER))
-def test_first_order(case, transform):
-    _compare(case, FIRST_ORDER, transform)
+@crossed(*REVERSE)
+def test_as_the_reference(table, transform, case):
+    compare(case, table, transform)
 
 
-@pytest.mark.parametrize(("transform", "case"), crossed(SECOND_ORDER))
-def test_second_order(case, transform):
-    _compare(case, SECOND_ORDER, transform)
+# -- with forward_mode = True -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("transform", "case"), crossed(FORWARD_OVER_REVERSE))
-def test_forward_over_reverse(case, transform):
-    if case.forward_over_reverse:
-        with pytest.raises(TypeError, match=case.forward_over_reverse):
-            FORWARD_OVER_REVERSE[transform](scalar(case.layer, linear=False), case.args)
-    else:
-        _compare(case, FORWARD_OVER_REVERSE, transform)
+LINEAR = {case.name for case in CASES if case.is_linear}
 
 
-@pytest.mark.parametrize("name", sorted(MAIN_CASES))
-def test_remat_that_saves_everything(name):
-    # Apart from the other policies, as JAX itself cannot save a complex residual under this one.
-    (case,) = (case for case in CASES if case.name == name)
-    ours = jax.checkpoint(scalar(case.layer, case.linear_loss), policy=jax.checkpoint_policies.everything_saveable)
-    assert_same(jax.jit(gradient(ours, case.args))(*case.args), expected(case, FIRST_ORDER, "jit_of_grad"))
+@forward_mode
+@crossed(FORWARD, where=lambda transform, case: case in LINEAR and meet(transform, case))
+def test_forward_mode_is_reverse_mode(table, transform, case, monkeypatch):
+    compare(case.in_forward_mode(monkeypatch), table, transform)
+
+
+@forward_mode
+@pytest.mark.parametrize("case", [case for case in CASES if not case.is_linear], ids=lambda case: case.name)
+def test_a_backward_that_is_not_linear_is_refused(case, monkeypatch):
+    ours = case.in_forward_mode(monkeypatch)
+    with pytest.raises(TypeError, match=rf"{case.forward_over_reverse}.*forward_mode = True.*jvp\(ctx, \*tangents\)"):
+        pushed(scalar(ours.layer, case.linear_loss), case.args)(*case.args)
+
+
+def some_with_forward_mode(transform, case):
+    if case == "Trees":
+        return True
+    return transform not in SLOW | IMPLIED and case in {"DoubledTanh", "AskedLinear", "RouterLoss", "BackwardApplies"}
+
+
+@forward_mode
+@crossed(*REVERSE, where=some_with_forward_mode)
+def test_everything_else_is_as_without_it(table, transform, case, monkeypatch):
+    compare(case.in_forward_mode(monkeypatch), table, transform)
+
+
+# -- hooks that lose nothing but their own derivative, which no gradient may depend on ----------------
+
+
+def without_what_is_slow(*names):
+    return lambda transform, case: transform not in SLOW | IMPLIED and case in names
 
 
 @pytest.mark.parametrize("place", ["inside", "around"])
-@pytest.mark.parametrize(
-    ("table", "transform", "case"),
-    [
-        pytest.param(table, name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
-        for table in (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
-        for name in table
-        for case in CASES
-        if name not in SLOW | IMPLIED and case.name in {"DoubledTanh", "SavedIntermediate", "Trees"}
-    ],
-)
-def test_under_hooks(table, case, transform, place):
-    # The pair loses nothing but its own derivative, which no gradient may depend on.
+@crossed(*REVERSE, where=without_what_is_slow("DoubledTanh", "SavedIntermediate", "Trees"))
+def test_under_hooks(table, transform, case, place):
     hooks = bits()
     try:
         if place == "inside":
-            _compare(case, table, transform, hooks)
+            compare(case, table, transform, hooks)
         else:
             with hooks:
-                _compare(case, table, transform)
+                compare(case, table, transform)
     except TypeError as error:
         # A second derivative of staged code with the block inside is refused, and never wrong.
         if not re.search(r"a second derivative goes through .* put the hooks block", str(error), re.I):
@@ -100,34 +120,42 @@ def test_under_hooks(table, case, transform, place):
         assert re.search(r"(second_order|hessian).*(scan|cond|remat)", transform)
 
 
-def _compare(case, table, transform, around=lambda f: f):
-    known = expected(case, table, transform)
-    assert_same(table[transform](around(scalar(case.layer, case.linear_loss)), case.args), known)
+@forward_mode
+@crossed(FIRST_ORDER, FORWARD, where=without_what_is_slow("DoubledTanh"))
+def test_forward_mode_under_hooks(table, transform, case, monkeypatch):
+    ours, hooks = case.in_forward_mode(monkeypatch), bits()
+    with hooks:
+        compare(ours, table, transform)
+    if table is FIRST_ORDER:  # packing within the function is for reverse mode
+        compare(ours, table, transform, hooks)
 
 
-@pytest.mark.parametrize("within", ["jit", "scan", "fori_loop", "cond", "checkpoint"])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_staged_code_mapped_along_any_axis(within, axis):
-    staged = {
-        "jit": jax.jit,
-        "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
-        "fori_loop": lambda f: lambda x: jax.lax.fori_loop(0, 2, lambda _, c: f(c), x),
-        "cond": lambda f: lambda x: jax.lax.cond(x.sum() > -9, f, f, x),
-        "checkpoint": jax.checkpoint,
-    }[within]
+# -- staged code in a batch ---------------------------------------------------------------------------
 
-    class SavesOutput(Tanh):
-        """A class of its own, which no other test has staged."""
 
+NINE = jnp.arange(9.0).reshape(3, 3) / 9
+
+
+def mapped(apply, axis, staged=lambda f: f):
+    """The first and the second derivative of a batch along that axis, of rows or of columns."""
     w = jnp.array([[0.3, -0.7, 0.2], [0.5, 0.1, -0.4], [-0.6, 0.8, 0.9]])
 
-    def first(apply):
-        return jax.grad(
-            lambda xs: jnp.sum(jax.vmap(staged(lambda x: apply(w @ x)), in_axes=axis, out_axes=axis)(xs) * xs**2)
-        )
+    def total(xs):
+        return jnp.sum(jax.vmap(staged(lambda x: apply(w @ x)), in_axes=axis, out_axes=axis)(xs) * xs**2)
 
-    xs = jnp.arange(9.0).reshape(3, 3) / 9
-    second = lambda apply: jax.grad(lambda xs: jnp.sum(first(apply)(xs) * xs))  # noqa: E731
-    for order, run in ((first, lambda f: f), (first, jax.jit), (second, jax.jit)):
-        found = run(order(SavesOutput.apply))(xs)
-        np.testing.assert_allclose(found, jax.jit(order(jnp.tanh))(xs), rtol=1e-4, atol=1e-5)
+    return jax.grad(total), jax.grad(lambda xs: jnp.sum(jax.grad(total)(xs) * xs))
+
+
+@functools.cache
+def mapped_tanh(axis):
+    return [jax.jit(derivative)(NINE) for derivative in mapped(jnp.tanh, axis)]
+
+
+@pytest.mark.parametrize("within", STAGED)
+@pytest.mark.parametrize("axis", [0, 1])
+def test_staged_code_mapped_along_any_axis(within, axis):
+    layer = type("SavesOutput", (Tanh,), {})  # which no other test has staged
+    first, second = mapped(layer.apply, axis, STAGED[within])
+    expected = mapped_tanh(axis)
+    for run, order in ((first, 0), (jax.jit(first), 0), (jax.jit(second), 1)):
+        np.testing.assert_allclose(run(NINE), expected[order], rtol=1e-4, atol=1e-5)

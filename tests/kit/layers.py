@@ -65,6 +65,19 @@ class Square(PyLayer):
         return 2 * dy * x
 
 
+def layer_of(forward, gradient, /, name="Made", base=PyLayer, **members):
+    """A layer that saves its arguments: `forward(*arguments)`, and `gradient(*arguments, *cotangents)`."""
+
+    def run(ctx, *arguments):
+        ctx.save_for_backward(*arguments)
+        return forward(*arguments)
+
+    def pull(ctx, *cotangents):
+        return gradient(*ctx.saved_tensors, *cotangents)
+
+    return type(name, (base,), {"forward": staticmethod(run), "backward": staticmethod(pull), **members})
+
+
 def bits():
     """Lossless, and without a derivative of its own."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,19 +53,19 @@ def meet(transform: str, case: str) -> bool:
     return case in MAIN_CASES or transform not in SLOW | IMPLIED
 
 
-def into(table: dict[str, Any], slow: bool = False, implied: bool = False, like: str = "") -> Callable[[Any], Any]:
+def enter(table: dict[str, Any], name: str, transform: Any, slow=False, implied=False, like: str = "") -> Any:
     """Enters a transform; `like` is another one of the same table that gives the same numbers."""
+    table[name], LIKE[name] = transform, like or name
+    if slow:
+        SLOW.add(name)
+    if implied:
+        IMPLIED.add(name)
+    return transform
 
-    def enter(transform: Any) -> Any:
-        name = transform.__name__
-        table[name], LIKE[name] = transform, like or name
-        if slow:
-            SLOW.add(name)
-        if implied:
-            IMPLIED.add(name)
-        return transform
 
-    return enter
+def into(table: dict[str, Any], **flags: Any) -> Callable[[Any], Any]:
+    """Enters a function under its name."""
+    return lambda transform: enter(table, transform.__name__, transform, **flags)
 
 
 def expected(case: Case, table: dict[str, Any], name: str) -> Any:
@@ -94,77 +95,7 @@ def batched(args: Sequence[Any], size: int) -> list[jax.Array]:
     return [a * factors.reshape(size, *[1] * (a.ndim - 1)) if k in chosen else a for k, a in enumerate(stacked)]
 
 
-# -- first order ----------------------------------------------------------------------------------
-
-
-@into(FIRST_ORDER, implied=True)
-def eager(f, args):
-    return f(*args)
-
-
-@into(FIRST_ORDER, like="jit_of_grad")
-def grad(f, args):
-    return gradient(f, args)(*args)
-
-
-@into(FIRST_ORDER)
-def jit_of_grad(f, args):
-    return jax.jit(gradient(f, args))(*args)
-
-
-@into(FIRST_ORDER, like="jit_of_grad")
-def grad_of_jit(f, args):
-    return gradient(jax.jit(f), args)(*args)
-
-
-@into(FIRST_ORDER, slow=True)
-def value_and_grad_of_each(f, args):
-    return [jax.value_and_grad(f, i)(*args) for i in floats(args)]
-
-
-@into(FIRST_ORDER, implied=True)
-def vmap_of_grad(f, args):
-    return jax.jit(jax.vmap(gradient(f, args)))(*batched(args, 4))
-
-
-@into(FIRST_ORDER, implied=True, like="vmap_of_grad")
-def grad_of_vmap(f, args):
-    return jax.jit(gradient(lambda *a: jax.vmap(f)(*a).sum(), args))(*batched(args, 4))
-
-
-@into(FIRST_ORDER)
-def grad_of_vmap_of_the_first(f, args):
-    # The other arguments are shared, so that their gradients are sums over the examples.
-    first = batched(args, 3)[0]
-    mapped = jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))
-    return jax.jit(gradient(lambda *a: mapped(*a).sum(), args))(first, *args[1:])
-
-
-@into(FIRST_ORDER, slow=True, like="vmap_of_grad")
-def eager_vmap(f, args):
-    return jax.vmap(gradient(f, args))(*batched(args, 4))
-
-
-@into(FIRST_ORDER, slow=True)
-def jacrev(f, args):
-    return jax.jacrev(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args))(*args)
-
-
-@into(FIRST_ORDER, slow=True)
-def vjp_called_twice(f, args):
-    value, pull = jax.vjp(f, *args)
-    first, second = pull(jnp.ones_like(value)), pull(jnp.full_like(value, -2.0))
-    return [(first[i], second[i]) for i in floats(args)]
-
-
-@into(FIRST_ORDER, slow=True, like="jit_of_scan")
-def scan(f, args):
-    return gradient(_scanned(f, args), args)(*args)
-
-
-@into(FIRST_ORDER, implied=True)
-def jit_of_scan(f, args):
-    return jax.jit(gradient(_scanned(f, args), args))(*args)
+# -- what is around a function, from it and its arguments ------------------------------------------------
 
 
 def _scanned(f, args):
@@ -182,58 +113,25 @@ def _scanned(f, args):
     return loss
 
 
-@into(FIRST_ORDER, like="jit_of_grad")
-def jit_of_cond_and_remat(f, args):
-    return jax.jit(gradient(_conditional(jax.checkpoint(f)), args))(*args)
-
-
-@into(FIRST_ORDER, implied=True, like="jit_of_grad")
-def fori_loop(f, args):
-    loop = jax.jit(gradient(lambda *a: jax.lax.fori_loop(0, 2, lambda _, c: c + f(*a), jnp.zeros(())), args))
-    return tuple(g / 2 for g in loop(*args))
-
-
-@into(FIRST_ORDER, implied=True, like="eager")
-def while_loop_forward(f, args):
-    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(*args) / 2), (0, jnp.zeros(())))[1]
-
-
-@into(FIRST_ORDER, slow=True, like="jit_of_grad")
-def cond(f, args):
-    return gradient(_conditional(f), args)(*args)
-
-
-def _conditional(f):
+def _conditional(f, args):
     return lambda *a: jax.lax.cond(jnp.sum(a[0]) < 1e3, f, lambda *a: jnp.zeros(()), *a)
 
 
-@into(FIRST_ORDER, slow=True, like="jit_of_grad")
-def remat(f, args):
-    return gradient(jax.checkpoint(f), args)(*args)
+def _jitted(f, args):
+    return jax.jit(f)
 
 
-@into(FIRST_ORDER, like="jit_of_grad")
-def remat_with_policies(f, args):
-    policies = jax.checkpoint_policies
-    wrapped = [jax.checkpoint(f, policy=p) for p in (policies.dots_saveable, policies.nothing_saveable)]
-    # One program of both; a sum of the functions would halve what a backward that is not linear gets.
-    both = jax.jit(lambda *a: [gradient(w, args)(*a) for w in wrapped])(*args)
-    return tuple((a + b) / 2 for a, b in zip(*both, strict=True))
+def _remat(f, args):
+    return jax.checkpoint(f)
 
 
-@into(FIRST_ORDER, like="jit_of_scan")
-def scan_of_remat(f, args):
-    return jax.jit(gradient(_scanned(jax.checkpoint(f), args), args))(*args)
+def _remat_that_saves_everything(f, args):
+    # Apart from the other policies, as JAX itself cannot save a complex residual under this one.
+    return jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)
 
 
-@into(FIRST_ORDER, like="vmap_of_grad")
-def shard_map(f, args):
-    return jax.jit(gradient(_sharded(f, args), args))(*batched(args, 4))
-
-
-@into(FIRST_ORDER, slow=True, like="vmap_of_grad")
-def eager_shard_map(f, args):
-    return gradient(_sharded(f, args), args)(*batched(args, 4))
+def _mapped(f, args):
+    return lambda *a: jax.vmap(f)(*a).sum()
 
 
 def _mesh():
@@ -248,10 +146,116 @@ def _sharded(f, args):
     return lambda *a: mapped(*a).sum()
 
 
+def along(f: Function, args: Sequence[Any]) -> Function:
+    """The derivative of f along a fixed direction, by reverse mode; its gradient is a row of second derivatives."""
+    chosen, directions = floats(args), _directions(args)
+
+    def slope(*a):
+        return sum(jnp.sum(g * d) for g, d in zip(jax.grad(f, chosen)(*a), directions, strict=True))
+
+    return slope
+
+
+def _directions(args: Sequence[Any]) -> list[jax.Array]:
+    return [np.cos(np.arange(args[i].size, dtype=np.float32)).reshape(args[i].shape) for i in floats(args)]
+
+
+def differentiated(run: Any, *around: Callable[[Function, Any], Function], size: int = 0) -> Transform:
+    """What `run` makes of the gradient of a function within all of these; of so many examples, if there is a size."""
+
+    def transform(f, args):
+        for one in reversed(around):
+            f = one(f, args)
+        return run(gradient(f, args))(*(batched(args, size) if size else args))
+
+    return transform
+
+
+eagerly = functools.partial(differentiated, lambda g: g)
+compiled = functools.partial(differentiated, jax.jit)
+compiled_batch = functools.partial(differentiated, lambda g: jax.jit(jax.vmap(g)), size=4)
+
+
+# -- first order ----------------------------------------------------------------------------------
+
+
+enter(FIRST_ORDER, "grad", eagerly(), like="jit_of_grad")
+enter(FIRST_ORDER, "jit_of_grad", compiled())
+enter(FIRST_ORDER, "grad_of_jit", eagerly(_jitted), like="jit_of_grad")
+enter(FIRST_ORDER, "vmap_of_grad", compiled_batch(), implied=True)
+enter(FIRST_ORDER, "eager_vmap", differentiated(jax.vmap, size=4), slow=True, like="vmap_of_grad")
+enter(FIRST_ORDER, "grad_of_vmap", compiled(_mapped, size=4), implied=True, like="vmap_of_grad")
+enter(FIRST_ORDER, "scan", eagerly(_scanned), slow=True, like="jit_of_scan")
+enter(FIRST_ORDER, "jit_of_scan", compiled(_scanned), implied=True)
+enter(FIRST_ORDER, "scan_of_remat", compiled(_scanned, _remat), like="jit_of_scan")
+enter(FIRST_ORDER, "cond", eagerly(_conditional), slow=True, like="jit_of_grad")
+enter(FIRST_ORDER, "jit_of_cond_and_remat", compiled(_conditional, _remat), like="jit_of_grad")
+enter(FIRST_ORDER, "remat", eagerly(_remat), slow=True, like="jit_of_grad")
+enter(
+    FIRST_ORDER,
+    "remat_that_saves_everything",
+    compiled(_remat_that_saves_everything),
+    implied=True,
+    like="jit_of_grad",
+)
+enter(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), like="vmap_of_grad")
+enter(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, like="vmap_of_grad")
+
+
+@into(FIRST_ORDER, implied=True)
+def eager(f, args):
+    return f(*args)
+
+
+@into(FIRST_ORDER, slow=True)
+def value_and_grad_of_each(f, args):
+    return [jax.value_and_grad(f, i)(*args) for i in floats(args)]
+
+
+@into(FIRST_ORDER)
+def grad_of_vmap_of_the_first(f, args):
+    # The other arguments are shared, so that their gradients are sums over the examples.
+    first = batched(args, 3)[0]
+    mapped = jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))
+    return jax.jit(gradient(lambda *a: mapped(*a).sum(), args))(first, *args[1:])
+
+
+@into(FIRST_ORDER, slow=True)
+def jacrev(f, args):
+    return jax.jacrev(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args))(*args)
+
+
+@into(FIRST_ORDER, slow=True)
+def vjp_called_twice(f, args):
+    value, pull = jax.vjp(f, *args)
+    first, second = pull(jnp.ones_like(value)), pull(jnp.full_like(value, -2.0))
+    return [(first[i], second[i]) for i in floats(args)]
+
+
+@into(FIRST_ORDER, implied=True, like="jit_of_grad")
+def fori_loop(f, args):
+    loop = jax.jit(gradient(lambda *a: jax.lax.fori_loop(0, 2, lambda _, c: c + f(*a), jnp.zeros(())), args))
+    return tuple(g / 2 for g in loop(*args))
+
+
+@into(FIRST_ORDER, implied=True, like="eager")
+def while_loop_forward(f, args):
+    return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(*args) / 2), (0, jnp.zeros(())))[1]
+
+
+@into(FIRST_ORDER, like="jit_of_grad")
+def remat_with_policies(f, args):
+    policies = jax.checkpoint_policies
+    wrapped = [jax.checkpoint(f, policy=p) for p in (policies.dots_saveable, policies.nothing_saveable)]
+    # One program of both; a sum of the functions would halve what a backward that is not linear gets.
+    both = jax.jit(lambda *a: [gradient(w, args)(*a) for w in wrapped])(*args)
+    return tuple((a + b) / 2 for a, b in zip(*both, strict=True))
+
+
 @into(FIRST_ORDER, implied=True, like="vmap_of_grad")
 def named_sharding(f, args):
     placed = jax.device_put(batched(args, 4), NamedSharding(_mesh(), PartitionSpec("i")))
-    return jax.jit(gradient(lambda *a: jax.vmap(f)(*a).sum(), args))(*placed)
+    return jax.jit(gradient(_mapped(f, args), args))(*placed)
 
 
 @into(FIRST_ORDER, implied=True, like="jit_of_grad")
@@ -279,71 +283,30 @@ def debug_nans(f, args):
     return tuple((a + b) / 2 for a, b in zip(jitted, eager, strict=True))
 
 
+def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
+    """`f` as a function of the arguments that are differentiated, and these."""
+    chosen = floats(args)
+
+    def g(*differentiated):
+        rest = dict(zip(chosen, differentiated, strict=True))
+        return f(*(rest.get(i, a) for i, a in enumerate(args)))
+
+    return g, [args[i] for i in chosen]
+
+
 # -- second order ---------------------------------------------------------------------------------
 
 
-def along(f: Function, args: Sequence[Any]) -> Function:
-    """The derivative of f along a fixed direction, by reverse mode; its gradient is a row of second derivatives."""
-    chosen, directions = floats(args), _directions(args)
-
-    def slope(*a):
-        return sum(jnp.sum(g * d) for g, d in zip(jax.grad(f, chosen)(*a), directions, strict=True))
-
-    return slope
-
-
-def _directions(args: Sequence[Any]) -> list[jax.Array]:
-    return [np.cos(np.arange(args[i].size, dtype=np.float32)).reshape(args[i].shape) for i in floats(args)]
-
-
-@into(SECOND_ORDER, implied=True, like="jit_of_grad_of_grad")
-def grad_of_grad(f, args):
-    return gradient(along(f, args), args)(*args)
-
-
-@into(SECOND_ORDER)
-def jit_of_grad_of_grad(f, args):
-    return jax.jit(gradient(along(f, args), args))(*args)
-
-
-@into(SECOND_ORDER, slow=True, like="jit_of_grad_of_grad")
-def grad_of_jit_of_grad(f, args):
-    return gradient(jax.jit(along(f, args)), args)(*args)
-
-
-@into(SECOND_ORDER, slow=True, like="jit_of_grad_of_grad")
-def grad_of_grad_of_jit(f, args):
-    return gradient(along(jax.jit(f), args), args)(*args)
-
-
-@into(SECOND_ORDER, implied=True)
-def vmap_of_grad_of_grad(f, args):
-    return jax.jit(jax.vmap(gradient(along(f, args), args)))(*batched(args, 4))
-
-
-@into(SECOND_ORDER, like="vmap_of_grad_of_grad")
-def grad_of_vmap_of_grad(f, args):
-    return jax.jit(gradient(lambda *a: jax.vmap(along(f, args))(*a).sum(), args))(*batched(args, 4))
-
-
-@into(SECOND_ORDER)
-def second_order_in_scan(f, args):
-    return jax.jit(gradient(along(_scanned(f, args), args), args))(*args)
-
-
-@into(SECOND_ORDER, like="jit_of_grad_of_grad")
-def second_order_in_cond_and_remat(f, args):
-    return jax.jit(gradient(along(_conditional(jax.checkpoint(f)), args), args))(*args)
-
-
-@into(SECOND_ORDER, implied=True, like="jit_of_grad_of_grad")
-def second_order_in_remat(f, args):
-    return jax.jit(gradient(along(jax.checkpoint(f), args), args))(*args)
-
-
-@into(SECOND_ORDER, like="vmap_of_grad_of_grad")
-def second_order_in_shard_map(f, args):
-    return jax.jit(gradient(along(_sharded(f, args), args), args))(*batched(args, 4))
+enter(SECOND_ORDER, "grad_of_grad", eagerly(along), implied=True, like="jit_of_grad_of_grad")
+enter(SECOND_ORDER, "jit_of_grad_of_grad", compiled(along))
+enter(SECOND_ORDER, "grad_of_jit_of_grad", eagerly(_jitted, along), slow=True, like="jit_of_grad_of_grad")
+enter(SECOND_ORDER, "grad_of_grad_of_jit", eagerly(along, _jitted), slow=True, like="jit_of_grad_of_grad")
+enter(SECOND_ORDER, "vmap_of_grad_of_grad", compiled_batch(along), implied=True)
+enter(SECOND_ORDER, "grad_of_vmap_of_grad", compiled(_mapped, along, size=4), like="vmap_of_grad_of_grad")
+enter(SECOND_ORDER, "second_order_in_scan", compiled(along, _scanned))
+enter(SECOND_ORDER, "second_order_in_cond_and_remat", compiled(along, _conditional, _remat), like="jit_of_grad_of_grad")
+enter(SECOND_ORDER, "second_order_in_remat", compiled(along, _remat), implied=True, like="jit_of_grad_of_grad")
+enter(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, size=4), like="vmap_of_grad_of_grad")
 
 
 # -- forward over reverse -------------------------------------------------------------------------
@@ -361,14 +324,8 @@ def jit_of_hessian(f, args):
 
 @into(FORWARD_OVER_REVERSE)
 def jvp_of_grad(f, args):
-    chosen = floats(args)
-
-    def g(*differentiated):
-        rest = dict(zip(chosen, differentiated, strict=True))
-        return jax.grad(f, chosen)(*(rest.get(i, a) for i, a in enumerate(args)))
-
     # Compiled, as `hessian` is what runs it operation by operation.
-    primals = [args[i] for i in chosen]
+    g, primals = _of_floats(gradient(f, args), args)
     return jax.jit(lambda *p: jax.jvp(g, p, tuple(jnp.sin(3 * x) for x in p))[1])(*primals)
 
 
@@ -387,27 +344,17 @@ def hessian_of_remat(f, args):
 
 def pushed(f: Function, args: Sequence[Any]) -> Function:
     """The derivative of f along the direction of `along`, by forward mode."""
-    chosen, directions = floats(args), _directions(args)
 
     def slope(*a):
-        def of_floats(*differentiated):
-            rest = dict(zip(chosen, differentiated, strict=True))
-            return f(*(rest.get(i, x) for i, x in enumerate(a)))
-
-        return jax.jvp(of_floats, [a[i] for i in chosen], directions)[1]
+        return jax.jvp(*_of_floats(f, a), _directions(args))[1]
 
     return slope
 
 
 def by_linearize(f: Function, args: Sequence[Any]) -> Function:
-    chosen, directions = floats(args), _directions(args)
-
     def slope(*a):
-        def of_floats(*differentiated):
-            rest = dict(zip(chosen, differentiated, strict=True))
-            return f(*(rest.get(i, x) for i, x in enumerate(a)))
-
-        return jax.linearize(of_floats, *(a[i] for i in chosen))[1](*directions)
+        g, primals = _of_floats(f, a)
+        return jax.linearize(g, *primals)[1](*_directions(args))
 
     return slope
 
@@ -440,7 +387,7 @@ def vmap_of_jvp(f, args, slope):
 @into(FORWARD)
 def jvp_of_vmap(f, args, slope):
     many = batched(args, 3)
-    return jax.jit(slope(lambda *a: jax.vmap(f)(*a).sum(), many))(*many)
+    return jax.jit(slope(_mapped(f, many), many))(*many)
 
 
 @into(FORWARD, slow=True)
@@ -457,7 +404,7 @@ def jvp_of_scan(f, args, slope):
 
 @into(FORWARD, slow=True, like="jit_of_jvp")
 def jvp_of_cond_and_remat(f, args, slope):
-    return jax.jit(slope(_conditional(jax.checkpoint(f)), args))(*args)
+    return jax.jit(slope(_conditional(jax.checkpoint(f), args), args))(*args)
 
 
 @into(FORWARD, slow=True)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from pylayer_jax import PyLayer
 from tests.frameworks.torch import without_original
 from tests.frameworks.torch.layers import ported
-from tests.kit.case import R3, W, X, after, case, grid, once, ruled, stop
+from tests.kit.case import R3, W, X, after, case, grid, ruled, stop
 
 TARGET = jnp.array([2, 0])
 
@@ -85,34 +85,6 @@ VectorQuantize = case(
 )(after(ported.StraightThroughCode, __name__, "VectorQuantize"))
 
 
-def _window(x, size):
-    padded = jnp.pad(x, ((0, 0), (size // 2, size // 2)))
-    return sum(padded[:, i : i + x.shape[1]] for i in range(size))
-
-
-def _lrn(x, size, alpha=0.3, beta=0.75, k=1.0):
-    return x * (k + alpha / size * _window(x * x, size)) ** -beta
-
-
-@case(lambda x: _lrn(x, 3), X, call=lambda x: CrossMapLRN.apply(x, 3))
-class CrossMapLRN(PyLayer):
-    """T33: an input, an output, and an intermediate on an attribute."""
-
-    @staticmethod
-    def forward(ctx, x, size, alpha=0.3, beta=0.75, k=1.0):
-        ctx.scale = k + alpha / size * _window(x * x, size)
-        ctx.size, ctx.alpha, ctx.beta = size, alpha, beta
-        y = x * ctx.scale**-beta
-        ctx.save_for_backward(x, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, y = ctx.saved_tensors
-        pulled = _window(dy * y / ctx.scale, ctx.size)
-        return dy * ctx.scale**-ctx.beta - 2 * ctx.alpha * ctx.beta / ctx.size * x * pulled, None
-
-
 @case(lambda x, y: (x, y), X, R3)
 class Identity(PyLayer):
     """T34: returns the tuple of its arguments as it is, and marks those that need no gradient."""
@@ -128,47 +100,7 @@ class Identity(PyLayer):
         return grads
 
 
-def _clipped_rule(residuals, g):
-    x, c = residuals
-    return jnp.where((x > 0) & (x < c), g, 0.0), jnp.sum(jnp.where(x >= c, g, 0.0)).reshape(1)
-
-
-LearnedClip = case(
-    ruled(lambda x, c: jnp.floor(15 / c * jnp.clip(x, 0, c)) / (15 / c), _clipped_rule),
-    X,
-    R3[:1],
-    linear_loss=True,
-    call=lambda x, c: LearnedClip.apply(x, c, 4, True, False),
-)(after(ported.LearnedClip, __name__))
-
-
 Mish = case(lambda x: x * jnp.tanh(jax.nn.softplus(x)), X)(after(ported.Mish, __name__))
-
-
-HardSwish = case(lambda x: x * jnp.clip(x + 3, 0, 6) / 6, X * 3)(after(ported.HardSwish, __name__))
-
-
-@case(
-    ruled(lambda x, loss: x, lambda r, g: (g, once(3.0, g))),
-    X,
-    0.7,
-    linear_loss=True,
-    forward_over_reverse="does not depend on them",
-)
-class AutoScaler(PyLayer):
-    """T61: the scale is an attribute of the class, changed at run time."""
-
-    scale = 3
-
-    @staticmethod
-    def forward(ctx, output, aux_loss):
-        ctx.save_for_backward(aux_loss)
-        return output
-
-    @classmethod
-    def backward(cls, ctx, dy):
-        (aux_loss,) = ctx.saved_tensors
-        return dy, jnp.ones_like(aux_loss) * cls.scale
 
 
 def _jump_rule(residuals, g):

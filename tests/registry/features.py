@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,9 @@ import jax.numpy as jnp
 
 from pylayer_jax import PyLayer
 from tests.kit.case import R3, W, X, case, grid, stop, straight_through
+from tests.kit.layers import layer_of
+
+saving = functools.partial(layer_of, __module__=__name__)
 
 # -- the rule itself ------------------------------------------------------------------------------
 
@@ -31,15 +35,7 @@ class DoubledTanh(PyLayer):
         return 2 * dy * (1 - y**2)
 
 
-@case(straight_through(jnp.round), X)
-class Round(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        return jnp.round(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
+Round = case(straight_through(jnp.round), X)(saving(jnp.round, lambda x, dy: dy, "Round"))
 
 
 @case(lambda x: jnp.sin(x * x), X)
@@ -126,24 +122,19 @@ class Keywords(PyLayer):
         return dy * (y + 2 * z), dy * x, dy * 2 * x
 
 
-@case(
+VariableArguments = case(
     lambda a, b, c: a * b * c + b,
     0.3,
     0.7,
     -1.2,
     call=lambda a, b, c: VariableArguments.apply(a, 5, b, "text", c),
+)(
+    saving(
+        lambda a, _, b, text, c: a * b * c + b,
+        lambda a, _, b, text, c, dy: (dy * b * c, None, dy * (a * c + 1), None, dy * a * b),
+        "VariableArguments",
+    )
 )
-class VariableArguments(PyLayer):
-    @staticmethod
-    def forward(ctx, *values):
-        a, _, b, _, c = values
-        ctx.save_for_backward(a, b, c)
-        return a * b * c + b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b, c = ctx.saved_tensor()
-        return dy * b * c, None, dy * (a * c + 1), None, dy * a * b
 
 
 @case(
@@ -255,15 +246,7 @@ class MixedOutputs(PyLayer):
         return ds * jnp.cos(x) + dq * 2 * x
 
 
-@case(lambda x: (x * 3,), X)
-class OneTuple(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        return (x * 3,)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return (dy * 3,)
+OneTuple = case(lambda x: (x * 3,), X)(saving(lambda x: (x * 3,), lambda x, dy: (dy * 3,), "OneTuple"))
 
 
 @case(lambda x: jnp.sin(x), X, call=lambda x: NoneForMissing.apply(x)[1])
@@ -315,32 +298,23 @@ def _complex(f: Callable[[Any], Any]) -> Callable[..., Any]:
     return parts
 
 
-@case(_complex(lambda z: z**2 * (1 + 2j)), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInTorch.apply(z)))
-class ComplexAsInTorch(PyLayer):
-    complex_convention = "paddle"
-
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z**2 * (1 + 2j)
-
-    @staticmethod
-    def backward(ctx, dy):
-        (z,) = ctx.saved_tensor()
-        return dy * jnp.conj(2 * z * (1 + 2j))
+def _squared(z):
+    return z**2 * (1 + 2j)
 
 
-@case(_complex(lambda z: z**2 * (1 + 2j)), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInJax.apply(z)))
-class ComplexAsInJax(PyLayer):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z**2 * (1 + 2j)
+ComplexAsInJax = case(_complex(_squared), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInJax.apply(z)))(
+    saving(_squared, lambda z, dy: dy * 2 * z * (1 + 2j), "ComplexAsInJax")
+)
 
-    @staticmethod
-    def backward(ctx, dy):
-        (z,) = ctx.saved_tensor()
-        return dy * 2 * z * (1 + 2j)
+
+ComplexAsInTorch = case(_complex(_squared), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInTorch.apply(z)))(
+    saving(
+        _squared,
+        lambda z, dy: dy * jnp.conj(2 * z * (1 + 2j)),
+        "ComplexAsInTorch",
+        complex_convention="paddle",
+    )
+)
 
 
 # -- layers within layers -------------------------------------------------------------------------
@@ -362,17 +336,12 @@ class AppliesAnother(PyLayer):
         return dy * (1 - y**2)
 
 
-@case(lambda x: x * jnp.tanh(stop(x) + 2 * (x - stop(x))) - stop(x * jnp.tanh(x)) + stop(2 * x), X)
-class BackwardApplies(PyLayer):
-    """Its backward applies a layer, to a saved input."""
+def _applies_a_layer(x, dy):
+    y = DoubledTanh.apply(x)
+    return dy * (y + x * 2 * (1 - y**2))
 
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return 2 * x
 
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensor()
-        y = DoubledTanh.apply(x)
-        return dy * (y + x * 2 * (1 - y**2))
+# Its backward applies a layer, to a saved input.
+BackwardApplies = case(lambda x: x * jnp.tanh(stop(x) + 2 * (x - stop(x))) - stop(x * jnp.tanh(x)) + stop(2 * x), X)(
+    saving(lambda x: 2 * x, _applies_a_layer, "BackwardApplies")
+)
