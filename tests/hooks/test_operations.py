@@ -13,6 +13,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from tests.kit.layers import Multiply, Tanh, bits
 
+from .spy import in_block
+
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) * 0.3 + np.eye(4), jnp.float32)
 
 
@@ -133,12 +135,7 @@ def loss_of(operation):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gradients(operation, transform):
     plain, hooks = loss_of(operation), bits()
-
-    def block(x):
-        with hooks:
-            return plain(x)
-
     run, which = TRANSFORMS[transform]
     # A block around each operation; a decorated function is one operation.
-    found = run(hooks(plain) if transform == "grad of jit" else block)(X)
+    found = run(hooks(plain) if transform == "grad of jit" else in_block(hooks, plain))(X)
     np.testing.assert_allclose(found, without_hooks(operation)[which], rtol=2e-4, atol=1e-4)
