@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pylayer_jax import saved_tensors_hooks
 from tests.kit.layers import Tanh
 from tests.kit.modes import MODES
+from tests.kit.transforms import FIRST_ORDER, LIKE, SECOND_ORDER
 
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
 B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -70,16 +73,15 @@ def bytes_held(pullback):
     return sum({id(x): x.nbytes for x in jax.tree.leaves(pullback)}.values())
 
 
-# -- of functions of two arrays -------------------------------------------------------------------
+# Each from a scalar function and its arguments to numbers.
+TRANSFORMS = {**FIRST_ORDER, **SECOND_ORDER}
 
 
-def gradient(f):
-    return jax.grad(f, (0, 1))
+def without_hooks(f, args):
+    """The numbers that a transform gives for `f`, by its name: compiled once for all that give the same."""
 
+    @functools.cache
+    def compiled(name):
+        return jax.jit(lambda *args: TRANSFORMS[name](f, args))(*args)
 
-def second(f):
-    return gradient(lambda x, w: sum(jnp.sum(g**2) for g in gradient(f)(x, w)))
-
-
-def scanned(f):
-    return lambda x, w: jax.lax.scan(lambda c, _: (c * 0.9 + f(c, w) * 0.01, None), x, None, length=3)[0].sum()
+    return lambda name: compiled(LIKE[name])

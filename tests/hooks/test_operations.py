@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from tests.kit.layers import Multiply, Tanh, bits
 
-from .spy import in_block
+from .spy import TRANSFORMS, in_block, without_hooks
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) * 0.3 + np.eye(4), jnp.float32)
 
@@ -79,6 +79,9 @@ OPERATIONS = {
     "cond": lambda x: lax.cond(x[0, 0] > 0, jnp.sin, jnp.cos, x),
     "fori_loop": lambda x: lax.fori_loop(0, 3, lambda i, c: c * x, x),
     "checkpoint": jax.checkpoint(lambda x: jnp.sin(jnp.cos(x))),
+    "checkpoint of scan": jax.checkpoint(lambda x: lax.scan(lambda c, _: (Tanh.apply(c), None), x, None, length=3)[0]),
+    "checkpoint of fori_loop": jax.checkpoint(lambda x: lax.fori_loop(0, 3, lambda _, c: Tanh.apply(c), x)),
+    "checkpoint of map": jax.checkpoint(lambda x: lax.map(Tanh.apply, x) * x),
     "checkpoint with a policy": jax.checkpoint(lambda x: jnp.sin(x @ x), policy=jax.checkpoint_policies.dots_saveable),
     "vmap of a layer": jax.vmap(lambda row: Tanh.apply(row) * row),
     "jit of a layer": jax.jit(lambda x: Tanh.apply(x) * jnp.sin(x)),
@@ -96,38 +99,19 @@ OPERATIONS = {
 }
 
 
-def second(f):
-    return jax.grad(lambda x: jnp.sum(jax.grad(f)(x) * jnp.cos(x)))
-
-
-# Each with which of the expected numbers it gives.
-TRANSFORMS = {
-    "grad": (jax.grad, 0),
-    "grad of jit": (lambda f: jax.grad(jax.jit(f)), 0),
-    "jit of vmap of grad": (lambda f: lambda x: jax.jit(jax.vmap(jax.grad(f)))(jnp.stack([x, x * 1.1])), 1),
-    "second order": (lambda f: jax.jit(second(f)), 2),
-}
-
-
 @functools.cache
-def without_hooks(operation):
-    def numbers(x):
-        both = jax.vmap(jax.grad(plain))(jnp.stack([x, x * 1.1]))
-        return both[0], both, second(plain)(x)
-
-    plain = loss_of(operation)
-    return jax.jit(numbers)(X)
-
-
 def loss_of(operation):
-    return lambda x: jnp.sum(jnp.sin(OPERATIONS[operation](x)))
+    def loss(x):
+        return jnp.sum(jnp.sin(OPERATIONS[operation](x)))
+
+    return loss, without_hooks(loss, (X,))
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", ["grad", "grad_of_jit", "vmap_of_grad", "jit_of_grad_of_grad"])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gradients(operation, transform):
-    plain, hooks = loss_of(operation), bits()
-    run, which = TRANSFORMS[transform]
+    loss, expected = loss_of(operation)
     # A block around each operation; a decorated function is one operation.
-    found = run(hooks(plain) if transform == "grad of jit" else in_block(hooks, plain))(X)
-    np.testing.assert_allclose(found, without_hooks(operation)[which], rtol=2e-4, atol=1e-4)
+    hooked = bits()(loss) if transform == "grad_of_jit" else in_block(bits(), loss)
+    (found,) = TRANSFORMS[transform](hooked, (X,))
+    np.testing.assert_allclose(found, expected(transform)[0], rtol=2e-4, atol=1e-4)

@@ -186,23 +186,6 @@ def test_refs_inside_a_block():
         np.testing.assert_allclose(run(bits()(f))(X), 2 * X, rtol=1e-6)
 
 
-LOOPS = {
-    "scan": lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0],
-    "fori_loop": lambda f, x: jax.lax.fori_loop(0, 3, lambda _, c: f(c), x),
-    "map": lambda f, x: jax.lax.map(f, x),
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("jitted", [False, True])
-def test_a_checkpointed_loop(loop, jitted):
-    checkpointed = jax.checkpoint(lambda x: LOOPS[loop](Tanh.apply, x))
-    loss = in_block(saved_tensors_hooks(lambda x: x, lambda x: x), lambda x: jnp.sum(checkpointed(x) * x))
-    gradient = jax.jit(jax.grad(loss)) if jitted else jax.grad(loss)
-    expected = jax.grad(lambda x: jnp.sum(LOOPS[loop](jnp.tanh, x) * x))(X)
-    np.testing.assert_allclose(gradient(X), expected, rtol=1e-5)
-
-
 DATA = jnp.linspace(-1.0, 1.0, 20).reshape(5, 4)
 
 
