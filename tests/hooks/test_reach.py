@@ -143,29 +143,6 @@ def test_forward_mode_is_not_packed():
     assert spy.log == []
 
 
-def test_weak_types_come_back():
-    seen = []
-
-    class Keep(PyLayer):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w.astype(x.dtype)
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, w = ctx.saved_tensor()
-            seen.append((jax.typeof(x).weak_type, w.dtype))
-            return dy, None
-
-    hooks = saved_tensors_hooks(lambda x: x if isinstance(x, jax.core.Tracer) else np.asarray(x), jnp.asarray)
-    weak = jnp.asarray(2.0)
-    assert weak.weak_type
-    for differentiate in GRADIENTS[:2]:
-        differentiate(in_block(hooks, lambda x: Keep.apply(x, jnp.ones((), jnp.bfloat16))))(weak)
-    assert seen == [(True, jnp.bfloat16)] * 2
-
-
 @pytest.mark.parametrize("f", [Square.apply, lambda x: jnp.sin(x) * x], ids=["layer", "operation"])
 @pytest.mark.parametrize("order", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.hessian], ids=["1", "2", "hessian"])
 def test_python_numbers_as_arguments_and_cotangents(f, order):
