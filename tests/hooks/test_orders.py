@@ -112,11 +112,3 @@ def test_a_block_in_a_backward_that_is_transposed(derivative, mode):
 
     of = DERIVATIVES[derivative]
     np.testing.assert_allclose(mode(of(Squared.apply))(X), of(lambda x: x * x)(X), rtol=1e-6)
-
-
-@EAGER_AND_JIT
-def test_forward_mode_directly_around_a_block(mode):
-    def tangent(w):
-        return jax.jvp(bits()(lambda x: jnp.sin(x) * w), (X,), (X,))[1]
-
-    np.testing.assert_allclose(mode(tangent)(X), jnp.cos(X) * X * X, rtol=1e-6)
