@@ -231,28 +231,6 @@ def test_jax_shows_where_the_layer_is_defined():
     assert source == f"Tanh at {inspect.getfile(Tanh)}:{inspect.getsourcelines(Tanh.forward)[1]}"
 
 
-def test_fresh_statics_cost_no_retrace():
-    traces = []
-
-    class Activated(PyLayer):
-        @staticmethod
-        def forward(ctx, x, function):
-            traces.append(1)
-            ctx.function = function
-            return function(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, None
-
-    step = jax.jit(jax.grad(lambda x: Activated.apply(x, lambda v: v * 2).sum()))
-    step(X)
-    count = len(traces)
-    for _ in range(3):
-        step(X)
-    assert len(traces) == count
-
-
 # -- outputs that nobody uses ---------------------------------------------------------------------
 
 

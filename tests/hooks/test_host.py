@@ -78,12 +78,6 @@ def test_gradients(name, place):
     assert host.types == {np.ndarray}
 
 
-def test_a_jitted_vjp_function_may_be_called_twice():
-    value, pullback = jax.vjp(jax.jit(Host().hooks(plain)), X)
-    first, second = pullback(value), pullback(value)
-    np.testing.assert_array_equal(first[0], second[0])
-
-
 def recurrent(layer):
     """The tensor w is packed once, outside of the loop, and unpacked in each iteration."""
     return lambda w, x: jax.lax.scan(lambda c, _: (layer(c * w), None), x, None, length=6)[0].sum()
@@ -239,11 +233,11 @@ def test_a_step_that_raised_in_a_hook_leaks_nothing(hook, nothing_is_logged):
     assert max(sizes) <= 10
 
 
-def test_several_forward_passes_may_wait_for_their_backward():
+def test_several_forward_passes_may_wait_for_their_backward_and_each_may_run_twice():
     f = jax.jit(Host().hooks(tanh_sum))
-    waiting = [(x, *jax.vjp(f, x)) for x in (X, X + 1, X - 1)]
-    for x, value, pullback in waiting:
-        np.testing.assert_allclose(pullback(jnp.ones_like(value))[0], tanh_slope(x), rtol=1e-5)
+    waiting = [(x, jax.vjp(f, x)[1]) for x in (X, X + 1, X - 1)]
+    for x, pullback in waiting * 2:
+        np.testing.assert_allclose(pullback(1.0)[0], tanh_slope(x), rtol=1e-5)
 
 
 @pytest.mark.clears_caches
