@@ -139,6 +139,8 @@ def pair(recipe):
 
 @hypothesis.settings(deadline=None, max_examples=200)
 @hypothesis.given(recipes(), recipes())
+@hypothesis.example(("number", 0.0), ("number", -0.0))
+@hypothesis.example(("default", ("number", 2)), ("default", ("number", 2.0)))
 def test_pairs_of_one_recipe_are_one_and_of_two_recipes_two(first, second):
     assert pair(first) == pair(first)
     assert hash(pair(first)) == hash(pair(first))
