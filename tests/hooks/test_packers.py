@@ -78,12 +78,13 @@ SHARDED = {
 }
 RUNS = SHARDED | {name: (transform, name) for name, transform in TRANSFORMS.items()}
 
-# save_on_disk has host=True as in test_host.py, and cast_saved is plain JAX, so that some of the transforms are enough.
+# save_on_disk has host=True as in test_host.py, and cast_saved is plain JAX, so that a few transforms are enough.
 SOME = ("grad", "jit_of_grad", "vmap_of_grad", "jit_of_scan", "shard_map", "jit_of_grad_of_grad")
 MORE = ("grad_of_jit", "grad_of_vmap_of_the_first", "scan", "cond", "remat", "named_sharding", "grad_of_grad")
-MET = [(name, packer) for packer in ("save_on_cpu", "quantize_saved 8", "save_on_disk", "cast_saved") for name in SOME]
+MET = [(name, packer) for packer in ("save_on_cpu", "quantize_saved 8") for name in SOME]
 MET += [(name, packer) for packer in ("save_on_cpu", "quantize_saved 8") for name in (*MORE, *SHARDED)]
-MET += [(name, "quantize_saved 4") for name in ("grad", "jit_of_grad", "shard_map")]
+FEW = ("grad", "jit_of_grad", "shard_map")
+MET += [(name, packer) for packer in ("save_on_disk", "cast_saved", "quantize_saved 4") for name in FEW]
 
 expected_of_model = without_hooks(model, (X, W))
 
