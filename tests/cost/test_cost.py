@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 from collections import Counter
@@ -13,7 +14,9 @@ import pytest
 from jax.interpreters import partial_eval
 
 from pylayer_jax import PyLayer, _layer
-from tests.kit.layers import Tanh
+from tests.kit.layers import ForwardTanh, Tanh
+
+# -- programs -------------------------------------------------------------------------------------
 
 
 @jax.custom_vjp
@@ -27,30 +30,6 @@ def _tanh_forward(x):
 
 
 tanh.defvjp(_tanh_forward, lambda y, dy: (dy * (1 - y**2),))
-
-
-class Linear(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w, x)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w, _ = ctx.saved_tensor()
-        return dy @ w.T, x.T @ dy
-
-
-@jax.custom_vjp
-def linear(x, w):
-    return x @ w
-
-
-linear.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, dy: (dy @ r[1].T, r[0].T @ dy))
-
-
-class ForwardTanh(Tanh):
-    forward_mode = True
 
 
 class OwnBatch(Tanh):
@@ -90,52 +69,41 @@ def scanned(layer):
     return lambda x: jax.lax.scan(lambda c, _: (layer(c), None), x, None, length=5)[0].sum()
 
 
-def multiplied(layer):
-    return lambda x: layer(layer(x, x + 1), x).sum()
-
-
+# A function of a layer, the layer, and the same by hand.
 PROGRAMS = {
-    "grad of 50 layers": (jax.grad(deep(Tanh.apply)), jax.grad(deep(tanh))),
-    "value and grad of 50 layers": (jax.value_and_grad(deep(Tanh.apply)), jax.value_and_grad(deep(tanh))),
-    "grad of jit of 50 layers": (jax.grad(jax.jit(deep(Tanh.apply))), jax.grad(jax.jit(deep(tanh)))),
-    "forward of 50 layers": (deep(Tanh.apply), deep(tanh)),
-    "grad of scan": (jax.grad(scanned(Tanh.apply)), jax.grad(scanned(tanh))),
-    "grad of matrix products": (jax.grad(multiplied(Linear.apply)), jax.grad(multiplied(linear))),
-    "grad of remat": (jax.grad(jax.checkpoint(deep(Tanh.apply))), jax.grad(jax.checkpoint(deep(tanh)))),
-    "jvp of 50 layers": (pushed(deep(ForwardTanh.apply)), pushed(deep(forward_tanh))),
-    "jvp of scan": (pushed(scanned(ForwardTanh.apply)), pushed(scanned(forward_tanh))),
-    "grad of 50 layers with forward mode": (jax.grad(deep(ForwardTanh.apply)), jax.grad(deep(tanh))),
-    "grad of remat with forward mode": (
-        jax.grad(jax.checkpoint(deep(ForwardTanh.apply))),
-        jax.grad(jax.checkpoint(deep(tanh))),
-    ),
-    "vmap of grad with a vmap of its own": (
-        jax.vmap(jax.grad(deep(OwnBatch.apply))),
-        jax.vmap(jax.grad(deep(tanh))),
-    ),
-    "vmap of grad": (jax.vmap(jax.grad(deep(Tanh.apply))), jax.vmap(jax.grad(deep(tanh)))),
+    "forward": (deep, Tanh, tanh),
+    "grad": (lambda layer: jax.grad(deep(layer)), Tanh, tanh),
+    "value and grad": (lambda layer: jax.value_and_grad(deep(layer)), Tanh, tanh),
+    "grad of jit": (lambda layer: jax.grad(jax.jit(deep(layer))), Tanh, tanh),
+    "grad of scan": (lambda layer: jax.grad(scanned(layer)), Tanh, tanh),
+    "grad of remat": (lambda layer: jax.grad(jax.checkpoint(deep(layer))), Tanh, tanh),
+    "vmap of grad": (lambda layer: jax.vmap(jax.grad(deep(layer))), Tanh, tanh),
+    "vmap of grad with a vmap of its own": (lambda layer: jax.vmap(jax.grad(deep(layer))), OwnBatch, tanh),
+    "grad with forward mode": (lambda layer: jax.grad(deep(layer)), ForwardTanh, tanh),
+    "grad of remat with forward mode": (lambda layer: jax.grad(jax.checkpoint(deep(layer))), ForwardTanh, tanh),
+    "jvp": (lambda layer: pushed(deep(layer)), ForwardTanh, forward_tanh),
+    "jvp of scan": (lambda layer: pushed(scanned(layer)), ForwardTanh, forward_tanh),
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_compiled_program_is_that_of_a_hand_written_custom_vjp(program):
-    ours, theirs = (jax.jit(f).lower(X).compile() for f in PROGRAMS[program])
-    assert _instructions(ours) == _instructions(theirs)
-    assert ours.cost_analysis() == theirs.cost_analysis()
-    assert ours.memory_analysis().temp_size_in_bytes == theirs.memory_analysis().temp_size_in_bytes
+def test_compiled_program_is_that_of_a_hand_written_rule(program):
+    function, layer, by_hand = PROGRAMS[program]
+    ours, theirs = (jax.jit(function(f)).lower(X).compile() for f in (layer.apply, by_hand))
+    assert_same_program(ours, theirs)
 
 
 class LinearTanh(PyLayer):
-    """Saves the scanned weights; a scan must not stack them a second time."""
+    """Saves the scanned weights, which a scan must not stack a second time, and its input twice."""
 
     @staticmethod
     def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
+        ctx.save_for_backward(x, w, x)
         return jnp.tanh(x @ w)
 
     @staticmethod
     def backward(ctx, dy):
-        x, w = ctx.saved_tensor()
+        x, w, _ = ctx.saved_tensor()
         dy = dy * (1 - jnp.tanh(x @ w) ** 2)
         return dy @ w.T, x.T @ dy
 
@@ -158,6 +126,7 @@ def _linear_tanh_backward(residuals, dy):
 linear_tanh.defvjp(lambda x, w: (linear_tanh(x, w), (x, w)), _linear_tanh_backward)
 
 LOOPS = {
+    "no loop": lambda f: lambda x, ws: f(f(x, ws[0]), ws[0]),
     "scan": lambda f: lambda x, ws: jax.lax.scan(lambda c, w: (f(c, w), None), x, ws)[0],
     "scan of three that share their arguments": lambda f: (
         lambda x, ws: jax.lax.scan(lambda c, w: (f(c, w) + 2 * f(c, w) + 3 * f(c, w), None), x, ws)[0]
@@ -169,17 +138,25 @@ LOOPS = {
 }
 
 
+@functools.cache
+def loop_program(loop, f, jitted_first):
+    def loss(x, ws):
+        return LOOPS[loop](f)(x, ws).sum()
+
+    return jax.jit(jax.grad(jax.jit(loss) if jitted_first else loss, (0, 1))).lower(X, jnp.ones((8, 8, 8))).compile()
+
+
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("layer", [LinearTanh, ForwardLinearTanh])
 @pytest.mark.parametrize("jitted_first", [False, True])
 def test_a_loop_over_layers_is_that_of_a_hand_written_custom_vjp(loop, layer, jitted_first):
-    def program(f):
-        run = LOOPS[loop](f)
-        loss = jax.jit(lambda x, ws: run(x, ws).sum()) if jitted_first else lambda x, ws: run(x, ws).sum()
-        return jax.jit(jax.grad(loss, (0, 1))).lower(X, jnp.ones((8, 8, 8))).compile()
+    ours, theirs = (loop_program(loop, f, jitted_first) for f in (layer.apply, linear_tanh))
+    assert_same_program(ours, theirs)
 
-    ours, theirs = program(layer.apply), program(linear_tanh)
+
+def assert_same_program(ours, theirs):
     assert _instructions(ours) == _instructions(theirs)
+    assert ours.cost_analysis() == theirs.cost_analysis()
     assert ours.memory_analysis().temp_size_in_bytes == theirs.memory_analysis().temp_size_in_bytes
 
 
@@ -190,7 +167,7 @@ def _instructions(compiled):
 
 def test_the_comparison_sees_one_more_operation():
     more = jax.jit(jax.grad(lambda x: deep(tanh)(jnp.sin(x)))).lower(X).compile()
-    assert _instructions(more) != _instructions(jax.jit(PROGRAMS["grad of 50 layers"][1]).lower(X).compile())
+    assert _instructions(more) != _instructions(jax.jit(jax.grad(deep(tanh))).lower(X).compile())
 
 
 def test_eager_apply_uses_no_custom_vjp(monkeypatch):
@@ -254,28 +231,6 @@ def test_jax_shows_where_the_layer_is_defined():
     assert source == f"Tanh at {inspect.getfile(Tanh)}:{inspect.getsourcelines(Tanh.forward)[1]}"
 
 
-def test_fresh_statics_cost_no_retrace():
-    traces = []
-
-    class Activated(PyLayer):
-        @staticmethod
-        def forward(ctx, x, function):
-            traces.append(1)
-            ctx.function = function
-            return function(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, None
-
-    step = jax.jit(jax.grad(lambda x: Activated.apply(x, lambda v: v * 2).sum()))
-    step(X)
-    count = len(traces)
-    for _ in range(3):
-        step(X)
-    assert len(traces) == count
-
-
 # -- outputs that nobody uses ---------------------------------------------------------------------
 
 
@@ -307,7 +262,12 @@ def without_unused(function, *args):
     return lambda *args: jax.core.eval_jaxpr(jaxpr, closed.consts, *args)[0], str(jaxpr)
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap, scan_with_output], ids=["", "jit", "vmap", "scan"])
+AROUND = pytest.mark.parametrize(
+    "around", [lambda f: f, jax.jit, jax.vmap, scan_with_output], ids=["plain", "jit", "vmap", "scan"]
+)
+
+
+@AROUND
 @pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="the primitive of jax_custom_vjp3 is dropped as a whole or not")
 def test_an_output_that_nobody_uses_leaves_the_jaxpr(around):
     run, text = without_unused(lambda x: around(Both.apply)(x)[0], X)
@@ -316,9 +276,8 @@ def test_an_output_that_nobody_uses_leaves_the_jaxpr(around):
     np.testing.assert_allclose(run(X), around(Both.apply)(X)[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("layer", [Both, ForwardBoth])
-@pytest.mark.parametrize("output", [0, 1])
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap, scan_with_output], ids=["", "jit", "vmap", "scan"])
+@pytest.mark.parametrize(("layer", "output"), [(Both, 1), (ForwardBoth, 0)])
+@AROUND
 def test_what_is_left_has_the_same_derivatives(layer, output, around):
     def loss(x):
         return jnp.sum(around(layer.apply)(x)[output] ** 2)

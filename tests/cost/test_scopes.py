@@ -9,13 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 from pylayer_jax import Function
-from tests.kit.layers import Tanh
+from tests.kit.layers import ForwardTanh, Tanh
 
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
-
-
-class ForwardMode(Tanh):
-    forward_mode = True
 
 
 class OwnJvp(Tanh):
@@ -60,6 +56,10 @@ def loss_of(layer):
     return lambda x: layer.apply(jnp.sin(x)).sum()
 
 
+def pushed(layer):
+    return lambda x: jax.jvp(loss_of(layer), (x,), (x,))
+
+
 AROUND = {
     "jit of grad": lambda f: jax.grad(f),
     "grad of jit": lambda f: jax.grad(jax.jit(f)),
@@ -71,7 +71,7 @@ AROUND = {
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("layer", [Tanh, ForwardMode, OwnJvp, Split])
+@pytest.mark.parametrize("layer", [Tanh, ForwardTanh, OwnJvp, Split])
 def test_forward_and_backward_bear_the_name_of_their_class(layer, around):
     found = scopes(AROUND[around](loss_of(layer)), X)
     assert (f"{layer.__name__}/forward", "tanh") in found
@@ -79,21 +79,19 @@ def test_forward_and_backward_bear_the_name_of_their_class(layer, around):
     assert not any(scope.startswith(layer.__name__) for scope, operation in found if operation in ("sin", "cos"))
 
 
-def test_without_differentiation():
-    assert ("Tanh/forward", "tanh") in scopes(loss_of(Tanh), X)
-
-
-@pytest.mark.parametrize("layer", [ForwardMode, OwnJvp])
-def test_forward_mode(layer):
-    found = scopes(lambda x: jax.jvp(loss_of(layer), (x,), (x,)), X)
-    assert (f"{layer.__name__}/forward", "tanh") in found
-    assert ("OwnJvp/jvp", "div") in found if layer is OwnJvp else ("ForwardMode/backward", "sub") in found
-
-
-def test_a_layers_own_batching():
-    assert ("OwnBatch/vmap", "tan") in scopes(jax.vmap(OwnBatch.apply), X)
-    found = scopes(jax.vmap(jax.grad(loss_of(OwnBatch))), X)
-    assert {("OwnBatch/vmap", "tan"), ("OwnBatch/backward", "sub")} <= found
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (loss_of(Tanh), {("Tanh/forward", "tanh")}),
+        (pushed(ForwardTanh), {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")}),
+        (pushed(OwnJvp), {("OwnJvp/forward", "tanh"), ("OwnJvp/jvp", "div")}),
+        (jax.vmap(OwnBatch.apply), {("OwnBatch/vmap", "tan")}),
+        (jax.vmap(jax.grad(loss_of(OwnBatch))), {("OwnBatch/vmap", "tan"), ("OwnBatch/backward", "sub")}),
+    ],
+    ids=["forward", "jvp", "jvp of its own", "vmap of its own", "vmap of its own and grad"],
+)
+def test_other_methods_bear_the_name_too(function, names):
+    assert names <= scopes(function, X)
 
 
 def test_a_layer_within_a_layer():
@@ -122,6 +120,6 @@ def test_eager_mode_does_not_pay_for_names(monkeypatch):
     monkeypatch.setattr(jax, "named_scope", refuse)
     loss_of(Tanh)(X)
     jax.grad(loss_of(Tanh))(X)
-    jax.jvp(loss_of(OwnJvp), (X,), (X,))
+    pushed(OwnJvp)(X)
     with pytest.raises(AssertionError, match="the scope Tanh/forward was entered"):
         jax.jit(loss_of(Tanh))(X)

@@ -1,14 +1,23 @@
-"""A pair of hooks that counts its calls, and arrays, for the tests of this folder."""
+"""A pair of hooks that counts its calls, and what the tests of this folder do with a pair."""
 
 from __future__ import annotations
 
+import functools
+
+import jax
 import jax.numpy as jnp
 
 from pylayer_jax import saved_tensors_hooks
+from tests.kit.layers import Tanh
+from tests.kit.modes import MODES
+from tests.kit.transforms import FIRST_ORDER, LIKE, SECOND_ORDER
 
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
 B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 X = jnp.array([0.2, -0.4, 0.9])
+
+# The eager gradient, and the two orders of jit and grad.
+GRADIENTS = [MODES[name] for name in ("grad", "jit-grad", "grad-jit")]
 
 
 class Spy:
@@ -28,3 +37,51 @@ class Spy:
 
     def counts(self):
         return self.log.count("pack"), self.log.count("unpack")
+
+
+def in_block(hooks, f):
+    """`f` with a block around what it does."""
+
+    def block(*args):
+        with hooks:
+            return f(*args)
+
+    return block
+
+
+def tanh_sum(x):
+    return Tanh.apply(x).sum()
+
+
+def tanh_slope(x):
+    """The gradient of `tanh_sum`."""
+    return 1 - jnp.tanh(x) ** 2
+
+
+def counted_step(f=tanh_sum):
+    """The compiled gradient of `f`, and a list that grows each time it is traced."""
+    traced = []
+
+    def counted(x):
+        traced.append(None)
+        return f(x)
+
+    return jax.jit(jax.grad(counted)), traced
+
+
+def bytes_held(pullback):
+    return sum({id(x): x.nbytes for x in jax.tree.leaves(pullback)}.values())
+
+
+# Each from a scalar function and its arguments to numbers.
+TRANSFORMS = {**FIRST_ORDER, **SECOND_ORDER}
+
+
+def without_hooks(f, args):
+    """The numbers that a transform gives for `f`, by its name: compiled once for all that give the same."""
+
+    @functools.cache
+    def compiled(name):
+        return jax.jit(lambda *args: TRANSFORMS[name](f, args))(*args)
+
+    return lambda name: compiled(LIKE[name])

@@ -14,26 +14,19 @@ import pytest
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
 from tests.kit.layers import Multiply, Tanh
+from tests.kit.modes import EAGER_AND_JIT
+
+from .spy import bytes_held
 
 X = jax.random.normal(jax.random.key(0), (64, 128)) + 0.3
-LABELS = jnp.arange(64) % 7
 
 
-def softmax(x):
-    return jnp.sum(jax.nn.softmax(x) ** 2 * jnp.arange(128.0))
+WEIGHTS = jnp.arange(128.0)
 
 
 def normalize(x):
     centred = x - jnp.mean(x, axis=-1, keepdims=True)
     return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + 1e-6)
-
-
-def masked(x):
-    return jnp.sum(jnp.where(jnp.tri(64, 128, dtype=bool), x, -1.0) * jnp.arange(128.0))
-
-
-def one_hot(x):
-    return jnp.sum(x * jax.nn.one_hot(LABELS, 128))
 
 
 # The function, and how many of its tensors have to be kept at full size.
@@ -44,12 +37,16 @@ FUNCTIONS = {
     "gelu": (lambda x: jnp.sum(jax.nn.gelu(x)), 2),  # x and a tanh
     "normalize": (lambda x: jnp.sum(jnp.square(normalize(x))), 1),
     "one input, three uses": (lambda x: jnp.sum(jnp.sin(normalize(x)) + normalize(x) ** 2 * 0.5), None),
-    "masked": (masked, 0),
-    "one hot": (one_hot, 0),
+    "masked": (lambda x: jnp.sum(jnp.where(jnp.tri(64, 128, dtype=bool), x, -1.0) * jnp.arange(128.0)), 0),
+    "one hot": (lambda x: jnp.sum(x * jax.nn.one_hot(jnp.arange(64) % 7, 128)), 0),
     "layer of what follows": (lambda x: jnp.sum(Multiply.apply(normalize(x), jnp.ones(128))), None),
-    "softmax": (softmax, None),
+    "softmax": (lambda x: jnp.sum(jax.nn.softmax(x) ** 2 * WEIGHTS), None),
     "of two": (lambda x: jnp.sum(jnp.tanh(x).T @ jnp.sin(x)), None),
 }
+
+
+def exact():
+    return saved_tensors_hooks(lambda x: {"kept": x}, lambda packed: packed["kept"])
 
 
 def largest(x):
@@ -62,29 +59,24 @@ def without_hooks(function):
     return jax.jit(lambda x: (first(x), jax.grad(lambda x: jnp.sum(jnp.sin(first(x))))(x)))(X)
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@EAGER_AND_JIT
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_gradients_of_two_orders_are_those_without_hooks(name, jitted):
+def test_gradients_of_two_orders_are_those_without_hooks(name, mode):
     function, _ = FUNCTIONS[name]
-    hooked = saved_tensors_hooks(lambda x: {"kept": x}, lambda packed: packed["kept"])(function)
-    offsets = save_on_cpu()(function)
-    transform = jax.jit if jitted else lambda f: f
     expected, second = without_hooks(function)
-    for f in (hooked, offsets):
-        np.testing.assert_allclose(transform(jax.grad(f))(X), expected, rtol=2e-5, atol=1e-5 * largest(expected))
-        twice = jax.grad(lambda x, f=f: jnp.sum(jnp.sin(jax.grad(f)(x))))
-        np.testing.assert_allclose(transform(twice)(X), second, rtol=2e-4, atol=5e-5 * largest(second))
+    for hooks in (exact(), save_on_cpu()):
+        first = jax.grad(hooks(function))
+        np.testing.assert_allclose(mode(first)(X), expected, rtol=2e-5, atol=1e-5 * largest(expected))
+        twice = mode(jax.grad(lambda x, first=first: jnp.sum(jnp.sin(first(x)))))
+        np.testing.assert_allclose(twice(X), second, rtol=2e-4, atol=5e-5 * largest(second))
 
 
 @pytest.mark.parametrize("name", [name for name, (_, count) in FUNCTIONS.items() if count is not None])
 def test_only_what_does_not_follow_is_kept(name):
     function, count = FUNCTIONS[name]
-
-    def bytes_of(pullback):
-        return sum({id(leaf): leaf.nbytes for leaf in jax.tree_util.tree_leaves(pullback)}.values())
-
-    eager = bytes_of(jax.vjp(quantize_saved(8)(function), X)[1])
-    compiled = bytes_of(jax.jit(lambda x: jax.vjp(quantize_saved(8)(function), x)[1])(X))
+    hooked = quantize_saved(8)(function)
+    eager = bytes_held(jax.vjp(hooked, X)[1])
+    compiled = bytes_held(jax.jit(lambda x: jax.vjp(hooked, x)[1])(X))
     few = 5 * 64 * 8 / X.nbytes + 0.27 * (count == 0)  # statistics of rows, numbers; masks and labels
     assert count * 0.265 <= compiled / X.nbytes <= count * 0.266 + few
     # In eager mode `x ** n` of jax.numpy is of a copy of x.
@@ -92,11 +84,11 @@ def test_only_what_does_not_follow_is_kept(name):
 
 
 def test_a_pair_with_a_relative_error_keeps_differences():
-    # The difference 1 - y is exact, but not if it is computed from y after a cast.
-    x = jnp.full((8, 64), 1e-4)
+    # The difference 1 - x is near to 0, and would be 0 if it were computed from x, which is kept, after a cast.
+    x = jnp.full((8, 64), 1 - 1e-4)
 
     def loss(x):
-        return jnp.sum(jnp.log(1 - (1 - x)))
+        return jnp.sum(x * x + jnp.log(1 - x))
 
     np.testing.assert_allclose(jax.grad(cast_saved()(loss))(x), jax.grad(loss)(x), rtol=5e-3)
 
@@ -104,20 +96,15 @@ def test_a_pair_with_a_relative_error_keeps_differences():
 def test_what_a_pair_of_hooks_sees_of_a_tanh():
     # jax 0.10 keeps y and 1 - y, which does not follow from any packed form of y; newer ones 1 - y².
     seen = []
-
-    def pack(x):
-        seen.append((x.shape, x.dtype))
-        return x
-
-    f = saved_tensors_hooks(pack, lambda x: x)(lambda x: jnp.sum(jnp.tanh(x) * 2.0))
-    jax.grad(f)(X)
-    assert [shape for shape, _ in seen if shape] == [X.shape] * (1 if jax.__version_info__ >= (0, 11) else 2)
+    hooks = saved_tensors_hooks(lambda x: seen.append(x.shape) or x, lambda x: x)
+    jax.grad(hooks(lambda x: jnp.sum(jnp.tanh(x) * 2.0)))(X)
+    assert [shape for shape in seen if shape] == [X.shape] * (1 if jax.__version_info__ >= (0, 11) else 2)
 
 
 @pytest.mark.parametrize("transform", [jax.vmap, jax.checkpoint], ids=["vmap", "remat"])
 def test_under_other_transforms(transform):
     def loss(x):
-        return jnp.sum(jax.nn.gelu(normalize(x)) * jnp.arange(128.0))
+        return jnp.sum(jax.nn.gelu(normalize(x)) * WEIGHTS)
 
     def batched(loss):
         return lambda x: jnp.sum(transform(loss)(x.reshape(2, 32, 128) if transform is jax.vmap else x))
@@ -142,17 +129,20 @@ def scanned(x, ws):
 WS = jax.random.normal(jax.random.key(1), (6, 128, 128)) / 11
 
 
-@pytest.mark.parametrize("differentiated", [0, 1, (0, 1)])
-def test_a_scan_packs_within_its_iterations(differentiated):
-    def changed(loss):
-        return jax.jit(jax.grad(loss, differentiated))(X, WS)
-
-    expected = changed(scanned)
-    pairs = [(quantize_saved(8), 0.02), (save_on_cpu(), 1e-5), (cast_saved(), 0.02)]
-    for hooks, atol in pairs if differentiated == (0, 1) else pairs[:1]:
-        for got in (changed(hooks(scanned)), changed(jax.jit(hooks(scanned)))):
-            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-                np.testing.assert_allclose(a, b, atol=atol * float(jnp.abs(b).max()), rtol=1e-5)
+@pytest.mark.parametrize(
+    ("differentiated", "hooks", "around", "atol"),
+    [
+        (0, quantize_saved(8), jax.jit, 0.02),
+        (1, quantize_saved(8), lambda f: f, 0.02),
+        ((0, 1), quantize_saved(8), lambda f: f, 0.02),
+        ((0, 1), save_on_cpu(), lambda f: f, 1e-5),
+        ((0, 1), cast_saved(), jax.jit, 0.02),
+    ],
+)
+def test_a_scan_packs_within_its_iterations(differentiated, hooks, around, atol):
+    expected, found = (jax.jit(jax.grad(f, differentiated))(X, WS) for f in (scanned, around(hooks(scanned))))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=atol * float(jnp.abs(b).max()), rtol=1e-5)
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
@@ -165,53 +155,45 @@ def test_memory_of_a_compiled_scan(hooks, share):
     assert memory(hooks()(scanned)) < share * memory(scanned)
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("transform", ["reverse", "forward"])
-def test_second_derivatives_of_a_scan_in_a_block(transform, jitted):
+@EAGER_AND_JIT
+@pytest.mark.parametrize(
+    "second",
+    [jax.hessian, lambda loss: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(loss)(x))))],
+    ids=["forward", "reverse"],
+)
+def test_second_derivatives_of_a_scan_in_a_block(second, mode):
     def loss(x):
         return jnp.sum(jax.lax.scan(lambda c, k: (jnp.tanh(c) * k, None), x, jnp.linspace(0.5, 1.0, 3))[0] ** 2)
 
-    def twice(loss):
-        gradient = jax.grad(loss)
-        if transform == "forward":
-            return jax.jit(jax.hessian(loss)) if jitted else jax.hessian(loss)
-        second = jax.grad(lambda x: jnp.sum(jnp.sin(gradient(x))))
-        return jax.jit(second) if jitted else second
-
     x = jnp.linspace(-1.0, 1.0, 64)
-    exact = saved_tensors_hooks(lambda x: {"kept": x}, lambda packed: packed["kept"])
-    for hooks, atol in ((exact, 1e-5), (save_on_cpu(), 1e-5), (cast_saved(), 0.02), (quantize_saved(8), 0.02)):
-        np.testing.assert_allclose(twice(hooks(loss))(x), twice(loss)(x), rtol=1e-5, atol=atol)
+    expected = jax.jit(second(loss))(x)
+    for hooks, atol in ((exact(), 1e-5), (save_on_cpu(), 1e-5), (cast_saved(), 0.02), (quantize_saved(8), 0.02)):
+        np.testing.assert_allclose(mode(second(hooks(loss)))(x), expected, rtol=1e-5, atol=atol)
 
 
 # -- what is held ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transform", ["vjp", "grad"])
-def test_arrays_go_with_the_vjp_function_and_do_not_wait_for_the_garbage_collector(transform):
+@pytest.mark.parametrize("differentiate", [jax.vjp, lambda f, *args: jax.grad(f)(*args)], ids=["vjp", "grad"])
+@pytest.mark.parametrize("hooks", [cast_saved(), quantize_saved(8), exact()], ids=lambda hooks: type(hooks).__name__)
+def test_arrays_go_with_the_vjp_function_and_do_not_wait_for_the_garbage_collector(differentiate, hooks):
     def loss(x, w):
         return jnp.sum(jax.nn.gelu(normalize(x) @ w) + Tanh.apply(x @ w))
 
     def held():
         return sum(x.nbytes for x in jax.live_arrays())
 
-    w = WS[0]
-    for hooks in (cast_saved(), quantize_saved(8), saved_tensors_hooks(lambda x: [x], lambda packed: packed[0])):
-        f = hooks(loss)
-        jax.vjp(f, X, w)
-        gc.collect()
-        gc.disable()
-        try:
-            before = held()
-            for _ in range(3):
-                if transform == "vjp":
-                    value, pullback = jax.vjp(f, X, w)
-                    del value, pullback
-                else:
-                    jax.grad(f)(X, w)
-            assert held() == before
-        finally:
-            gc.enable()
+    f, w = hooks(loss), WS[0]
+    differentiate(f, X, w)
+    gc.collect()
+    gc.disable()
+    try:
+        before = held()
+        for _ in range(3):
+            differentiate(f, X, w)
+        assert held() == before
+    finally:
+        gc.enable()
 
 
 def test_objects_of_the_host_go_with_the_vjp_function_though_an_output_follows_from_them():

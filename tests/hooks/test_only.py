@@ -10,6 +10,9 @@ import pytest
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
 from tests.kit.layers import Multiply, Tanh
+from tests.kit.modes import EAGER_AND_JIT
+
+from .spy import counted_step, tanh_sum
 
 X, W = jnp.linspace(-1.0, 1.0, 64 * 64).reshape(64, 64), jnp.linspace(0.5, 1.0, 64)
 
@@ -22,18 +25,13 @@ def is_wide(x):
     return x.ndim > 1
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@EAGER_AND_JIT
 @pytest.mark.parametrize("host", [False, True], ids=["traced", "host"])
-def test_what_the_predicate_is_false_for_is_not_packed(host, jitted):
+def test_what_the_predicate_is_false_for_is_not_packed(host, mode):
     seen = []
-
-    def pack(x):
-        seen.append(x.shape)
-        return x
-
-    hooks = saved_tensors_hooks(pack, lambda x: x, host=host, only=is_wide)
-    step = jax.grad(hooks(loss))
-    np.testing.assert_allclose((jax.jit(step) if jitted else step)(W, X), jax.grad(loss)(W, X), rtol=1e-5, atol=1e-4)
+    hooks = saved_tensors_hooks(lambda x: seen.append(x.shape) or x, lambda x: x, host=host, only=is_wide)
+    found = mode(jax.grad(hooks(loss)))(W, X)
+    np.testing.assert_allclose(found, jax.grad(loss)(W, X), rtol=1e-5, atol=1e-4)
     assert seen
     assert all(len(shape) > 1 for shape in seen)
 
@@ -48,13 +46,7 @@ def test_every_ready_pair_takes_it(packer, tmp_path):
 
 
 def test_another_predicate_is_another_program():
-    traced = []
-
-    @jax.jit
-    def step(x):
-        traced.append(None)
-        return jax.grad(lambda x: jnp.sum(jnp.sin(x)))(x)
-
+    step, traced = counted_step()
     for only in (None, is_wide, is_wide):
         with cast_saved(only=only):
             step(X)
@@ -62,8 +54,8 @@ def test_another_predicate_is_another_program():
 
 
 def test_the_report_shows_it():
-    with cast_saved(only=lambda x: x.shape == (64, 64)):
-        report = saved_tensors_report(lambda x, y: jnp.sum(Tanh.apply(x)) + jnp.sum(Tanh.apply(y)), X, W)
+    with cast_saved(only=is_wide):
+        report = saved_tensors_report(lambda x, y: tanh_sum(x) + tanh_sum(y), X, W)
     wide, narrow = report.rows
     assert (wide.packed_bytes, narrow.packed_bytes) == (X.nbytes // 2, W.nbytes)
 
@@ -72,4 +64,4 @@ def test_a_predicate_that_is_not_callable_or_asks_for_values():
     with pytest.raises(TypeError, match=r"cast_saved: only must be callable, got 3"):
         cast_saved(only=3)
     with pytest.raises(TypeError, match=r"only needs concrete values, but Tanh.*It may read the shape, dtype"):
-        jax.jit(jax.grad(cast_saved(only=lambda x: x.max() > 0)(lambda x: jnp.sum(Tanh.apply(x)))))(X)
+        jax.jit(jax.grad(cast_saved(only=lambda x: x.max() > 0)(tanh_sum)))(X)

@@ -10,7 +10,7 @@ import pytest
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from tests.kit.layers import Multiply, Square, Tanh, bits
 
-from .spy import A, B, Spy, X
+from .spy import GRADIENTS, A, B, Spy, X, in_block, tanh_slope, tanh_sum
 
 OPERATIONS = {
     "plain operation": (jnp.multiply, 2),
@@ -37,12 +37,7 @@ def test_numpy_arrays_stay_on_the_host(name):
         assert type(x) is np.ndarray
         return jnp.asarray(x)
 
-    def loss(a, b):
-        with saved_tensors_hooks(pack, unpack):
-            y = operation(a, b)
-        return y.sum()
-
-    value, pullback = jax.vjp(loss, A, B)
+    value, pullback = jax.vjp(lambda a, b: in_block(saved_tensors_hooks(pack, unpack), operation)(a, b).sum(), A, B)
     np.testing.assert_allclose(value, (A * B).sum(), rtol=1e-6)
     assert len(log) == packs
     assert all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in log)
@@ -53,25 +48,15 @@ def test_numpy_arrays_stay_on_the_host(name):
 
 def test_only_what_is_needed_is_packed():
     spy = Spy()
-
-    def loss(a):
-        with spy.hooks:
-            return jnp.sum(a * B)  # the gradient of a needs B alone
-
-    jax.grad(loss)(A)
+    jax.grad(in_block(spy.hooks, lambda a: jnp.sum(a * B)))(A)  # the gradient of a needs B alone
     assert spy.counts() == (1, 1)
 
 
 def test_a_tensor_that_several_operations_keep_is_packed_once():
-    spy = Spy()
-
-    def loss(a, b):
-        with spy.hooks:
-            return jnp.sum(Multiply.apply(a, b) + a * b + Multiply.apply(a, a))
-
-    for differentiate in (jax.grad, lambda f, i: jax.jit(jax.grad(f, i))):
-        spy.log.clear()
-        differentiate(loss, (0, 1))(A, B)
+    for jit in (lambda f: f, jax.jit):
+        spy = Spy()
+        loss = in_block(spy.hooks, lambda a, b: jnp.sum(Multiply.apply(a, b) + a * b + Multiply.apply(a, a)))
+        jit(jax.grad(loss, (0, 1)))(A, B)
         assert spy.log.count("pack") == 2
 
 
@@ -97,36 +82,25 @@ def test_attributes_and_statics_are_not_packed():
     assert spy.counts() == (1, 1)
 
 
-def test_layers_are_reached_by_a_block_around_the_differentiation():
-    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
-        spy = Spy()
-        with spy.hooks:
-            got = differentiate(lambda x: Tanh.apply(x).sum())(X)
-        np.testing.assert_allclose(got, 1 - jnp.tanh(X) ** 2, rtol=1e-6)
-        assert spy.counts() == (1, 1)
+@pytest.mark.parametrize("differentiate", GRADIENTS)
+def test_a_block_around_the_differentiation_reaches_layers_and_a_decorator_the_whole_function(differentiate):
+    around, decorator = Spy(), Spy()
+    with around.hooks:
+        np.testing.assert_allclose(differentiate(tanh_sum)(X), tanh_slope(X), rtol=1e-6)
+    assert around.counts() == (1, 1)
 
-
-def test_decorator_reaches_the_whole_function():
-    spy = Spy()
-
-    @spy.hooks
+    @decorator.hooks
     def loss(x, scale=1.0):
         """Doc."""
         return jnp.sum(jnp.sin(Tanh.apply(x)) * scale)
 
     assert (loss.__name__, loss.__doc__) == ("loss", "Doc.")
-    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
-        spy.log.clear()
-        np.testing.assert_allclose(
-            differentiate(loss)(X, 2.0), 2 * jnp.cos(jnp.tanh(X)) * (1 - jnp.tanh(X) ** 2), rtol=1e-5
-        )
-        assert spy.counts()[0] == spy.counts()[1] >= 2
+    np.testing.assert_allclose(differentiate(loss)(X, 2.0), 2 * jnp.cos(jnp.tanh(X)) * tanh_slope(X), rtol=1e-5)
+    assert decorator.counts()[0] == decorator.counts()[1] >= 2
 
 
 def test_a_decorated_function_may_be_recursive_and_return_anything():
-    spy = Spy()
-
-    @spy.hooks
+    @Spy().hooks
     def power(x, n):
         return (x, "one") if n == 1 else (x * power(x, n - 1)[0], n)
 
@@ -135,21 +109,14 @@ def test_a_decorated_function_may_be_recursive_and_return_anything():
         assert tag == 3
         return value.sum()
 
-    for differentiate in (jax.grad, lambda f: jax.grad(jax.jit(f))):
+    for differentiate in GRADIENTS:
         np.testing.assert_allclose(differentiate(loss)(X), 3 * X**2, rtol=1e-5)
 
 
 def test_a_scan_under_jit_packs_in_each_iteration():
     shapes = []
-
-    def pack(x):
-        shapes.append(x.shape)
-        return x
-
-    def loss(x):
-        with saved_tensors_hooks(pack, lambda x: x):
-            return jax.lax.scan(lambda c, _: (Tanh.apply(c), None), x, None, length=7)[0].sum()
-
+    hooks = saved_tensors_hooks(lambda x: shapes.append(x.shape) or x, lambda x: x)
+    loss = in_block(hooks, lambda x: jax.lax.scan(lambda c, _: (Tanh.apply(c), None), x, None, length=7)[0].sum())
     jax.jit(jax.grad(loss))(X)
     assert set(shapes) == {(3,)}
     shapes.clear()
@@ -159,68 +126,20 @@ def test_a_scan_under_jit_packs_in_each_iteration():
 
 def test_effects_in_a_block_still_happen():
     seen = []
-
-    def loss(x):
-        with bits():
-            y = jax.jit(lambda x: (jax.debug.callback(seen.append, x), jnp.sin(x))[1])(x)
-            return y.sum()
-
+    sine = jax.jit(lambda x: (jax.debug.callback(seen.append, x), jnp.sin(x))[1])
+    loss = in_block(bits(), lambda x: sine(x).sum())
     for differentiate in (jax.grad, lambda f: jax.grad(jax.jit(f))):
         np.testing.assert_allclose(differentiate(loss)(X), jnp.cos(X), rtol=1e-6)
         jax.effects_barrier()
     assert len(seen) == 2
 
 
-def test_random_numbers_and_integers_pass():
-    key = jax.random.key(0)
-
-    def loss(x):
-        with bits():
-            mask = jax.random.bernoulli(key, 0.5, x.shape)
-            return jnp.sum(jnp.where(mask, x, 0.0) * jnp.take(x, jnp.array([2, 1, 0])))
-
-    expected = jax.grad(lambda x: jnp.sum(jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0) * x[::-1]))(X)
-    np.testing.assert_allclose(jax.grad(loss)(X), expected)
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(X), expected)
-
-
 def test_forward_mode_is_not_packed():
     spy = Spy()
-
-    def f(x):
-        with spy.hooks:
-            return jnp.sin(x) * x
-
-    for run in (jax.jvp, jax.jit(lambda *a: jax.jvp(*a), static_argnums=0)):
-        _, tangent = run(f, (X,), (X,))
-        np.testing.assert_allclose(tangent, (jnp.cos(X) * X + jnp.sin(X)) * X, rtol=1e-6)
+    for jit in (lambda f: f, jax.jit):  # of an array that is traced, or not
+        tangent = jit(lambda w: jax.jvp(in_block(spy.hooks, lambda x: jnp.sin(x) * w), (X,), (X,))[1])(X)
+        np.testing.assert_allclose(tangent, jnp.cos(X) * X * X, rtol=1e-6)
     assert spy.log == []
-
-
-def test_weak_types_come_back():
-    seen = []
-
-    class Keep(PyLayer):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return x * w.astype(x.dtype)
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, w = ctx.saved_tensor()
-            seen.append((jax.typeof(x).weak_type, w.dtype))
-            return dy, None
-
-    def loss(x):
-        with saved_tensors_hooks(lambda x: np.asarray(x) if not isinstance(x, jax.core.Tracer) else x, jnp.asarray):
-            return Keep.apply(x, jnp.ones((), jnp.bfloat16))
-
-    weak = jnp.asarray(2.0)
-    assert weak.weak_type
-    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f))):
-        differentiate(loss)(weak)
-    assert seen == [(True, jnp.bfloat16)] * 2
 
 
 @pytest.mark.parametrize("f", [Square.apply, lambda x: jnp.sin(x) * x], ids=["layer", "operation"])
@@ -239,36 +158,15 @@ def test_refs_inside_a_block():
         ref[...] = x * x
         return jnp.sum(ref[...])
 
-    for run in (jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))):
+    for run in GRADIENTS:
         np.testing.assert_allclose(run(bits()(f))(X), 2 * X, rtol=1e-6)
-
-
-LOOPS = {
-    "scan": lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=3)[0],
-    "fori_loop": lambda f, x: jax.lax.fori_loop(0, 3, lambda _, c: f(c), x),
-    "map": lambda f, x: jax.lax.map(f, x),
-}
-
-
-@pytest.mark.parametrize("loop", LOOPS)
-@pytest.mark.parametrize("jitted", [False, True])
-def test_a_checkpointed_loop(loop, jitted):
-    checkpointed = jax.checkpoint(lambda x: LOOPS[loop](Tanh.apply, x))
-
-    def loss(x):
-        with saved_tensors_hooks(lambda x: x, lambda x: x):
-            return jnp.sum(checkpointed(x) * x)
-
-    gradient = jax.jit(jax.grad(loss)) if jitted else jax.grad(loss)
-    expected = jax.grad(lambda x: jnp.sum(LOOPS[loop](jnp.tanh, x) * x))(X)
-    np.testing.assert_allclose(gradient(X), expected, rtol=1e-5)
 
 
 DATA = jnp.linspace(-1.0, 1.0, 20).reshape(5, 4)
 
 
 @pytest.mark.parametrize("decorate", [False, True])
-@pytest.mark.parametrize("differentiate", [lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))])
+@pytest.mark.parametrize("differentiate", GRADIENTS[1:])
 def test_constants_of_a_program_are_not_packed(differentiate, decorate):
     seen = []
     hooks = saved_tensors_hooks(lambda x: seen.append(x.shape) or (x,), lambda kept: kept[0])
@@ -276,12 +174,8 @@ def test_constants_of_a_program_are_not_packed(differentiate, decorate):
     def plain(w):
         return jnp.sum(jnp.tanh(DATA @ w))
 
-    def block(w):
-        with hooks:
-            return plain(w)
-
-    w = jnp.ones((4, 3))
-    np.testing.assert_allclose(differentiate(hooks(plain) if decorate else block)(w), jax.grad(plain)(w), rtol=1e-5)
+    w, hooked = jnp.ones((4, 3)), hooks(plain) if decorate else in_block(hooks, plain)
+    np.testing.assert_allclose(differentiate(hooked)(w), jax.grad(plain)(w), rtol=1e-5)
     assert set(seen) == {(5, 3)}
 
 
@@ -292,11 +186,5 @@ def test_unpack_gets_arrays_where_checkpoint_has_numbers(f, kept):
         x, scale = packed if isinstance(packed, tuple) else (packed, jnp.ones(()))
         return x + 0 * scale.astype(x.dtype) if x.ndim else x
 
-    hooks = saved_tensors_hooks(kept, unpack, differentiable=True)
-
-    @jax.checkpoint
-    def hooked(x):
-        with hooks:
-            return f(x)
-
+    hooked = jax.checkpoint(in_block(saved_tensors_hooks(kept, unpack, differentiable=True), f))
     np.testing.assert_allclose(jax.grad(hooked)(X), jax.grad(f)(X), rtol=1e-6)

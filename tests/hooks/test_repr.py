@@ -1,50 +1,72 @@
-"""How a pair of hooks shows itself: in one line, with the arguments that it was made with."""
+"""A pair of hooks as an object: in one line, with the arguments that it was made with, and copied."""
 
 import copy
 import functools
+import pickle
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
 
 
-def pack(x):
-    return x
+def twice(x):
+    return x * 2
 
 
-def is_matrix(x):
-    return x.ndim == 2
+def half(x):
+    return x / 2
 
 
-class Halved(saved_tensors_hooks):
+def is_vector(x):
+    return x.ndim == 1
+
+
+PAIR = "saved_tensors_hooks(pack_hook=twice, unpack_hook="
+
+
+class Scaled(saved_tensors_hooks):
     def __init__(self, scale, *, table=None):
         super().__init__(lambda x: x * scale, lambda x: x / scale)
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda hooks: pickle.loads(pickle.dumps(hooks))])
 @pytest.mark.parametrize(
-    ("hooks", "text"),
+    ("make", "text"),
     [
-        (saved_tensors_hooks(pack, functools.partial(pack)), "pack_hook=pack, unpack_hook=functools.partial("),
-        (saved_tensors_hooks(pack, lambda x: x, host=True), "pack_hook=pack, unpack_hook=<lambda>, host=True)"),
-        (cast_saved(), "cast_saved(dtype=bfloat16)"),
-        (cast_saved(np.dtype("float16"), only=is_matrix), "cast_saved(dtype=float16, only=is_matrix)"),
-        (cast_saved(jnp.float16), "cast_saved(dtype=float16)"),
-        (quantize_saved(4), "quantize_saved(bits=4, block_size=128)"),
-        (save_on_cpu(), "save_on_cpu()"),
-        (save_on_cpu(True), "save_on_cpu(pin_memory=True)"),
-        (Halved(0.5, table=np.eye(2)), "Halved(scale=0.5, table=array([[1., 0.], [0., 1.]]))"),
+        (lambda _: saved_tensors_hooks(twice, half, host=True), f"{PAIR}half, host=True)"),
+        (lambda _: saved_tensors_hooks(twice, functools.partial(half)), f"{PAIR}functools.partial(<function half "),
+        (lambda _: cast_saved(), "cast_saved(dtype=bfloat16)"),
+        (lambda _: cast_saved(np.dtype("float16"), only=is_vector), "cast_saved(dtype=float16, only=is_vector)"),
+        (lambda _: cast_saved(jnp.float16), "cast_saved(dtype=float16)"),
+        (lambda _: quantize_saved(4), "quantize_saved(bits=4, block_size=128)"),
+        (lambda _: save_on_cpu(), "save_on_cpu()"),
+        (lambda _: save_on_cpu(True), "save_on_cpu(pin_memory=True)"),
+        (save_on_disk, "save_on_disk(directory='FOLDER')"),
+        (
+            lambda folder: chain(cast_saved(), save_on_disk(folder), only=None),
+            "chain(cast_saved(dtype=bfloat16), save_on_disk(directory='FOLDER'), only=None)",
+        ),
+        (lambda _: Scaled(0.5, table=np.eye(2)), "Scaled(scale=0.5, table=array([[1., 0.], [0., 1.]]))"),
     ],
-    ids=lambda x: "" if isinstance(x, str) else type(x).__name__,
 )
-def test_a_pair_shows_its_arguments_in_one_line(hooks, text):
-    assert text in repr(hooks)
-    assert repr(hooks).startswith(f"{type(hooks).__name__}(")
-    assert "\n" not in repr(hooks)
-    assert repr(copy.copy(hooks)) == repr(hooks)
+def test_a_pair_shows_its_arguments_and_a_copy_is_a_pair_of_its_own(make, text, copied, tmp_path):
+    hooks = make(str(tmp_path))
+    assert repr(hooks).replace(str(tmp_path), "FOLDER").startswith(text)
+    with hooks:  # an open block is not copied
+        other = copied(hooks)
+    assert other is not hooks
+    assert type(other) is type(hooks)
+    assert repr(other) == repr(hooks)
+    hooks.close()
+    with other:
+        _, pullback = jax.vjp(jnp.sin, jnp.ones(64))
+    np.testing.assert_allclose(pullback(jnp.ones(64))[0], np.full(64, np.cos(1.0)), rtol=0.01)
 
 
-def test_the_directory_of_save_on_disk(tmp_path):
-    assert repr(save_on_disk(str(tmp_path))) == f"save_on_disk(directory={str(tmp_path)!r})"
+def test_a_lambda_cannot_be_pickled():
+    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
+        pickle.dumps(saved_tensors_hooks(lambda x: x, lambda x: x))

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
-from tests.kit.layers import Square, Tanh, bits
+from tests.kit.layers import Square, bits
 
-from .spy import Spy, X
+from .spy import Spy, X, tanh_sum
 
 
 def layer_gradient(x=1.0):
@@ -52,38 +52,26 @@ async def waits_in_a_block():
 
 
 USES = {
-    "layer": layer_gradient,
-    "layer within jit": lambda: jax.jit(jax.grad(lambda x: Tanh.apply(x).sum()))(X),
-    "disabling": lambda: disable_saved_tensors_hooks("none").__enter__(),
+    "layer": lambda x: layer_gradient(),
+    "layer within jit": lambda x: jax.jit(jax.grad(tanh_sum))(X),
+    "plain operation": jnp.sin,
+    "disabling": lambda x: disable_saved_tensors_hooks("none").__enter__(),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_a_block_of_another_task_is_an_error(use):
-    async def uses():
-        USES[use]()
-
-    first, second = run_tasks(writer=waits_in_a_block, reader=uses)
-    assert first is None
-    assert isinstance(second, RuntimeError)
-    for text in ("the asyncio task 'writer' entered", "the asyncio task 'reader' runs", "before each await"):
-        assert text in str(second)
-    assert_no_block_is_open()
-
-
-def test_a_block_of_another_task_around_plain_operations():
-    async def uses():
-        return jnp.sin(tracer)
-
     def loss(x):
-        nonlocal tracer
-        tracer = x
-        _, error = run_tasks(writer=waits_in_a_block, reader=uses)
-        assert isinstance(error, RuntimeError)
-        assert "'writer'" in str(error)
+        async def uses():
+            USES[use](x)
+
+        first, second = run_tasks(writer=waits_in_a_block, reader=uses)
+        assert first is None
+        assert isinstance(second, RuntimeError)
+        for text in ("the asyncio task 'writer' entered", "the asyncio task 'reader' runs", "before each await"):
+            assert text in str(second)
         return jnp.sum(x * x)
 
-    tracer = None
     np.testing.assert_allclose(jax.grad(loss)(X), 2 * X, rtol=1e-6)
     assert_no_block_is_open()
 
@@ -110,18 +98,19 @@ def test_blocks_of_two_tasks_that_end_in_another_order():
     assert_no_block_is_open()
 
 
-def test_one_hooks_object_in_two_tasks():
+def test_a_block_of_its_own_while_another_task_waits_in_one():
     spy = Spy()
 
-    async def task():
+    async def uses():
         with spy.hooks:
             layer_gradient()
         await step()
         with spy.hooks:
             layer_gradient()
 
-    assert run_tasks(first=task, second=task) == [None, None]
+    assert run_tasks(writer=waits_in_a_block, first=uses, second=uses) == [None, None, None]
     assert spy.counts() == (4, 4)
+    assert_no_block_is_open()
 
 
 def test_a_block_around_tasks_is_theirs():
@@ -144,24 +133,25 @@ def test_a_block_around_tasks_is_theirs():
     assert_no_block_is_open()
 
 
-def test_a_block_of_its_own_while_another_task_waits_in_one():
-    spy = Spy()
-
-    async def uses():
-        with spy.hooks:
-            layer_gradient()
-
-    assert run_tasks(writer=waits_in_a_block, reader=uses) == [None, None]
-    assert spy.counts() == (1, 1)
-    assert_no_block_is_open()
-
-
 # -- generators and threads -----------------------------------------------------------------------
 
 
 def holding(hooks):
     with hooks:
         yield
+
+
+def test_generators_that_end_in_another_order():
+    first, second = Spy(), Spy()
+    held = [holding(spy.hooks) for spy in (first, second)]
+    for each in held:
+        next(each)
+    held[0].close()
+    layer_gradient()
+    held[1].close()
+    layer_gradient()
+    assert (first.counts(), second.counts()) == ((0, 0), (1, 1))
+    assert_no_block_is_open()
 
 
 def test_a_generator_that_outlives_its_trace():
@@ -171,7 +161,6 @@ def test_a_generator_that_outlives_its_trace():
     assert spy.counts() == (1, 1)
     layer_gradient()
     held.close()
-    np.testing.assert_allclose(jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(x))))(X), jnp.cos(X), rtol=1e-6)
     layer_gradient()
     assert spy.counts() == (2, 2)
     assert_no_block_is_open()
@@ -183,11 +172,10 @@ def test_a_generator_that_is_closed_within_a_trace_of_its_own():
 
     def loss(x):
         next(held)
-        y = jnp.sin(x)
-        y = jax.jit(lambda y: (held.close(), y * y)[1])(y)
+        y = jax.jit(lambda y: (held.close(), y * y)[1])(jnp.sin(x))
         return jnp.sum(jnp.cos(y))
 
-    np.testing.assert_allclose(jax.grad(loss)(X), jax.grad(lambda x: jnp.sum(jnp.cos(jnp.sin(x) ** 2)))(X), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(loss)(X), -jnp.sin(jnp.sin(X) ** 2) * jnp.sin(2 * X), rtol=1e-5)
     assert spy.counts() == (1, 1)
     assert_no_block_is_open()
 
@@ -200,7 +188,7 @@ def close_in_thread(held):
 
 @pytest.mark.parametrize("around", [bits, lambda: disable_saved_tensors_hooks("none")], ids=["block", "disabled"])
 def test_a_generator_that_is_closed_in_another_thread(around):
-    for use in (assert_no_block_is_open, lambda: layer_gradient()):
+    for use in (assert_no_block_is_open, layer_gradient):
         held = holding(around())
         next(held)
         close_in_thread(held)
@@ -211,7 +199,7 @@ def test_a_generator_that_is_closed_in_another_thread(around):
 def test_staged_code_after_a_block_was_left_in_another_thread():
     spy = Spy()
     held = holding(spy.hooks)
-    step = jax.jit(jax.grad(lambda x: Tanh.apply(x).sum()))
+    step = jax.jit(jax.grad(tanh_sum))
     next(held)
     close_in_thread(held)
     with pytest.raises(RuntimeError, match=r"was left in the thread 'other'.*Leave a block where it was entered"):
@@ -224,9 +212,9 @@ def test_staged_code_after_a_block_was_left_in_another_thread():
 
 
 def test_exit_without_enter():
-    with pytest.raises(RuntimeError, match="saved_tensors_hooks: __exit__ without __enter__"):
-        bits().__exit__(None, None, None)
-    hooks = saved_tensors_hooks(lambda x: x, lambda x: x)
+    for hooks in (bits(), saved_tensors_hooks(lambda x: x, lambda x: x)):
+        with pytest.raises(RuntimeError, match="saved_tensors_hooks: __exit__ without __enter__"):
+            hooks.__exit__(None, None, None)
     with pytest.raises(RuntimeError, match="without __enter__"), hooks:
         hooks.__exit__(None, None, None)
     assert_no_block_is_open()

@@ -21,6 +21,10 @@ class Tanh(PyLayer):
         return dy * (1 - y**2)
 
 
+class ForwardTanh(Tanh):
+    forward_mode = True
+
+
 class Multiply(PyLayer):
     """Saves its inputs."""
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
-from tests.kit.layers import Multiply, Tanh
+from tests.hooks.spy import bytes_held
+from tests.kit.layers import ForwardTanh, Multiply, Tanh
+from tests.kit.modes import EAGER_AND_JIT
 
 X, W = jnp.ones((128, 64)), jnp.ones((64, 64))
-
-
-class ForwardTanh(Tanh):
-    forward_mode = True
 
 
 def step(x, w):
@@ -60,10 +57,6 @@ AROUND = {
 }
 
 
-def held(pullback):
-    return sum({id(x): np.asarray(x).nbytes for x in jax.tree.leaves(pullback)}.values())
-
-
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_total_is_what_vjp_holds(name, around):
@@ -74,19 +67,23 @@ def test_the_total_is_what_vjp_holds(name, around):
     # Hooks pack a scan in each iteration and a shard_map by shard in traced code, and as a whole in eager mode.
     traced = around.startswith("block") and name not in ("operations", "step", "steps", "vmap", "cond")
     vjp = jax.jit(lambda x, w: jax.vjp(loss, x, w)[1]) if traced else lambda x, w: jax.vjp(loss, x, w)[1]
-    assert report.total_bytes == held(vjp(X, W)) > 0
+    assert report.total_bytes == bytes_held(vjp(X, W)) > 0
     assert all(row.source.startswith("test_totals.py:") for row in report.rows if row.kind in ("layer", "operation"))
     kept_inputs = {row.name: row.bytes for row in report.rows if row.kind == "input" and not row.layer}
     assert kept_inputs.items() <= {"args[0]": X.nbytes, "args[1]": W.nbytes}.items()
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_AND_JIT
 @pytest.mark.parametrize("name", ["steps", "scan", "vmap", "shard_map"])
-def test_what_is_packed_on_the_host(name, around, tmp_path):
-    function = around(FUNCTIONS[name])
-    plain = saved_tensors_report(lambda x, w: function(x, w).sum(), X, W)
-    cpu = saved_tensors_report(save_on_cpu()(lambda x, w: function(x, w).sum()), X, W)
-    disk = saved_tensors_report(save_on_disk(tmp_path)(lambda x, w: function(x, w).sum()), X, W)
+def test_what_is_packed_on_the_host(name, mode, tmp_path):
+    function = mode(FUNCTIONS[name])
+
+    def loss(x, w):
+        return function(x, w).sum()
+
+    plain, cpu, disk = (
+        saved_tensors_report(f, X, W) for f in (loss, save_on_cpu()(loss), save_on_disk(tmp_path)(loss))
+    )
     for report in (cpu, disk):
         packed = [row for row in report.rows if row.note]
         assert {(row.layer, row.name) for row in packed} >= {("Tanh", "saved[0]"), ("ForwardTanh", "saved[0]")}
