@@ -78,14 +78,18 @@ def test_gradients(name, place):
     assert host.types == {np.ndarray}
 
 
-def recurrent(layer):
-    """The tensor w is packed once, outside of the loop, and unpacked in each iteration."""
-    return lambda w, x: jax.lax.scan(lambda c, _: (layer(c * w), None), x, None, length=6)[0].sum()
+def recurrent(step):
+    return lambda w, x: jax.lax.scan(lambda c, _: (step(c, w), None), x, None, length=6)[0].sum()
+
+
+def recurrent_in_block():
+    """Packs w once, before the loop, and unpacks it in each iteration."""
+    return recurrent(in_block(Host().hooks, lambda c, w: Tanh.apply(c * w)))
 
 
 def test_a_tensor_that_does_not_change_in_a_loop_may_be_packed_once_and_unpacked_often():
-    loss = recurrent(in_block(Host().hooks, Tanh.apply))
-    expected = jax.jit(jax.grad(recurrent(jnp.tanh), (0, 1)))(X + 1, X)
+    loss = recurrent_in_block()
+    expected = jax.jit(jax.grad(recurrent(lambda c, w: jnp.tanh(c * w)), (0, 1)))(X + 1, X)
     for step in (jax.grad(loss, (0, 1)), jax.jit(jax.grad(loss, (0, 1)))):
         for _ in range(2):
             for got, wanted in zip(step(X + 1, X), expected, strict=True):
@@ -186,7 +190,7 @@ def test_more_tensors_than_ten_thousand_wait_for_one_backward(loss):
 
 
 def test_threads_share_one_compiled_gradient():
-    step = jax.jit(jax.grad(recurrent(in_block(Host().hooks, Tanh.apply)), (0, 1)))
+    step = jax.jit(jax.grad(recurrent_in_block(), (0, 1)))
     expected = [step(X + i, X) for i in range(8)]
 
     def work(i):
