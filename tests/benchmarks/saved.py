@@ -36,6 +36,7 @@ def report(effort: Effort, results: Results) -> None:
             "save_on_cpu()": save_on_cpu(),
             "save_on_disk(...)": save_on_disk(folder),
         }
+        pairs = effort.chosen(pairs, "quantize_saved(8)", "save_on_disk(...)")
         print("\nSaved tensors, next to the same model without hooks: bytes kept by the function that jax.vjp returns,")
         print(
             "in eager mode and by a compiled program, temporary memory of the compiled gradient, error of the gradients"

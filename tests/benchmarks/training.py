@@ -67,9 +67,10 @@ def _trained(model: Transformer, scan: bool, text: Any, effort: Effort) -> dict[
     params = model.init()
     state = optimizer.init(params)
     steps, gradients, rows = {}, {}, {}
-    seconds: dict[str, list[float]] = {name: [] for name in variants()}
+    chosen = effort.chosen(variants(), "plain", "quantize_saved(8)")
+    seconds: dict[str, list[float]] = {name: [] for name in chosen}
     for again in range(1 if effort.shrink > 1 else 3):
-        for name, (around, block) in variants().items():
+        for name, (around, block) in chosen.items():
             loss = around(model.loss(autodiff(), scan, block))  # new functions, which no cache of JAX has seen
 
             def step(params: Any, state: Any, characters: Any, loss: Any = loss) -> Any:

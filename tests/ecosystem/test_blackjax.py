@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from tests.ecosystem.blocks import NO_BLOCK, assert_close
 from tests.ecosystem.libraries import library
 from tests.kit.layers import Tanh
+
+pytestmark = pytest.mark.slow
 
 blackjax = library("blackjax")
 

@@ -10,6 +10,8 @@ from tests.ecosystem.blocks import NO_BLOCK, assert_close
 from tests.ecosystem.layers import SteepBothWays, steep
 from tests.ecosystem.libraries import library
 
+pytestmark = pytest.mark.slow
+
 diffrax = library("diffrax")
 
 W = 0.5 * jax.random.normal(jax.random.key(0), (3, 3))

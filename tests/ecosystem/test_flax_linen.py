@@ -12,6 +12,8 @@ from tests.ecosystem.blocks import NO_BLOCK, assert_close
 from tests.ecosystem.layers import Steep, steep
 from tests.ecosystem.libraries import library
 
+pytestmark = pytest.mark.slow
+
 nn = library("flax.linen")
 
 X = jax.random.normal(jax.random.key(0), (16, 8))

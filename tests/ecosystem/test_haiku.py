@@ -10,6 +10,8 @@ from tests.ecosystem.blocks import NO_BLOCK
 from tests.ecosystem.layers import steep
 from tests.ecosystem.libraries import library
 
+pytestmark = pytest.mark.slow
+
 hk = library("haiku")
 
 X = jax.random.normal(jax.random.key(0), (16, 4))

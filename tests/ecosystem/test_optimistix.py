@@ -11,6 +11,8 @@ from tests.ecosystem.layers import Steep, SteepBothWays
 from tests.ecosystem.libraries import library
 from tests.kit.layers import Square
 
+pytestmark = pytest.mark.slow
+
 optx = library("optimistix")
 
 W = 0.2 * jax.random.normal(jax.random.key(0), (3, 3))
