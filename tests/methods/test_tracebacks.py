@@ -119,7 +119,8 @@ def test_pytest_shows_the_lines_of_the_user(tmp_path):
     file = tmp_path / "test_fails.py"
     file.write_text(textwrap.dedent(FAILING))
     command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", str(file)]
-    environment = os.environ | {"PYTHONPATH": str(Path(PACKAGE).parent)}
+    # Without options that would run the two in any order.
+    environment = os.environ | {"PYTHONPATH": str(Path(PACKAGE).parent), "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
     _, of_name, of_key = re.split("_ test_name _|_ test_key _", done.stdout)
     for text, mistake, name in ((of_name, "dy * ctx.nothing", "name"), (of_key, '{}["key"]', "key")):
