@@ -31,6 +31,7 @@ def without_hooks(kind):
     return loss, weights, x, jax.jit(jax.grad(loss)).lower(weights, x).compile()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "packer"), [("automatic", "8 bits"), ("explicit", "cast"), ("explicit", "4 bits"), ("explicit", "disk")]
 )

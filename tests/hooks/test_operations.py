@@ -104,7 +104,15 @@ def loss_of(operation):
     return loss, without_hooks(loss, (X,))
 
 
-@pytest.mark.parametrize("transform", ["grad", "grad_of_jit", "vmap_of_grad", "jit_of_grad_of_grad"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        "grad",
+        "jit_of_grad_of_grad",
+        pytest.param("grad_of_jit", marks=pytest.mark.slow),
+        pytest.param("vmap_of_grad", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gradients(operation, transform):
     loss, expected = loss_of(operation)
