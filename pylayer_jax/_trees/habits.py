@@ -69,8 +69,10 @@ _KEYWORDS: Final = {"dim": "axis", "keepdim": "keepdims", "unbiased": "ddof: 1 f
 _MEANT_SIZE: Final = "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
 _MEANT_RESHAPE: Final = "x.view takes a dtype in JAX: x.reshape(a, b) for x.view(a, b)."
 
-# The error where code sets an attribute of a traced array.
-WRITTEN: Final = re.compile(r"'\w*Tracer' object has no attribute '(\w+)'")
+NO_ATTRIBUTES: Final = (
+    "under jit an array takes no attributes. Return the value, as one more output of forward or as the gradient of the "
+    "array in backward, or keep it for backward on the context: ctx.name = value"
+)
 
 
 def jax_for(name: str) -> str:
@@ -92,10 +94,13 @@ def habit(error: Exception, names: set[str]) -> str:
     """
     text = str(error)
     if isinstance(error, AttributeError):
-        written = WRITTEN.match(text)  # Python 3.11 does not say which attribute
+        # The error where code sets an attribute of a traced array; on Python 3.11 it does not hold the name.
+        written = re.match(r"'\w*Tracer' object has no attribute '(\w+)'", text)
         name = written[1] if written else error.name if is_array(error.obj) else None
-        hint = jax_for(name or "")
-        return hint and f"x.{name} is of torch or Paddle. In JAX: {hint}."
+        if hint := jax_for(name or ""):
+            return f"x.{name} is of torch or Paddle. In JAX: {hint}."
+        instead = f"{NO_ATTRIBUTES[0].upper()}{NO_ATTRIBUTES[1:]}"
+        return f"Did it set an attribute of an array? {instead}." if written else ""
     if isinstance(error, TypeError) and "size" in names and "'int' object is not callable" in text:
         return _MEANT_SIZE
     if isinstance(error, (TypeError, NotImplementedError)) and "view" in names and re.search("view|data type", text):

@@ -15,13 +15,8 @@ import jax
 
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_tracer
 
-from .habits import WRITTEN, habit
+from .habits import habit
 from .partition import is_tensor
-
-NO_ATTRIBUTES = (
-    "under jit an array takes no attributes. Return the value, as one more output of forward or as the gradient of the "
-    "array in backward, or keep it for backward on the context: ctx.name = value"
-)
 
 
 def describe(value: Any) -> str:
@@ -82,17 +77,10 @@ def add_note(error: Exception, layer: str, method: str) -> None:
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
         names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
-        meant = habit(error, names) or _set_attribute(error)
-        hints = _values_needed(error, layer, method), _what_was_meant(error, names, method), meant
+        hints = _values_needed(error, layer, method), _what_was_meant(error, names, method), habit(error, names)
         for hint in hints:
             if hint:
                 error.add_note(hint)
-
-
-def _set_attribute(error: Exception) -> str:
-    if isinstance(error, AttributeError) and WRITTEN.match(str(error)):
-        return f"Did it set an attribute of an array? {NO_ATTRIBUTES[0].upper() + NO_ATTRIBUTES[1:]}."
-    return ""
 
 
 _NOT_OF_THE_USER = ("pylayer_jax", "functools", "jax", "numpy")
