@@ -174,16 +174,16 @@ def test_saved_names_must_be_a_tuple_of_strings(names):
 
 
 def test_needs_input_grad_under_remat_leaves_no_gradient_out():
-    told = []
+    seen = []
 
     class Asked(Multiply):
         @staticmethod
         def backward(ctx, dy):
-            told.append(ctx.needs_input_grad)
-            return tuple(g if needed else None for g, needed in zip(Multiply.backward(ctx, dy), told[-1], strict=True))
+            seen.append(ctx.needs_input_grad)
+            return tuple(g if needed else None for g, needed in zip(Multiply.backward(ctx, dy), seen[-1], strict=True))
 
     for run in (lambda f: f, jax.jit):
         gradient = run(jax.grad(jax.checkpoint(lambda a: Asked.apply(a, X).sum() + Asked.apply(X, a).sum())))
         np.testing.assert_allclose(gradient(X * 2), 2 * X, rtol=1e-5)
     # With JAX_REMAT3 and JAX_CUSTOM_VJP3 JAX reports every input as perturbed.
-    assert {*told} == {(True, False), (False, True)} or (REMAT3 and {*told} == {(True, True)})
+    assert {*seen} == {(True, False), (False, True)} or (REMAT3 and {*seen} == {(True, True)})

@@ -153,7 +153,7 @@ def plain_of(case):
 
 
 def layer_of(case):
-    """The layer as a function of its float tensors alone, to the list of its outputs."""
+    """A function of the float tensors of a layer, which returns the list of its outputs."""
     names = [f"p{i}" for i in range(len(case.kinds))]
     members = {
         "forward": staticmethod(_with_signature(case, names, lambda *given: _forward(case, *given))),

@@ -33,7 +33,7 @@ def test_doubled_tanh_applied_twice(place):
 
 
 def test_plain_custom_vjp_loses_the_rule():
-    # What a user of plain JAX gets, beside what the layers give.
+    # A plain custom_vjp function gives other second derivatives than a layer with the same rule.
     @jax.custom_vjp
     def plain(x):
         return jnp.tanh(x)
@@ -98,7 +98,7 @@ def test_needs_input_grad_widens_at_the_outer_order():
     x, w = jnp.ones((2, 2)) * 0.3, jnp.array([[0.2, -0.5], [0.7, 0.1]])
 
     def inner(apply):
-        # It asks for the gradient of x alone, and what is around it for that of w.
+        # This asks for the gradient of x alone; the code around it differentiates w too.
         return lambda x, w: jnp.sum(grad(lambda x: jnp.sum(jnp.sin(apply(x, w))))(x) ** 2)
 
     def mapped(apply):

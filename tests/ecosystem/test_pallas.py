@@ -136,7 +136,7 @@ class OwnBatching(InPlace):
 
 
 class TanhSlope(PyLayer):
-    """The kernel of a backward as a layer of its own."""
+    """A layer whose forward is the kernel that another layer runs in backward."""
 
     @staticmethod
     def forward(ctx, y, dy):

@@ -1,5 +1,7 @@
 """A few layers and a pair of hooks, for tests and benchmarks that are about something else."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 
@@ -79,7 +81,13 @@ def layer_of(forward, gradient, /, name="Made", base=PyLayer, **members):
     def pull(ctx, *cotangents):
         return gradient(*ctx.saved_tensors, *cotangents)
 
-    return type(name, (base,), {"forward": staticmethod(run), "backward": staticmethod(pull), **members})
+    return layer_with(base, name, forward=run, backward=pull, **members)
+
+
+def layer_with(base=PyLayer, name="Made", /, **members):
+    """A class with these flags and methods, which are static."""
+    static = {key: staticmethod(x) if isinstance(x, types.FunctionType) else x for key, x in members.items()}
+    return type(name, (base,), static)
 
 
 def bits():

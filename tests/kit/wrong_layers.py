@@ -9,7 +9,7 @@ import numpy as np
 from pylayer_jax import PyLayer
 
 from .case import X
-from .layers import Multiply, Tanh
+from .layers import Multiply, Tanh, layer_with
 
 INDEX = jnp.array([2, 0, 1, 1])
 
@@ -27,13 +27,9 @@ class Sine(PyLayer):
         return dy * jnp.cos(ctx.saved_tensors[0])
 
 
-def layer(base=PyLayer, **methods):
-    return type("Layer", (base,), {name: staticmethod(method) for name, method in methods.items()})
-
-
 def sine(**methods):
     """`Sine` with other methods."""
-    return layer(Sine, **methods)
+    return layer_with(Sine, **methods)
 
 
 slope = Sine.backward
@@ -181,7 +177,7 @@ class ShapeOnClass(PyLayer):
 
 
 # Five times its gradient, which is far below one.
-SmallUnits = layer(forward=lambda ctx, x: x * 1e-9, backward=lambda ctx, dy: dy * 5e-9)
+SmallUnits = layer_with(forward=lambda ctx, x: x * 1e-9, backward=lambda ctx, dy: dy * 5e-9)
 
 
 class Conjugated(PyLayer):
@@ -236,7 +232,7 @@ class DropsOneOfThree(PyLayer):
 
 
 # Gives a gradient only if each output has a cotangent that is not zero.
-NeedsEveryCotangent = layer(
+NeedsEveryCotangent = layer_with(
     forward=lambda ctx, x: (x, 2 * x),
     backward=lambda ctx, da, db: jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0),
 )
@@ -317,7 +313,7 @@ def _(size, mapped, x):
 
 
 # Its backward takes axis 0 for its own, which under vmap it is not.
-SumsOverTheBatch = layer(forward=lambda ctx, x: x - x.mean(0), backward=lambda ctx, dy: centred(dy))
+SumsOverTheBatch = layer_with(forward=lambda ctx, x: x - x.mean(0), backward=lambda ctx, dy: centred(dy))
 
 
 class Picks(PyLayer):

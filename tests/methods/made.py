@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from pylayer_jax import PyLayer
+from tests.kit.layers import layer_with
 from tests.kit.modes import MODES
 
 GRADIENTS = {name: MODES[name] for name in ("grad", "jit-grad", "grad-jit")}
@@ -15,8 +16,7 @@ gradients = pytest.mark.parametrize("run", GRADIENTS.values(), ids=GRADIENTS)
 
 
 def layer(forward=lambda ctx, x: x * 2, backward=lambda ctx, dy: dy, base=PyLayer, **members):
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type("Made", (base,), methods | members)
+    return layer_with(base, forward=forward, backward=backward, **members)
 
 
 def loss(made, *rest, **named):
