@@ -81,7 +81,7 @@ def layer_of(forward, gradient, /, name="Made", base=PyLayer, **members):
     def pull(ctx, *cotangents):
         return gradient(*ctx.saved_tensors, *cotangents)
 
-    return layer_with(base, name, forward=run, backward=pull, **members)
+    return layer_with(base, name, **{"forward": run, "backward": pull} | members)
 
 
 def layer_with(base=PyLayer, name="Made", /, **members):
