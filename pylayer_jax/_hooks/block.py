@@ -8,7 +8,6 @@ import functools
 import inspect
 import threading
 import types
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
@@ -170,7 +169,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     def _set_up(self, steps: Sequence[Step], only: Hook | None = None) -> None:
         self._steps, self._only = tuple(steps), only
         self._open: dict[int, Block] = {}
-        self._pair = self._present_pair()
+        self._pair = Pair(self._steps, self._only)
 
     def _check(self, **functions: Any) -> None:
         for name, hook in functions.items():
@@ -215,17 +214,12 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
         return hooked
 
-    def _present_pair(self) -> Pair:
-        pair = Pair(self._steps, self._only)
-        weakref.finalize(self, pair.store.collect, id(self)).atexit = False
-        return pair
-
     def __enter__(self) -> Self:
         block = innermost_block()
         if block is not None and isinstance(block.value, Disabled) and not block.is_foreign():
             raise RuntimeError(block.value.message)
         if self._pair.globals_changed():  # a variable that a hook reads was bound anew
-            self._pair = self._present_pair()
+            self._pair = Pair(self._steps, self._only)
         mark_nested(self._pair)
         self._pair.store.add_owner(self)
         block = enter_block(self._pair)
@@ -251,9 +245,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails.
 
         Pairs of the same functions, or of the same directory on disk, share what they hold, until the last one that was
-        entered is closed or collected.
+        entered and is still there is closed. Without `close`, a program holds what its last run packed until it runs
+        again, or until it is collected with its function. That the pair is collected drops nothing, since JAX returns
+        from a call before the program has run.
         """
-        self._pair.store.close(id(self))
+        self._pair.store.close(self)
 
 
 @contextlib.contextmanager

@@ -21,30 +21,23 @@ class HostStore:
     """Everything that equal pairs of hooks hold for compiled programs.
 
     Equal pairs share their programs, so that nothing tells for which of them a program packed. What it packed is
-    therefore kept until the last one is closed or collected.
+    therefore kept until the last one that is still there is closed.
     """
 
     def __init__(self) -> None:
         self._sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
-        self._owners: set[int] = set()  # their ids
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def add_owner(self, hooks: Any) -> None:
-        """Keep everything until `hooks` is closed or collected."""
+        """Keep everything until `hooks` is closed."""
         with _lock:
-            self._owners.add(id(hooks))
+            self._owners.add(hooks)
 
-    def close(self, owner: int) -> None:
-        """Drop everything if the owner of this id was the last one."""
-        self._leave(owner, used_only=False)
-
-    def collect(self, owner: int) -> None:
-        """Drop, if the owner of this id was the last one, what a `backward` has already asked for."""
-        self._leave(owner, used_only=True)
-
-    def _leave(self, owner: int, used_only: bool) -> None:
+    def close(self, hooks: Any) -> None:
+        """Drop everything if no other owner is left."""
         with _lock:
-            self._owners.discard(owner)
-            dropped = [] if self._owners else [site.release(used_only) for site in self._present_sites()]
+            self._owners.discard(hooks)
+            dropped = [] if self._owners else [site.release() for site in self._present_sites()]
         del dropped  # outside the lock, since their finalizers may run any code
 
     def add(self, site: PackSite) -> None:
@@ -62,9 +55,9 @@ class HostStore:
 
 
 # NOTE [collection while a lock is held]
-# Python may collect a pair of hooks at any line, in any thread, and its finalizer releases what a store holds. One lock
-# for all of it, which its thread may take again, can wait neither for itself nor for another one in turn. What runs
-# while it is held bears that what was used is released meanwhile.
+# Python may collect any object at any line, and the finalizer of what a hook packed may run any code, also code that
+# closes a pair of hooks. One lock for all stores, which its thread may take again, can wait neither for itself nor for
+# another one in turn. What runs while it is held bears that a site is released meanwhile.
 _lock = threading.RLock()
 
 _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
@@ -94,7 +87,8 @@ class PackSite:
     unpacked, the last ones.
 
     What was never unpacked is kept, up to a limit that is beyond any loop. A program that is collected takes its sites
-    with it.
+    with it. That the hooks are collected says nothing: JAX returns from a call before the program has run, so that an
+    execution may outlive the last reference to them.
     """
 
     max_waiting = 2**20  # tensors that are packed and that no backward has asked for yet
@@ -192,14 +186,12 @@ class PackSite:
             if mine:
                 self._used.setdefault(worker, {}).update(mine)
 
-    def release(self, used_only: bool) -> Any:
+    def release(self) -> Any:
         """What is held no longer."""
         with _lock:
-            dropped, self._used = self._used, {}
-            waiting: Any = None
-            if not used_only:
-                waiting, self._waiting = self._waiting, {}
-        return dropped, waiting
+            dropped = self._used, self._waiting
+            self._used, self._waiting = {}, {}
+        return dropped
 
 
 _Worker = tuple[int, int]  # a thread and a device

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import gc
 import logging
 import os
 import re
+import threading
 import weakref
 
 import jax
@@ -17,7 +19,7 @@ import pytest
 
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
-from tests.kit.layers import Tanh
+from tests.kit.layers import Multiply, Tanh
 from tests.kit.threads import in_threads
 
 from .spy import GRADIENTS, TRANSFORMS, in_block, tanh_slope, tanh_sum, without_hooks
@@ -242,6 +244,31 @@ def test_several_forward_passes_may_wait_for_their_backward_and_each_may_run_twi
     waiting = [(x, jax.vjp(f, x)[1]) for x in (X, X + 1, X - 1)]
     for x, pullback in waiting * 2:
         np.testing.assert_allclose(pullback(1.0)[0], tanh_slope(x), rtol=1e-5)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_run_outlives_the_last_reference_to_its_pair(count):
+    # On several devices JAX returns from the call while the program runs. Here each device waits in an unpack hook
+    # until the pair is collected, and unpacks some of the same tensors afterwards.
+    reached, collected, unpacked = threading.Event(), threading.Event(), collections.Counter()
+
+    def unpack(x):
+        unpacked[threading.get_ident()] += 1
+        if unpacked[threading.get_ident()] == count:
+            reached.set()
+            collected.wait(5)
+        return x
+
+    def waves(x):
+        return jnp.sum(jnp.sin(Multiply.apply(jnp.tanh(x @ x.T @ x), x)))
+
+    pair = saved_tensors_hooks(np.copy, unpack, host=True)
+    (gradient,) = TRANSFORMS["shard_map"](pair(waves), (X,))
+    reached.wait(30)
+    del pair
+    gc.collect()
+    collected.set()
+    np.testing.assert_allclose(gradient, without_hooks(waves, (X,))("vmap_of_grad")[0], rtol=1e-5)
 
 
 @pytest.mark.clears_caches
