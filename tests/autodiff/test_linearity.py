@@ -211,6 +211,7 @@ WRAPPED = hypothesis.strategies.sampled_from(
 )
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=EXAMPLES, deadline=None, derandomize="PYLAYER_JAX_EXAMPLES" not in os.environ)
 @hypothesis.given(hypothesis.strategies.lists(hypothesis.strategies.tuples(ONE, WRAPPED), min_size=1, max_size=3))
 def test_generated_backwards_are_right_or_refused(steps):

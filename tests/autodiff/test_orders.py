@@ -21,9 +21,14 @@ WITHIN = {
     "scan of checkpoint": lambda f: STAGED["scan"](jax.checkpoint(f)),
 }
 within = pytest.mark.parametrize("place", WITHIN)
+# What stages a function as jit, or as a scan, does.
+ALIKE = ("cond", "fori_loop", "scan of checkpoint")
+some_within = pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=pytest.mark.slow) if place in ALIKE else place for place in WITHIN]
+)
 
 
-@within
+@some_within
 def test_doubled_tanh_applied_twice(place):
     f = WITHIN[place](lambda x: DoubledTanh.apply(DoubledTanh.apply(x)))
     for second in (grad(grad(f)), grad(jax.jit(grad(f))), jax.jit(jax.hessian(f))):

@@ -44,6 +44,7 @@ def test_demo_reports_accuracy_gradients_and_what_is_saved(capsys):
     assert re.fullmatch(label, out.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_too_few_epochs_are_no_failure(capsys, monkeypatch):
     assert __main__.main(["--epochs", "1", "--quiet"]) == 0
     out = capsys.readouterr().out
@@ -86,7 +87,7 @@ def run(*arguments, **options):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, **options)
 
 
-@pytest.mark.parametrize("arguments", [["--epochs", "1"], ["check", "--help"]])
+@pytest.mark.parametrize("arguments", [pytest.param(["--epochs", "1"], marks=pytest.mark.slow), ["check", "--help"]])
 def test_a_reader_that_leaves_gets_no_traceback(arguments):
     read, write = os.pipe()
     os.close(read)

@@ -65,7 +65,7 @@ SOME = ["grad", "jit_of_grad", "grad_of_jit", "vmap_of_grad", "grad_of_grad"]
 PLACES = [(name, place) for place in ("around", "block", "decorator") for name in SOME]
 PLACES += [(name, "block") for name in ("eager_vmap", "grad_of_vmap", "jit_of_scan", "scan", "cond", "shard_map")]
 PLACES += [(name, "block") for name in ("named_sharding", "ahead_of_time", "jit_of_grad_of_grad")]
-PLACES += [("eager_shard_map", "around")]  # slow with every operation
+PLACES += [pytest.param("eager_shard_map", "around", marks=pytest.mark.slow)]
 expected_of_plain = without_hooks(plain, (X,))
 
 

@@ -315,6 +315,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_layers_of_every_scale_are_accepted(name):
     function, args = RIGHT[name]
