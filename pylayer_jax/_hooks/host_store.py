@@ -26,17 +26,17 @@ class HostStore:
 
     def __init__(self) -> None:
         self._sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by identity
 
     def add_owner(self, hooks: Any) -> None:
         """Keep everything until `hooks` is closed."""
         with _lock:
-            self._owners.add(hooks)
+            self._owners[id(hooks)] = hooks
 
     def close(self, hooks: Any) -> None:
         """Drop everything if no other owner is left."""
         with _lock:
-            self._owners.discard(hooks)
+            self._owners.pop(id(hooks), None)
             dropped = [] if self._owners else [site.release() for site in self._present_sites()]
         del dropped  # outside the lock, since their finalizers may run any code
 
