@@ -132,9 +132,10 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             the compiler moves what it had placed otherwise. In eager mode the hooks see a whole tensor, or each shard
             in this process if other processes hold the rest. The result of `pack_hook` is dropped with the function
             that `jax.vjp` returned. In a compiled program it is dropped after its use, when the same place of the
-            program packs again in the same thread (at most 8 threads may share a program), and on `close()`; where
-            `backward` never runs, it stays until then, or until a million others wait as well. Not under
-            `jax.checkpoint`, which refuses effects.
+            program packs again in the same thread (at most 8 threads may share a program; on several devices, in any
+            thread), and on `close()`; where `backward` never runs, it stays until then, or until a million others wait
+            as well. Not under `jax.checkpoint`, which refuses effects. If a hook raises on one of several devices that
+            communicate, XLA may end the process, since the others wait for it.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`).

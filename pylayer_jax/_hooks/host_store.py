@@ -81,10 +81,11 @@ class PackSite:
     least once is therefore dropped when the site packs again, since a new forward pass has begun then.
 
     Several threads may execute one program at once, and the new forward pass of one of them says nothing about the
-    others. A worker is a thread and a device (devices that run the same program, as in shard_map, are told apart by
-    their index). What a worker has packed is dropped only when that worker packs again. XLA may also choose among
-    threads of its own for one execution after another; so no more than `max_workers` of a device keep what was
-    unpacked, the last ones.
+    others: on one device, what a thread has packed is dropped only when that thread packs again. XLA may also choose
+    among threads of its own for one execution after another; so no more than `max_workers` threads keep what was
+    unpacked, the last ones. On several devices XLA always chooses the threads, but a device runs one execution after
+    another: there a device drops what it has packed when it packs again. All of them have to do so alike. If some still
+    held what others have dropped, they would wait for the others within a collective, until XLA ends the process.
 
     What was never unpacked is kept, up to a limit that is beyond any loop. A program that is collected takes its sites
     with it. That the hooks are collected says nothing: JAX returns from a call before the program has run, so that an
@@ -133,7 +134,7 @@ class PackSite:
     # -- on the host ----------------------------------------------------------------------------
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
-        worker = (threading.get_ident(), int(device))
+        worker = (threading.get_ident(), _ONE_DEVICE) if device == _ONE_DEVICE else (0, int(device))
         with self._naming("pack_hook", worker):
             packed = self._pack(np.asarray(tensor))
         with _lock:
@@ -158,10 +159,10 @@ class PackSite:
                 worker, packed = next(found, (None, None))
         if worker is None:
             raise RuntimeError(
-                f"what pack_hook returned for {self._where} is no longer held: the same thread ran the forward of this "
-                f"program again after it was used, more than {self.max_workers} threads share the program, "
-                f"{self.max_waiting} tensors were packed since without a backward, or the hooks were closed. Run "
-                "backward before the next forward of the same jitted function."
+                f"what pack_hook returned for {self._where} is no longer held: the same thread (on several devices, "
+                "any thread) ran the forward of this program again after it was used, more than "
+                f"{self.max_workers} threads share the program, {self.max_waiting} tensors were packed since without a "
+                "backward, or the hooks were closed. Run backward before the next forward of the same jitted function."
             )
         with self._naming("unpack_hook", worker):
             return np.asarray(self._unpack(packed))
@@ -194,10 +195,11 @@ class PackSite:
         return dropped
 
 
-_Worker = tuple[int, int]  # a thread and a device
+_Worker = tuple[int, int]  # a thread of the only device; or 0, and one of several devices
+_ONE_DEVICE = -1
 
 
 def _device_index() -> Any:
-    """The index of this device among those of the enclosing shard_maps."""
+    """The index of this device among those of the enclosing shard_maps, if there are any."""
     axes = manual_axes()
-    return jax.lax.axis_index(axes) if axes else np.int32(0)
+    return jax.lax.axis_index(axes) if axes else np.int32(_ONE_DEVICE)

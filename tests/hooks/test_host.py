@@ -271,6 +271,26 @@ def test_a_run_outlives_the_last_reference_to_its_pair(count):
     np.testing.assert_allclose(gradient, without_hooks(waves, (X,))("vmap_of_grad")[0], rtol=1e-5)
 
 
+def test_several_devices_drop_alike_what_was_used_before_the_next_forward():
+    # XLA chooses other threads for each run. A device that waits for others that have failed would end the process.
+    unpacked = []
+    pair = saved_tensors_hooks(np.copy, lambda x: unpacked.append(x) or x, host=True)
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.PartitionSpec("i")
+    f = jax.jit(jax.shard_map(pair(jnp.sin), mesh=mesh, in_specs=rows, out_specs=rows))
+    for _ in range(5):
+        (_, first), (_, second) = (jax.vjp(f, jnp.arange(4.0)) for _ in range(2))
+        first(jnp.ones(4))
+        np.testing.assert_allclose(second(jnp.ones(4))[0], np.cos(np.arange(4.0)), rtol=1e-5)
+        np.testing.assert_allclose(jax.vjp(f, jnp.ones(4))[1](jnp.ones(4))[0], np.full(4, np.cos(1.0)), rtol=1e-5)
+        unpacked.clear()
+        with pytest.raises(Exception, match="no longer held"):
+            jax.block_until_ready(first(jnp.ones(4)))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.effects_barrier()
+        assert unpacked == []
+
+
 @pytest.mark.clears_caches
 def test_what_a_collected_program_held_is_dropped():
     host = Host()
