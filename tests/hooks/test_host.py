@@ -282,13 +282,14 @@ def test_several_devices_drop_alike_what_was_used_before_the_next_forward():
         (_, first), (_, second) = (jax.vjp(f, jnp.arange(4.0)) for _ in range(2))
         first(jnp.ones(4))
         np.testing.assert_allclose(second(jnp.ones(4))[0], np.cos(np.arange(4.0)), rtol=1e-5)
-        np.testing.assert_allclose(jax.vjp(f, jnp.ones(4))[1](jnp.ones(4))[0], np.full(4, np.cos(1.0)), rtol=1e-5)
+        jax.block_until_ready(jax.vjp(f, jnp.ones(4))[1](jnp.ones(4)))
         unpacked.clear()
         with pytest.raises(Exception, match="no longer held"):
             jax.block_until_ready(first(jnp.ones(4)))
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.effects_barrier()
         assert unpacked == []
+        # The next run also takes the place of the failed one in what JAX waits for.
+        np.testing.assert_allclose(jax.vjp(f, jnp.ones(4))[1](jnp.ones(4))[0], np.full(4, np.cos(1.0)), rtol=1e-5)
+    jax.effects_barrier()
 
 
 @pytest.mark.clears_caches
