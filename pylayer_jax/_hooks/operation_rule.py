@@ -18,7 +18,7 @@ from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below
-from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
+from pylayer_jax._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, zeros_of
 from pylayer_jax._trees.opaque import Static
 
 from .open_blocks import Hooks, hooks_suspended
@@ -87,8 +87,8 @@ class StagedOperation:
         """The outputs; with packed residuals if the operation can be differentiated."""
         differentiated = [is_differentiated(x) and has_tangent(typeof(x)) for x in args]
         has_derivative = any(differentiated) and any(has_tangent(v.aval) for v in self.jaxpr.outvars)
-        if self.holds_hooks_block or not has_derivative:
-            return self.run(*args)
+        if self.holds_hooks_block or not has_derivative or any(map(is_ref, args)):
+            return self.run(*args)  # JAX cannot keep a Ref with symbolic zeros; a layer that keeps one packs by itself
         constants = [hooks.deferred and not is_tracer(x) for x in args]
         return Operation(self.name, self.run, hooks, differentiated, constants=constants).apply(args)
 

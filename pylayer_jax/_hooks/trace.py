@@ -15,7 +15,7 @@ from typing import Any
 from pylayer_jax._jax.custom_vjp import keep_one_result, runs_custom_vjp_functions_once
 from pylayer_jax._jax.identities import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
-from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
+from pylayer_jax._jax.jaxprs import as_parameter, closes_over_ref, has_equation, inner_jaxprs, jaxpr_and_consts, stage
 from pylayer_jax._jax.tracers import (
     PassThroughTrace,
     current_trace,
@@ -63,7 +63,7 @@ class HooksTrace(PassThroughTrace):
             return primitive.bind(*args, **params)
 
         # A trace within this one may end, and make this one the current one again, after the block was left.
-        if self.block.left_in or any(map(holds_hooks_block, inner_jaxprs(params))):
+        if self.block.left_in or any(holds_hooks_block(j) or closes_over_ref(j) for j in inner_jaxprs(params)):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
@@ -114,7 +114,8 @@ class HooksTrace(PassThroughTrace):
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
             operation, consts, rest = StagedOperation.of(name, run, tensors)
-            if not operation.holds_hooks_block and not _is_in_forward_mode([*consts, *tensors]):
+            is_whole = not operation.holds_hooks_block and all(map(_is_plain_array, consts))
+            if is_whole and not _is_in_forward_mode([*consts, *tensors]):
                 return rest.fill(operation.apply([*consts, *tensors], Hooks(self.pair, tensors), is_staged))
         return function(*args, **kwargs)
 

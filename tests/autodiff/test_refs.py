@@ -119,22 +119,33 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("hooked", [False, True], ids=["", "hooks"])
+HOOKS = saved_tensors_hooks(lambda x: (x + 1, 0), lambda packed: packed[0] - 1)
+# Where a block of hooks is: the last two decorate a function that closes over the Ref.
+BLOCKS = {
+    "no block": lambda run, f, ref: run(f, ref),
+    "around": lambda run, f, ref: HOOKS(run)(f, ref),
+    "within": lambda run, f, ref: run(lambda ref, x, w: HOOKS(lambda x, w: f(ref, x, w))(x, w), ref),
+    "around jit": lambda run, f, ref: run(lambda ref, x, w: HOOKS(jax.jit(lambda x, w: f(ref, x, w)))(x, w), ref),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 @pytest.mark.parametrize("run", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_ref_is_written_as_in_plain_custom_vjp(run, hooked):
-    def result(f):
+def test_a_ref_is_written_as_in_plain_custom_vjp(run, block):
+    if run is TRANSFORMS["forward"] and block is BLOCKS["around jit"]:
+        pytest.skip("JAX compiles a jitted function that closes over a Ref only within another one, or differentiated")
+
+    def result(f, block):
         ref = jax.new_ref(jnp.zeros_like(W))
-        return run(f, ref), ref[...]
+        return block(run, f, ref), ref[...]
 
     try:
-        expected = result(adds_weight_gradient)
+        expected = result(adds_weight_gradient, BLOCKS["no block"])
     except KeyError:
         pytest.skip("jax 0.10 cannot differentiate a cond that writes to a Ref")
-    if hooked:
-        result = saved_tensors_hooks(lambda x: (x + 1, 0), lambda packed: packed[0] - 1)(result)
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), result(AddsWeightGradient.apply), expected
-    )
+    for f in (AddsWeightGradient.apply, adds_weight_gradient):
+        found = result(f, block)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
 
 
 def test_the_optimized_program_is_that_of_plain_custom_vjp():
