@@ -15,7 +15,7 @@ from typing import Any
 from pylayer_jax._jax.custom_vjp import keep_one_result, runs_custom_vjp_functions_once
 from pylayer_jax._jax.identities import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
-from pylayer_jax._jax.jaxprs import as_parameter, closes_over_ref, has_equation, inner_jaxprs, jaxpr_and_consts, stage
+from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
 from pylayer_jax._jax.tracers import (
     PassThroughTrace,
     current_trace,
@@ -63,7 +63,7 @@ class HooksTrace(PassThroughTrace):
             return primitive.bind(*args, **params)
 
         # A trace within this one may end, and make this one the current one again, after the block was left.
-        if self.block.left_in or any(holds_hooks_block(j) or closes_over_ref(j) for j in inner_jaxprs(params)):
+        if self.block.left_in or any(holds_hooks_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
@@ -170,6 +170,11 @@ def _is_in_forward_mode(values: Sequence[Any]) -> bool:
 
 def _is_plain_array(value: Any) -> bool:
     return isinstance(typeof(value), ShapedArray)  # not a Ref or a token
+
+
+def _closes_over_ref(jaxpr: Any) -> bool:
+    """Whether a `jax.Ref` is a constant of a jaxpr, and so is no operand of the equation that holds it."""
+    return not all(isinstance(v.aval, ShapedArray) for v in jaxpr.constvars)
 
 
 def _packing_inside(name: str, params: dict[str, Any], pair: Pair, differentiated_now: bool) -> Any:

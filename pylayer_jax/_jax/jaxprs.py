@@ -76,11 +76,6 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
-def closes_over_ref(jaxpr: Any) -> bool:
-    """Whether a `jax.Ref` is a constant of a jaxpr, and so is no operand of the equation that holds it."""
-    return any(isinstance(v.aval, AbstractRef) for v in jaxpr.constvars)
-
-
 def at_present_line(jaxpr: Any) -> Any:
     """The jaxpr of a jitted function of JAX, whose equations have no line of a user, with the line that runs now."""
     if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
