@@ -14,11 +14,11 @@ import numpy as np
 
 from pylayer_jax._jax.custom_vjp import RunLog, call_with_symbolic_zeros, custom_vjp, is_symbolic_zero
 from pylayer_jax._jax.identities import holds_hooks_block
-from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
+from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below
-from pylayer_jax._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, zeros_of
+from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
 from pylayer_jax._trees.opaque import Static
 
 from .open_blocks import Hooks, hooks_suspended
@@ -60,13 +60,15 @@ class StagedOperation:
     The values that it closes over, which it does not hold, are its first arguments.
     """
 
-    __slots__ = ("holds_hooks_block", "jaxpr", "name", "treedef")
+    __slots__ = ("jaxpr", "name", "packs_as_one", "treedef")
 
     def __init__(self, name: str, jaxpr: Any, treedef: Any) -> None:
         self.name = name
         self.jaxpr = jaxpr
         self.treedef = treedef
-        self.holds_hooks_block = holds_hooks_block(jaxpr)
+        # JAX keeps no Ref beside symbolic zeros; a layer that keeps one packs its tensors itself.
+        takes_arrays = all(isinstance(v.aval, ShapedArray) for v in jaxpr.invars)
+        self.packs_as_one = takes_arrays and not holds_hooks_block(jaxpr)
 
     @classmethod
     def of(cls, name: str, run: Run, args: Sequence[Any]) -> tuple[StagedOperation, list[Any], Any]:
@@ -87,8 +89,8 @@ class StagedOperation:
         """The outputs; with packed residuals if the operation can be differentiated."""
         differentiated = [is_differentiated(x) and has_tangent(typeof(x)) for x in args]
         has_derivative = any(differentiated) and any(has_tangent(v.aval) for v in self.jaxpr.outvars)
-        if self.holds_hooks_block or not has_derivative or any(map(is_ref, args)):
-            return self.run(*args)  # JAX cannot keep a Ref with symbolic zeros; a layer that keeps one packs by itself
+        if not self.packs_as_one or not has_derivative:
+            return self.run(*args)
         constants = [hooks.deferred and not is_tracer(x) for x in args]
         return Operation(self.name, self.run, hooks, differentiated, constants=constants).apply(args)
 

@@ -114,8 +114,7 @@ class HooksTrace(PassThroughTrace):
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
             operation, consts, rest = StagedOperation.of(name, run, tensors)
-            is_whole = not operation.holds_hooks_block and all(map(_is_plain_array, consts))
-            if is_whole and not _is_in_forward_mode([*consts, *tensors]):
+            if operation.packs_as_one and not _is_in_forward_mode([*consts, *tensors]):
                 return rest.fill(operation.apply([*consts, *tensors], Hooks(self.pair, tensors), is_staged))
         return function(*args, **kwargs)
 

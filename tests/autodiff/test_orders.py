@@ -103,7 +103,7 @@ def test_needs_input_grad_widens_at_the_outer_order():
     x, w = jnp.ones((2, 2)) * 0.3, jnp.array([[0.2, -0.5], [0.7, 0.1]])
 
     def inner(apply):
-        # This asks for the gradient of x alone; the code around it differentiates w too.
+        # The inner gradient is that with respect to x; the outer one is with respect to w too.
         return lambda x, w: jnp.sum(grad(lambda x: jnp.sum(jnp.sin(apply(x, w))))(x) ** 2)
 
     def mapped(apply):
