@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax.imports import eval_jaxpr
-from pylayer_jax._jax.jaxprs import dependence, makes_ref, names_axis, stage
-from pylayer_jax._jax.primitives import vmap_over
+from pylayer_jax._jax.jaxprs import stage
+from pylayer_jax._jax.primitives import vmap_as_needed, vmap_over
 from pylayer_jax._jax.types import typeof
 from pylayer_jax._methods.batches import check_mapped, map_outputs
 
@@ -28,7 +28,8 @@ class BatchedStagedCall(StagedCall):
 
     def intermediates(self, *args: Any) -> list[Any]:
         own = len(self.jaxpr.invars) - len(self.dims)  # the constants of the batched code
-        return mapped_intermediates(self.inner, self.axis, self.dims, self.out_dims)(*args[own:])
+        in_dims = (*self.dims, *[0] * len(self.inner.carriers))
+        return vmap_over(self.axis, self.inner.intermediates, in_dims, self.out_dims[self.inner.outputs :])(*args[own:])
 
     def carried(self) -> list[bool]:
         return self.inner.carried()
@@ -53,21 +54,13 @@ def batch_staged_call(
     """
     __tracebackhide__ = True
     # Every output gets the mapped axis: NOTE [shared outputs]. An intermediate has no cotangent and stays as it is.
-    is_mapped = [d is not None for d in dims]
-    depends = dependence(staged.jaxpr, is_mapped, lambda e: names_axis(e, axis) or makes_ref(e))  # JAX maps every Ref
-    is_output = [True] * staged.outputs
-    out_dims = [0 if any(found) else None for found in zip(depends, is_output + staged.carried(), strict=True)]
+    always = [*[True] * staged.outputs, *staged.carried()]
     # Only one application can be handed to the layer's `vmap`; JAX batches the batch.
     if staged.call.layer._has_vmap_method() and not isinstance(staged, BatchedStagedCall):
-        mapped = _by_vmap_method(staged, axis, dims, out_dims)
+        mapped = _by_vmap_method(staged, axis, dims)
     else:
-        mapped = vmap_over(axis, lambda *xs: eval_jaxpr(staged.jaxpr, (), *xs), tuple(dims), out_dims)
-
-    def batch(*args: Any) -> tuple[list[Any], None]:
-        __tracebackhide__ = True
-        return mapped(*args), None
-
-    jaxpr, consts, _ = stage(batch, types, staged.name)
+        mapped = vmap_as_needed(axis, lambda *xs: eval_jaxpr(staged.jaxpr, (), *xs), dims, always)
+    jaxpr, consts, out_dims = stage(mapped, types, staged.name)
     by_source = {"input": dims[staged.consts :], "output": out_dims, "intermediate": out_dims[staged.outputs :]}
     batch_of_inputs = Batch(axis, [by_source[kind][i] for kind, i in staged.sources], dims[staged.consts :])
     derivative = staged.derivative.batched(batch_of_inputs, [v.aval for v in jaxpr.outvars[: staged.outputs]])
@@ -90,25 +83,24 @@ def batch_staged_call(
     return batched, consts, out_dims
 
 
-def mapped_intermediates(staged: StagedCall, axis: Any, dims: list[Any], out_dims: list[Any]) -> Callable[..., Any]:
-    """The intermediates of a batch, from consts, inputs, and the mapped outputs that carry the rule."""
-    in_dims = (*dims, *[0] * len(staged.carriers))
-    return vmap_over(axis, staged.intermediates, in_dims, out_dims[staged.outputs :])
+def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any]) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """Outputs by the layer's own batching, and intermediates by JAX's, from inputs and outputs; and where each has the
+    mapped axis.
+    """
 
-
-def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any], out_dims: list[Any]) -> Callable[..., list[Any]]:
-    """Outputs by the layer's own batching; intermediates by JAX's, from inputs and outputs."""
-
-    def mapped(*args: Any) -> list[Any]:
+    def mapped(*args: Any) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
         inputs = args[staged.consts :]
         vmap, arguments = staged.call.layer.vmap, staged.call.arguments
         with staged.call.scope("vmap"):
             _, outputs = map_outputs(vmap, arguments, axis, dims[staged.consts :], inputs)
         check_mapped(staged.name, axis, outputs, [v.aval for v in staged.jaxpr.outvars[: staged.outputs]])
-        if len(out_dims) == staged.outputs:
-            return outputs
-        rest = mapped_intermediates(staged, axis, dims, out_dims)
-        return [*outputs, *rest(*args, *(outputs[i] for i in staged.carriers))]
+        out_dims = [0] * len(outputs)
+        if not (carried := staged.carried()):
+            return outputs, out_dims
+        in_dims = [*dims, *[0] * len(staged.carriers)]
+        intermediates = vmap_as_needed(axis, staged.intermediates, in_dims, carried)
+        rest, rest_dims = intermediates(*args, *(outputs[i] for i in staged.carriers))
+        return [*outputs, *rest], out_dims + rest_dims
 
     return mapped

@@ -116,20 +116,11 @@ def names_axis(equation: Any, axis: Any) -> bool:
     return any(isinstance(e, AXIS_EFFECT) and e.name == axis.name for e in equation.effects)
 
 
-def dependence(
-    jaxpr: Any,
-    inputs: Sequence[bool],
-    is_source: Callable[[Any], bool] | None = None,
-    variables: Sequence[Any] = (),
-) -> list[bool]:
-    """A mask of the outputs that depend on the inputs that are set.
-
-    `is_source` names equations whose results count as such inputs, and `variables` does so for single results.
-    """
+def dependence(jaxpr: Any, inputs: Sequence[bool], variables: Sequence[Any] = ()) -> list[bool]:
+    """A mask of the outputs that depend on the inputs that are set, or on `variables` that an equation computes."""
     dependent = {v for v, is_set in zip(jaxpr.invars, inputs, strict=True) if is_set}
     for equation in jaxpr.eqns:
-        depends = any(not is_literal(v) and v in dependent for v in equation.invars)
-        if depends or (is_source is not None and is_source(equation)):
+        if any(not is_literal(v) and v in dependent for v in equation.invars):
             dependent.update(equation.outvars)
             dependent.update(_refs(equation))  # it may write to them
         dependent.update(v for v in variables if v in equation.outvars)
@@ -173,11 +164,6 @@ def effects_of_own_refs() -> frozenset[Any]:
     """The effects of a jaxpr that makes a Ref for itself. From outside it has none."""
     jaxpr, _, _ = stage(lambda x: ([freeze(new_ref(x))], None), [ShapedArray((), np.dtype(np.float32))], "a Ref")
     return jaxpr.effects
-
-
-def makes_ref(equation: Any) -> bool:
-    """Whether an equation, or the code in it, makes a Ref."""
-    return bool(equation.effects & effects_of_own_refs())
 
 
 def prune(jaxpr: Any, used: Sequence[bool]) -> tuple[Any, list[bool]]:

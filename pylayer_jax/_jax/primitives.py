@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from .imports import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_rules, mlir, partial_eval
 from .jaxprs import effects_of_own_refs
-from .masks import select
+from .masks import merge, select
+from .tracers import is_of_current_trace
 from .types import has_tangent, tangent_type, typeof
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
@@ -184,6 +185,33 @@ def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: A
         axis_size=axis.size,
         spmd_axis_name=axis.spmd_name,
     )
+
+
+def vmap_as_needed(
+    axis: Any, function: Callable[..., Sequence[Any]], in_axes: Sequence[Any], always: Sequence[bool]
+) -> Callable[..., tuple[list[Any], list[Any]]]:
+    """`jax.vmap` of a function, without the results that are the same for all examples: those stay as they are.
+
+    It returns the results, and where each has the mapped axis: 0 or None; 0 for the results that `always` names.
+    """
+
+    def mapped(*args: Any) -> tuple[list[Any], list[Any]]:
+        __tracebackhide__ = True
+        shared: list[Any] = []
+        is_mapped: list[bool] = []
+
+        def one(*args: Any) -> list[Any]:
+            __tracebackhide__ = True
+            results = function(*args)
+            # JAX alone knows what it maps: an operation that uses the axis is mapped without a mapped operand.
+            is_mapped[:] = [every or is_of_current_trace(x) for every, x in zip(always, results, strict=True)]
+            shared[:] = [None if is_one else x for is_one, x in zip(is_mapped, results, strict=True)]
+            return select(results, is_mapped)
+
+        found = vmap_over(axis, one, tuple(in_axes), 0)(*args)
+        return merge(is_mapped, found, shared), [0 if is_one else None for is_one in is_mapped]
+
+    return mapped
 
 
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:

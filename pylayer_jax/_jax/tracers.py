@@ -48,6 +48,11 @@ def is_mapped(value: object) -> bool:
     return isinstance(value, MAPPED.tracer)
 
 
+def is_of_current_trace(value: Any) -> bool:
+    """Whether the running transformation made a value: under `jax.vmap`, whether it differs between examples."""
+    return is_tracer(value) and value._trace is trace_below(current_trace())
+
+
 def _example_of(value: Any) -> Any:
     """The value that `jax.vmap` maps."""
     while isinstance(value, MAPPED.tracer):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pylayer_jax._jax.tracers import current_trace, is_differentiated, is_leaked, is_staging, is_tracer, trace_below
+from pylayer_jax._jax.tracers import is_differentiated, is_leaked, is_of_current_trace, is_staging, is_tracer
 from pylayer_jax._jax.types import is_ref
 
 from .messages import innermost
@@ -87,7 +87,7 @@ def is_made_here(value: object) -> bool:
 
     In eager mode the current trace is one further out, as that of an outer `jax.grad`.
     """
-    return is_staging() and is_tracer(value) and getattr(value, "_trace", None) is trace_below(current_trace())
+    return is_staging() and is_of_current_trace(value)
 
 
 def vacate(place: Place) -> Place:

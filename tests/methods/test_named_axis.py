@@ -73,3 +73,35 @@ def test_what_depends_on_the_index_along_a_mapped_axis(name, mode, forward_mode)
         ours, expected = mode(functools.partial(way, made.apply))(), jax.jit(functools.partial(way, plain))()
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_layer_within_forward_gets_an_argument_that_all_examples_share():
+    def inner_forward(ctx, w):
+        y = jnp.tanh(w)
+        ctx.save_for_backward(y)
+        return y
+
+    inner = layer(inner_forward, lambda ctx, dy: dy * (1 - ctx.saved_tensor()[0] ** 2))
+
+    def forward(ctx, x, w):
+        h = inner.apply(w)
+        ctx.save_for_backward(x, h)
+        return x * h
+
+    def backward(ctx, dy):
+        x, h = ctx.saved_tensor()
+        return dy * h, dy * x * (1 - h**2)
+
+    def loss(f):
+        return lambda x, w: jnp.sin(jax.vmap(f, (0, None), axis_name="b")(x, w)).sum()
+
+    w = jnp.array([0.7, 1.1, -0.4])
+    ours, plain = loss(layer(forward, backward).apply), loss(lambda x, w: x * jnp.tanh(w))
+    expected = jax.jit(jax.hessian(plain, (0, 1)))(jnp.stack([w, w**2]), w)
+    for derivative in (
+        jax.hessian(ours, (0, 1)),
+        jax.jit(jax.hessian(ours, (0, 1))),
+        jax.jacrev(jax.grad(ours, (0, 1)), (0, 1)),
+    ):
+        found = derivative(jnp.stack([w, w**2]), w)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
