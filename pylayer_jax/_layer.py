@@ -216,7 +216,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     check_refs(call, tensors)
     # NOTE [hidden tensors]. In eager mode a value that is differentiated, and perhaps not used, is no reason to stage
     # `forward`, which would no longer see numbers. JAX refuses it where it is used.
-    may_be_staged = has_forward_mode or is_staging() or not any(map(is_differentiated, tensors))
+    may_be_staged = has_forward_mode or is_staging(traces=traces) or not any(map(is_differentiated, tensors))
     call.hides = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
     try:
         # A layer packs its saved tensors itself.

@@ -112,7 +112,9 @@ class LayerRun:
 
     def _filled(self, residuals: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """A block in which objects on the context hold the tensors of this run: NOTE [hidden tensors]."""
-        places, trees = zip(*self.saved.hidden.values(), strict=True) if self.saved.hidden else ((), ())
+        if not self.saved.hidden:
+            return null_context
+        places, trees = zip(*self.saved.hidden.values(), strict=True)
         return filled(places, [tree.restore(residuals) for tree in trees])
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:

@@ -38,16 +38,17 @@ staged_call_p = PrimitiveWithObject("staged_call", "staged")
 def bind_staged_call(staged: StagedCall, consts: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
     """The outputs and intermediates of a call that was staged."""
     __tracebackhide__ = True
-    if reads_refs(staged.jaxpr) and not staged.keeps_refs(tensors) and (pure := without_refs(staged.jaxpr)) is not None:
+    has_refs = reads_refs(staged.jaxpr)
+    if has_refs and not staged.keeps_refs(tensors) and (pure := without_refs(staged.jaxpr)) is not None:
         # What nobody writes in between is a value, which can be differentiated around.
-        staged = dataclasses.replace(staged, jaxpr=pure)
+        staged, has_refs = dataclasses.replace(staged, jaxpr=pure), False
         consts, tensors = ([x[...] if is_ref(x) else x for x in values] for values in (consts, tensors))
     # `checkify` does not look into an operation that it does not know.
     jaxpr, checks = without_checks(staged.jaxpr)
     if checks is not None:
         eval_jaxpr(checks, (), *consts, *tensors)
         staged = dataclasses.replace(staged, jaxpr=jaxpr)
-    if reads_refs(staged.jaxpr):
+    if has_refs:
         # An equation of ours cannot write to a Ref. The operations themselves can, but do not know the rule.
         error = functools.partial(refs.second_derivative_error, staged.call)
         try:

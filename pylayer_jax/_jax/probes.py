@@ -102,7 +102,7 @@ AXIS_EFFECT, UNSPECIFIED_SHARDING = _learn("the effects and shardings of an equa
 
 def checkpoint() -> Checkpoint:
     # The flags may change after the import.
-    return _checkpoint(*(getattr(jax.config, flag, None) for flag in ("jax_remat3", "jax_custom_vjp3")))
+    return _checkpoint(getattr(jax.config, "jax_remat3", None), getattr(jax.config, "jax_custom_vjp3", None))
 
 
 @functools.cache

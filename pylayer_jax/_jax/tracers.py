@@ -221,12 +221,13 @@ def is_forward_over_reverse(traces: Sequence[Any]) -> bool:
     return bool(found) and not found[0] and any(found)
 
 
-def is_staging(include_outer: bool = False) -> bool:
+def is_staging(include_outer: bool = False, traces: Sequence[Any] | None = None) -> bool:
     """Whether the running code becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
 
-    With `include_outer`, also if a trace further out stages, as in grad or vmap within jit.
+    With `include_outer`, also if a trace further out stages, as in grad or vmap within jit. `traces` are the active
+    ones, if the caller has them.
     """
-    for trace in active_traces():
+    for trace in active_traces() if traces is None else traces:
         if _is_staging_trace(trace):
             return True
         if not include_outer and not isinstance(trace, TRANSPOSED.trace):

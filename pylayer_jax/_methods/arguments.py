@@ -57,10 +57,10 @@ class Arguments:
             self.arguments.append(Argument(name, skeleton, len(self.avals)))
             self.avals.extend(tensors)
         self.first_ref = len(self.avals)  # the index of the first Ref among the tensors of the call
-        if any(a.skeleton is not LEAF and any(map(is_ref, a.skeleton.leaves)) for a in self.arguments):
-            self._take_refs()
         # Whether each argument is one tensor, given by position, as in nearly every call.
         self.are_tensors = not keywords and all(a.skeleton is LEAF for a in self.arguments)
+        if not self.are_tensors and any(any(map(is_ref, a.skeleton.leaves)) for a in self.arguments):
+            self._take_refs()
 
     def _take_refs(self) -> None:
         refs: list[Any] = []

@@ -227,13 +227,12 @@ class PyLayerContext:
 
     # -- for the package ------------------------------------------------------------------------
 
-    def _contents(self) -> tuple[Any, dict[str, Any]]:
+    def _contents(self) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
         """Everything that `backward` can read: the saved tensors and the attributes."""
         return self._state.read_saved(), dict(vars(self))
 
-    def _with_contents(self, contents: tuple[Any, dict[str, Any]]) -> PyLayerContext:
+    def _with_contents(self, saved: tuple[Any, ...] | None, attributes: dict[str, Any]) -> PyLayerContext:
         """A context for `backward` with the flags of this one."""
-        saved, attributes = contents
         return backward_context(type(self), self._state.layer, self._state.needs, lambda: saved, attributes)
 
     def _state_in_forward(self, call: str) -> ContextState:

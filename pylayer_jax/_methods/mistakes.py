@@ -141,7 +141,7 @@ class Attributes:
     __slots__ = ("_arrays", "_known", "_objects")
 
     def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any]) -> None:
-        self._objects = () if nothing_is_traced() else objects
+        self._objects = objects if objects and not nothing_is_traced() else ()
         self._known = [value for _, held in self._objects for place in hidden(held) for value in place.traced()]
         self._arrays = [(x, dict(vars(x))) for x in arrays if not is_tracer(x) and hasattr(x, "__dict__")]
 

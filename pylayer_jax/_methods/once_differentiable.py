@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -39,23 +40,27 @@ def once_differentiable(backward: Method) -> Method:
             "Remove the decorator if backward is made of differentiable operations."
         )
 
-    def forbid(tree: Any) -> Any:
-        tensors, skeleton = split(tree)
+    def forbid(*trees: Any) -> list[Any]:
+        # One operation for all of them. Apart, since a tuple of tensors, as nearly each is, needs no flattening.
+        parts = [split(tree) for tree in trees]
+        tensors = [x for found, _ in parts for x in found]
         may_move = [is_tracer(x) and has_tangent(x) for x in tensors]
         if not any(may_move):
-            return tree
+            return list(trees)
         forbidden = forbid_derivative(select(tensors, may_move), second_derivative_error)
-        return skeleton.fill(merge(may_move, forbidden, tensors))
+        rest = iter(merge(may_move, forbidden, tensors))
+        return [skeleton.fill(list(itertools.islice(rest, len(found)))) for found, skeleton in parts]
 
     @functools.wraps(backward)
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
-        ctx, cotangents = args[first], args[first + 1 :]
         # Check the inputs first, so that the error comes before host code runs; and the outputs, for values that
         # `backward` closes over.
-        contents, given = forbid((ctx._contents(), cotangents))
-        return forbid(backward(*args[:first], ctx._with_contents(contents), *given))
+        saved, attributes, cotangents = forbid(*args[first]._contents(), args[first + 1 :])
+        ctx = args[first]._with_contents(saved, attributes)
+        (gradients,) = forbid(backward(*args[:first], ctx, *cotangents))
+        return gradients
 
     decorated: Any = guarded
     decorated.second_derivative_error = second_derivative_error

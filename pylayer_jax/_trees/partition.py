@@ -186,7 +186,8 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
         if predicate(leaf):
             tensors.append(leaf)
             leaves[i] = _TENSOR
-    return tensors, TreeWithoutTensors(treedef, leaves, len(tensors), _treedef_in_order(tree))
+    has_order = treedef.num_nodes > 2  # only a dict of two or more
+    return tensors, TreeWithoutTensors(treedef, leaves, len(tensors), _treedef_in_order(tree) if has_order else None)
 
 
 @functools.cache
