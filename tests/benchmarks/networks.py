@@ -54,7 +54,7 @@ def _measured(model: Any, scan: bool, ways: dict[str, Any], effort: Effort) -> d
     times: dict[str, dict[str, list[float]]] = {stage: defaultdict(list) for stage in STAGES}
     memory: dict[str, float] = {}
     steps: dict[str, Any] = {}
-    for _ in range(2 if effort.shrink > 1 else 4):
+    for _ in range(1 if effort.shrink > 1 else 4):
         for name, way in ways.items():
             loss = model.loss(way(), scan)  # new functions, which no cache of JAX has seen
             staged: Any = jax.jit(jax.value_and_grad(loss))
@@ -65,8 +65,8 @@ def _measured(model: Any, scan: bool, ways: dict[str, Any], effort: Effort) -> d
             memory[name] = staged.memory_analysis().temp_size_in_bytes / 2**20
             steps[name] = lambda run=staged: jax.block_until_ready(run(params, data))
     run = measure(steps, effort._replace(rounds=max(3, effort.rounds // 4)))
-    # The first round of tracing also fills caches of JAX.
-    rows = {stage: {name: statistics.median(t[1:]) for name, t in times[stage].items()} for stage in STAGES}
+    # The first of several rounds also fills caches of JAX.
+    rows = {stage: {name: statistics.median(t[1:] or t) for name, t in times[stage].items()} for stage in STAGES}
     rows["first step"] = {
         name: sum(rows[stage][name] for stage in STAGES) + statistics.median(run[name]) for name in ways
     }

@@ -28,6 +28,7 @@ def report(effort: Effort, results: Results) -> None:
         "12-layer MLP of layers": (mlp, mlp.loss(pylayer())),
         "4-layer transformer": (transformer, transformer.loss(autodiff())),
     }
+    models = effort.chosen(models, "12-layer MLP of layers")
     with tempfile.TemporaryDirectory() as folder:
         pairs = {
             "cast_saved()": cast_saved(),

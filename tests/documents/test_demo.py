@@ -99,6 +99,7 @@ def test_a_reader_that_leaves_gets_no_traceback(arguments):
     assert job.returncode == 141  # as a shell reports a command that SIGPIPE ended
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "started"),
     [(["--epochs", "100000"], "training"), (["check", "sleeping.py:sleep", "f32[]"], "asleep")],

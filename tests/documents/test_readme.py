@@ -40,6 +40,7 @@ def test_the_readme_is_one_page():
     assert len(README.read_text().splitlines()) <= 150
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", [README, REFERENCE], ids=lambda page: page.stem)
 def test_code_of_a_page_runs_from_top_to_bottom_and_prints_what_is_shown(page, tmp_path):
     script = tmp_path / "script.py"
