@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.kit.layers import Multiply, Square
+from tests.kit.layers import Multiply, Square, Tanh
 from tests.kit.layers import layer_of as layer_that_saves
 from tests.kit.modes import EAGER_AND_JIT
 
@@ -246,14 +246,8 @@ def test_a_layer_in_backward_is_the_linear_map_of_its_forward(flag, mode):
     np.testing.assert_allclose(tangent, 2 * T)
 
 
-class TanhOfLayers(PyLayer):
+class TanhOfLayers(Tanh):
     """Its backward applies a layer, to a cotangent and to a saved tensor."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
 
     @staticmethod
     def backward(ctx, dy):

@@ -10,6 +10,7 @@ import pytest
 
 from pylayer_jax import PyLayer
 from tests.ecosystem.blocks import assert_close
+from tests.ecosystem.layers import doubled
 from tests.ecosystem.libraries import library
 
 eqx = library("equinox")
@@ -49,11 +50,6 @@ class Applied(PyLayer):
         model, x = ctx.saved_tensor()
         _, pull = eqx.filter_vjp(lambda model, x: model(x), model, x)
         return jax.tree.map(lambda g: 2 * g, pull(dy))
-
-
-def doubled(model, x):
-    y = jax.lax.stop_gradient(model(x))
-    return y + 2 * (model(x) - y)
 
 
 @EAGER_AND_JIT

@@ -9,7 +9,7 @@ import pytest
 from pylayer_jax import PyLayer
 from pylayer_jax.packers import cast_saved, quantize_saved
 from tests.ecosystem.blocks import assert_close
-from tests.ecosystem.layers import Steep, steep
+from tests.ecosystem.layers import Steep, doubled, steep
 from tests.ecosystem.libraries import library
 
 nnx = library("flax.nnx")
@@ -92,11 +92,6 @@ class Applied(PyLayer):
         linear, x = ctx.saved_tensor()
         _, pull = jax.vjp(lambda linear, x: linear(x), linear, x)
         return jax.tree.map(lambda g: 2 * g, pull(dy))
-
-
-def doubled(model, x):
-    y = jax.lax.stop_gradient(model(x))
-    return y + 2 * (model(x) - y)
 
 
 @EAGER_AND_JIT
