@@ -99,47 +99,37 @@ class Derivative:
     def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         """Gradients of all inputs from cotangents of all outputs."""
         __tracebackhide__ = True
-        return self._pull(len(self.batches), needs_grad, residuals, cotangents)
-
-    def _pull(
-        self, batches: int, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]
-    ) -> list[Any]:
-        __tracebackhide__ = True
-        if not batches:
+        if not self.batches:
             return self.run.pull(needs_grad, residuals, cotangents)
-        input_dims = self.batches[batches - 1].input_dims
+        input_dims = self.batches[-1].input_dims
         if all(c is None for c in cotangents):
             return [None] * len(input_dims)
-
-        pull_one = functools.partial(self._pull, batches - 1, needs_grad)
-        gradients = self._mapped(batches, pull_one, residuals, cotangents, [0] * len(cotangents))
+        pull_one = functools.partial(self._of_one_example().pull, needs_grad)
+        gradients = self._mapped(pull_one, residuals, cotangents, [0] * len(cotangents))
         return [None if g is None else _with_axis_at(g, dim) for g, dim in zip(gradients, input_dims, strict=True)]
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
         __tracebackhide__ = True
-        return self._push(len(self.batches), needs_grad, residuals, tangents)
-
-    def _push(
-        self, batches: int, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]
-    ) -> list[Any]:
-        __tracebackhide__ = True
-        if not batches:
+        if not self.batches:
             return self.run.push(needs_grad, residuals, tangents)
-        push_one = functools.partial(self._push, batches - 1, needs_grad)
-        return self._mapped(batches, push_one, residuals, tangents, self.batches[batches - 1].input_dims)
+        push_one = functools.partial(self._of_one_example().push, needs_grad)
+        return self._mapped(push_one, residuals, tangents, self.batches[-1].input_dims)
+
+    def _of_one_example(self) -> Derivative:
+        """The derivative without its last batch, to `pull` and `push` what is unpacked."""
+        return dataclasses.replace(self, batches=self.batches[:-1])
 
     def _mapped(
         self,
-        batches: int,
         function: Callable[[Sequence[Any], Sequence[Any]], list[Any]],
         residuals: Sequence[Any],
         values: Sequence[Any],
         dims: Sequence[Any],
     ) -> list[Any]:
-        """Map `function`, of residuals and values that may be None, over a batch. Each result has the axis in front."""
+        """Map `function`, of residuals and values that may be None, over the last batch. Results have it in front."""
         __tracebackhide__ = True
-        given, batch = [v is not None for v in values], self.batches[batches - 1]
+        given, batch = [v is not None for v in values], self.batches[-1]
 
         def one(residuals: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], Static]:
             __tracebackhide__ = True
@@ -148,7 +138,7 @@ class Derivative:
             return select(results, nonzero), Static(nonzero)
 
         # What was unpacked within the batch has its axis in front.
-        is_unpacked_within = self.packed is not None and self.packed_within < batches
+        is_unpacked_within = self.packed is not None and self.packed_within < len(self.batches)
         residual_dims = 0 if is_unpacked_within else list(batch.array_dims)
         mapped = vmap_over(batch.axis, one, (residual_dims, select(dims, given)), 0)
         results, nonzero = mapped(list(residuals), select(values, given))
