@@ -130,6 +130,11 @@ def _what_was_meant(error: Exception, names: set[str], method: str) -> str:
             return "What forward saved comes back as a tuple, also if it is one tensor: (x,) = ctx.saved_tensor()."
         case ValueError() if "values to unpack" in text and reads_saved:
             return "ctx.saved_tensor() has as many entries as ctx.save_for_backward got."
+        case NameError() if "unbound axis name" in text and method == "backward":
+            return (
+                "If jax.vmap names this axis: in a class without forward mode, backward has it for mapped values "
+                "only, and jax.lax.pmean also adds up ones. Add forward_mode = True to the class."
+            )
         case IndexError() if "tuple index" in text and "needs_input_grad" in names:
             return "ctx.needs_input_grad has one entry for each argument of forward."
         case _:

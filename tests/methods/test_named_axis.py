@@ -105,3 +105,14 @@ def test_a_layer_within_forward_gets_an_argument_that_all_examples_share():
     ):
         found = derivative(jnp.stack([w, w**2]), w)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, expected)
+
+
+def test_a_mean_over_the_axis_in_backward_needs_forward_mode():
+    def mean_of(**attributes):
+        made = layer(lambda ctx, x: jax.lax.pmean(x, "b"), lambda ctx, dy: jax.lax.pmean(dy, "b"), **attributes)
+        return jax.grad(lambda x: jnp.sin(jax.vmap(made.apply, axis_name="b")(x)).sum())
+
+    with pytest.raises(NameError, match="unbound axis name") as caught:
+        mean_of()(X)
+    assert any("Add forward_mode = True" in note for note in caught.value.__notes__)
+    np.testing.assert_allclose(mean_of(forward_mode=True)(X), jnp.full_like(X, jnp.cos(X.mean())), rtol=1e-5)
