@@ -55,7 +55,7 @@ class ShardLayout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any) -> Self:
-        """The division of a tensor.
+        """The layout of a tensor.
 
         Explicit axes tell it. The sharding along automatic axes is chosen by the compiler, later: there the first axis
         of the mesh cuts the first axis of the tensor that it divides, and each other one the last, as the axes of a

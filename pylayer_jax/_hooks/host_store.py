@@ -100,13 +100,13 @@ class PackSite:
         store: HostStore,
         pack: Callable[[Any], Any],
         unpack: Callable[[Any], Any],
-        division: ShardLayout,
+        layout: ShardLayout,
         where: str,
     ) -> None:
         self._pack = pack
         self._unpack = unpack
         self._where = where
-        self._division = division
+        self._layout = layout
         self._store = store
         self._next = 0
         self._waiting: dict[int, tuple[_Worker, Any]] = {}  # by number, the oldest first
@@ -117,11 +117,11 @@ class PackSite:
 
     def token(self, tensor: Any) -> jax.Array:
         """The number under which the host keeps a traced tensor; of several devices, one for each of them."""
-        return self._division.number_pieces(self._token, tensor)
+        return self._layout.number_pieces(self._token, tensor)
 
     def restored(self, token: Any) -> jax.Array:
         """The tensor of a traced number, or of several."""
-        return self._division.join_pieces(self._piece, token)
+        return self._layout.join_pieces(self._piece, token)
 
     def _token(self, tensor: Any) -> jax.Array:
         device = _device_index()
@@ -129,7 +129,7 @@ class PackSite:
         return with_varying_axes(token, typeof(device))
 
     def _piece(self, token: Any) -> jax.Array:
-        return host_call(self._get, self._division.piece, token)
+        return host_call(self._get, self._layout.piece, token)
 
     # -- on the host ----------------------------------------------------------------------------
 

@@ -137,7 +137,7 @@ class Arguments:
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:
         """One entry per argument, in its structure, from one value per tensor; None for every static."""
-        return [a.skeleton.fill_with_statics(None, values[a.span]) if a.skeleton.size else None for a in self.arguments]
+        return [a.skeleton.fill_without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, perturbed: Sequence[bool]) -> tuple[bool, ...]:
         """One bool per argument, from one bool per tensor."""

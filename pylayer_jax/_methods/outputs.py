@@ -95,7 +95,7 @@ class Outputs:
         entries: list[Any] = []
         for group in self.groups:
             if group.size:
-                entries.append(group.fill_with_statics(None, full[: group.size]))
+                entries.append(group.fill_without_statics(full[: group.size]))
                 full = full[group.size :]
             elif with_statics:
                 entries.append(None)

@@ -65,9 +65,9 @@ class TreeWithoutTensors:
         rest = iter(tensors)
         return self._made_as.unflatten([next(rest) if x is _TENSOR else change(x) for x in self.leaves])
 
-    def fill_with_statics(self, value: Any, tensors: Sequence[Any]) -> Any:
-        """The tree with `tensors` where its own tensors were, and `value` for every static."""
-        return self.fill(tensors, lambda _: value)
+    def fill_without_statics(self, tensors: Sequence[Any]) -> Any:
+        """The tree with `tensors` where its own tensors were, and None for every static."""
+        return self.fill(tensors, lambda _: None)
 
     def statics(self) -> list[Any]:
         """Everything that is not a tensor, in flattening order."""
