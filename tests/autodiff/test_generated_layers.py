@@ -19,8 +19,6 @@ from tests.kit.generated.draw import draw
 from tests.kit.generated.reference import FORWARD_MODE, computed, expected, reference_of
 from tests.kit.generated.text import Case, Layer, Statement, Term
 
-pytestmark = pytest.mark.slow
-
 # Refusals that are right: the first words, what the case has, and why.
 ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
     (
@@ -87,7 +85,10 @@ EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "120"))
 CHUNK = 10
 
 
-@pytest.mark.parametrize("first", range(0, EXAMPLES, CHUNK))
+# The first ones run with every version and flag.
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(CHUNK, EXAMPLES, CHUNK))]
+)
 def test_generated_layers(first):
     refused = []
     for case in map(draw, range(first, first + CHUNK)):

@@ -1,6 +1,5 @@
 """Every notebook runs from top to bottom, and what is shown with it is fit to be read."""
 
-import os
 import re
 from pathlib import Path
 
@@ -34,9 +33,7 @@ def shown(notebook):
 def test_runs_from_top_to_bottom(path):
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, startup_timeout=120, kernel_name="python3")
-    # Not with the flags of tests, by which the training in some notebooks takes longer than XLA takes to optimize it.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    client.execute(cwd=str(path.parent), env=environment)
+    client.execute(cwd=str(path.parent))
     printed = [(number, text) for number, text in shown(notebook) if UNFIT.search(text)]
     assert not printed
 
