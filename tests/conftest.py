@@ -7,8 +7,8 @@ import re
 import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Thousands of tiny programs are compiled and run once, so that LLVM's optimizations would be most of the time. The code
-# generators that jaxlib 0.10 had before take less than half of the time (later versions have none, and pass it over).
+# Thousands of tiny programs are compiled and run once, so that LLVM's optimizations would be most of the time. The last
+# option chooses the older code generators of jaxlib 0.10, which take less than half the time; jaxlib 0.12 ignores it.
 FLAGS = (
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"

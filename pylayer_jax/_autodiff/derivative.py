@@ -117,7 +117,7 @@ class Derivative:
         return self._mapped(push_one, residuals, tangents, self.batches[-1].input_dims)
 
     def _of_one_example(self) -> Derivative:
-        """The derivative without its last batch, to `pull` and `push` what is unpacked."""
+        """The derivative without its last batch, for residuals that are unpacked already."""
         return dataclasses.replace(self, batches=self.batches[:-1])
 
     def _mapped(

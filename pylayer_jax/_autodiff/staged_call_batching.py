@@ -54,11 +54,11 @@ def batch_staged_call(
     """
     __tracebackhide__ = True
     # Every output gets the mapped axis: NOTE [shared outputs]. An intermediate has no cotangent and stays as it is.
-    always = [*[True] * staged.outputs, *staged.carried()]
     # Only one application can be handed to the layer's `vmap`; JAX batches the batch.
     if staged.call.layer._has_vmap_method() and not isinstance(staged, BatchedStagedCall):
         mapped = _by_vmap_method(staged, axis, dims)
     else:
+        always = [*[True] * staged.outputs, *staged.carried()]
         mapped = vmap_as_needed(axis, lambda *xs: eval_jaxpr(staged.jaxpr, (), *xs), dims, always)
     jaxpr, consts, out_dims = stage(mapped, types, staged.name)
     by_source = {"input": dims[staged.consts :], "output": out_dims, "intermediate": out_dims[staged.outputs :]}
@@ -96,10 +96,10 @@ def _by_vmap_method(staged: StagedCall, axis: Any, dims: list[Any]) -> Callable[
             _, outputs = map_outputs(vmap, arguments, axis, dims[staged.consts :], inputs)
         check_mapped(staged.name, axis, outputs, [v.aval for v in staged.jaxpr.outvars[: staged.outputs]])
         out_dims = [0] * len(outputs)
-        if not (carried := staged.carried()):
+        if not (count := len(staged.jaxpr.outvars) - staged.outputs):
             return outputs, out_dims
         in_dims = [*dims, *[0] * len(staged.carriers)]
-        intermediates = vmap_as_needed(axis, staged.intermediates, in_dims, carried)
+        intermediates = vmap_as_needed(axis, staged.intermediates, in_dims, [False] * count)
         rest, rest_dims = intermediates(*args, *(outputs[i] for i in staged.carriers))
         return [*outputs, *rest], out_dims + rest_dims
 

@@ -82,8 +82,8 @@ class PackSite:
 
     Several threads may execute one program at once, and the new forward pass of one of them says nothing about the
     others: on one device, what a thread has packed is dropped only when that thread packs again. XLA may also run
-    each execution in another thread of its own. Therefore only the last `max_workers` threads keep the tensors that
-    were unpacked. On several devices XLA always chooses the threads, but a device runs one execution after
+    each execution in a new thread. Therefore tensors that were unpacked are kept only for the `max_workers` threads
+    that packed last. On several devices XLA always chooses the threads, but a device runs one execution after
     another: there a device drops what it has packed when it packs again. All of them have to do so alike. If some still
     held what others have dropped, they would wait for the others within a collective, until XLA ends the process.
 

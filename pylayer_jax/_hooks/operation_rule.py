@@ -66,7 +66,7 @@ class StagedOperation:
         self.name = name
         self.jaxpr = jaxpr
         self.treedef = treedef
-        # JAX keeps no Ref beside symbolic zeros; a layer that keeps one packs its tensors itself.
+        # A custom_vjp function with symbolic zeros takes no Ref. A layer that takes a Ref packs its own saved tensors.
         takes_arrays = all(isinstance(v.aval, ShapedArray) for v in jaxpr.invars)
         self.packs_as_one = takes_arrays and not holds_hooks_block(jaxpr)
 

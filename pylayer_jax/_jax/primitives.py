@@ -203,7 +203,7 @@ def vmap_as_needed(
         def one(*args: Any) -> list[Any]:
             __tracebackhide__ = True
             results = function(*args)
-            # JAX alone knows what it maps: an operation that uses the axis is mapped without a mapped operand.
+            # Each value tells whether it is mapped. The operands do not: axis_index has none, and its result is mapped.
             is_mapped[:] = [every or is_of_current_trace(x) for every, x in zip(always, results, strict=True)]
             shared[:] = [None if is_one else x for is_one, x in zip(is_mapped, results, strict=True)]
             return select(results, is_mapped)

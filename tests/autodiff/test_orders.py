@@ -172,6 +172,15 @@ class OnceOnHost(Once):
     backward = staticmethod(once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(ctx.saved_tensor()[0])))
 
 
+class OnceOnHostOfAttribute(OnceOnHost):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return jnp.sin(x)
+
+    backward = staticmethod(once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(np.asarray(ctx.x))))
+
+
 class OnceForward(Once):
     forward_mode = True
 
@@ -201,14 +210,15 @@ TWICE_FORWARD = {
 }
 
 
-@pytest.mark.parametrize("layer", [Once, OnceOnHost, OnceForward, OnceWithJvp])
+@pytest.mark.parametrize("layer", [Once, OnceOnHost, OnceOnHostOfAttribute, OnceForward, OnceWithJvp])
 def test_once_differentiable(layer):
-    firsts = [grad] if layer is OnceOnHost else [grad, lambda f: jax.jit(grad(f)), lambda f: grad(jax.jit(f))]
+    on_host = issubclass(layer, OnceOnHost)
+    firsts = [grad] if on_host else [grad, lambda f: jax.jit(grad(f)), lambda f: grad(jax.jit(f))]
     if layer in (OnceForward, OnceWithJvp):
         firsts += [pushed, lambda f: jax.jit(pushed(f))]
     for first in firsts:
         np.testing.assert_allclose(first(layer.apply)(0.3), np.cos(0.3), rtol=1e-6)
-    refused = dict(list(TWICE_IN_REVERSE.items())[: 2 if layer is OnceOnHost else None])
+    refused = dict(list(TWICE_IN_REVERSE.items())[: 2 if on_host else None])
     if layer is OnceForward:
         refused |= TWICE_FORWARD
     for name, second in refused.items():
