@@ -22,13 +22,11 @@ from pylayer_jax._jax.tracers import (
 from pylayer_jax._trees.closures import is_live, is_live_constant
 from pylayer_jax._trees.opaque import Static
 
-from ._autodiff.call import LayerCall, force_primitive, null_context
-from ._autodiff.custom_vjp import compile_layer
-from ._autodiff.errors import NoForwardModeError
-from ._autodiff.forward_mode_call import SingleCall
-from ._autodiff.forward_mode_call import bind as bind_eager_call
-from ._autodiff.refs import check_refs
+from ._autodiff.layer_call import LayerCall, in_backward, null_context
+from ._autodiff.layer_rule import call_without_custom_vjp, compile_layer
+from ._autodiff.ref_call import check_refs
 from ._autodiff.run_forward import forward_only
+from ._autodiff.transpose_backward import NoForwardModeError
 from ._hooks.open_blocks import Hooks, outside_hooks_trace
 from ._methods.apply_descriptor import Apply
 from ._methods.arguments import bind, call_of_apply
@@ -205,7 +203,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
     traces, refs = active_traces(), arguments.refs
-    has_forward_mode = layer._has_forward_mode() or force_primitive.value or any(map(is_unknown, tensors))
+    has_forward_mode = layer._has_forward_mode() or in_backward.value or any(map(is_unknown, tensors))
     if refs or not has_forward_mode:
         # In code that was staged before it is differentiated, JAX says so, without a name.
         if is_forward_mode_here(tensors, traces):
@@ -222,7 +220,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
         # A layer packs its saved tensors itself.
         with null_context if call.hooks is None else outside_hooks_trace():
             if not refs and (has_forward_mode or call.hides or layer._has_vmap_method()):
-                values = bind_eager_call(SingleCall(call), tensors)
+                values = call_without_custom_vjp(call, tensors)
             else:
                 values = call_with_symbolic_zeros(_rule_of(layer, bool(refs)), Static(call), tensors)
     except jax.errors.UnexpectedTracerError as error:

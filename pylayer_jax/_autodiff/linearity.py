@@ -21,6 +21,9 @@ import numpy as np
 
 from pylayer_jax._jax.custom_vjp import custom_function_name
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
+from pylayer_jax._jax.linear_map import LinearMap, linear_map_p
+from pylayer_jax._jax.primitives import held_object
+from pylayer_jax._jax.rule_function import RuleFunction, rule_function_p
 from pylayer_jax._jax.types import has_tangent
 
 
@@ -110,14 +113,6 @@ def add_rule(name: str, rule: Rule) -> None:
 def _result(operands: Sequence[ZeroInfo], is_zero: bool) -> ZeroInfo:
     problem = next((f.problem for f in operands if f.problem), "")
     return ZeroInfo(is_zero, any(f.depends for f in operands), problem)
-
-
-def linear_in_tangents(equation: Any, operands: Sequence[ZeroInfo], count: int, problem: str) -> list[ZeroInfo]:
-    """The results of a primitive that is linear in all operands but the first `count`: if those depend, a problem."""
-    fact = _result(operands, all(f.is_zero for f in operands[count:]))
-    if any(f.depends for f in operands[:count]):
-        fact = fact._replace(problem=fact.problem or problem)
-    return [fact] * len(equation.outvars)
 
 
 def _unknown(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
@@ -211,7 +206,7 @@ def _scatter(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
 add_rule("scatter", _scatter)
 add_rule("select_n", _zero_if(lambda _, operands: operands[1:]))
 for _name in (
-    "compute_together", "device_put", "forbid_derivative", "kernel_operands", "kernel_tangents", "optimization_barrier",
+    "compute_together", "device_put", "forbid_derivative", "optimization_barrier",
 ):  # fmt: skip
     add_rule(_name, _each)
 add_rule("with_tangent", lambda _, operands: [_result(operands, operands[1].is_zero)])
@@ -248,6 +243,29 @@ add_rule(
     "call_hi_primitive",  # the same under jax_custom_vjp3, but other calls too
     _zero_if(lambda e, operands: operands if custom_function_name(e) else [_UNKNOWN]),
 )
+
+
+def _linear_map(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
+    linear: LinearMap = held_object(equation)
+    fact = _result(operands, all(f.is_zero for f in operands[linear.constants :]))
+    if not fact.problem and any(f.depends for f in operands[: linear.constants]):
+        fact = fact._replace(problem=linear.why_not_linear)
+    return [fact] * len(equation.outvars)
+
+
+def _rule_function(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
+    function: RuleFunction = held_object(equation)
+    facts = call_of(function.jaxpr, equation, operands)
+    return [
+        f._replace(problem=f"it applies the layer {function.name}, whose forward is not, as {f.problem}")
+        if f.problem and not any(o.problem for o in operands)
+        else f
+        for f in facts
+    ]
+
+
+add_rule(linear_map_p.name, _linear_map)
+add_rule(rule_function_p.name, _rule_function)
 
 
 def _joined(one: Sequence[ZeroInfo], other: Sequence[ZeroInfo]) -> list[ZeroInfo]:

@@ -19,7 +19,7 @@ from pylayer_jax._trees.closures import is_live, is_made_here
 from pylayer_jax._trees.messages import add_note, plural
 from pylayer_jax._trees.partition import as_jax, flatten
 
-from .call import LayerCall, null_context
+from .layer_call import LayerCall, null_context
 from .saved_state import SavedState, save_state
 
 _TO_CONVERT_OR_CHECK = (np.ndarray, np.generic, jax.Ref)

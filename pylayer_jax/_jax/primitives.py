@@ -38,10 +38,14 @@ class PrimitiveWithObject(Primitive):
         __tracebackhide__ = True
         held = params[self.parameter]
         if type(held) is not tuple:  # an equation that JAX binds again has the jaxpr already
-            key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
-            _held_objects[key] = held
-            params |= {self.parameter: ((key,),), "name": repr(held)}
+            params |= self.holding(held)
         return super().bind(*args, **params)
+
+    def holding(self, held: Any) -> dict[str, Any]:
+        """The parameters of an equation that holds an object."""
+        key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
+        _held_objects[key] = held
+        return {self.parameter: ((key,),), "name": repr(held)}
 
     def with_object(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """A rule of the primitive, for a function that takes the object as the parameter."""
@@ -188,11 +192,14 @@ def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: A
 
 
 def vmap_as_needed(
-    axis: Any, function: Callable[..., Sequence[Any]], in_axes: Sequence[Any], always: Sequence[bool]
+    axis: Any,
+    function: Callable[..., Sequence[Any]],
+    in_axes: Sequence[Any],
+    always: Callable[[int], Sequence[bool]],
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
     """`jax.vmap` of a function, without the results that are the same for all examples: those stay as they are.
 
-    It returns the results, and where each has the mapped axis: 0 or None; 0 for the results that `always` names.
+    It returns the results, and where each has the mapped axis: 0 or None; 0 for those in the mask `always(count)`.
     """
 
     def mapped(*args: Any) -> tuple[list[Any], list[Any]]:
@@ -204,7 +211,8 @@ def vmap_as_needed(
             __tracebackhide__ = True
             results = function(*args)
             # Each value tells whether it is mapped. The operands do not: axis_index has none, and its result is mapped.
-            is_mapped[:] = [every or is_of_current_trace(x) for every, x in zip(always, results, strict=True)]
+            pairs = zip(always(len(results)), results, strict=True)
+            is_mapped[:] = [every or is_of_current_trace(x) for every, x in pairs]
             shared[:] = [None if is_one else x for is_one, x in zip(is_mapped, results, strict=True)]
             return select(results, is_mapped)
 

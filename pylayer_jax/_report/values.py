@@ -9,12 +9,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from pylayer_jax._autodiff.staged_call import StagedCall
+from pylayer_jax._autodiff.stage_forward import StagedForward
 from pylayer_jax._hooks.packing import PACK_SCOPE
 from pylayer_jax._jax.imports import summarize
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, scan_counts
 from pylayer_jax._jax.masks import scatter
 from pylayer_jax._jax.primitives import held_object
+from pylayer_jax._jax.rule_function import BatchedFunction, RuleFunction, UsedPart, rule_function_p
 
 Equations = tuple[Any, ...]  # one, behind those that hold its jaxpr
 
@@ -142,7 +143,7 @@ class Values:
         if len(inner) == 1 and _types(inner[0].invars, inner[0].outvars) == _types(operands, outvars):
             return self.outputs(inner[0], operands, equations)
         results = new(outvars, operands=[operands] * len(outvars))
-        if name == "staged_call":
+        if name == rule_function_p.name:
             _tell_layers(equations, operands, results)
         return results
 
@@ -158,11 +159,11 @@ def _is_computed(value: Value) -> tuple[bool, bool]:
 
 def _tell_layers(equations: Equations, operands: Sequence[Value], results: Sequence[Value]) -> None:
     """Tell the values that a layer saves that it does."""
-    staged: StagedCall = held_object(equations[-1])
-    layer, used = staged.call.layer, equations[-1].params.get("used") or [True] * len(results)
+    staged, operands, values = _of_one_example(held_object(equations[-1]), operands, results)
+    layer = staged.call.layer
     given: Any = layer.saved_names if isinstance(layer.saved_names, tuple) else ()
     names = staged.saved.residual_names(len(staged.sources), lambda i: (given and given[i]) or f"saved[{i}]")
-    saved = staged.residuals(operands[staged.consts :], scatter(results, used))
+    saved = staged.residuals(operands[staged.consts :], values)
     for name, value in zip(names, saved, strict=True):
         part = value
         while part is not None:
@@ -170,3 +171,16 @@ def _tell_layers(equations: Equations, operands: Sequence[Value], results: Seque
             part = part.whole
     for value in results:
         value.name = layer.__name__
+
+
+def _of_one_example(
+    function: RuleFunction, operands: Sequence[Value], values: Sequence[Any]
+) -> tuple[StagedForward, Sequence[Value], Sequence[Any]]:
+    """The staged layer that a function applies, its operands, and its values, of which unused ones are None."""
+    while not isinstance(function, StagedForward):
+        if isinstance(function, UsedPart):
+            function, values = function.whole, scatter(values, function.used)
+        else:
+            assert isinstance(function, BatchedFunction)
+            function, operands = function.inner, operands[function.closed_over :]
+    return function, operands, values

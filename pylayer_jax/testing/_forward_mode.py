@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._autodiff.errors import NoForwardModeError, NotDerivableError
+from pylayer_jax._autodiff.transpose_backward import NoForwardModeError, NotDerivableError
 from pylayer_jax._jax.custom_vjp import custom_function_in
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 from pylayer_jax._methods.once_differentiable import OnceDifferentiableError

@@ -100,8 +100,8 @@ def test_generated_layers(first):
     assert len(refused) <= CHUNK // 2, f"refused: {refused}"
 
 
-@pytest.mark.parametrize(("saved", "expected"), [("u0", 1.0), ("u1", 2.0)])
-def test_the_reference_takes_a_marked_output_for_plain_code(saved, expected):
+@pytest.mark.parametrize(("saved", "expected"), [("u0", 0.0), ("u1", 2.0)])
+def test_the_reference_takes_a_marked_output_for_a_constant_and_what_is_computed_from_it_for_code(saved, expected):
     # Such layers are rare among those that are drawn.
     layer = Layer(
         name="l0",

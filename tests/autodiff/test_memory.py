@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer, PyLayerContext
-from pylayer_jax._autodiff.call import LayerCall
+from pylayer_jax._autodiff.layer_call import LayerCall
 from tests.kit.layers import Matmul, Tanh
 from tests.kit.modes import DERIVATIVES, STAGED
 

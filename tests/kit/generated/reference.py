@@ -10,8 +10,8 @@ rule again. The innermost is the bare `forward`. What a saved object counts as (
 - an operation that does nothing, for which JAX hands back its operand, is its operand;
 - an object that is an output carries the rule; of one that is returned twice, the last counts;
 - all else is an intermediate: what `forward` makes of the inputs and of those outputs that carry the rule;
-- an output that is marked as not differentiable carries no rule: it is an intermediate, within `forward`, where it is
-  saved and where something saved is computed from it. Outside its derivative is zero.
+- an output that is marked as not differentiable carries no rule: saved, it is a constant of later derivatives; what
+  `forward` computes from it is an intermediate. Outside its derivative is zero.
 
 Forward mode is the transpose of the rule, so that a tangent is the Jacobian of reverse mode times the tangent.
 """
@@ -70,7 +70,9 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int) -> Callabl
             ys = inner(*xs)
             scope = names(xs, {name: ys[i] for name, i in carries_rule.items()})
             scope |= {name: ys[returned_constants[o]] for name, o in saved_origins if o in returned_constants}
-            return ys, ([scope[name] for name, _ in layer.saved], xs)
+            constant = marked.difference(inputs)
+            saved = [jax.lax.stop_gradient(scope[n]) if o in constant else scope[n] for n, o in saved_origins]
+            return ys, (saved, xs)
 
         function = jax.custom_vjp(inner)
         function.defvjp(forward, lambda saved, cotangents: gradients(*saved, cotangents))

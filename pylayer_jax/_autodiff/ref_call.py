@@ -12,7 +12,7 @@ from pylayer_jax._jax.types import is_ref
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._trees.closures import traced_names
 
-from .call import LayerCall
+from .layer_call import LayerCall
 
 
 def check_refs(call: LayerCall, tensors: Sequence[Any]) -> None:

@@ -10,8 +10,8 @@ from pylayer_jax._hooks.packed_residuals import pack
 from pylayer_jax._jax.imports import checkpoint_name, set_current_trace
 from pylayer_jax._jax.tracers import is_staging, is_tracer, trace_of_known_values
 
-from .call import LayerCall
-from .derivative import Derivative
+from .layer_call import LayerCall
+from .run_backward import Derivative
 from .saved_state import SavedState
 
 

@@ -1,4 +1,4 @@
-"""The transpose of a pullback, and the errors if it has none."""
+"""The transpose of a `backward`, or of a `forward` that a `backward` applies; the errors if there is none."""
 
 from __future__ import annotations
 
@@ -14,8 +14,30 @@ from pylayer_jax._jax.jaxprs import stage, without_stopped_selections
 from pylayer_jax._jax.masks import merge, select
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 
-from .errors import NotDerivableError
 from .linearity import why_not_linear
+
+
+class NoForwardModeError(TypeError):
+    """A layer has no rule for forward mode."""
+
+    def __init__(self, layer: str, refs: Sequence[str] = ()) -> None:
+        reason = (
+            "it defines backward alone. Add forward_mode = True to the class, which derives the rule from a backward "
+            "that is linear in its cotangents; or a static jvp(ctx, *tangents)."
+        )
+        if refs:
+            reason = (
+                f"the call takes a jax.Ref ({', '.join(refs)}). If the layer only reads it, pass its value: ref[...]."
+            )
+        super().__init__(
+            f"{layer} has no rule for forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize): {reason} "
+            "Or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
+        )
+        self.layer = layer
+
+
+class NotDerivableError(TypeError):
+    """Forward mode, or forward mode over reverse mode, cannot be derived from the methods of a layer."""
 
 
 def transpose(

@@ -10,7 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pylayer_jax._hooks.packed_residuals import PackedResiduals, UnpackOnRead
+from pylayer_jax._jax.masks import select
 from pylayer_jax._jax.tracers import is_differentiating, is_staging
+from pylayer_jax._jax.types import as_array, tangent_type
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.mistakes import Attributes, backward_arity_error, jvp_arity_error
@@ -19,35 +22,56 @@ from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees.closures import filled
 from pylayer_jax._trees.messages import add_note
 
-from .call import LayerCall, force_primitive, null_context
-from .derivative import Derivative
+from .layer_call import LayerCall, in_backward, null_context
 from .saved_state import SavedState, SavedTree, fresh
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class LayerRun:
-    """One run of `forward`, with the `backward` of its class, and its `jvp` if it has one."""
+class Derivative:
+    """Both directions of the derivative of one run of `forward`, by the methods of its class. Holds no array.
+
+    `needs_grad` is a mask of the inputs. None is a zero gradient, cotangent or tangent. Compared by identity, since a
+    derivative is a parameter of equations.
+    """
 
     call: LayerCall
     saved: SavedState
+    residuals: int  # the number of arrays that are kept
+    packed: PackedResiduals | None = None  # the first residuals, if they are packed
 
     @property
     def name(self) -> str:
         return self.call.name
 
     @property
-    def forward_mode(self) -> bool:
-        return self.call.layer.forward_mode
+    def has_tangent(self) -> tuple[bool, ...]:
+        """Per output, whether it is neither marked non-differentiable nor of an integer type."""
+        return self.saved.outputs.has_tangent
 
     @property
-    def has_pushforward(self) -> bool:
-        return self.call.layer._jvp_method() is not None
+    def tangent_types(self) -> list[Any]:
+        return [tangent_type(a) for a in select(self.saved.outputs.types, self.has_tangent)]
+
+    def packing(self, packed: PackedResiduals) -> Derivative:
+        """The same derivative, of which the first residuals are packed."""
+        kept = self.residuals - len(packed.tensors) + packed.size
+        return dataclasses.replace(self, residuals=kept, packed=packed)
+
+    def gradients(self, needs_grad: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        """Gradients of all inputs from the arrays that are kept and cotangents of all outputs."""
+        __tracebackhide__ = True
+        cotangents = [as_array(c, a) for c, a in zip(cotangents, self.saved.outputs.types, strict=True)]
+        return self.pull(needs_grad, self.unpack(arrays, cotangents), cotangents)
+
+    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """The residuals, from the arrays that are kept; in staged code not before the cotangents are there."""
+        return arrays if self.packed is None else UnpackOnRead(self.packed, arrays, cotangents)
 
     def pull(self, needs_grad: Sequence[bool], residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        """Gradients of the inputs (None for zero), by `backward`, from cotangents of the outputs (None for zero)."""
+        """Gradients of all inputs, by `backward`, from cotangents of all outputs."""
         __tracebackhide__ = True
         call, saved, layer = self.call, self.saved, self.call.layer
-        cotangents = [c if has else None for c, has in zip(cotangents, saved.outputs.has_tangent, strict=True)]
+        cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
         if all(c is None for c in cotangents):
             return [None] * len(call.arguments.avals)
         seen = self._needs_input_grad(needs_grad)
@@ -64,7 +88,7 @@ class LayerRun:
         try:
             with (
                 self._filled(residuals),
-                force_primitive(True) if may_be_transposed else null_context,
+                in_backward(True) if may_be_transposed else null_context,
                 call.staged_scope("backward") if is_staged else null_context,
             ):
                 result = backward(ctx, *given)
@@ -83,7 +107,7 @@ class LayerRun:
         return conjugate(match_gradients(result, call.arguments, needed, layer, saved.perturbed_is_exact))
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        """Tangents of the outputs that can have one, by `jvp`, from tangents of the inputs; None for zero."""
+        """Tangents of the outputs that can have one, by the `jvp` of the class, from tangents of all inputs."""
         __tracebackhide__ = True
         call, saved = self.call, self.saved
         seen = self._needs_input_grad(needs_grad)
@@ -107,6 +131,7 @@ class LayerRun:
         return saved.needs_grad if saved.read_needs_input_grad else self.call.arguments.perturbable(needs_grad)
 
     def second_derivative_error(self) -> Exception | None:
+        """The error for a derivative of the transposed `backward`, if the class forbids it."""
         make_error = second_derivative_error_of(self.call.layer.backward)
         return None if make_error is None else make_error()
 
@@ -128,11 +153,6 @@ class LayerRun:
             lambda: restore(tensors),
             {name: restore(value) for name, value in self.saved.attributes.items()},
         )
-
-
-def derivative_of(call: LayerCall, saved: SavedState, residuals: int) -> Derivative:
-    """The derivative of one run of `forward`, which kept that many residuals."""
-    return Derivative(LayerRun(call, saved), saved.outputs.types, saved.outputs.has_tangent, residuals)
 
 
 def _conjugated(values: Sequence[Any]) -> list[Any]:

@@ -31,7 +31,7 @@ from pylayer_jax._trees.partition import split
 # True while code runs that may be transposed, or differentiated in forward mode: a `backward`, and a `forward` that is
 # staged under `jax.jvp`. A layer that this code applies is then no `jax.custom_vjp` function, which allows neither. It
 # is part of jit's cache key, since a jitted function may apply the layer.
-force_primitive: Final = jax.make_user_context(False)
+in_backward: Final = jax.make_user_context(False)
 
 
 null_context: Final = contextlib.nullcontext()

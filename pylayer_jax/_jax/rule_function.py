@@ -1,0 +1,217 @@
+"""A function with its rule: what JAX differentiates by a Python function that stands beside it.
+
+NOTE [function with its rule]
+A `RuleFunction` is what `jax.custom_jvp` makes: `run` computes, `rule` gives values and tangents, and a rule that
+applies the same function to its primals holds at the next order too. It stands here because jax 0.10 loses the rule of
+a `jax.custom_jvp` in a scan that is differentiated twice, without a word; `tests/autodiff/test_rule_function.py` has
+the case in plain JAX, and tells when JAX's own may take its place. This module knows nothing of layers.
+
+What a transformation sees is one equation:
+
+- evaluated, it is `run`; in staged code `run` is traced once, where it is applied, and the equation holds the jaxpr;
+  what `run` closes over becomes an operand;
+- differentiated, it is `rule`, in forward mode and in reverse mode, which transposes the tangents that `rule` returns;
+- mapped, it is the function of `vmap(run)` and `vmap(rule)`;
+- lowered, and where results are not used, it is its jaxpr.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .imports import eval_jaxpr, partial_eval
+from .jaxprs import effects_of_own_refs, stage
+from .masks import select
+from .primitives import (
+    PrimitiveWithObject,
+    held_object,
+    is_named,
+    is_undefined,
+    lower_jaxpr,
+    register,
+    vmap_as_needed,
+    vmap_over,
+)
+from .tracers import is_staging
+from .types import has_tangent, typeof
+
+Values = list[Any]
+# From the operands to the values, and where each value has the mapped axis: 0, or None if all examples share it.
+BatchRun = Callable[..., tuple[Values, list[Any]]]
+
+
+class RuleFunction:
+    """A function of arrays, and the rule of its derivative. Holds no array; equations compare it by identity."""
+
+    name: str  # as jaxprs and JAX's errors show it
+    jaxpr: Any  # None: `run` is called wherever a value is needed, and sees concrete values in eager mode
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def run(self, *args: Any) -> Values:
+        return eval_jaxpr(self.jaxpr, (), *args)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        """The values, and their tangents. None is a zero tangent; not all of those given are."""
+        raise NotImplementedError
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """The cotangents of the operands that are None, from those of the values, by a jaxpr of the function."""
+        raise NotImplementedError
+
+    def call_staged(self, *args: Any) -> Values:
+        """The values of a function without a jaxpr, by the same function with one."""
+        raise NotImplementedError
+
+    def batch_run(self, axis: Any, dims: Sequence[Any]) -> BatchRun:
+        """`run` for a batch of examples, whose operands have the mapped axis at `dims`."""
+        return vmap_as_needed(axis, self.run, dims, self.always_mapped)
+
+    def always_mapped(self, values: int) -> list[bool]:
+        """A mask of that many values: those that are mapped as soon as one operand is."""
+        return [True] * values
+
+    def uses_axis(self, axis: Any) -> bool:
+        """Whether `run` or `rule` may use a mapped axis that no operand has."""
+        return is_named(axis)
+
+
+class BatchedFunction(RuleFunction):
+    """A function for a batch of examples. Of those that were mapped several times, each map has one of these."""
+
+    def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
+        self.inner = inner
+        self.axis = axis
+        self.name, self.jaxpr = inner.name, None
+        self.dims = list(dims)  # of the operands of the inner function, which stand behind those of the batch alone
+        self.out_dims: list[Any] = []  # of the values, if it is staged
+        self.closed_over = 0  # the number of operands of the batch alone
+
+    def run(self, *args: Any) -> Values:
+        if self.jaxpr is not None:
+            return super().run(*args)
+        values, _ = self.inner.batch_run(self.axis, self.dims)(*args)
+        return values
+
+    def with_jaxpr(self, types: Sequence[Any]) -> list[Any]:
+        """Stage the batch, for operands of these types. Returns what it closes over: its first operands."""
+        self.jaxpr, consts, self.out_dims = stage(self.inner.batch_run(self.axis, self.dims), types, self.name)
+        self.closed_over = len(consts)
+        return consts
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        if any(t is not None for t in tangents[: self.closed_over]):
+            raise TypeError(f"{self.name}: its code for a batch closes over a value that is differentiated.")
+        dims = 0 if self.jaxpr is None else self.out_dims
+        mapped = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), (dims, dims))
+        values, out_tangents = mapped(list(primals[self.closed_over :]), list(tangents[self.closed_over :]))
+        return values, out_tangents
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self.inner.transpose(jaxpr, args, cotangents)
+
+    def call_staged(self, *args: Any) -> Values:
+        __tracebackhide__ = True
+        return vmap_over(self.axis, self.inner.call_staged, tuple(self.dims), 0)(*args)
+
+    def uses_axis(self, axis: Any) -> bool:
+        return self.inner.uses_axis(axis)
+
+
+class UsedPart(RuleFunction):
+    """A staged function without the results that nobody uses. Operands stay, since the rule needs them."""
+
+    def __init__(self, whole: RuleFunction, used: Sequence[bool]) -> None:
+        self.whole = whole
+        self.used = list(used)
+        self.name = whole.name
+        self.jaxpr, _ = partial_eval.dce_jaxpr(whole.jaxpr, self.used, instantiate=True)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        values, out_tangents = self.whole.rule(primals, tangents)
+        return select(values, self.used), select(out_tangents, self.used)
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self.whole.transpose(jaxpr, args, cotangents)
+
+    def always_mapped(self, values: int) -> list[bool]:
+        del values
+        return select(self.whole.always_mapped(len(self.used)), self.used)
+
+    def uses_axis(self, axis: Any) -> bool:
+        return self.whole.uses_axis(axis)
+
+
+rule_function_p = PrimitiveWithObject("rule_function", "function")
+
+
+def call(function: RuleFunction, args: Sequence[Any]) -> Values:
+    """The values of a function, under all transformations that are active."""
+    __tracebackhide__ = True
+    if function.jaxpr is None and is_staging():
+        return function.call_staged(*args)
+    return rule_function_p.bind(*args, function=function)
+
+
+def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
+    """A mask of the primals whose tangent is not zero."""
+    return [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
+
+
+def effects_of(jaxpr: Any) -> frozenset[Any]:
+    return frozenset(jaxpr.effects) - effects_of_own_refs()  # a Ref that it makes ends with it
+
+
+def _types(*_: Any, function: RuleFunction) -> tuple[list[Any], Any]:
+    return [v.aval for v in function.jaxpr.outvars], effects_of(function.jaxpr)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: RuleFunction) -> tuple[Values, Values]:
+    __tracebackhide__ = True
+    nonzero = nonzero_tangents(primals, tangents)
+    if not any(nonzero):
+        values = call(function, primals)
+        return values, [None] * len(values)
+    return function.rule(primals, [t if moves else None for t, moves in zip(tangents, nonzero, strict=True)])
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, function: RuleFunction) -> tuple[Values, list[Any]]:
+    __tracebackhide__ = True
+    batched = BatchedFunction(function, axis, dims)
+    if function.jaxpr is None:
+        values = call(batched, args)
+        return values, [0] * len(values)
+    consts = batched.with_jaxpr([typeof(x) for x in args])
+    return call(batched, [*consts, *args]), batched.out_dims
+
+
+def _transpose(cotangents: Sequence[Any], *args: Any, function: RuleFunction) -> Values:
+    return function.transpose(function.jaxpr, [None if is_undefined(x) else x for x in args], cotangents)
+
+
+def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
+    part = UsedPart(held_object(equation), used)
+    left = equation.replace(
+        outvars=select(equation.outvars, used),
+        params=equation.params | rule_function_p.holding(part),
+        effects=effects_of(part.jaxpr),
+    )
+    return [True] * len(equation.invars), left
+
+
+register(
+    rule_function_p,
+    evaluate=lambda *args, function: function.run(*args),
+    abstract=_types,
+    jvp=_jvp,
+    transpose=_transpose,
+    batch=_batch,
+    bind=lambda *args, function: call(function, args),
+    uses_axis=lambda axis, *, function: function.uses_axis(axis),
+    lower=lambda context, *args, function: lower_jaxpr(context, function.jaxpr, *args),
+    drop_unused=_drop_unused,
+)
