@@ -33,7 +33,7 @@ from .primitives import (
     vmap_as_needed,
     vmap_over,
 )
-from .tracers import is_staging
+from .tracers import is_deferred
 from .types import has_tangent, typeof
 
 Values = list[Any]
@@ -152,7 +152,8 @@ rule_function_p = PrimitiveWithObject("rule_function", "function")
 def call(function: RuleFunction, args: Sequence[Any]) -> Values:
     """The values of a function, under all transformations that are active."""
     __tracebackhide__ = True
-    if function.jaxpr is None and is_staging():
+    # JAX hands an operation on values that it does not differentiate to the trace below, and asks no rule.
+    if function.jaxpr is None and is_deferred(args):
         return function.call_staged(*args)
     return rule_function_p.bind(*args, function=function)
 
