@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import jax
 
 from pylayer_jax._jax.custom_vjp import call_with_symbolic_zeros
-from pylayer_jax._jax.tracers import (
-    active_traces,
-    is_deferred,
-    is_differentiated,
-    is_forward_mode_here,
-    is_forward_over_reverse,
-    is_staging,
-    is_unknown,
-    nothing_is_traced,
-)
+from pylayer_jax._jax.tracers import applied_to, nothing_is_traced
 from pylayer_jax._trees.closures import is_live, is_live_constant
 from pylayer_jax._trees.opaque import Static
 
@@ -202,25 +193,25 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     __tracebackhide__ = True
     arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
     tensors = arguments.take_tensors()
-    traces, refs = active_traces(), arguments.refs
-    has_forward_mode = layer._has_forward_mode() or in_backward.value or any(map(is_unknown, tensors))
-    if refs or not has_forward_mode:
+    applied, refs = applied_to(tensors), arguments.refs
+    without_custom_vjp = layer._has_forward_mode() or in_backward.value or applied.is_transposed
+    if refs or not without_custom_vjp:
         # In code that was staged before it is differentiated, JAX says so, without a name.
-        if is_forward_mode_here(tensors, traces):
+        if applied.is_in_forward_mode:
             raise NoForwardModeError(arguments.layer, refs)
         # A second derivative of another kind than those that `jax.custom_vjp` has.
-        has_forward_mode = is_forward_over_reverse(traces)
-    call = LayerCall(layer, arguments, Hooks.captured(tensors), is_deferred(tensors, traces))
+        without_custom_vjp = applied.is_in_forward_over_reverse or layer._has_vmap_method()
+    call = LayerCall(layer, arguments, Hooks.captured(tensors), applied.is_deferred)
     check_refs(call, tensors)
-    # NOTE [hidden tensors]. In eager mode a value that is differentiated, and perhaps not used, is no reason to stage
-    # `forward`, which would no longer see numbers. JAX refuses it where it is used.
-    may_be_staged = has_forward_mode or is_staging(traces=traces) or not any(map(is_differentiated, tensors))
+    # NOTE [hidden tensors]. Staging would take the numbers from `forward`. In eager mode a value that is differentiated
+    # is no reason for it, since it is perhaps not used; where it is, JAX refuses it.
+    may_be_staged = without_custom_vjp or applied.is_staged or not applied.is_differentiated
     call.hides = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
     try:
         # A layer packs its saved tensors itself.
         with null_context if call.hooks is None else outside_hooks_trace():
-            if not refs and (has_forward_mode or call.hides or layer._has_vmap_method()):
-                values = call_without_custom_vjp(call, tensors)
+            if not refs and (without_custom_vjp or call.hides):
+                values = call_without_custom_vjp(call, tensors, applied.is_transposed)
             else:
                 values = call_with_symbolic_zeros(_rule_of(layer, bool(refs)), Static(call), tensors)
     except jax.errors.UnexpectedTracerError as error:

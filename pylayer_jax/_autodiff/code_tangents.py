@@ -30,6 +30,8 @@ def code_tangents(
 ) -> list[Any]:
     """The tangents of the results of a jaxpr that are wanted; None is the zero tangent of a primal."""
     computed = computing_only(jaxpr, wanted)
+    computed, is_read = prune(computed, [True] * len(computed.outvars))
+    primals, tangents = select(primals, is_read), select(tangents, is_read)
 
     def function(used: Sequence[bool], *primals: Any) -> list[Any]:
         pruned, is_read = prune(computed, used)  # within loops and calls too

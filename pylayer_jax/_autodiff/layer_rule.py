@@ -18,7 +18,6 @@ from pylayer_jax._jax.tracers import (
     is_rematerialization_tracer,
     is_staging,
     is_tracer,
-    is_unknown,
 )
 from pylayer_jax._jax.types import as_arrays, has_tangent, typeof
 from pylayer_jax._methods.outputs import Outputs
@@ -138,15 +137,12 @@ class LayerFunction(RuleFunction):
         return super().batch_run(axis, dims)
 
 
-def call_without_custom_vjp(call: LayerCall, tensors: Sequence[Any]) -> list[Any]:
-    """The outputs of a layer as a function with its rule."""
+def call_without_custom_vjp(call: LayerCall, tensors: Sequence[Any], is_transposed: bool) -> list[Any]:
+    """The outputs of a layer as a function with its rule; staged where `jax.linear_transpose` takes its jaxpr."""
     __tracebackhide__ = True
     function = LayerFunction(call)
     # A rule of ours would lose values that `forward` closes over; staged, they become operands.
-    # `jax.linear_transpose` transposes the jaxpr of `forward`.
-    if any(map(is_unknown, tensors)) or call.names_closed_over():
-        return function.call_staged(*tensors)
-    return rule_function.call(function, tensors)
+    return function.call_staged(*tensors) if is_transposed or call.hides else rule_function.call(function, tensors)
 
 
 # -- the custom_vjp function in front --------------------------------------------------------------

@@ -13,7 +13,7 @@ import jax
 
 from pylayer_jax._jax.identities import mark_hooks_block
 from pylayer_jax._jax.imports import set_current_trace
-from pylayer_jax._jax.tracers import current_trace, is_deferred, is_rematerialized, is_staging, trace_below
+from pylayer_jax._jax.tracers import applied_to, current_trace, is_rematerialized, is_staging, trace_below
 
 from .pair import Pair
 
@@ -187,7 +187,7 @@ class Hooks:
 
     def __init__(self, pair: Pair, tensors: Sequence[Any]) -> None:
         self.pair = pair
-        self.deferred = is_deferred(tensors)  # see NOTE [packed tensors]
+        self.deferred = applied_to(tensors).is_deferred  # see NOTE [packed tensors]
         self.rematerialized = pair.host and is_rematerialized()
 
     @staticmethod

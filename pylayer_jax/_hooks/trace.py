@@ -18,8 +18,8 @@ from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
 from pylayer_jax._jax.tracers import (
     PassThroughTrace,
+    applied_to,
     current_trace,
-    is_deferred,
     is_differentiated,
     is_differentiated_twice,
     is_reverse_mode_tracer,
@@ -70,7 +70,7 @@ class HooksTrace(PassThroughTrace):
         is_once = not any(map(is_differentiated_twice, tracers)) and not _is_in_forward_mode(tracers)
         if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
             with set_current_trace(self.parent_trace):
-                differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not is_deferred(tracers)
+                differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not applied_to(tracers).is_deferred
             jaxpr = _packing_inside(primitive.name, params, self.pair, differentiated_now)
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):

@@ -22,7 +22,7 @@ from typing import Any
 
 from .imports import eval_jaxpr, partial_eval
 from .jaxprs import effects_of_own_refs, stage
-from .masks import select
+from .masks import scatter, select
 from .primitives import (
     PrimitiveWithObject,
     held_object,
@@ -33,7 +33,7 @@ from .primitives import (
     vmap_as_needed,
     vmap_over,
 )
-from .tracers import is_deferred
+from .tracers import applied_to
 from .types import has_tangent, typeof
 
 Values = list[Any]
@@ -105,10 +105,28 @@ class BatchedFunction(RuleFunction):
         __tracebackhide__ = True
         if any(t is not None for t in tangents[: self.closed_over]):
             raise TypeError(f"{self.name}: its code for a batch closes over a value that is differentiated.")
-        dims = 0 if self.jaxpr is None else self.out_dims
-        mapped = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), (dims, dims))
-        values, out_tangents = mapped(list(primals[self.closed_over :]), list(tangents[self.closed_over :]))
-        return values, out_tangents
+        primals, tangents = primals[self.closed_over :], tangents[self.closed_over :]
+        moving, moves = [t is not None for t in tangents], list[bool]()
+
+        def rule(*args: Any) -> Values:
+            __tracebackhide__ = True
+            values, out_tangents = self.inner.rule(args[: len(primals)], scatter(args[len(primals) :], moving))
+            moves[:] = [t is not None for t in out_tangents]
+            return [*values, *select(out_tangents, moves)]
+
+        def always(_: int) -> list[bool]:
+            mapped = [True] * len(moves) if self.jaxpr is None else [d is not None for d in self.out_dims]
+            return [*mapped, *select(mapped, moves)]
+
+        run = vmap_as_needed(self.axis, rule, self.dims + select(self.dims, moving), always)
+        found, dims = run(*primals, *select(tangents, moving))
+        values, out_tangents = found[: len(moves)], scatter(found[len(moves) :], moves)
+        # The tangent of a value that all examples share is the same for all of them, also where it came out mapped.
+        tangent_dims = scatter(dims[len(moves) :], moves)
+        return values, [
+            t[0] if of_value is None and of_tangent is not None else t
+            for t, of_value, of_tangent in zip(out_tangents, dims, tangent_dims, strict=False)
+        ]
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.inner.transpose(jaxpr, args, cotangents)
@@ -153,7 +171,7 @@ def call(function: RuleFunction, args: Sequence[Any]) -> Values:
     """The values of a function, under all transformations that are active."""
     __tracebackhide__ = True
     # JAX hands an operation on values that it does not differentiate to the trace below, and asks no rule.
-    if function.jaxpr is None and is_deferred(args):
+    if function.jaxpr is None and applied_to(args).is_deferred:
         return function.call_staged(*args)
     return rule_function_p.bind(*args, function=function)
 

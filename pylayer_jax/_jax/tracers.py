@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -63,10 +63,6 @@ def _example_of(value: Any) -> Any:
 def is_differentiated(value: object) -> bool:
     """Whether `jax.grad`, `jax.vjp`, `jax.linearize` or `jax.jvp` differentiates a value, or a batch of it."""
     return isinstance(_example_of(value), (REVERSE.tracer, FORWARD.tracer))
-
-
-def is_forward_mode_tracer(value: object) -> bool:
-    return isinstance(_example_of(value), (FORWARD.tracer, JET.tracer))
 
 
 def is_reverse_mode_tracer(value: object) -> bool:
@@ -183,51 +179,26 @@ def _is_staging_trace(trace: Any) -> bool:
     return not isinstance(trace, _EAGER_TRACES)
 
 
-def is_forward_mode_trace(trace: Any) -> bool:
-    return isinstance(trace, (FORWARD.trace, JET.trace))
-
-
-def is_forward_mode_here(tensors: Sequence[Any], traces: Sequence[Any]) -> bool:
-    """Whether forward mode differentiates an operation on `tensors` where it is applied, inside `jax.vmap` too.
-
-    `traces` are the active ones.
-    """
-    if not any(map(is_forward_mode_tracer, tensors)):
-        return False
-    innermost = next((t for t in traces if _differentiations([t]) or _is_staging_trace(t)), None)
-    return is_forward_mode_trace(innermost)
-
-
-def _differentiations(traces: Sequence[Any]) -> list[bool]:
-    """The differentiations among some traces: True for `jax.jvp`."""
-    return [is_forward_mode_trace(t) for t in traces if isinstance(t, (REVERSE.trace, FORWARD.trace, JET.trace))]
+_DIFFERENTIATIONS = (REVERSE.trace, FORWARD.trace, JET.trace)
+_FORWARD_MODE = (FORWARD.trace, JET.trace)
+_IN_FORWARD_MODE = (FORWARD.tracer, JET.tracer)
 
 
 def is_differentiating() -> bool:
-    return bool(_differentiations(active_traces()))
+    return any(isinstance(t, _DIFFERENTIATIONS) for t in active_traces())
 
 
 def is_forward_mode() -> bool:
     """Whether `jax.jvp` differentiates the running code, on any level."""
-    return any(_differentiations(active_traces()))
+    return any(isinstance(t, _FORWARD_MODE) for t in active_traces())
 
 
-def is_forward_over_reverse(traces: Sequence[Any]) -> bool:
-    """Whether `jax.jvp` differentiates a reverse-mode derivative, as in `jax.jvp` of `jax.grad`.
-
-    `traces` are the active ones.
-    """
-    found = _differentiations(traces)
-    return bool(found) and not found[0] and any(found)
-
-
-def is_staging(include_outer: bool = False, traces: Sequence[Any] | None = None) -> bool:
+def is_staging(include_outer: bool = False) -> bool:
     """Whether the running code becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
 
-    With `include_outer`, also if a trace further out stages, as in grad or vmap within jit. `traces` are the active
-    ones, if the caller has them.
+    With `include_outer`, also if a trace further out stages, as in grad or vmap within jit.
     """
-    for trace in active_traces() if traces is None else traces:
+    for trace in active_traces():
         if _is_staging_trace(trace):
             return True
         if not include_outer and not isinstance(trace, TRANSPOSED.trace):
@@ -235,21 +206,36 @@ def is_staging(include_outer: bool = False, traces: Sequence[Any] | None = None)
     return False
 
 
-def is_deferred(tensors: Sequence[Any], traces: Sequence[Any] | None = None) -> bool:
-    """Whether an operation on `tensors` is only staged here, so that JAX may differentiate it later, or several times.
+class Applied(NamedTuple):
+    """What the active transformations do with an operation on some tensors."""
 
-    A differentiation outside of the jaxpr that is being made does that later: it sees the jaxpr as a whole. `traces`
-    are the active ones, if the caller has them.
-    """
-    within: list[Any] = []  # the traces within the one that makes the jaxpr
-    for trace in active_traces() if traces is None else traces:
-        if _is_staging_trace(trace):
-            break
-        within.append(trace)
-    else:
-        return False  # no jaxpr is being made
-    examples = filter(is_differentiated, map(_example_of, tensors))
-    return not any(x._trace is trace for x in examples for trace in within)
+    is_differentiated: bool  # now, in either mode, by a transformation on any level
+    is_in_forward_mode: bool  # by `jax.jvp`, which is the innermost to differentiate; also inside `jax.vmap`
+    is_in_forward_over_reverse: bool  # the running code, as in `jax.jvp` of `jax.grad`
+    is_transposed: bool  # by `jax.linear_transpose`
+    is_staged: bool  # becomes an equation of a jaxpr here
+    is_deferred: bool  # is only staged here, so that JAX may differentiate it later, or several times
+
+
+def applied_to(tensors: Sequence[Any]) -> Applied:
+    """Look at an operation on these tensors, once for all questions."""
+    examples = [_example_of(x) for x in tensors]
+    differentiated = [x for x in examples if isinstance(x, (REVERSE.tracer, FORWARD.tracer))]
+    traces = active_traces()
+    # The traces within the one that makes the jaxpr, if one does.
+    staging = [i for i, t in enumerate(traces) if _is_staging_trace(t)][:1]
+    within = traces[: staging[0]] if staging else traces
+    modes = [isinstance(t, _FORWARD_MODE) for t in traces if isinstance(t, _DIFFERENTIATIONS)]
+    within_modes = [isinstance(t, _FORWARD_MODE) for t in within if isinstance(t, _DIFFERENTIATIONS)]
+    return Applied(
+        is_differentiated=bool(differentiated),
+        is_in_forward_mode=within_modes[:1] == [True] and any(isinstance(x, _IN_FORWARD_MODE) for x in examples),
+        is_in_forward_over_reverse=any(modes) and not modes[0],
+        is_transposed=any(isinstance(x, TRANSPOSED.tracer) for x in examples),
+        is_staged=bool(staging) and all(isinstance(t, TRANSPOSED.trace) for t in within),
+        # A differentiation outside of the jaxpr that is being made sees the jaxpr as a whole, later.
+        is_deferred=bool(staging) and not any(x._trace is t for x in differentiated for t in within),
+    )
 
 
 def is_rematerialized() -> bool:

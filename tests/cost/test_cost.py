@@ -298,5 +298,5 @@ def test_what_is_left_has_the_same_derivatives(layer, output, around):
 
 def test_a_call_with_forward_mode_is_left_with_one_result():
     _, text = without_unused(lambda x: jax.jit(ForwardBoth.apply)(x)[0], X)
-    (line,) = [line for line in text.splitlines() if "staged_call" in line]
+    (line,) = [line for line in text.splitlines() if "rule_function" in line]
     assert line.split("=")[0].count(":") == 1
