@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._commands.second_order import EXAMPLES, second
+from pylayer_jax._commands.demo import EXAMPLES, second
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     for axes, example in zip(figure.subplots(1, 2), EXAMPLES, strict=True):
         axes.plot(xs, jax.vmap(second(example.layer))(xs), label="PyLayer, Paddle, torch")
         axes.plot(xs, jax.vmap(second(example.plain))(xs), "--", label="plain jax.custom_vjp")
-        axes.plot([example.x] * 2, [second(f)(example.x) for f in example[3:]], "k.", markersize=5)
+        axes.plot([example.x] * 2, [second(f)(example.x) for f in (example.layer, example.plain)], "k.", markersize=5)
         axes.set_title(f"Second derivative of {example.title}", fontsize=9)
         axes.set_xlabel("x", fontsize=8)
         axes.tick_params(labelsize=7)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pylayer_jax._commands import second_order
+from pylayer_jax._commands import demo
 from tests.kit.skipped import how_to_run
 
 ROOT = Path(__file__).parents[2]
@@ -80,12 +80,12 @@ def number(shown):
 
 def test_the_table_of_second_derivatives_has_the_numbers_of_the_demo():
     rows = [line.split("|") for line in README.read_text().splitlines() if re.match(r"\| of .* at \d", line)]
-    assert len(rows) == len(second_order.EXAMPLES)
-    for (_, what, ours, plain, _), example in zip(rows, second_order.EXAMPLES, strict=True):
+    assert len(rows) == len(demo.EXAMPLES)
+    for (_, what, ours, plain, _), example in zip(rows, demo.EXAMPLES, strict=True):
         assert f"at {example.x}" in what
         for shown, function in ((ours, example.layer), (plain, example.plain)):
-            assert number(shown) == pytest.approx(float(second_order.second(function)(example.x)), abs=5e-5)
-        assert number(ours) == pytest.approx(float(example.by_rule(example.x)), abs=5e-5)
+            assert number(shown) == pytest.approx(float(demo.second(function)(example.x)), abs=5e-5)
+        assert number(ours) == pytest.approx(example.by_rule, abs=5e-5)
 
 
 def anchors(page):
