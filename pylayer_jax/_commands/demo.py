@@ -285,7 +285,7 @@ def run(epochs: int, seed: int, progress: bool) -> bool:
         f"The same training with {PACKED_BITS}-bit saved tensors: test accuracy {packed_accuracy:.1%}; "
         f"{packed.total_bytes:,} bytes are kept in place of {saved.total_bytes:,}"
     )
-    print("Second derivatives, which follow the rule of a layer at every order:")
+    print("Second derivatives, which use the backward of the layer too:")
     for example, (by_layer, by_plain) in zip(EXAMPLES, seconds, strict=True):
         title = f"{example.title} at {example.x}"
         print(f"  {title:37} PyLayer {by_layer:7.4f}   plain custom_vjp {by_plain:7.4f}")
