@@ -157,6 +157,21 @@ def test_the_table_of_fleet_has_real_names(paddle):
         pkgutil.resolve_name(f"{short.get(first, first)}.{rest}")
 
 
+@pytest.mark.frameworks
+def test_each_row_of_operations_gives_the_same(paddle):
+    (table,) = (text for text in TEXTS if text.startswith("## Operations, name by name"))
+    rows = re.findall(r"^\| `(.*?)` \| `(.*?)`.* \|$", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| `")
+    values = {"x": np.array([[-1.3, 0.4, 0.9], [0.2, -0.6, 1.7]], np.float32), "i": np.array([1, 0])}
+    for theirs, ours in rows:
+        expected = eval(theirs, {"paddle": paddle, **{k: paddle.to_tensor(v) for k, v in values.items()}})
+        got = eval(ours, {"jax": jax, "jnp": jnp, **{k: jnp.asarray(v) for k, v in values.items()}})
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            other = np.asarray(other)
+            assert (one.shape if hasattr(one, "shape") else ()) == other.shape, theirs
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=theirs)
+
+
 def test_as_many_recipes_come_from_paddle_as_from_torch():
     from_paddle = ["paddle." in recipe.original for recipe in RECIPES]
     assert sum(from_paddle) >= len(RECIPES) / 2
