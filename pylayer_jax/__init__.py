@@ -7,7 +7,7 @@ from ._methods.once_differentiable import once_differentiable
 from ._report.report import saved_tensors_report
 from ._torch_function import Function, FunctionCtx
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Function",

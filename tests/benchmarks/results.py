@@ -77,7 +77,7 @@ class Results:
 
     def print_summary(self) -> None:
         """One line for each goal whose figures were measured."""
-        print("\nGoals: what PyLayer takes, in terms of the other contestant")
+        print("\nGoals: what PyLayer takes, relative to the other contestant")
         for goal in GOALS:
             ratio = self.ratio(goal)
             if ratio is not None:
@@ -88,7 +88,7 @@ class Results:
             json.dump({"machine": machine(), "figures": [f._asdict() for f in self.figures]}, stream, indent=1)
 
     def plot(self, file: str) -> None:
-        """Two charts (matplotlib): time in terms of the hand-written rule, and memory and time of compression."""
+        """Two charts (matplotlib): time relative to the hand-written rule, and memory and time of compression."""
         import matplotlib as mpl
         from matplotlib.figure import Figure as Canvas
 
@@ -100,7 +100,7 @@ class Results:
         left.barh([g.row for g in rows], ratios, color="tab:blue")
         left.axvline(1.0, color="black", linewidth=0.8)
         left.invert_yaxis()
-        left.set_title("PyLayer, in terms of a hand-written custom_vjp", fontsize=10)
+        left.set_title("PyLayer, relative to a hand-written custom_vjp", fontsize=10)
         left.tick_params(labelsize=7)
         names = list(dict.fromkeys(f.contestant for f in self.figures if f.table == TRAINING))
         for loop, shift, color in (("Python loop", -0.2, "tab:blue"), ("scan", 0.2, "tab:cyan")):

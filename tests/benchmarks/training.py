@@ -39,7 +39,7 @@ def variants() -> dict[str, tuple[Block, Block]]:
         "the same, only=activations": (quantize_saved(8, only=is_activation), same),
         "quantize_saved(4)": (quantize_saved(4), same),
         "jax.checkpoint": (same, jax.checkpoint),
-        "checkpoint, but products": (same, keeping_products),
+        "checkpoint keeping products": (same, keeping_products),
         "checkpoint and cast_saved()": (cast_saved(), keeping_products),
     }
 

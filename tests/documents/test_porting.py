@@ -1,4 +1,4 @@
-"""Notebook 03: the two texts of each recipe print the same, and its table has names of real torch and Paddle."""
+"""Notebook 03: the two texts of each recipe print the same, and its tables have names of real torch and Paddle."""
 
 import concurrent.futures
 import dataclasses
@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function, FunctionCtx, PyLayer
+from pylayer_jax import Function, FunctionCtx, PyLayer, parallel, saved_tensors_hooks
 
 CELLS = json.loads((Path(__file__).parents[2] / "notebooks" / "03_porting.ipynb").read_text())["cells"]
 TEXTS = ["".join(cell["source"]) for cell in CELLS]
-JAX = {"jax": jax, "jnp": jnp, "dataclasses": dataclasses, "Function": Function, "PyLayer": PyLayer}
+JAX = {"jax": jax, "jnp": jnp, "np": np, "dataclasses": dataclasses}
+JAX |= {x.__name__: x for x in (Function, PyLayer, saved_tensors_hooks)}
 
 
 class Recipe(NamedTuple):
@@ -143,3 +144,34 @@ def test_each_column_of_the_table_has_real_names(framework, paddle):
             for name in re.findall(r"`(?!ctx\.anything|y\.)([a-z_]+(?:\.\w+)+)", cell):
                 first, _, rest = name.partition(".")
                 assert hasattr(stands_for[first], rest) if first in stands_for else pkgutil.resolve_name(name), name
+
+
+@pytest.mark.frameworks
+def test_the_table_of_fleet_has_real_names(paddle):
+    (table,) = (text for text in TEXTS if text.startswith("## Fleet, name by name"))
+    short = dict(re.findall(r"`(\w+)` is\s+`([\w.]+)`", table)) | {"parallel": parallel.__name__}
+    names = re.findall(r"`((?:paddle|jax|mp_ops|sp|parallel)(?:\.[a-zA-Z]\w*|\._\w+)+)", table)
+    assert {"mp_ops._c_identity", "sp.AllGatherOp.apply", "parallel.copy_to", "paddle.nn.SyncBatchNorm"} <= set(names)
+    for name in names:
+        first, _, rest = name.partition(".")
+        pkgutil.resolve_name(f"{short.get(first, first)}.{rest}")
+
+
+@pytest.mark.frameworks
+def test_each_row_of_operations_gives_the_same(paddle):
+    (table,) = (text for text in TEXTS if text.startswith("## Operations, name by name"))
+    rows = re.findall(r"^\| `(.*?)` \| `(.*?)`.* \|$", table, re.MULTILINE)
+    assert len(rows) == table.count("\n| `")
+    values = {"x": np.array([[-1.3, 0.4, 0.9], [0.2, -0.6, 1.7]], np.float32), "i": np.array([1, 0])}
+    for theirs, ours in rows:
+        expected = eval(theirs, {"paddle": paddle, **{k: paddle.to_tensor(v) for k, v in values.items()}})
+        got = eval(ours, {"jax": jax, "jnp": jnp, **{k: jnp.asarray(v) for k, v in values.items()}})
+        for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            other = np.asarray(other)
+            assert (one.shape if hasattr(one, "shape") else ()) == other.shape, theirs
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6, err_msg=theirs)
+
+
+def test_as_many_recipes_come_from_paddle_as_from_torch():
+    from_paddle = ["paddle." in recipe.original for recipe in RECIPES]
+    assert sum(from_paddle) >= len(RECIPES) / 2

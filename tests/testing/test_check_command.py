@@ -125,7 +125,7 @@ def test_the_seed_chooses_the_numbers(capsys):
 
 
 def test_a_reference_says_what_the_gradient_is_meant_to_be(capsys):
-    layer = "pylayer_jax._commands.second_order:Round"
+    layer = "pylayer_jax._commands.demo:Round"
     assert check(layer, "f32[3]", *FAST) == 1
     assert check(layer, "f32[3]", "--reference", "checked_layers:straight_through", *FAST) == 0
     assert "as those of the reference" in capsys.readouterr().out

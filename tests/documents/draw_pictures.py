@@ -1,0 +1,57 @@
+"""Draws the pictures of the README (with matplotlib; the GPT with jax 0.12): python -m tests.documents.draw_pictures"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pylayer_jax._commands.demo import EXAMPLES, second
+
+NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
+
+
+def main() -> None:
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    mpl.rcParams["svg.fonttype"] = "none"  # text as text
+    mpl.rcParams["svg.hashsalt"] = "pylayer_jax"  # the same file each time
+    # The GPT first: its notebook sets the number of devices, before JAX has any.
+    gpt_memory().savefig(NOTEBOOKS / "gpt_memory.svg", metadata={"Date": None})
+    second_derivative().savefig(NOTEBOOKS / "second_derivative.svg", metadata={"Date": None})
+
+
+def second_derivative() -> Any:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    xs = jnp.linspace(-2.4, 2.4, 121)
+    for axes, example in zip(figure.subplots(1, 2), EXAMPLES, strict=True):
+        axes.plot(xs, jax.vmap(second(example.layer))(xs), label="PyLayer, Paddle, torch")
+        axes.plot(xs, jax.vmap(second(example.plain))(xs), "--", label="plain jax.custom_vjp")
+        axes.plot([example.x] * 2, [second(f)(example.x) for f in (example.layer, example.plain)], "k.", markersize=5)
+        axes.set_title(f"Second derivative of {example.title}", fontsize=9)
+        axes.set_xlabel("x", fontsize=8)
+        axes.tick_params(labelsize=7)
+        axes.legend(fontsize=7, frameon=False)
+    return figure
+
+
+def gpt_memory() -> Any:
+    """The picture of notebook 07, by its cells."""
+    names: dict[str, Any] = {}
+    for cell in json.loads((NOTEBOOKS / "07_gpt_in_flax_nnx.ipynb").read_text())["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "code":
+            exec(text.removesuffix("plt.show()"), names)
+        if "figure" in names:
+            break
+    return names["figure"]
+
+
+if __name__ == "__main__":
+    main()
