@@ -5,6 +5,7 @@ The modules, each of which imports only those above it:
 - `_comparison`: arrays against expected ones, and the errors of the checkers;
 - `_flat_function`: a function at its arguments, as a function of a list of tensors;
 - `_gradient_runs`: its gradients in every way in which JAX may compute them, and the detection of leaked tracers;
+- `_other_values`: other values of the arguments, at which errors show that the given ones may hide;
 - `_central_differences`: numerical derivatives, with which `_numerical` compares gradients, for `_gradcheck`;
 - `_equivalence`: outputs and derivatives against those of a reference in plain JAX;
 - `_parallel`: a function that runs on several devices against the same function on one;

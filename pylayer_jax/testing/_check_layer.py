@@ -46,7 +46,8 @@ def check_layer(
       every choice of arrays, up to a limit; the row says how many. shard_map runs on all devices with replicated
       arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: they agree with numerical derivatives, or with those of `reference`; in float64 and in
-      the dtypes of the arguments, and for other values of the same signs too if the layer takes these;
+      the dtypes of the arguments, and for other values too if the layer takes these: each entry is multiplied by a
+      random number, of either sign if the argument has both. The row says which were taken;
     - forward mode: `jax.jvp` agrees with reverse mode (and with `reference`), also under jit and vmap. A layer without
       forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
@@ -138,8 +139,7 @@ def _derivatives(layer: LayerUnderTest, order: int) -> str:
     if layer.reference is None:
         settings = Settings(layer.rtol, layer.atol, None, 200, layer.seed, layer.float64)
         return compare_numerically(layer.flat, order, settings, at_once)
-    compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.random)
-    return "as those of the reference"
+    return compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.seed)
 
 
 def _repeatable(layer: LayerUnderTest) -> str:

@@ -11,6 +11,7 @@ from pylayer_jax._trees.messages import plural
 
 from ._comparison import MismatchError, first_line
 from ._linear import NotLinearError
+from ._other_values import OtherValuesError
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -76,6 +77,11 @@ class LayerReport:
             hints.append(f"Is the layer meant to have no second derivative? Then pass {spelled(skip=once)}.")
         if differ:
             hints.append(self._hint_of_rounding(spelled, differ))
+        if any(row.kind is OtherValuesError for row in self.rows):
+            hints.append(
+                "Does the layer take only values such as those given, as symmetric matrices? Then check a function "
+                "that\nmakes them, as in lambda a: Layer.apply((a + a.T) / 2)."
+            )
         if any(row.kind is NotLinearError for row in self.rows):
             hints.append(
                 "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "

@@ -17,6 +17,7 @@ from tests.kit.wrong_layers import (
     WRONG_IN_ONE_WAY,
     Clips,
     Holder,
+    Log,
     OnHost,
     Picks,
     RefusesABatchOfIndices,
@@ -57,7 +58,7 @@ def test_right_layers_have_every_property(name):
 def test_layers_are_right_beside_a_reference(name):
     case = CASE[name]
     report = check_layer(case.layer, *case.args, reference=case.reference, skip=QUICK)
-    assert report["gradients"].message == "as those of the reference"
+    assert report["gradients"].message.startswith("as those of the reference; for other values (random sizes")
 
 
 # Which properties fail, and what the first of them says.
@@ -75,7 +76,11 @@ FAILS = {
     "conjugate": (["gradients"], r"args\[0\] at index \(\d,\), (real|imaginary) part"),
     "three times": (["gradients"], "by backward in float32, but .* numerically"),
     "nan": (["gradients"], "is nan by backward in float32"),
-    "table": (["gradients"], "for other values: .* numerically"),
+    "table": (["gradients"], "for other values .* numerically"),
+    "no transposes": (["gradients"], r"for other values \(random sizes\): .* numerically"),
+    "swapped": (["gradients"], r"for other values \(random sizes and signs\): .* numerically"),
+    "swapped scalars": (["gradients"], r"for other values \(random sizes\): .* numerically"),
+    "small values": (["gradients"], r"at index \(0,\) is .* wrong at 1 of 2 places"),
     "absolute": (["linear"], "with cotangents of the other sign .* by linearity"),
     "absolute scalar": (["linear"], "with cotangents of the other sign .* by linearity"),
     "clipped": (["linear"], "with cotangents 1048576 times as large .* by linearity"),
@@ -180,6 +185,49 @@ def test_a_property_says_how_far_it_was_tested(name, layer, args, message):
     assert message in check_layer(layer, *args, skip=all_but(name))[name].message
 
 
+def only_where(condition):
+    """A right layer for some values."""
+
+    def run(x):
+        if not condition(x):
+            raise ValueError("no others")
+        return Tanh.apply(x)
+
+    return run
+
+
+SIGNS = jnp.array([1.0, -1] * 4)
+
+# The layer, its argument, and what a report says of other values.
+OTHER_VALUES = {
+    "both signs": (Tanh, X, "(random sizes and signs)"),
+    "positive": (Log, jnp.array([1e-3, 2.0]), "(random sizes)"),
+    "a scalar": (Tanh, X[0, 0], "(random sizes)"),
+    "zeros": (Tanh, jnp.zeros(3), "(random sizes and signs)"),
+    "complex": (Square, COMPLEX, "(random sizes and signs)"),
+    "signs matter": (lambda x: jnp.log(Tanh.apply(x * SIGNS)), SIGNS, "(random sizes)"),
+    "at most one": (lambda x: jnp.arcsin(Multiply.apply(x, x)), jnp.full(9, 0.99), "(random sizes)"),
+    "at least one": (lambda x: jnp.arccosh(Multiply.apply(x, x)), jnp.full(9, 1.05), "(larger sizes)"),
+    "sorted": (only_where(lambda x: jnp.all(jnp.diff(x) > 0)), jnp.linspace(-2.0, 3, 9), "(random sizes and signs)"),
+    "falling": (only_where(lambda x: jnp.all(jnp.diff(x) < 0)), jnp.linspace(3.0, 0, 9), "(random sizes)"),
+    "positive definite": (
+        lambda a: jnp.linalg.cholesky(Multiply.apply(a, a)),
+        jnp.full((4, 4), 0.99) + 0.02 * jnp.eye(4),
+        "(0.7391 times the given ones)",
+    ),
+    "refused": (only_where(lambda x: abs(x[0] - 2) < 0.01), jnp.array([2.0, -3]), "tried (ValueError: no others)"),
+    "nan": (lambda x: jnp.sqrt(Tanh.apply(1e-3 - (x - 1) ** 2)), jnp.ones(3), "(it has results that are not finite)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_other_values_are_in_the_domain_that_the_given_ones_show(name):
+    layer, x, message = OTHER_VALUES[name]
+    report = check_layer(layer, x, skip=all_but("gradients"), raises=False)
+    assert report.passed
+    assert message in report["gradients"].message
+
+
 @pytest.mark.parametrize(("layer", "reference"), [(SineBothWays, jnp.sin), (TanhBothWays, jnp.tanh)])
 def test_forward_mode_is_compared_where_there_is_one(layer, reference):
     report = check_layer(layer, X, reference=reference, skip=all_but("forward mode", "forward over reverse"))
@@ -257,6 +305,9 @@ def test_a_wrong_gradient_says_how_a_meant_one_is_declared():
     args = {"skip": all_but("gradients", "jit"), "raises": False}
     assert "meant" not in str(check_layer(WrongSign, X, reference=jnp.sin, **args))
     assert "meant" not in str(check_layer(WRONG["jit"][0], *WRONG["jit"][2], skip=all_but("jit"), raises=False))
+    # A product without transposes is right for symmetric matrices.
+    args = {"skip": all_but("gradients"), "raises": False}
+    assert "as symmetric matrices?" in str(check_layer(WRONG["no transposes"][0], *WRONG["no transposes"][2], **args))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
@@ -310,6 +361,7 @@ RIGHT = {
     "dropout": (lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), Tanh.apply(x), 0), (X, KEY)),
     "domain": (lambda x: jnp.arccosh(Multiply.apply(x, x)), (1.2 + jnp.abs(X),)),
     "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
+    "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
     "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
     "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (COMPLEX,)),
 }
