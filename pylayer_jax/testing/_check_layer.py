@@ -19,7 +19,8 @@ from ._layer_under_test import LayerUnderTest
 from ._linear import linear
 from ._not_differentiated import not_differentiated
 from ._numerical import compare_numerically
-from ._report import LayerReport, row_of
+from ._progress import progress
+from ._report import LayerReport, Row, row_of
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -63,6 +64,8 @@ def check_layer(
     - leaks: no traced value outlives its trace;
     - saved: the number and the bytes of the arrays kept for backward.
 
+    In a terminal or notebook, a line per property is shown as it is done, until the report is there.
+
     The checks miss one error: a backward that reads a global variable, if only code outside the layer changes it.
 
     Args:
@@ -99,10 +102,14 @@ def check_layer(
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
     under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
     tests = {name: test for name, test in PROPERTIES.items() if name not in skip}
-    rows = [row_of("eager", under_test.run)]
-    for name, test in tests.items() if rows[0].passed else ():
-        rows.append(row_of(name, lambda test=test: test(under_test)))
-    narrower = () if all(row.passed for row in rows) else under_test.narrower_dtypes()
+    rows: list[Row] = []
+    with progress() as show:
+        for name, test in {"eager": LayerUnderTest.run, **tests}.items():
+            rows.append(row_of(name, lambda test=test: test(under_test)))
+            show(str(rows[-1]))
+            if not rows[0].passed:
+                break
+    narrower = under_test.narrower_dtypes() if rows[0].passed and not all(row.passed for row in rows) else ()
     report = LayerReport(name_of(layer), tuple(rows), reference is not None, narrower)
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")

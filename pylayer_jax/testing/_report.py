@@ -67,6 +67,11 @@ class LayerReport:
         once = [row.name for row in failed if issubclass(row.kind or Exception, OnceDifferentiableError)]
         differ = [row.name for row in failed if issubclass(row.kind or Exception, MismatchError)]
         hints: list[str] = []
+        if any(row.kind is NameError and "axis name" in row.message for row in self.rows):
+            hints.append(
+                "Does the layer communicate between devices? check_layer runs it on one. Then use "
+                "pylayer_jax.testing.check_parallel(Layer, reference,\nargs, mesh=mesh, in_specs=..., out_specs=...)."
+            )
         if differ and not self.has_reference:
             hints.append(
                 "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "

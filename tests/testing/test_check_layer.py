@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -271,6 +274,69 @@ def test_a_layer_that_does_not_run_has_one_row():
     report = check_layer(Tanh, X, X, raises=False)
     assert [(row.name, row.passed) for row in report] == [("eager", False)]
     assert "TypeError: Tanh.apply: " in str(report)
+
+
+def test_a_layer_that_cannot_be_differentiated_has_a_report():
+    def fails(ctx, x):
+        if any(ctx.needs_input_grad):
+            raise NotImplementedError("not in this dtype")
+        return Sine.forward(ctx, x)
+
+    report = check_layer(sine(forward=fails), X, raises=False)
+    assert [(row.name, row.passed) for row in report] == [("eager", False)]
+
+
+def test_a_layer_that_communicates_has_another_check():
+    report = check_layer(sine(forward=lambda ctx, x: jax.lax.psum(x, "model")), X, raises=False)
+    assert "Does the layer communicate between devices?" in report.hints()[0]
+    assert "pylayer_jax.testing.check_parallel(Layer, reference," in report.hints()[0]
+
+
+class Terminal(io.StringIO):
+    encoding = "ascii"
+
+    def isatty(self):
+        return True
+
+
+class Notebook(io.StringIO):
+    __module__ = "ipykernel.iostream"
+
+
+def test_a_person_sees_each_property_as_it_is_done(monkeypatch, capsys):
+    seen = []
+
+    def sees(x):
+        seen.append(out.getvalue())
+        return Tanh.apply(x)
+
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setenv("TERM", "xterm")
+    check_layer(sees, X, skip=all_but("jit", "saved"))
+    eager, jit, saved = seen[-1].splitlines() + out.getvalue().splitlines()[2:3]
+    assert (eager[:7], jit[:5], saved[:7]) == ("? eager", "? jit", "? saved")
+    assert max(map(len, (eager, jit, saved))) < 80
+    assert out.getvalue().endswith("\n\x1b[3A\x1b[J")  # what comes next stands in the place of these lines
+    monkeypatch.undo()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_notebook_shows_each_property_as_it_is_done(monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+
+    monkeypatch.setattr(display, "display", lambda data, raw, display_id: Handle())
+    monkeypatch.setattr(sys, "stdout", Notebook())
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    assert [len(text.splitlines()) for text in shown] == [1, 2, 3, 0]
 
 
 def test_the_report_is_a_line_per_property():
