@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -325,14 +326,14 @@ def test_a_person_sees_each_property_as_it_is_done(monkeypatch, capsys):
 
 
 def test_a_notebook_shows_each_property_as_it_is_done(monkeypatch):
-    display = pytest.importorskip("IPython.display")
     shown = []
 
     class Handle:
         def update(self, data, raw):
             shown.append(data["text/plain"])
 
-    monkeypatch.setattr(display, "display", lambda data, raw, display_id: Handle())
+    display = types.SimpleNamespace(display=lambda data, raw, display_id: Handle())
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(sys, "stdout", Notebook())
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     check_layer(Tanh, X, skip=all_but("jit", "saved"))
