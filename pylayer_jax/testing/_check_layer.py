@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,17 +11,17 @@ import jax.numpy as jnp
 from pylayer_jax._jax.types import is_ref
 
 from . import _forward_mode, _transforms
+from ._as_constant import as_constant
 from ._central_differences import Settings
 from ._comparison import type_of
 from ._equivalence import compare_with_reference
 from ._flat_function import flat_function, name_of
-from ._gradient_runs import at_once, jitted_without_leaks, of_some_arguments, of_some_outputs, repeated
-from ._layer_under_test import LayerUnderTest
+from ._layer_under_test import LayerUnderTest, Runs
 from ._linear import linear
-from ._not_differentiated import not_differentiated
-from ._numerical import compare_numerically
+from ._numerical_gradients import compare_numerically
 from ._progress import progress
 from ._report import LayerReport, Row, row_of
+from ._runs import at_once, jitted_without_leaks, of_some_arguments, of_some_outputs, repeated, run
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -105,7 +106,7 @@ def check_layer(
     rows: list[Row] = []
     with progress() as show:
         for name, test in {"eager": LayerUnderTest.run, **tests}.items():
-            rows.append(row_of(name, lambda test=test: test(under_test)))
+            rows.append(row_of(name, lambda test=test: under_test.sentence_of(test(under_test))))
             show(str(rows[-1]))
             if not rows[0].passed:
                 break
@@ -116,22 +117,34 @@ def check_layer(
     return report
 
 
-def _arguments(layer: LayerUnderTest) -> str:
+def _arguments(layer: LayerUnderTest) -> Runs:
     flat = layer.flat
-    for run in of_some_arguments(flat, layer.cotangents):
-        layer.compare_gradients(run.gradients, run.label)
+    yield from of_some_arguments(flat, layer.cotangents)
     arguments, arrays = len(set(flat.owners)), len(flat.names)
     count = f"{arguments} of {flat.argument_count} {'is' if arguments == 1 else 'are'} differentiable"
     held = f", with {arrays} arrays" if arrays > arguments else ""
     return f"{count}{held}" + ("; each has the same gradient alone" if arrays > 1 else "")
 
 
-def _cotangents(layer: LayerUnderTest) -> str:
+def _cotangents(layer: LayerUnderTest) -> Runs:
     zeros = {k: jnp.zeros_like(w) for k, w in layer.cotangents.items()}
-    for run in of_some_outputs(layer.flat, layer.cotangents):
-        expected = layer.flat.grads(zeros | run.cotangents)
-        layer.compare_gradients(run.gradients, run.label, expected, "backward of zeros for the others")
+    for found in of_some_outputs(layer.flat, layer.cotangents):
+        expected = [], layer.flat.grads(zeros | found.cotangents)
+        yield dataclasses.replace(found, expected=expected, right="backward of zeros for the others")
     return "missing ones count as zeros" if len(zeros) > 1 else "there is one, which cannot be missing"
+
+
+def _repeatable(layer: LayerUnderTest) -> Runs:
+    for found in repeated(layer.flat, layer.cotangents):
+        yield dataclasses.replace(found, label=found.label or " by another run", right="the first run")
+    return "twice, by one vjp function, with other runs in between"
+
+
+def _leaks(layer: LayerUnderTest) -> Runs:
+    # Other runs of the layer came before: a new trace has to compute the same.
+    gradients = jitted_without_leaks(layer.flat, layer.cotangents)
+    yield run(" under jit, traced again", layer.cotangents, gradients)
+    return "none under jit"
 
 
 def _gradients(layer: LayerUnderTest) -> str:
@@ -149,18 +162,6 @@ def _derivatives(layer: LayerUnderTest, order: int) -> str:
     return compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.seed)
 
 
-def _repeatable(layer: LayerUnderTest) -> str:
-    for run in repeated(layer.flat, layer.cotangents):
-        layer.compare_gradients(run.gradients, run.label or " by another run", right="the first run")
-    return "twice, by one vjp function, with other runs in between"
-
-
-def _leaks(layer: LayerUnderTest) -> str:
-    # Other runs of the layer came before: a new trace has to compute the same.
-    layer.compare_gradients(jitted_without_leaks(layer.flat, layer.cotangents), " under jit, traced again")
-    return "none under jit"
-
-
 def _saved(layer: LayerUnderTest) -> str:
     kept = layer.saved()
     size = sum(x.nbytes for x in kept)
@@ -168,7 +169,8 @@ def _saved(layer: LayerUnderTest) -> str:
     return f"{arrays}, {size:,} bytes" + (f": {', '.join(map(type_of, kept))}" if kept else "")
 
 
-PROPERTIES: dict[str, Callable[[LayerUnderTest], str]] = {
+# Each property: its runs, with a sentence about them, or the sentence alone where more than runs are compared.
+PROPERTIES: dict[str, Callable[[LayerUnderTest], Runs | str]] = {
     "jit": _transforms.jit,
     "vmap": _transforms.vmap,
     "scan": _transforms.scan,
@@ -182,7 +184,7 @@ PROPERTIES: dict[str, Callable[[LayerUnderTest], str]] = {
     "arguments": _arguments,
     "cotangents": _cotangents,
     "linear": linear,
-    "not differentiated": not_differentiated,
+    "not differentiated": as_constant,
     "repeatable": _repeatable,
     "leaks": _leaks,
     "saved": _saved,

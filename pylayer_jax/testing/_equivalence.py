@@ -9,8 +9,8 @@ import numpy as np
 
 from ._comparison import Comparison, MismatchError, error_of, rounded_otherwise, rounding_noise
 from ._flat_function import FlatFunction, flat_function
-from ._gradient_runs import at_once, every_run, times
 from ._other_values import compare_at_other_values, sentence_of
+from ._runs import at_once, every_run, times
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 

@@ -8,8 +8,8 @@ from typing import Any
 from ._central_differences import Settings
 from ._comparison import MismatchError, error_of
 from ._flat_function import FlatFunction, flat_function
-from ._gradient_runs import every_run
-from ._numerical import compare_numerically
+from ._numerical_gradients import compare_numerically
+from ._runs import every_run
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 

@@ -16,12 +16,12 @@ import numpy as np
 from ._central_differences import Measurement, Settings, measure
 from ._comparison import Comparison, MismatchError, exact, largest_entry, rounded_otherwise, rounding_noise
 from ._flat_function import FlatFunction, in_double_precision
-from ._gradient_runs import GradientRun, at_once
 from ._other_values import compare_at_other_values, sentence_of
+from ._runs import Run, at_once
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-_Runs = Callable[[FlatFunction, dict[int, Any]], Iterator[GradientRun]]
+_Runs = Callable[[FlatFunction, dict[int, Any]], Iterator[Run]]
 _ENTRIES_OF_OTHER_VALUES = 1  # and a random direction over all entries
 
 
@@ -106,7 +106,7 @@ class _Judge:
     noise: tuple[float, ...] = ()  # per argument: how far rounding may move its gradient, as `rounding_noise` finds
     where: str = ""  # the dtypes of the gradients, if the numerical ones are of others
 
-    def compare(self, run: GradientRun) -> None:
+    def compare(self, run: Run) -> None:
         """Raise a MismatchError about the probe with the largest error, if there are errors."""
         measured, outputs = self.measured, run.cotangents
         absolute = {j: self._absolute_tolerance(j, outputs) for j in run.gradients}
@@ -162,7 +162,7 @@ def _judge(
 
 def _judges_in_float64(
     own: FlatFunction, weights: dict[int, Any], scales: _Scales, settings: Settings, near_kinks: bool
-) -> tuple[_Judge, GradientRun, _Judge | None] | None:
+) -> tuple[_Judge, Run, _Judge | None] | None:
     """A judge in float64 with the gradients there, and one of the gradients in the dtypes of the arguments.
 
     The second is None if the function is another one in these dtypes, as one is that draws random numbers.
