@@ -84,8 +84,8 @@ class LayerReport:
             hints.append(self._hint_of_rounding(spelled, differ))
         if any(row.kind is OtherValuesError for row in self.rows):
             hints.append(
-                "Does the layer take only values such as those given, as symmetric matrices? Then check a function "
-                "that\nmakes them, as in lambda a: Layer.apply((a + a.T) / 2)."
+                "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
+                "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2)."
             )
         if any(row.kind is NotLinearError for row in self.rows):
             hints.append(
