@@ -28,6 +28,7 @@ how an argument of the layer is written (SPEC):
                        "bool[4]". The dtypes are {", ".join(DTYPES)}
   "key[]"              a PRNG key
   3 -0.5 True "'text'" a Python literal, for a static: numbers, True, False, None, strings (quoted for Python too)
+  jnp.tanh jax.nn.gelu a function or class, by its dotted name
   "{{'w': f32[8,8], 'b': f32[8]}}" "[f32[8], f32[]]" "(f32[8], 3)"
                        dicts, lists and tuples of these, nested as you like
   scale=f32[] axis=-1  an argument by keyword

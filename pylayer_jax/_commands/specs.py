@@ -1,11 +1,13 @@
 """The arguments of a layer, as `python -m pylayer_jax check` reads them from the shell.
 
     SPEC   = VALUE | NAME=VALUE                 the second is passed by keyword
-    VALUE  = DTYPE[SIZES] | key[] | STATIC | (VALUE, ...) | [VALUE, ...] | {STATIC: VALUE, ...}
+    VALUE  = DTYPE[SIZES] | key[] | STATIC | FUNCTION | (VALUE, ...) | [VALUE, ...] | {STATIC: VALUE, ...}
     DTYPE  = f32, bf16, i32, ...
     STATIC = a Python literal: 3, -0.5, True, None, 'text'
+    FUNCTION = the dotted name of a function or class: jnp.tanh, jax.nn.gelu, mymodule.f
 
-The text is parsed into a syntax tree of Python, of which only these forms are read. Nothing is evaluated.
+The text is parsed into a syntax tree of Python, of which only these forms are read. Names are imported, and nothing is
+called.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import io
+import pkgutil
 import token
 import tokenize
 from collections.abc import Sequence
@@ -41,9 +44,10 @@ DTYPES: Final = {
 }
 _WIDE: Final = ("f64", "c128", "i64", "u64")
 _EXPECTED: Final = (
-    'Expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 3, 0.5, True, None or \'"text"\', or a '
-    "tuple, list or dict of these."
+    'Expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 3, 0.5, True, None or \'"text"\', a '
+    "function such as jnp.tanh, or a tuple, list or dict of these."
 )
+_ALIASES: Final = {"jnp": "jax.numpy", "np": "numpy"}
 
 
 class UnusableError(Exception):
@@ -123,6 +127,8 @@ def _read(node: ast.expr) -> Any:
     match node:
         case ast.Subscript(ast.Name(name), index):
             return _array(name, index)
+        case ast.Attribute():
+            return _function(ast.unparse(node))
         case ast.Tuple(elements):
             return tuple(map(_read, elements))
         case ast.List(elements):
@@ -134,6 +140,17 @@ def _read(node: ast.expr) -> Any:
             return read
         case _:
             return ast.literal_eval(node)
+
+
+def _function(name: str) -> Any:
+    first, _, rest = name.partition(".")
+    try:
+        found = pkgutil.resolve_name(f"{_ALIASES.get(first, first)}.{rest}")
+    except Exception as error:  # a module may fail in any way while it is imported
+        raise UnusableError(f"{name} cannot be found: {error}.") from error
+    if not callable(found):
+        raise UnusableError(f"Expected the name of a function, got {name}, which is {found!r}.")
+    return found
 
 
 def _array(name: str, index: ast.expr) -> ArraySpec:

@@ -84,13 +84,24 @@ def _probes(points: _Points, settings: Settings) -> Iterator[Probe]:
     step = points.epsilon ** (1 / 3) if settings.step is None else settings.step
     for j, value in enumerate(map(exact, points.flat.values)):
         whole = largest_entry(value)
+        sizes = np.where(value == 0, whole, np.abs(value))
         for where, direction in _directions(value, settings.limit, rng):
-            entry = largest_entry(value[direction != 0])
-            found = points.probe(j, where, step * max(1.0, entry) * direction)
-            if settings.step is None and 0 < whole < 0.1:  # the function may change on this scale, or on that of 1
-                near = points.probe(j, where, step * whole * direction)
-                found = min(found, near, key=lambda probe: probe[1])
-            yield found[0]
+            moved = direction != 0
+            half_steps = [max(1.0, largest_entry(value[moved])) * direction]
+            if settings.step is None and whole:
+                # The function may change on the scale of 1, of the array, or of each entry.
+                half_steps += [whole * direction] if whole < 0.1 else []
+                half_steps += [sizes * direction] if np.min(sizes, where=moved, initial=whole) < min(0.1, whole) else []
+            yield min((points.probe(j, where, step * h) for h in half_steps), key=_relative_error)[0]
+
+
+def _relative_error(found: tuple[Probe, float]) -> tuple[float, float]:
+    """How much of a derivative may be an error; if it may be nothing else, the size of the error."""
+    probe, estimate = found
+    derivative = abs(probe.derivative(probe.changes))
+    if not np.isfinite(estimate):
+        return np.inf, np.inf
+    return estimate / max(derivative, estimate) if estimate else 0.0, estimate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,16 +11,17 @@ import jax.numpy as jnp
 from pylayer_jax._jax.types import is_ref
 
 from . import _forward_mode, _transforms
+from ._as_constant import as_constant
 from ._central_differences import Settings
 from ._comparison import type_of
 from ._equivalence import compare_with_reference
 from ._flat_function import flat_function, name_of
-from ._gradient_runs import at_once, jitted_without_leaks, of_some_arguments, of_some_outputs, repeated
-from ._layer_under_test import LayerUnderTest
+from ._layer_under_test import LayerUnderTest, Runs
 from ._linear import linear
-from ._not_differentiated import not_differentiated
-from ._numerical import compare_numerically
-from ._report import LayerReport, row_of
+from ._numerical_gradients import compare_numerically
+from ._progress import progress
+from ._report import LayerReport, Row, row_of
+from ._runs import at_once, jitted_without_leaks, of_some_arguments, of_some_outputs, repeated, run
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -46,7 +48,8 @@ def check_layer(
       every choice of arrays, up to a limit; the row says how many. shard_map runs on all devices with replicated
       arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: they agree with numerical derivatives, or with those of `reference`; in float64 and in
-      the dtypes of the arguments, and for other values of the same signs too if the layer takes these;
+      the dtypes of the arguments, and for other values too if the layer takes these: each entry is multiplied by a
+      random number, of either sign if the argument has both. The row says which were taken;
     - forward mode: `jax.jvp` agrees with reverse mode (and with `reference`), also under jit and vmap. A layer without
       forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
@@ -61,6 +64,8 @@ def check_layer(
     - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
     - leaks: no traced value outlives its trace;
     - saved: the number and the bytes of the arrays kept for backward.
+
+    In a terminal or notebook, a line per property is shown as it is done, until the report is there.
 
     The checks miss one error: a backward that reads a global variable, if only code outside the layer changes it.
 
@@ -98,32 +103,48 @@ def check_layer(
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
     under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
     tests = {name: test for name, test in PROPERTIES.items() if name not in skip}
-    rows = [row_of("eager", under_test.run)]
-    for name, test in tests.items() if rows[0].passed else ():
-        rows.append(row_of(name, lambda test=test: test(under_test)))
-    narrower = () if all(row.passed for row in rows) else under_test.narrower_dtypes()
+    rows: list[Row] = []
+    with progress() as show:
+        for name, test in {"eager": LayerUnderTest.run, **tests}.items():
+            rows.append(row_of(name, lambda test=test: under_test.sentence_of(test(under_test))))
+            show(str(rows[-1]))
+            if not rows[0].passed:
+                break
+    narrower = under_test.narrower_dtypes() if rows[0].passed and not all(row.passed for row in rows) else ()
     report = LayerReport(name_of(layer), tuple(rows), reference is not None, narrower)
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
     return report
 
 
-def _arguments(layer: LayerUnderTest) -> str:
+def _arguments(layer: LayerUnderTest) -> Runs:
     flat = layer.flat
-    for run in of_some_arguments(flat, layer.cotangents):
-        layer.compare_gradients(run.gradients, run.label)
+    yield from of_some_arguments(flat, layer.cotangents)
     arguments, arrays = len(set(flat.owners)), len(flat.names)
     count = f"{arguments} of {flat.argument_count} {'is' if arguments == 1 else 'are'} differentiable"
     held = f", with {arrays} arrays" if arrays > arguments else ""
     return f"{count}{held}" + ("; each has the same gradient alone" if arrays > 1 else "")
 
 
-def _cotangents(layer: LayerUnderTest) -> str:
+def _cotangents(layer: LayerUnderTest) -> Runs:
     zeros = {k: jnp.zeros_like(w) for k, w in layer.cotangents.items()}
-    for run in of_some_outputs(layer.flat, layer.cotangents):
-        expected = layer.flat.grads(zeros | run.cotangents)
-        layer.compare_gradients(run.gradients, run.label, expected, "backward of zeros for the others")
+    for found in of_some_outputs(layer.flat, layer.cotangents):
+        expected = [], layer.flat.grads(zeros | found.cotangents)
+        yield dataclasses.replace(found, expected=expected, right="backward of zeros for the others")
     return "missing ones count as zeros" if len(zeros) > 1 else "there is one, which cannot be missing"
+
+
+def _repeatable(layer: LayerUnderTest) -> Runs:
+    for found in repeated(layer.flat, layer.cotangents):
+        yield dataclasses.replace(found, label=found.label or " by another run", right="the first run")
+    return "twice, by one vjp function, with other runs in between"
+
+
+def _leaks(layer: LayerUnderTest) -> Runs:
+    # Other runs of the layer came before: a new trace has to compute the same.
+    gradients = jitted_without_leaks(layer.flat, layer.cotangents)
+    yield run(" under jit, traced again", layer.cotangents, gradients)
+    return "none under jit"
 
 
 def _gradients(layer: LayerUnderTest) -> str:
@@ -138,20 +159,7 @@ def _derivatives(layer: LayerUnderTest, order: int) -> str:
     if layer.reference is None:
         settings = Settings(layer.rtol, layer.atol, None, 200, layer.seed, layer.float64)
         return compare_numerically(layer.flat, order, settings, at_once)
-    compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.random)
-    return "as those of the reference"
-
-
-def _repeatable(layer: LayerUnderTest) -> str:
-    for run in repeated(layer.flat, layer.cotangents):
-        layer.compare_gradients(run.gradients, run.label or " by another run", right="the first run")
-    return "twice, by one vjp function, with other runs in between"
-
-
-def _leaks(layer: LayerUnderTest) -> str:
-    # Other runs of the layer came before: a new trace has to compute the same.
-    layer.compare_gradients(jitted_without_leaks(layer.flat, layer.cotangents), " under jit, traced again")
-    return "none under jit"
+    return compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.seed)
 
 
 def _saved(layer: LayerUnderTest) -> str:
@@ -161,7 +169,8 @@ def _saved(layer: LayerUnderTest) -> str:
     return f"{arrays}, {size:,} bytes" + (f": {', '.join(map(type_of, kept))}" if kept else "")
 
 
-PROPERTIES: dict[str, Callable[[LayerUnderTest], str]] = {
+# Each property: its runs, with a sentence about them, or the sentence alone where more than runs are compared.
+PROPERTIES: dict[str, Callable[[LayerUnderTest], Runs | str]] = {
     "jit": _transforms.jit,
     "vmap": _transforms.vmap,
     "scan": _transforms.scan,
@@ -175,7 +184,7 @@ PROPERTIES: dict[str, Callable[[LayerUnderTest], str]] = {
     "arguments": _arguments,
     "cotangents": _cotangents,
     "linear": linear,
-    "not differentiated": not_differentiated,
+    "not differentiated": as_constant,
     "repeatable": _repeatable,
     "leaks": _leaks,
     "saved": _saved,

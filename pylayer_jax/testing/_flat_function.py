@@ -19,10 +19,6 @@ from ._comparison import type_of
 __tracebackhide__ = True  # pytest hides the frames of this module
 
 
-# Numbers without a meaning: a layer rarely has a kink at these multiples of the values that a user chose.
-_OTHER_POINTS = (0.7391, 1.1834)
-
-
 class FlatFunction:
     """A function at its arguments, as a function of the tensors in them.
 
@@ -115,22 +111,8 @@ class FlatFunction:
         other.tensors = list(tensors)
         return other
 
-    def scaled_values(self, factor: float = 0.75) -> list[Any]:
-        """Other values of the same signs."""
-        return [x * jnp.asarray(factor, x.dtype) for x in self.values]
-
-    def other_points(self) -> list[FlatFunction]:
-        """The same function at other values; empty if it refuses those that are tried."""
-        finite = [jnp.isfinite(y) for y in self.run() if has_tangent(y)]
-        for factor in _OTHER_POINTS:
-            other = self.with_values(self.scaled_values(factor))
-            try:
-                found = [jnp.isfinite(y) for y in other.run() if has_tangent(y)]
-            except Exception:  # a layer may take only some values
-                continue
-            if len(found) == len(finite) and all(map(jnp.array_equal, found, finite)):
-                return [other]
-        return []
+    def scaled_values(self) -> list[Any]:
+        return [x * jnp.asarray(0.75, x.dtype) for x in self.values]
 
     def run_with_other_inputs(self) -> Iterator[None]:
         """Run on other numbers, flags and shapes, and yield after each run. Errors are ignored."""

@@ -101,7 +101,7 @@ def _compare_with_reference(layer: LayerUnderTest, pairing: _Pairing, output_tan
         if _name_without_forward_mode(error, layer.reference) is None:
             raise
         return ""
-    comparison = dataclasses.replace(layer.comparison, right="the reference")
+    comparison = layer.comparison("the reference")
     comparison.of_all(output_tangents, expected, pairing.names, " by jax.jvp", pairing.noise(output_tangents))
     return ", and as of the reference"
 
@@ -112,7 +112,7 @@ class _Pairing:
     def __init__(
         self, layer: LayerUnderTest, flat: FlatFunction, cotangents: dict[int, Any], gradients: Sequence[Any]
     ) -> None:
-        self.comparison = layer.comparison
+        self.comparison = layer.comparison()
         self.flat = flat
         self.cotangents = cotangents
         self.gradients = gradients

@@ -8,8 +8,8 @@ from typing import Any
 from ._central_differences import Settings
 from ._comparison import MismatchError, error_of
 from ._flat_function import FlatFunction, flat_function
-from ._gradient_runs import every_run
-from ._numerical import compare_numerically
+from ._numerical_gradients import compare_numerically
+from ._runs import every_run
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -27,10 +27,12 @@ def gradcheck(
 ) -> bool:
     """Compare the gradients of a layer, or of a function of layers, with central differences.
 
-    The gradients are computed in float64, and in the dtypes of `args`; for `args`, and for other values of the same
-    signs if `fun` takes these. In the dtypes of `args` they are computed several times: for all outputs and arguments
-    at once, for each output only, for each argument only, a second time, after `fun` ran on other values, with
-    cotangents of the other sign, large ones and small ones, and under `jax.jit` unless `fun` needs concrete values.
+    The gradients are computed in float64, and in the dtypes of `args`; for `args`, and for random other values if `fun`
+    takes these. In the dtypes of `args` they are computed several times: for all outputs and arguments at once, for
+    each output only, for each argument only, a second time, after `fun` ran on other values, with cotangents of the
+    other sign, large ones and small ones, and under `jax.jit` unless `fun` needs concrete values. Other values remain
+    positive, in [-1, 1], or sorted along the last axis if `args` are; where only such as symmetric matrices are right,
+    check a function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`.
     Arguments that are integers, booleans or keys are not differentiated. Outputs without a gradient are ignored:
     integers, and outputs marked as not differentiable. Choose arguments away from kinks, because the derivative is not
     the limit of central differences there.
@@ -43,7 +45,7 @@ def gradcheck(
         atol: absolute tolerance; by default the square root of the machine epsilon times the largest derivative of the
             argument.
         step: the distance by which an entry is perturbed, times the size of the entry if that is above 1; the cube root
-            of the machine epsilon by default, and for an array of small numbers perhaps that times the largest.
+            of the machine epsilon by default, and for a small entry perhaps that times its size or that of the largest.
         limit: arrays with at most this many entries are perturbed entry by entry; larger arrays at this many random
             entries and along one random direction.
         seed: seed of the weights with which the outputs are summed, and of the random entries and directions.

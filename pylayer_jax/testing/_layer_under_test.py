@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,13 @@ import numpy as np
 
 from ._comparison import Comparison, MismatchError, rounded_otherwise, rounding_noise, type_of
 from ._flat_function import FlatFunction
+from ._runs import Run
 
 __tracebackhide__ = True  # pytest hides the frames of this module
+
+# Runs that are compared, and a sentence about them in the end.
+Runs = Generator[Run, None, str]
+_Function = Callable[[list[Any]], list[Any]]  # of the differentiated values
 
 
 @dataclasses.dataclass
@@ -52,8 +57,6 @@ class LayerUnderTest:
 
     def narrower_dtypes(self) -> tuple[str, ...]:
         """The dtypes of saved arrays to which the arguments may have been rounded."""
-        if not self.cotangents:
-            return ()
         epsilon = self.flat.epsilon(self.outputs)
         given = {x.dtype for x in self.flat.tensors}
         dtypes = [x.dtype for x in self.saved() if x.dtype not in given]
@@ -66,34 +69,33 @@ class LayerUnderTest:
     def other_cotangents(self) -> dict[int, Any]:
         return self.flat.random_cotangents(self.outputs, self.random.spawn(1)[0])
 
-    @property
-    def comparison(self) -> Comparison:
-        return Comparison(self.rtol, self.atol, self.flat.epsilon(self.outputs))
+    def comparison(self, right: str = "eager mode") -> Comparison:
+        return Comparison(self.rtol, self.atol, self.flat.epsilon(self.outputs), right)
 
-    def compare_outputs(self, got: Sequence[Any], label: str, expected: Sequence[Any] | None = None) -> None:
-        """Compare outputs with those of eager mode, unless others are expected."""
-        names = [f"output {i}" for i in range(len(self.outputs))]
-        expected = self.outputs if expected is None else expected
-        self.comparison.of_all(got, expected, names, label, self.noise_of_outputs)
+    def compare(self, run: Run) -> None:
+        """Compare outputs and gradients with those of eager mode, unless others are expected."""
+        outputs, gradients = run.expected or (self.outputs, self.gradients)
+        comparison, names = self.comparison(run.right), self.flat.names
+        for i, y in enumerate(run.outputs):
+            comparison.of_arrays(y, outputs[i], f"output {i}{run.label}", self.noise_of_outputs[i])
+        for j, g in run.gradients.items():
+            noise = self.noise_of_gradients[j]
+            comparison.of_arrays(g, gradients[j], f"the gradient of {names[j]}{run.label}", noise)
 
-    def compare_gradients(
-        self,
-        got: Sequence[Any] | Mapping[int, Any],
-        label: str,
-        expected: Sequence[Any] | None = None,
-        right: str = "eager mode",
-    ) -> None:
-        """Compare gradients, of all values or by position, with those of eager mode unless others are expected."""
-        comparison = dataclasses.replace(self.comparison, right=right)
-        expected = self.gradients if expected is None else expected
-        for j, gradient in got.items() if isinstance(got, Mapping) else enumerate(got):
-            name = f"the gradient of {self.flat.names[j]}{label}"
-            comparison.of_arrays(gradient, expected[j], name, self.noise_of_gradients[j])
+    def sentence_of(self, found: Runs | str) -> str:
+        """Compare the runs, if it is these, and return the sentence."""
+        while not isinstance(found, str):
+            try:
+                run = next(found)
+            except StopIteration as end:
+                return end.value
+            self.compare(run)
+        return found
 
-    def compare_with_eager(self, outputs: Callable[[list[Any]], list[Any]], label: str) -> None:
-        """Compare the results of a transformed function, and their gradients, with those of eager mode."""
-        self.compare_outputs(outputs(self.flat.values), label)
-        self.compare_gradients(outputs_and_grads(outputs, self.flat.values, self.cotangents)[1], label)
+    def run_of(self, outputs: _Function, label: str) -> Run:
+        """The results of a transformed layer."""
+        gradients = outputs_and_grads(outputs, self.flat.values, self.cotangents)[1]
+        return Run(label, self.cotangents, dict(enumerate(gradients)), outputs=outputs(self.flat.values))
 
 
 def _is_narrower(dtype: Any, epsilon: float) -> bool:
@@ -103,13 +105,15 @@ def _is_narrower(dtype: Any, epsilon: float) -> bool:
 
 
 def outputs_and_grads(
-    outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
+    outputs: _Function, values: list[Any], cotangents: dict[int, Any], wanted: Sequence[int] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """The outputs of a function of the differentiated values, and the gradients, from one run."""
+    """The outputs of a function, and the gradients of the values at the positions `wanted`, from one run."""
+    wanted = range(len(values)) if wanted is None else wanted
 
-    def run(values: list[Any]) -> tuple[dict[int, Any], list[Any]]:
-        returned = outputs(values)
+    def run(perturbed: list[Any]) -> tuple[dict[int, Any], list[Any]]:
+        given = dict(enumerate(values)) | dict(zip(wanted, perturbed, strict=True))
+        returned = outputs(list(given.values()))
         return {k: returned[k] for k in cotangents}, returned
 
-    _, pull, returned = jax.vjp(run, values, has_aux=True)
+    _, pull, returned = jax.vjp(run, [values[j] for j in wanted], has_aux=True)
     return returned, pull(cotangents)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +15,8 @@ from pylayer_jax._jax.tracers import NEEDS_VALUES
 
 from ._comparison import MismatchError, first_line
 from ._flat_function import FlatFunction
-from ._gradient_runs import of_other_sizes
 from ._layer_under_test import LayerUnderTest
+from ._runs import Run, of_other_sizes, run
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -27,38 +28,38 @@ class NotLinearError(MismatchError):
 def linear(layer: LayerUnderTest) -> str:
     count = 0
     try:
-        for label, got, expected in _comparisons(layer, layer.flat):
-            count += 1
-            layer.compare_gradients(got, label, expected, "linearity")
+        for count, found in enumerate(_runs(layer, layer.flat), 1):  # noqa: B007
+            layer.compare(found)
     except MismatchError as error:
         if layer.reference is None:
             raise NotLinearError(str(error)) from None
-        _compare_with_reference(layer, layer.reference)
+        for found, right in zip(_runs(layer, layer.flat), _runs(layer, layer.reference), strict=True):
+            expected = [], list(right.gradients.values())
+            layer.compare(dataclasses.replace(found, expected=expected, right="the reference"))
         return f"it is not, as that of the reference: {first_line(error)}"
     reason = _why_not_proved(layer)
     measured = f"as measured with {count} kinds of cotangents"
     return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
 
 
-def _compare_with_reference(layer: LayerUnderTest, reference: FlatFunction) -> None:
-    pairs = zip(_comparisons(layer, layer.flat), _comparisons(layer, reference), strict=True)
-    for (label, got, _), (_, expected, _) in pairs:
-        layer.compare_gradients(got, label, expected, "the reference")
-
-
-def _comparisons(layer: LayerUnderTest, flat: FlatFunction) -> Iterator[tuple[str, list[Any], list[Any]]]:
-    """Gradients from other cotangents, and those that a linear backward has, with the ends of messages."""
+def _runs(layer: LayerUnderTest, flat: FlatFunction) -> Iterator[Run]:
+    """Gradients from other cotangents, beside those that a linear backward has."""
     w, gradients, pull = layer.cotangents, layer.gradients, flat.vjp(layer.cotangents)
-    for run in of_other_sizes(flat, w):
-        yield run.label, list(run.gradients.values()), gradients
+
+    def beside(expected: list[Any], label: str, got: list[Any]) -> Run:
+        return run(label, w, got, expected=([], expected), right="linearity")
+
+    for sized in of_other_sizes(flat, w):
+        yield beside(gradients, sized.label, list(sized.gradients.values()))
     zeros = {k: jnp.zeros_like(x) for k, x in w.items()}
-    yield " with cotangents of zero", pull(zeros), [jnp.zeros_like(g) for g in gradients]
+    yield beside([jnp.zeros_like(g) for g in gradients], " with cotangents of zero", pull(zeros))
     v = layer.other_cotangents()
     sums = [a + b for a, b in zip(gradients, pull(v), strict=True)]
-    yield " with the sum of two cotangents", pull({k: w[k] + v[k] for k in w}), sums
+    yield beside(sums, " with the sum of two cotangents", pull({k: w[k] + v[k] for k in w}))
     if len(w) > 1:
         parts = [pull(zeros | {k: x}) for k, x in w.items()]
-        yield " with cotangents for all outputs", gradients, [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)]
+        sums = [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)]
+        yield beside(sums, " with cotangents for all outputs", gradients)
 
 
 def _why_not_proved(layer: LayerUnderTest) -> str:

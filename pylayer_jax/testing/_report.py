@@ -11,6 +11,7 @@ from pylayer_jax._trees.messages import plural
 
 from ._comparison import MismatchError, first_line
 from ._linear import NotLinearError
+from ._other_values import OtherValuesError
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -66,6 +67,11 @@ class LayerReport:
         once = [row.name for row in failed if issubclass(row.kind or Exception, OnceDifferentiableError)]
         differ = [row.name for row in failed if issubclass(row.kind or Exception, MismatchError)]
         hints: list[str] = []
+        if any(row.kind is NameError and "axis name" in row.message for row in self.rows):
+            hints.append(
+                "Does the layer communicate between devices? check_layer runs it on one. Then use "
+                "pylayer_jax.testing.check_parallel(Layer, reference,\nargs, mesh=mesh, in_specs=..., out_specs=...)."
+            )
         if differ and not self.has_reference:
             hints.append(
                 "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
@@ -76,6 +82,11 @@ class LayerReport:
             hints.append(f"Is the layer meant to have no second derivative? Then pass {spelled(skip=once)}.")
         if differ:
             hints.append(self._hint_of_rounding(spelled, differ))
+        if any(row.kind is OtherValuesError for row in self.rows):
+            hints.append(
+                "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
+                "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2)."
+            )
         if any(row.kind is NotLinearError for row in self.rows):
             hints.append(
                 "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "

@@ -13,9 +13,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 from pylayer_jax._jax.types import has_tangent, is_key
 
-from ._comparison import MismatchError, first_line
+from ._comparison import first_line
 from ._flat_function import FlatFunction
-from ._layer_under_test import LayerUnderTest, outputs_and_grads
+from ._layer_under_test import LayerUnderTest, Runs, outputs_and_grads
+from ._runs import Run, run
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -23,32 +24,29 @@ _EXAMPLES = 3
 _MOST_CHOICES = 16  # of what is mapped
 
 
-def jit(layer: LayerUnderTest) -> str:
-    layer.compare_with_eager(jax.jit(layer.flat.outputs), " of jit")
+def jit(layer: LayerUnderTest) -> Runs:
+    yield layer.run_of(jax.jit(layer.flat.outputs), " of jit")
     gradients = jax.jit(lambda values, cotangents: layer.flat.with_values(values).grads(cotangents))
-    inside = gradients(layer.flat.values, layer.cotangents)
-    layer.compare_gradients(inside, " under jit")
+    yield run(" under jit", layer.cotangents, gradients(layer.flat.values, layer.cotangents))
     return "as in eager mode: outputs, gradients, gradients of the jitted layer"
 
 
-def remat(layer: LayerUnderTest) -> str:
-    layer.compare_with_eager(jax.checkpoint(layer.flat.outputs), " of jax.checkpoint")
+def remat(layer: LayerUnderTest) -> Runs:
+    yield layer.run_of(jax.checkpoint(layer.flat.outputs), " of jax.checkpoint")
     return "as in eager mode: outputs, gradients"
 
 
-def cond(layer: LayerUnderTest) -> str:
-    flat = layer.flat
-
+def cond(layer: LayerUnderTest) -> Runs:
     @jax.jit
     def outputs(predicate: Any, values: list[Any]) -> list[Any]:
         # The other branch returns constants: if it were taken, the gradients would be zero.
-        return jax.lax.cond(predicate, flat.outputs, lambda _: list(layer.outputs), values)
+        return jax.lax.cond(predicate, layer.flat.outputs, lambda _: list(layer.outputs), values)
 
-    layer.compare_with_eager(lambda values: outputs(True, values), " of cond")
+    yield layer.run_of(lambda values: outputs(True, values), " of cond")
     return "as in eager mode: outputs, gradients, where a traced predicate chooses the layer"
 
 
-def shard_map(layer: LayerUnderTest) -> str:
+def shard_map(layer: LayerUnderTest) -> Runs:
     flat = layer.flat
     tensors, cotangents, mesh, count = flat.tensors, layer.cotangents, None, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:
@@ -59,7 +57,7 @@ def shard_map(layer: LayerUnderTest) -> str:
         # Arguments that are committed to other devices would be refused.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, PartitionSpec()))
 
-    def run(tensors: list[Any], cotangents: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+    def results(tensors: list[Any], cotangents: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         def shards(tensors: list[Any]) -> list[Any]:
             return flat.with_tensors(tensors).run()
 
@@ -70,10 +68,9 @@ def shard_map(layer: LayerUnderTest) -> str:
             cotangents,
         )
 
-    for label, runs in (("under jit", jax.jit(run)), ("eagerly", run)):
-        outputs, gradients = runs(tensors, cotangents)
-        layer.compare_outputs(outputs, f" of shard_map {label}")
-        layer.compare_gradients(gradients, f" of shard_map {label}")
+    for label, function in ((" of shard_map under jit", jax.jit(results)), (" of shard_map eagerly", results)):
+        outputs, gradients = function(tensors, cotangents)
+        yield run(label, cotangents, gradients, outputs=outputs)
     devices = "1 device" if count == 1 else f"each of {count} devices"
     return f"as in eager mode: outputs and gradients on {devices}, under jit and eagerly"
 
@@ -83,14 +80,14 @@ def shard_map(layer: LayerUnderTest) -> str:
 _Mapping = dict[int, int]  # from the position of a mapped tensor to its mapped axis
 
 
-def vmap(layer: LayerUnderTest) -> str:
+def vmap(layer: LayerUnderTest) -> Runs:
     def map_over(f: Callable[[Any], Any], batch: Any, axes: Sequence[int]) -> Any:
         return jax.vmap(f, in_axes=(list(axes),))(batch)
 
-    return _over_examples(layer, map_over, " of vmap", _mappings(layer.flat))
+    return (yield from _over_examples(layer, map_over, " of vmap", _mappings(layer.flat)))
 
 
-def scan(layer: LayerUnderTest) -> str:
+def scan(layer: LayerUnderTest) -> Runs:
     def map_over(f: Callable[[Any], Any], batch: Any, _: Sequence[int]) -> Any:
         return jax.lax.scan(lambda _, x: (None, f(x)), None, batch)[1]
 
@@ -98,7 +95,7 @@ def scan(layer: LayerUnderTest) -> str:
     mappings = {"": dict.fromkeys(differentiated, 0)}
     if len(differentiated) > 1:
         mappings[f", {flat.names[0]} alone mapped"] = {differentiated[0]: 0}
-    return _over_examples(layer, map_over, " of scan", mappings)
+    return (yield from _over_examples(layer, map_over, " of scan", mappings))
 
 
 def _mappings(flat: FlatFunction) -> dict[str, _Mapping]:
@@ -123,9 +120,9 @@ def _mappings(flat: FlatFunction) -> dict[str, _Mapping]:
 
 def _over_examples(
     layer: LayerUnderTest, map_over: Callable[..., Any], label: str, mappings: Mapping[str, _Mapping]
-) -> str:
+) -> Runs:
     for i, (description, mapped) in enumerate(mappings.items()):
-        _compare_examples(layer, map_over, mapped, f"{label}{description}", staged=i > 0)
+        yield _run_of_examples(layer, map_over, mapped, f"{label}{description}", staged=i > 0)
     flat, done = layer.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
     if (choices := 2 ** len(flat.differentiated) - 1) > 1 and len(mappings) > 2:
         chosen = len({tuple(mapped) for mapped in mappings.values()})
@@ -134,20 +131,20 @@ def _over_examples(
     names = ", ".join(flat.paths[p] for p in others)
     if not names:
         return done
-    try:
-        for description, mapped in ("too", [*flat.differentiated, *others]), ("alone", others):
-            ending = f"{label}, {names} mapped {description}"
-            _compare_examples(layer, map_over, dict.fromkeys(sorted(mapped), 0), ending, staged=True)
-    except MismatchError:
-        raise
-    except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
-        return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
+    for description, mapped in ("too", [*flat.differentiated, *others]), ("alone", others):
+        ending = f"{label}, {names} mapped {description}"
+        try:
+            found = _run_of_examples(layer, map_over, dict.fromkeys(sorted(mapped), 0), ending, staged=True)
+        except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
+            return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
+        yield found
     return f"{done}, with {names} mapped too"
 
 
-def _compare_examples(
+def _run_of_examples(
     layer: LayerUnderTest, map_over: Callable[..., Any], mapped: _Mapping, label: str, staged: bool
-) -> None:
+) -> Run:
+    """Several examples at once, beside the results of each."""
     flat, count = layer.flat, _EXAMPLES
     cotangents = {k: jnp.stack([w] * count) for k, w in layer.cotangents.items()}
     examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(flat.tensors)] for i in range(count)]
@@ -165,7 +162,7 @@ def _compare_examples(
     ]
     tensors = [jnp.stack(xs, mapped[p]) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
 
-    def run(values: list[Any]) -> list[Any]:
+    def batched(values: list[Any]) -> list[Any]:
         shared = flat.with_tensors(tensors).with_values(values).tensors
 
         def one(batch: list[Any]) -> list[Any]:
@@ -178,11 +175,10 @@ def _compare_examples(
 
     values = [tensors[p] for p in flat.differentiated]
     if staged:
-        got_outputs, got_gradients = _jitted_if_possible(run, values, cotangents)
+        found = _jitted_if_possible(batched, values, cotangents)
     else:
-        got_outputs, (_, got_gradients) = run(values), outputs_and_grads(run, values, cotangents)
-    layer.compare_outputs(got_outputs, label, outputs)
-    layer.compare_gradients(got_gradients, label, gradients)
+        found = batched(values), outputs_and_grads(batched, values, cotangents)[1]
+    return run(label, cotangents, found[1], outputs=found[0], expected=(outputs, gradients))
 
 
 def _jitted_if_possible(

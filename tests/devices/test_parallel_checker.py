@@ -73,6 +73,10 @@ copy, reduce, enters, leaves, psum = map(
 BOTH, OF_X = "values: output 0 at", r"first order: the gradient of args\[0\]"
 INSIDE, OUTSIDE = ("inside", False), ("outside", False)
 ADDED_UP = "4 times the right value everywhere. Does it add up a value that each device has already"
+SUMMED_ALREADY = (
+    "4 times the right value everywhere. Is a layer an identity whose backward is a psum. .*JAX sums the cotangent of "
+    "a shared value already: use pylayer_jax.parallel.copy_to, or jax.lax.pcast in forward"
+)
 twice, biased = lambda y: reduce(reduce(y)), lambda y: reduce(y + 1)
 
 # Where jax.grad is and check_vma, the function, how the message begins after the name, and how it ends.
@@ -97,7 +101,8 @@ WRONG = {
         "copies .* differ. Is parallel.reduce_from or",
     ),
     "psum, inside": (INSIDE, mlp(copy, psum), OF_X, "4 times .* its own transpose"),
-    "own layer, with types": (("outside", True), mlp(AddsUpBackward.apply, reduce), OF_X, "4 times .*JAX does already"),
+    "own layer, with types": (("outside", True), mlp(AddsUpBackward.apply, reduce), OF_X, SUMMED_ALREADY),
+    "own layer, with types, inside": (("inside", True), mlp(AddsUpBackward.apply, reduce), OF_X, SUMMED_ALREADY),
 }
 
 
@@ -133,6 +138,26 @@ def test_rejects_other_outputs():
     ]:
         with pytest.raises(AssertionError, match=f"check_parallel of .*, {message}"):
             check_parallel(f, network, tuple(map(put, ARGS, IN_SPECS)))
+
+
+def test_a_small_entry_is_compared_by_its_own_size():
+    """It may be rounding errors of large terms that cancel: then it is not."""
+    specs = {"mesh": MESH, "in_specs": (ALL, ROWS), "out_specs": (ROWS, ALL)}
+    x = jnp.array([1.0, 1e-6] * 4)
+
+    def compare(small, tiny, orders):
+        check_parallel(
+            lambda s, x: (x * jnp.array([1.0, small]), jnp.stack([s, psum((x - 0.5).sum() * tiny)])),
+            lambda s, x: (x, jnp.stack([s, (x - 0.5).sum()])),
+            (jnp.float32(1), x),
+            **specs,
+            orders=orders,
+        )
+
+    compare(1, 1, [1])
+    for orders in [0], [1]:
+        with pytest.raises(AssertionError, match=r"at index \(\d,\) is "):
+            compare(2, 1, orders)
 
 
 # -- functions as users have them -----------------------------------------------------------------
@@ -177,6 +202,20 @@ def test_trees_integers_and_outputs_that_the_specs_cut(check_vma):
         check_vma=check_vma,
         orders=(0, 1, 2),
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4"])
+def test_narrow_dtypes_and_specs_that_are_none(dtype):
+    def of_shard(scale, x):
+        total = psum(jnp.sum(scale.astype(jnp.float32) * x.astype(jnp.float32)))
+        return total.astype(dtype), x
+
+    def whole(scale, x):
+        return jnp.sum(scale.astype(jnp.float32) * x.astype(jnp.float32)).astype(dtype), x
+
+    args = jnp.asarray(0.5, dtype), jnp.arange(4.0).astype(jnp.bfloat16)
+    specs = {"mesh": MESH, "in_specs": (None, ROWS), "out_specs": (ALL, ROWS)}
+    check_parallel(of_shard, whole, args, **specs)
 
 
 def test_a_gradient_that_cancels():

@@ -180,6 +180,22 @@ class ShapeOnClass(PyLayer):
 SmallUnits = layer_with(forward=lambda ctx, x: x * 1e-9, backward=lambda ctx, dy: dy * 5e-9)
 
 
+class Log(PyLayer):
+    """Right."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return jnp.log(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy / ctx.saved_tensors[0]
+
+
+ClippedLog = layer_with(Log, backward=lambda ctx, dy: dy / jnp.maximum(ctx.saved_tensors[0], 1e-2))
+
+
 class Conjugated(PyLayer):
     @staticmethod
     def forward(ctx, z):
@@ -189,6 +205,26 @@ class Conjugated(PyLayer):
     @staticmethod
     def backward(ctx, dy):
         return dy * jnp.conj(2 * ctx.saved_tensors[0])
+
+
+class WithoutTransposes(PyLayer):
+    """A product with gradients that are right for symmetric matrices alone."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a @ b
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        return dy @ b, a @ dy
+
+
+class SwapsGradients(Multiply):
+    @staticmethod
+    def backward(ctx, dy):
+        return Multiply.backward(ctx, dy)[::-1]
 
 
 class BreaksOnNone(DropsNone):
@@ -431,6 +467,10 @@ WRONG = {
     "absolute": (AbsoluteCotangent, jnp.sin, (X,)),
     "absolute scalar": (AbsoluteCotangent, jnp.sin, (X[0, 0],)),
     "clipped": (ClippedCotangent, jnp.sin, (X,)),
+    "no transposes": (WithoutTransposes, jnp.matmul, (jnp.ones((3, 3)), jnp.eye(3))),
+    "swapped": (SwapsGradients, jnp.multiply, (X, X)),
+    "swapped scalars": (SwapsGradients, jnp.multiply, (jnp.float32(1), jnp.float32(1))),
+    "small values": (ClippedLog, jnp.log, (jnp.array([1e-3, 2.0]),)),
     "small units": (SmallUnits, lambda x: x * 1e-9, (X,)),
 }
 

@@ -37,6 +37,10 @@ SAYS = {
     "absolute": r"args\[0\]( at index| with cotangents of the other sign)",
     "absolute scalar": r"args\[0\]",
     "clipped": r"args\[0\] .*with cotangents 1048576 times as large",
+    "no transposes": r"for other values \(random sizes\): the gradient of args\[\d\]",
+    "swapped": r"for other values \(random sizes and signs\): the gradient of args\[\d\]",
+    "swapped scalars": r"for other values \(random sizes\): the gradient of args\[\d\]",
+    "small values": r"args\[0\] at index \(0,\) is .* wrong at 1 of 2 places",
     "small units": r"args\[0\] at index .*e-09",
 }
 

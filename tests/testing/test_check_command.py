@@ -42,6 +42,17 @@ def linear(parameters, x, scale=1.0, how=None, *, axis=None, steps=()):
     assert type(scale) is float or scale.shape == ()
     return Scale.apply(x @ parameters["w"] + parameters["b"][0], 2.0) * scale
 
+class Applies(PyLayer):
+    @staticmethod
+    def forward(ctx, x, tree, function=None):
+        assert function is jnp.cos
+        ctx.save_for_backward(x)
+        return tree["f"](x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * jnp.cos(ctx.saved_tensor()[0])
+
 class Inside:
     Scale = Scale
 
@@ -163,6 +174,10 @@ def test_trees_and_keywords(capsys):
     assert check("checked_layers:Scale", "x={'a': f64[2]}", "-1", *only("vmap")) == 1  # a dict times a number
 
 
+def test_functions_by_their_names():
+    assert check("checked_layers:Applies", "f32[2]", "{'f': jnp.sin}", "function=jax.numpy.cos", *FAST) == 0
+
+
 GENERAL = r"Expected an array such as \"f32\[8,8\]\" or \"f32\[\]\", a Python literal"
 
 
@@ -191,6 +206,12 @@ def test_only_literals_and_arrays_are_read(spec, capsys):
         (["checked_layers:Scale", "f32[2"], GENERAL),
         (["checked_layers:Scale", "float32[2]"], r"float32\[2\]: Unknown dtype 'float32'; expected one of f16"),
         (["checked_layers:Scale", "text"], r"text: Expected .* For a string, quote it twice: '\"text\"'"),
+        (
+            ["checked_layers:Scale", "jnp.tan_h"],
+            r"jnp\.tan_h: jnp\.tan_h cannot be found: module 'jax\.numpy'",
+        ),
+        (["checked_layers:Scale", "missing.f"], r"missing\.f: missing\.f cannot be found: No module named 'missing'"),
+        (["checked_layers:Scale", "jnp.pi"], r"jnp\.pi: Expected the name of a function, got jnp\.pi, which is 3\.14"),
         (["checked_layers:Scale", "f32[n]"], r"f32\[n\]: Expected whole numbers as sizes, as in f32\[8,8\]"),
         (["checked_layers:Scale", "key[2]"], r"key\[2\]: Expected one PRNG key: key\[\]"),
         (["checked_layers:Scale", "x=f32[2]", "x=3"], r"x=3: the keyword x is given twice"),

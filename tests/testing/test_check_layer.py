@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -17,6 +21,7 @@ from tests.kit.wrong_layers import (
     WRONG_IN_ONE_WAY,
     Clips,
     Holder,
+    Log,
     OnHost,
     Picks,
     RefusesABatchOfIndices,
@@ -57,7 +62,7 @@ def test_right_layers_have_every_property(name):
 def test_layers_are_right_beside_a_reference(name):
     case = CASE[name]
     report = check_layer(case.layer, *case.args, reference=case.reference, skip=QUICK)
-    assert report["gradients"].message == "as those of the reference"
+    assert report["gradients"].message.startswith("as those of the reference; for other values (random sizes")
 
 
 # Which properties fail, and what the first of them says.
@@ -75,7 +80,11 @@ FAILS = {
     "conjugate": (["gradients"], r"args\[0\] at index \(\d,\), (real|imaginary) part"),
     "three times": (["gradients"], "by backward in float32, but .* numerically"),
     "nan": (["gradients"], "is nan by backward in float32"),
-    "table": (["gradients"], "for other values: .* numerically"),
+    "table": (["gradients"], "for other values .* numerically"),
+    "no transposes": (["gradients"], r"for other values \(random sizes\): .* numerically"),
+    "swapped": (["gradients"], r"for other values \(random sizes and signs\): .* numerically"),
+    "swapped scalars": (["gradients"], r"for other values \(random sizes\): .* numerically"),
+    "small values": (["gradients"], r"at index \(0,\) is .* wrong at 1 of 2 places"),
     "absolute": (["linear"], "with cotangents of the other sign .* by linearity"),
     "absolute scalar": (["linear"], "with cotangents of the other sign .* by linearity"),
     "clipped": (["linear"], "with cotangents 1048576 times as large .* by linearity"),
@@ -136,6 +145,20 @@ def closures():
 
 TRACED, CONCRETE = closures()
 
+
+class KeepsAnObject(PyLayer):
+    """Right; the object may hold a constant of a trace."""
+
+    @staticmethod
+    def forward(ctx, x, holder):
+        ctx.holder = holder
+        return x * holder.w
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.holder.w
+
+
 # The property, the layer, its arguments, and what a report of that property says.
 SAYS = [
     *((name, Picks, (*PICKED, KEY), "3 examples, with args[1], args[2], args[3] mapped too") for name in MAPS),
@@ -168,6 +191,7 @@ SAYS = [
     ),
     ("not differentiated", TRACED, (X, Holder(jnp.float32(2))), ", with 2 tensors in objects or functions too"),
     ("not differentiated", CONCRETE, (X,), "; 1 tensor in objects or functions cannot be traced"),
+    ("leaks", lambda x: KeepsAnObject.apply(x, Holder(jnp.tanh(jax.lax.stop_gradient(x)))), (X,), "none under jit"),
     ("arguments", Tanh, (X,), "1 of 1 is differentiable"),
     ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "1 of 3 is differentiable"),
     ("arguments", lambda t: Multiply.apply(*t), ((X, X),), "1 of 1 is differentiable, with 2 arrays; each has the"),
@@ -178,6 +202,49 @@ SAYS = [
 @pytest.mark.parametrize(("name", "layer", "args", "message"), SAYS, ids=[f"{row[0]}: {row[3][:30]}" for row in SAYS])
 def test_a_property_says_how_far_it_was_tested(name, layer, args, message):
     assert message in check_layer(layer, *args, skip=all_but(name))[name].message
+
+
+def only_where(condition):
+    """A right layer for some values."""
+
+    def run(x):
+        if not condition(x):
+            raise ValueError("no others")
+        return Tanh.apply(x)
+
+    return run
+
+
+SIGNS = jnp.array([1.0, -1] * 4)
+
+# The layer, its argument, and what a report says of other values.
+OTHER_VALUES = {
+    "both signs": (Tanh, X, "(random sizes and signs)"),
+    "positive": (Log, jnp.array([1e-3, 2.0]), "(random sizes)"),
+    "a scalar": (Tanh, X[0, 0], "(random sizes)"),
+    "zeros": (Tanh, jnp.zeros(3), "(random sizes and signs)"),
+    "complex": (Square, COMPLEX, "(random sizes and signs)"),
+    "signs matter": (lambda x: jnp.log(Tanh.apply(x * SIGNS)), SIGNS, "(random sizes)"),
+    "at most one": (lambda x: jnp.arcsin(Multiply.apply(x, x)), jnp.full(9, 0.99), "(random sizes)"),
+    "at least one": (lambda x: jnp.arccosh(Multiply.apply(x, x)), jnp.full(9, 1.05), "(larger sizes)"),
+    "sorted": (only_where(lambda x: jnp.all(jnp.diff(x) > 0)), jnp.linspace(-2.0, 3, 9), "(random sizes and signs)"),
+    "falling": (only_where(lambda x: jnp.all(jnp.diff(x) < 0)), jnp.linspace(3.0, 0, 9), "(random sizes)"),
+    "positive definite": (
+        lambda a: jnp.linalg.cholesky(Multiply.apply(a, a)),
+        jnp.full((4, 4), 0.99) + 0.02 * jnp.eye(4),
+        "(0.7391 times the given ones)",
+    ),
+    "refused": (only_where(lambda x: abs(x[0] - 2) < 0.01), jnp.array([2.0, -3]), "tried (ValueError: no others)"),
+    "nan": (lambda x: jnp.sqrt(Tanh.apply(1e-3 - (x - 1) ** 2)), jnp.ones(3), "(it has results that are not finite)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_other_values_are_in_the_domain_that_the_given_ones_show(name):
+    layer, x, message = OTHER_VALUES[name]
+    report = check_layer(layer, x, skip=all_but("gradients"), raises=False)
+    assert report.passed
+    assert message in report["gradients"].message
 
 
 @pytest.mark.parametrize(("layer", "reference"), [(SineBothWays, jnp.sin), (TanhBothWays, jnp.tanh)])
@@ -225,6 +292,69 @@ def test_a_layer_that_does_not_run_has_one_row():
     assert "TypeError: Tanh.apply: " in str(report)
 
 
+def test_a_layer_that_cannot_be_differentiated_has_a_report():
+    def fails(ctx, x):
+        if any(ctx.needs_input_grad):
+            raise NotImplementedError("not in this dtype")
+        return Sine.forward(ctx, x)
+
+    report = check_layer(sine(forward=fails), X, raises=False)
+    assert [(row.name, row.passed) for row in report] == [("eager", False)]
+
+
+def test_a_layer_that_communicates_has_another_check():
+    report = check_layer(sine(forward=lambda ctx, x: jax.lax.psum(x, "model")), X, raises=False)
+    assert "Does the layer communicate between devices?" in report.hints()[0]
+    assert "pylayer_jax.testing.check_parallel(Layer, reference," in report.hints()[0]
+
+
+class Terminal(io.StringIO):
+    encoding = "ascii"
+
+    def isatty(self):
+        return True
+
+
+class Notebook(io.StringIO):
+    __module__ = "ipykernel.iostream"
+
+
+def test_a_person_sees_each_property_as_it_is_done(monkeypatch, capsys):
+    seen = []
+
+    def sees(x):
+        seen.append(out.getvalue())
+        return Tanh.apply(x)
+
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setenv("TERM", "xterm")
+    check_layer(sees, X, skip=all_but("jit", "saved"))
+    eager, jit, saved = seen[-1].splitlines() + out.getvalue().splitlines()[2:3]
+    assert (eager[:7], jit[:5], saved[:7]) == ("? eager", "? jit", "? saved")
+    assert max(map(len, (eager, jit, saved))) < 80
+    assert out.getvalue().endswith("\n\x1b[3A\x1b[J")  # what comes next stands in the place of these lines
+    monkeypatch.undo()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_notebook_shows_each_property_as_it_is_done(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+
+    display = types.SimpleNamespace(display=lambda data, raw, display_id: Handle())
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(sys, "stdout", Notebook())
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    assert [len(text.splitlines()) for text in shown] == [1, 2, 3, 0]
+
+
 def test_the_report_is_a_line_per_property():
     lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "saved"))).splitlines()
     assert lines[0] == "Multiply"
@@ -257,6 +387,11 @@ def test_a_wrong_gradient_says_how_a_meant_one_is_declared():
     args = {"skip": all_but("gradients", "jit"), "raises": False}
     assert "meant" not in str(check_layer(WrongSign, X, reference=jnp.sin, **args))
     assert "meant" not in str(check_layer(WRONG["jit"][0], *WRONG["jit"][2], skip=all_but("jit"), raises=False))
+    # A product without transposes is right for symmetric matrices.
+    args = {"skip": all_but("gradients"), "raises": False}
+    assert "as symmetric matrices, or" in str(
+        check_layer(WRONG["no transposes"][0], *WRONG["no transposes"][2], **args)
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
@@ -310,6 +445,7 @@ RIGHT = {
     "dropout": (lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), Tanh.apply(x), 0), (X, KEY)),
     "domain": (lambda x: jnp.arccosh(Multiply.apply(x, x)), (1.2 + jnp.abs(X),)),
     "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
+    "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
     "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
     "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (COMPLEX,)),
 }

@@ -16,13 +16,13 @@ import numpy as np
 from ._central_differences import Measurement, Settings, measure
 from ._comparison import Comparison, MismatchError, exact, largest_entry, rounded_otherwise, rounding_noise
 from ._flat_function import FlatFunction, in_double_precision
-from ._gradient_runs import GradientRun, at_once
+from ._other_values import compare_at_other_values, sentence_of
+from ._runs import Run, at_once
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-_Runs = Callable[[FlatFunction, dict[int, Any]], Iterator[GradientRun]]
+_Runs = Callable[[FlatFunction, dict[int, Any]], Iterator[Run]]
 _ENTRIES_OF_OTHER_VALUES = 1  # and a random direction over all entries
-_REFUSED = "it takes no other values that were tried"
 
 
 def compare_numerically(flat: FlatFunction, order: int, settings: Settings, runs: _Runs) -> str:
@@ -33,22 +33,20 @@ def compare_numerically(flat: FlatFunction, order: int, settings: Settings, runs
     Raises:
         MismatchError: if a gradient differs from the numerical one.
     """
-    sentence, too = _compare_at(flat, order, settings, runs, near_kinks=False)
-    others = flat.other_points()
+    sentence, dtypes = _compare_at(flat, order, settings, runs, near_kinks=False)
     less = dataclasses.replace(settings, limit=min(settings.limit, _ENTRIES_OF_OTHER_VALUES))
-    for other in others:
-        try:
-            _compare_at(other, order, less, at_once, near_kinks=True)
-        except MismatchError as error:
-            raise MismatchError(f"for other values: {error}") from None
-    too += ["for other values"] if others else []
-    return "; ".join([sentence, *([f"{' and '.join(too)} too"] if too else []), *([] if others else [_REFUSED])])
+    too, refusal = compare_at_other_values(
+        flat, order, settings.seed, lambda other: _compare_at(other, order, less, at_once, near_kinks=True)
+    )
+    return sentence_of(sentence, [dtypes, too], refusal)
 
 
-def _compare_at(
-    flat: FlatFunction, order: int, settings: Settings, runs: _Runs, near_kinks: bool
-) -> tuple[str, list[str]]:
-    """The comparison for one set of values; with `near_kinks`, these may be near a kink."""
+def _compare_at(flat: FlatFunction, order: int, settings: Settings, runs: _Runs, near_kinks: bool) -> tuple[str, str]:
+    """Compare for one set of values; with `near_kinks`, these may be near a kink.
+
+    Returns:
+        A sentence about the comparison, and in which other dtypes the gradients were compared.
+    """
     flat, weights, scales = _derivative(flat, order, settings.seed)
     found = _judges_in_float64(flat, weights, scales, settings, near_kinks) if settings.float64 else None
     first = judge = None
@@ -60,7 +58,7 @@ def _compare_at(
         judge.compare(run)
     first = first or judge
     places = f"{len(first.measured.probes)} places, relative tolerance {first.rtol:.0e}"
-    return f"as numerically, at {places}", [judge.where] if judge.where else []
+    return f"as numerically, at {places}", judge.where
 
 
 def _derivative(flat: FlatFunction, order: int, seed: int) -> tuple[FlatFunction, dict[int, Any], _Scales]:
@@ -108,7 +106,7 @@ class _Judge:
     noise: tuple[float, ...] = ()  # per argument: how far rounding may move its gradient, as `rounding_noise` finds
     where: str = ""  # the dtypes of the gradients, if the numerical ones are of others
 
-    def compare(self, run: GradientRun) -> None:
+    def compare(self, run: Run) -> None:
         """Raise a MismatchError about the probe with the largest error, if there are errors."""
         measured, outputs = self.measured, run.cotangents
         absolute = {j: self._absolute_tolerance(j, outputs) for j in run.gradients}
@@ -164,7 +162,7 @@ def _judge(
 
 def _judges_in_float64(
     own: FlatFunction, weights: dict[int, Any], scales: _Scales, settings: Settings, near_kinks: bool
-) -> tuple[_Judge, GradientRun, _Judge | None] | None:
+) -> tuple[_Judge, Run, _Judge | None] | None:
     """A judge in float64 with the gradients there, and one of the gradients in the dtypes of the arguments.
 
     The second is None if the function is another one in these dtypes, as one is that draws random numbers.
