@@ -78,11 +78,22 @@ def _with_io_callback(*args: Any, function: HostFunction, shape: tuple[int, ...]
 
 
 def _with_buffers(*args: Any, function: HostFunction, shape: tuple[int, ...], dtype: Any) -> list[Any]:
-    def run(_: Any, out: Any, *buffers: Any) -> None:
-        # XLA uses the memory again after the call.
-        np.asarray(out)[...] = function(*(np.asarray(buffer).copy() for buffer in buffers))
+    dtypes = [x.dtype for x in args]
 
-    return [buffer_callback(run, jax.ShapeDtypeStruct(shape, dtype), has_side_effect=True)(*args)]
+    def run(_: Any, out: Any, *buffers: Any) -> None:
+        # XLA uses the memory again after the call: these are copies.
+        arrays = [np.array(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
+        np.asarray(out)[...] = function(*arrays)
+
+    call = buffer_callback(run, jax.ShapeDtypeStruct(shape, _in_whole_bytes(dtype)), has_side_effect=True)
+    return [call(*(x.astype(_in_whole_bytes(x.dtype)) for x in args)).astype(dtype)]
+
+
+def _in_whole_bytes(dtype: Any) -> Any:
+    """A dtype for the same numbers, of which XLA does not pack several into one byte, as it packs int4 and float4."""
+    if jax.dtypes.itemsize_bits(dtype) >= 8:
+        return dtype
+    return np.float16 if jax.numpy.issubdtype(dtype, jax.numpy.floating) else np.int8
 
 
 register(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import saved_tensors_hooks
+from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
 from tests.kit.layers import Multiply, Tanh
 from tests.kit.threads import in_threads
@@ -96,6 +96,26 @@ def test_a_tensor_that_does_not_change_in_a_loop_may_be_packed_once_and_unpacked
         for _ in range(2):
             for got, wanted in zip(step(X + 1, X), expected, strict=True):
                 np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+class Scaled(PyLayer):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return x * scale.astype(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensor()[0].astype(dy.dtype), None
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "float4_e2m1fn"])
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_numbers_of_less_than_a_byte(dtype, transform, tmp_path):
+    scale = (jnp.arange(2 * 515).reshape(2, 515) % 3 % 2).astype(dtype)
+    for hooks in (Host().hooks, save_on_disk(tmp_path)):
+        got = transform(jax.grad(hooks(lambda x, scale: Scaled.apply(x, scale).sum())))(jnp.ones(scale.shape), scale)
+        np.testing.assert_array_equal(got, jnp.broadcast_to(scale.astype(got.dtype), got.shape))
 
 
 # -- how long it lives ----------------------------------------------------------------------------
