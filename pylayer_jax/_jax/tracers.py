@@ -12,6 +12,7 @@ from .probes import (
     EVAL_TRACE,
     FORWARD,
     JET,
+    JIT,
     MAPPED,
     REVERSE,
     STAGED,
@@ -250,6 +251,12 @@ def is_deferred(tensors: Sequence[Any], traces: Sequence[Any] | None = None) -> 
         return False  # no jaxpr is being made
     examples = filter(is_differentiated, map(_example_of, tensors))
     return not any(x._trace is trace for x in examples for trace in within)
+
+
+def is_in_eager_loop() -> bool:
+    """Whether the running code is being staged for a loop, or the like, that runs in eager mode."""
+    staging = [t for t in active_traces() if isinstance(t, STAGED.trace)]
+    return bool(staging) and staging[-1].frame.debug_info.traced_for != JIT
 
 
 def is_rematerialized() -> bool:
