@@ -155,6 +155,27 @@ def test_a_training_loop_does_not_grow(name):
     assert len(host) == 0
 
 
+# A loop is compiled anew at each call, since its body is another function, and JAX keeps it.
+EAGERLY = {
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f))(X),
+    "vmap of vmap of grad": lambda f: jax.vmap(jax.vmap(jax.grad(f)))(X),
+    "grad of vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum())(X),
+    "grad of scan": lambda f: jax.grad(scanned(f))(X),
+    "scan of grad": lambda f: jax.lax.scan(lambda c, _: (jax.grad(f)(c), None), X, None, length=5)[0],
+    "grad of map": lambda f: jax.grad(lambda x: jax.lax.map(lambda row: f(row), x).sum())(X),
+}
+
+
+@pytest.mark.parametrize("name", EAGERLY)
+def test_a_loop_in_eager_mode_does_not_grow(name):
+    host, step = Host(), EAGERLY[name]
+    expected, sizes = step(plain), []
+    for _ in range(3):
+        np.testing.assert_allclose(step(in_block(host.hooks, plain)), expected, rtol=1e-5, atol=1e-6)
+        sizes.append(len(host))
+    assert sizes == [sizes[0]] * 3
+
+
 def test_ten_thousand_iterations_do_not_grow():
     host = Host()
     step = jax.grad(host.hooks(tanh_sum))
