@@ -133,9 +133,10 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             in this process if other processes hold the rest. The result of `pack_hook` is dropped with the function
             that `jax.vjp` returned. In a compiled program it is dropped after its use, when the same place of the
             program packs again in the same thread (at most 8 threads may share a program; on several devices, in any
-            thread), and on `close()`; where `backward` never runs, it stays until then, or until a million others wait
-            as well. Not under `jax.checkpoint`, which refuses effects. If a hook raises on one of several devices that
-            communicate, XLA may end the process, since the others wait for it.
+            thread; of a loop in eager mode, the same line), and on `close()`; where `backward` never runs, it stays
+            until then, or until a million others wait as well. Not under `jax.checkpoint`, which refuses effects. If a
+            hook raises on one of several devices that communicate, XLA may end the process, since the others wait for
+            it.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`).
@@ -247,8 +248,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
         Pairs of the same functions, or of the same directory on disk, share what they hold, until the last one that was
         entered and is still there is closed. Without `close`, a program holds what its last run packed until it runs
-        again, or until it is collected with its function. That the pair is collected drops nothing, since JAX returns
-        from a call before the program has run.
+        again, or until JAX lets it go: with its function, but after `jax.clear_caches()` if the program returned a vjp
+        function, or was compiled for a loop in eager mode. (Of such loops from one line the last one holds what it
+        packed.) That the pair is collected drops nothing, since JAX returns from a call before the program has run.
         """
         self._pair.store.close(self)
 

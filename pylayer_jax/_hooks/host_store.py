@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator
@@ -26,6 +27,7 @@ class HostStore:
 
     def __init__(self) -> None:
         self._sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
+        self._places: weakref.WeakValueDictionary[Any, Place] = weakref.WeakValueDictionary()
         self._owners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # by identity
 
     def add_owner(self, hooks: Any) -> None:
@@ -43,6 +45,15 @@ class HostStore:
     def add(self, site: PackSite) -> None:
         with _lock:
             self._sites.add(site)
+
+    def place(self, key: Any) -> Place:
+        """A place that sites of programs share which were compiled one after another from the same line."""
+        with _lock:
+            # Those of one program differ: none of them packs before the program is compiled.
+            places = (self._places.setdefault((key, i), Place()) for i in itertools.count())
+            place = next(place for place in places if place.has_packed)
+            place.has_packed = False
+        return place
 
     def abandon(self, worker: _Worker) -> None:
         """Drop what `worker` has packed when it packs again: an exception has ended its execution."""
@@ -71,6 +82,20 @@ def host_store_of(key: Any) -> HostStore:
         return store
 
 
+class Place:
+    """A place in the user's code where programs pack a tensor."""
+
+    def __init__(self) -> None:
+        # What was unpacked, by the worker that packed it; the worker that packed last is the last.
+        self.used: dict[_Worker, list[tuple[weakref.ref[PackSite], int]]] = {}
+        self.has_packed = True  # since it was given to the last site
+
+    def drop_used(self, worker: _Worker) -> list[Any]:
+        """What was unpacked, and is held no longer."""
+        used = [(site(), number) for site, number in self.used.pop(worker, ())]
+        return [site.drop(number) for site, number in used if site is not None]
+
+
 class PackSite:
     """The site in a program where one tensor is packed: once per execution, or once per iteration of a loop.
 
@@ -87,6 +112,9 @@ class PackSite:
     another: there a device drops what it has packed when it packs again. All of them have to do so alike. If some still
     held what others have dropped, they would wait for the others within a collective, until XLA ends the process.
 
+    A loop in eager mode may compile its body anew each time, and JAX keeps thousands of such programs, none of which
+    runs again. There a site also drops what was unpacked in programs that were compiled before from the same place.
+
     What was never unpacked is kept, up to a limit that is beyond any loop. A program that is collected takes its sites
     with it. That the hooks are collected says nothing: JAX returns from a call before the program has run, so that an
     execution may outlive the last reference to them.
@@ -98,6 +126,7 @@ class PackSite:
     def __init__(
         self,
         store: HostStore,
+        place: Place,
         pack: Callable[[Any], Any],
         unpack: Callable[[Any], Any],
         layout: ShardLayout,
@@ -110,7 +139,8 @@ class PackSite:
         self._store = store
         self._next = 0
         self._waiting: dict[int, tuple[_Worker, Any]] = {}  # by number, the oldest first
-        self._used: dict[_Worker, dict[int, Any]] = {}  # the worker that packed last is the last
+        self._used: dict[int, tuple[_Worker, Any]] = {}
+        self._place = place
         store.add(self)
 
     # -- in traced code -------------------------------------------------------------------------
@@ -137,11 +167,13 @@ class PackSite:
         worker = (threading.get_ident(), _ONE_DEVICE) if device == _ONE_DEVICE else (0, int(device))
         with self._naming("pack_hook", worker):
             packed = self._pack(np.asarray(tensor))
+        place = self._place
         with _lock:
-            dropped = [self._used.pop(worker, None)]
-            self._used[worker] = {}
-            on_device = [other for other in self._used if other[1] == worker[1]]
-            dropped += [self._used.pop(other, None) for other in on_device[: -self.max_workers]]
+            place.has_packed = True
+            dropped = place.drop_used(worker)
+            place.used[worker] = []
+            on_device = [other for other in place.used if other[1] == worker[1]]
+            dropped += map(place.drop_used, on_device[: -self.max_workers])
             token, self._next = self._next, (self._next + 1) % 2**32
             self._waiting[token] = worker, packed
             oldest = self._waiting.pop(next(iter(self._waiting))) if len(self._waiting) > self.max_waiting else None
@@ -151,18 +183,15 @@ class PackSite:
     def _get(self, token: Any) -> np.ndarray:
         number = int(token)
         with _lock:
-            if number in self._waiting:
-                worker, packed = self._waiting.pop(number)
-                self._used.setdefault(worker, {})[number] = packed
-            else:
-                found = ((worker, used[number]) for worker, used in self._used.items() if number in used)
-                worker, packed = next(found, (None, None))
+            self._use(number)
+            worker, packed = self._used.get(number, (None, None))
         if worker is None:
             raise RuntimeError(
                 f"what pack_hook returned for {self._where} is no longer held: the same thread (on several devices, "
-                "any thread) ran the forward of this program again after it was used, more than "
-                f"{self.max_workers} threads share the program, {self.max_waiting} tensors were packed since without a "
-                "backward, or the hooks were closed. Run backward before the next forward of the same jitted function."
+                "any thread) ran the forward of this program, or another loop of this line in eager mode, after it was "
+                f"used, more than {self.max_workers} threads share the program, {self.max_waiting} tensors were packed "
+                "since without a backward, or the hooks were closed. Run backward before the next forward of the same "
+                "jitted function."
             )
         with self._naming("unpack_hook", worker):
             return np.asarray(self._unpack(packed))
@@ -181,11 +210,16 @@ class PackSite:
     def abandon(self, worker: _Worker) -> None:
         """Let what `worker` has packed go when it packs again, although no backward asked for it."""
         with _lock:
-            mine = {number: packed for number, (owner, packed) in self._waiting.items() if owner == worker}
-            for number in mine:
-                self._waiting.pop(number, None)
-            if mine:
-                self._used.setdefault(worker, {}).update(mine)
+            for number in [number for number, (owner, _) in self._waiting.items() if owner == worker]:
+                self._use(number)
+
+    def _use(self, number: int) -> None:
+        if (held := self._waiting.pop(number, None)) is not None:
+            self._used[number] = held
+            self._place.used.setdefault(held[0], []).append((weakref.ref(self), number))
+
+    def drop(self, number: int) -> Any:
+        return self._used.pop(number, None)
 
     def release(self) -> Any:
         """What is held no longer."""

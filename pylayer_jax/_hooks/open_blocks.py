@@ -12,8 +12,15 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._jax.identities import mark_hooks_block
-from pylayer_jax._jax.imports import set_current_trace
-from pylayer_jax._jax.tracers import applied_to, current_trace, is_rematerialized, is_staging, trace_below
+from pylayer_jax._jax.imports import current, set_current_trace, summarize
+from pylayer_jax._jax.tracers import (
+    applied_to,
+    current_trace,
+    is_in_eager_loop,
+    is_rematerialized,
+    is_staging,
+    trace_below,
+)
 
 from .pair import Pair
 
@@ -183,12 +190,14 @@ def mark_nested(pair: Pair) -> None:
 class Hooks:
     """The pair that was active when a layer, or an operation, was applied."""
 
-    __slots__ = ("deferred", "pair", "rematerialized")
+    __slots__ = ("deferred", "line_in_eager_loop", "pair", "rematerialized")
 
     def __init__(self, pair: Pair, tensors: Sequence[Any]) -> None:
         self.pair = pair
         self.deferred = applied_to(tensors).is_deferred  # see NOTE [packed tensors]
         self.rematerialized = pair.host and is_rematerialized()
+        # Where it was applied, in a loop that runs in eager mode; see NOTE [host packs].
+        self.line_in_eager_loop = summarize(current()) if pair.host and is_in_eager_loop() else None
 
     @staticmethod
     def captured(tensors: Sequence[Any]) -> Hooks | None:

@@ -31,7 +31,7 @@ from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor, split
 
 from .host_shards import ShardLayout, from_local_shards, local_shards
-from .host_store import PackSite
+from .host_store import PackSite, Place
 from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
 from .pair import Hook, Pair, Step
 
@@ -115,7 +115,7 @@ def pack_tensor(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor | N
         if not steps:
             return None, [tensor]
         if not is_tracer(tensor):
-            array, arrays = _pack(hooks.pair, steps, tensor, where)
+            array, arrays = _pack(hooks, steps, tensor, where)
             return PackedTensor(hooks.pair, array, keeps_original=False), arrays
         with jax.named_scope(PACK_SCOPE):
             return _pack_traced(hooks, steps, tensor, where)
@@ -153,12 +153,12 @@ def _pack_traced(hooks: Hooks, steps: Sequence[Step], tensor: Any, where: str) -
             f"{where} cannot be packed on the host inside of jax.checkpoint, which refuses effects. Put the hooks "
             "block around the checkpointed function instead of inside, or use hooks without host=True."
         )
-    array, arrays = _pack(pair, steps, as_array(value, typeof(tensor)), where)
+    array, arrays = _pack(hooks, steps, as_array(value, typeof(tensor)), where)
     return PackedTensor(pair, array, keeps_original), arrays
 
 
 def _pack(
-    pair: Pair, steps: Sequence[Step], array: Any, where: str, is_part: bool = False
+    hooks: Hooks, steps: Sequence[Step], array: Any, where: str, is_part: bool = False
 ) -> tuple[PackedArray, list[Any]]:
     """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
 
@@ -168,8 +168,8 @@ def _pack(
     here = _in_step(where, step)
     with contextlib.ExitStack() as scope:
         if is_tracer(array) and step.name:
-            scope.enter_context(jax.named_scope(f"{PACK_SCOPE}_{len(pair.steps) - len(later)}"))
-        packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
+            scope.enter_context(jax.named_scope(f"{PACK_SCOPE}_{len(hooks.pair.steps) - len(later)}"))
+        packed, unpack = _run_pack_hook(hooks, step, array, here, is_part)
 
     chosen: dict[int, Sequence[Step]] = {}  # by the identity of an array in `packed`, the steps that pack it
 
@@ -192,7 +192,7 @@ def _pack(
     for leaf in leaves:
         part, kept = None, [leaf]
         if steps_of_leaf := chosen[id(leaf)]:
-            part, kept = _pack(pair, steps_of_leaf, leaf, where, is_part or leaf is not array)
+            part, kept = _pack(hooks, steps_of_leaf, leaf, where, is_part or leaf is not array)
         parts.append((part, slice(len(arrays), len(arrays) + len(kept))))
         arrays += kept
     return PackedArray(array, unpack, skeleton, parts, here), arrays
@@ -203,12 +203,14 @@ def _is_numpy_array(leaf: object) -> bool:
     return isinstance(leaf, np.ndarray) and is_tensor(leaf) and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
 
 
-def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:
+def _run_pack_hook(hooks: Hooks, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:
     """What the pack hook of a step returns for an array, and the function that makes the array of it again."""
     pack, unpack = (is_part and step.pack_part) or step.pack, step.unpack
     if step.host and is_tracer(array):
         layout = ShardLayout.of(array)
-        site = PackSite(pair.store, pack, _checking(unpack, layout.piece, where), layout, where)
+        store, line = hooks.pair.store, hooks.line_in_eager_loop
+        place = Place() if line is None else store.place((line, where, layout))
+        site = PackSite(store, place, pack, _checking(unpack, layout.piece, where), layout, where)
         return site.token(array), site.restored
     with _needs_no_values("pack_hook", where):
         if not step.host:

@@ -19,6 +19,7 @@ import numpy as np
 from .imports import ShapedArray, buffer_callback, io_callback, mlir
 from .masks import merge
 from .primitives import PrimitiveWithObject, register
+from .tracers import is_staging
 from .types import explicit_sharding
 
 HostFunction = Callable[..., np.ndarray | np.generic]
@@ -56,12 +57,19 @@ def _jvp(*_: Any, **__: Any) -> Any:
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    del axis
     is_mapped = [d is not None for d in dims]
     mapped = [
         _with_whole_first_axis(jax.numpy.moveaxis(x, d, 0)) for x, d in zip(args, dims, strict=True) if d is not None
     ]
-    values = jax.lax.map(lambda xs: host_call_p.bind(*merge(is_mapped, xs, args), **params), mapped)
+
+    def one(xs: Sequence[Any]) -> Any:
+        return host_call_p.bind(*merge(is_mapped, xs, args), **params)
+
+    if is_staging(include_outer=True):
+        values = jax.lax.map(one, mapped)
+    else:  # a loop would be compiled, which JAX keeps with the function and all that it holds
+        results = [one([x[i] for x in mapped]) for i in range(axis.size)]
+        values = [jax.numpy.stack(xs) for xs in zip(*results, strict=True)]
     return values, [0] * len(values)
 
 
@@ -78,11 +86,22 @@ def _with_io_callback(*args: Any, function: HostFunction, shape: tuple[int, ...]
 
 
 def _with_buffers(*args: Any, function: HostFunction, shape: tuple[int, ...], dtype: Any) -> list[Any]:
-    def run(_: Any, out: Any, *buffers: Any) -> None:
-        # XLA uses the memory again after the call.
-        np.asarray(out)[...] = function(*(np.asarray(buffer).copy() for buffer in buffers))
+    dtypes = [x.dtype for x in args]
 
-    return [buffer_callback(run, jax.ShapeDtypeStruct(shape, dtype), has_side_effect=True)(*args)]
+    def run(_: Any, out: Any, *buffers: Any) -> None:
+        # XLA uses the memory again after the call: these are copies.
+        arrays = [np.array(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
+        np.asarray(out)[...] = function(*arrays)
+
+    call = buffer_callback(run, jax.ShapeDtypeStruct(shape, _in_whole_bytes(dtype)), has_side_effect=True)
+    return [call(*(x.astype(_in_whole_bytes(x.dtype)) for x in args)).astype(dtype)]
+
+
+def _in_whole_bytes(dtype: Any) -> Any:
+    """A dtype for the same numbers, of which XLA does not pack several into one byte, as it packs int4 and float4."""
+    if jax.dtypes.itemsize_bits(dtype) >= 8:
+        return dtype
+    return np.float16 if jax.numpy.issubdtype(dtype, jax.numpy.floating) else np.int8
 
 
 register(

@@ -96,7 +96,14 @@ def _equation_classes(_: Any) -> tuple[type[Any], type[Any]]:
     return type(effect), type(sharding)
 
 
+def _traced_for_jit(x: Any) -> str:
+    names: list[str] = []
+    jax.jit(lambda _: names.append(current_trace().frame.debug_info.traced_for))(x)
+    return names[0]
+
+
 _learn("classes that tell transformations apart", _check_apart)
+JIT = _learn("what a trace says that stages a function for jax.jit", _traced_for_jit)
 AXIS_EFFECT, UNSPECIFIED_SHARDING = _learn("the effects and shardings of an equation", _equation_classes)
 
 

@@ -12,6 +12,7 @@ from .probes import (
     EVAL_TRACE,
     FORWARD,
     JET,
+    JIT,
     MAPPED,
     REVERSE,
     STAGED,
@@ -236,6 +237,12 @@ def applied_to(tensors: Sequence[Any]) -> Applied:
         # A differentiation outside of the jaxpr that is being made sees the jaxpr as a whole, later.
         is_deferred=bool(staging) and not any(x._trace is t for x in differentiated for t in within),
     )
+
+
+def is_in_eager_loop() -> bool:
+    """Whether the running code is being staged for a loop, or the like, that runs in eager mode."""
+    staging = [t for t in active_traces() if isinstance(t, STAGED.trace)]
+    return bool(staging) and staging[-1].frame.debug_info.traced_for != JIT
 
 
 def is_rematerialized() -> bool:

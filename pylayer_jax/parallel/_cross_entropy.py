@@ -15,58 +15,61 @@ from ._collectives import CopyTo, ReduceFrom
 
 
 class VocabParallelCrossEntropy(PyLayer):
-    """The losses, and the logarithms of the sums of exponentials.
+    """The losses, the maxima h of the logits, and the logarithms s of the sums of exponentials.
 
-    With the softmax p = exp(z - s) of logits z, s their log-sum-exp, t the label's one-hot row, and m = 0 for a label
-    outside of the vocabulary, else 1,
+    With the softmax p = exp((z - h) - s) of logits z, s = log sum exp(z - h), t the label's one-hot row, and m = 0 for
+    a label outside of the vocabulary, else 1,
 
-        loss = m (s - t.z),    ds = p.dz,    d loss = m (p.dz - t.dz).
+        loss = m (s - t.(z - h)),    ds = p.dz,    d loss = m (p.dz - t.dz).
 
-    s is an output so that `backward` may save it: a saved output carries the layer's own rule at every order, with
-    `backward` as its derivative. The logits are an input, which the caller has already; the softmax would be one more
-    array of their size, in float32.
+    h cancels, so that it counts as a constant. Not h + s, which has lost s by rounding where h is large. s is an output
+    so that `backward` may save it: a saved output carries the layer's own rule at every order, with `backward` as its
+    derivative. The logits are an input, which the caller has already; the softmax would be one more array of their
+    size, in float32.
     """
 
     @staticmethod
-    def forward(ctx: PyLayerContext, logits: jax.Array, labels: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
+    def forward(ctx: PyLayerContext, logits: jax.Array, labels: jax.Array, axes: Axes) -> tuple[jax.Array, ...]:
         z = accumulated(logits)
-        # JAX has no derivative of pmax. The maximum cancels, so its gradient is zero.
+        # JAX has no derivative of pmax.
         highest = jax.lax.pmax(jax.lax.stop_gradient(z.max(-1)), axes)
         shifted = z - as_varying(highest, axes)[..., None]
         total, picked = _reduced(axes, jnp.exp(shifted).sum(-1), _picked(shifted, labels, axes))
-        log_sum = highest + jnp.log(total)
-        losses = _where_valid(jnp.log(total) - picked, labels, logits, axes)
+        log_sum = jnp.log(total)
+        losses = _where_valid(log_sum - picked, labels, logits, axes)
         ctx.axes = axes
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, labels, log_sum)
-        return losses, log_sum
+        ctx.mark_non_differentiable(highest)
+        ctx.save_for_backward(logits, labels, highest, log_sum)
+        return losses, highest, log_sum
 
     @staticmethod
-    def backward(ctx: PyLayerContext, dloss: jax.Array | None, dlog_sum: jax.Array | None) -> Any:
-        logits, labels, log_sum = ctx.saved_tensors
+    def backward(ctx: PyLayerContext, dloss: jax.Array | None, _: None, dlog_sum: jax.Array | None) -> Any:
+        logits, labels, highest, log_sum = ctx.saved_tensors
         gradient = None
         if dloss is not None:
             dloss = _where_valid(dloss, labels, logits, ctx.axes)
             dlog_sum = dloss if dlog_sum is None else dloss + dlog_sum
             gradient = -_own_one_hot(CopyTo.apply(dloss, ctx.axes), labels, logits, ctx.axes)
         if dlog_sum is not None:
-            part = _softmax(logits, log_sum, ctx.axes) * CopyTo.apply(dlog_sum, ctx.axes)[..., None]
+            part = _softmax(logits, highest, log_sum, ctx.axes) * CopyTo.apply(dlog_sum, ctx.axes)[..., None]
             gradient = part if gradient is None else part + gradient
         return gradient, None
 
     @staticmethod
     def jvp(ctx: PyLayerContext, dlogits: jax.Array | None, *_: Any) -> Any:
         if dlogits is None:
-            return None, None
-        logits, labels, log_sum = ctx.saved_tensors
+            return None, None, None
+        logits, labels, highest, log_sum = ctx.saved_tensors
         dz = accumulated(dlogits)
-        dlog_sum = (_softmax(logits, log_sum, ctx.axes) * dz).sum(-1)
+        dlog_sum = (_softmax(logits, highest, log_sum, ctx.axes) * dz).sum(-1)
         dlog_sum, dpicked = _reduced(ctx.axes, dlog_sum, _picked(dz, labels, ctx.axes))
-        return _where_valid(dlog_sum - dpicked, labels, logits, ctx.axes), dlog_sum
+        return _where_valid(dlog_sum - dpicked, labels, logits, ctx.axes), None, dlog_sum
 
 
-def _softmax(logits: jax.Array, log_sum: jax.Array, axes: Axes) -> jax.Array:
-    return jnp.exp(accumulated(logits) - CopyTo.apply(log_sum, axes)[..., None])
+def _softmax(logits: jax.Array, highest: jax.Array, log_sum: jax.Array, axes: Axes) -> jax.Array:
+    shifted = accumulated(logits) - as_varying(highest, axes)[..., None]
+    return jnp.exp(shifted - CopyTo.apply(log_sum, axes)[..., None])
 
 
 def _reduced(axes: Axes, *parts: jax.Array) -> jax.Array:
@@ -103,8 +106,8 @@ def vocab_parallel_cross_entropy(logits: jax.Array, labels: jax.Array, axis_name
     Megatron: `vocab_parallel_cross_entropy`. Paddle's fleet: `_c_softmax_with_cross_entropy` (`ParallelCrossEntropy`).
 
     Forward, all-reduces one maximum per label, then two numbers per label. Backward, communicates nothing. Each device
-    saves its own logits, the labels, and one number per label. The maximum is subtracted before exponentials are taken;
-    bfloat16 and float16 are computed in float32.
+    saves its own logits, the labels, and two numbers per label. The maximum is subtracted before exponentials are
+    taken; bfloat16 and float16 are computed in float32.
 
     A label outside of [0, vocabulary) has the loss 0 and no gradient, on every device: -100, or any other negative
     number, marks labels to leave out, as `ignore_index` does in Paddle and torch. (Megatron leaves the log-sum-exp
@@ -146,5 +149,5 @@ def vocab_parallel_cross_entropy(logits: jax.Array, labels: jax.Array, axis_name
     logits, labels = vary_alike(axes, logits, labels)
     wrong, instead = "the vocabulary counts {size} times", "with the whole vocabulary, cut it with scatter_to"
     logits = as_parts(name, "logits", logits, axes, wrong, instead)
-    losses, _ = VocabParallelCrossEntropy.apply(logits, labels, axes)
+    losses, *_ = VocabParallelCrossEntropy.apply(logits, labels, axes)
     return losses

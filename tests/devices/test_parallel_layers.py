@@ -154,6 +154,27 @@ def test_cross_entropy_of_large_logits(check_vma):
     np.testing.assert_allclose(slopes[0], [1, -1, 0, 0])
 
 
+@VMA
+def test_cross_entropy_beside_log_softmax(check_vma):
+    spread = jnp.asarray([1e-30, 1e-3, 1, 1e5, 1e7, 1e30, *[1] * 4])
+    offset = jnp.asarray([*[0] * 6, 1e5, 1e7, -1e9, 1e30])
+    logits = grid(10, 8) * 3 * spread[:, None] + offset[:, None]
+    labels = jnp.arange(10) % 8
+
+    def of_shard(z):
+        return parallel.replicated_output(parallel.vocab_parallel_cross_entropy(z, labels, "model"), "model")
+
+    def plain(z):
+        return -jnp.take_along_axis(jax.nn.log_softmax(z), labels[:, None], 1)[:, 0]
+
+    def derivatives(f, z):
+        return jax.jvp(f, (z,), (jnp.cos(grid(10, 8)),)), jax.grad(lambda z: f(z).sum())(z)
+
+    got = jax.jit(lambda z: derivatives(ONE_AXIS.map(of_shard, (".M",), ".", check_vma), z))(logits)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(derivatives(plain, logits)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_labels_outside_of_the_vocabulary_have_no_loss_and_no_gradient():
     losses, slopes = losses_of(grid(5, 8), jnp.array([-100, -1, 8, 2**31 - 1, 3]))
     assert losses[:4].tolist() == [0, 0, 0, 0]

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import saved_tensors_hooks
+from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
 from tests.kit.layers import Multiply, Tanh
 from tests.kit.threads import in_threads
@@ -98,6 +98,26 @@ def test_a_tensor_that_does_not_change_in_a_loop_may_be_packed_once_and_unpacked
                 np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
+class Scaled(PyLayer):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return x * scale.astype(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensor()[0].astype(dy.dtype), None
+
+
+@pytest.mark.parametrize("dtype", ["int2", "int4", "uint4", "float4_e2m1fn"])
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap])
+def test_numbers_of_less_than_a_byte(dtype, transform, tmp_path):
+    scale = (jnp.arange(2 * 515).reshape(2, 515) % 3 % 2).astype(dtype)
+    for hooks in (Host().hooks, save_on_disk(tmp_path)):
+        got = transform(jax.grad(hooks(lambda x, scale: Scaled.apply(x, scale).sum())))(jnp.ones(scale.shape), scale)
+        np.testing.assert_array_equal(got, jnp.broadcast_to(scale.astype(got.dtype), got.shape))
+
+
 # -- how long it lives ----------------------------------------------------------------------------
 
 
@@ -133,6 +153,27 @@ def test_a_training_loop_does_not_grow(name):
     assert 0 < len(host) <= after_one
     host.hooks.close()
     assert len(host) == 0
+
+
+# A loop is compiled anew at each call, since its body is another function, and JAX keeps it.
+EAGERLY = {
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f))(X),
+    "vmap of vmap of grad": lambda f: jax.vmap(jax.vmap(jax.grad(f)))(X),
+    "grad of vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum())(X),
+    "grad of scan": lambda f: jax.grad(scanned(f))(X),
+    "scan of grad": lambda f: jax.lax.scan(lambda c, _: (jax.grad(f)(c), None), X, None, length=5)[0],
+    "grad of map": lambda f: jax.grad(lambda x: jax.lax.map(lambda row: f(row), x).sum())(X),
+}
+
+
+@pytest.mark.parametrize("name", EAGERLY)
+def test_a_loop_in_eager_mode_does_not_grow(name):
+    host, step = Host(), EAGERLY[name]
+    expected, sizes = step(plain), []
+    for _ in range(3):
+        np.testing.assert_allclose(step(in_block(host.hooks, plain)), expected, rtol=1e-5, atol=1e-6)
+        sizes.append(len(host))
+    assert sizes == [sizes[0]] * 3
 
 
 def test_ten_thousand_iterations_do_not_grow():

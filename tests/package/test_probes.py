@@ -190,7 +190,7 @@ def test_what_cannot_be_found_stops_the_import():
         "primal": "the tracers and traces of jax.vjp and jax.linearize",
         "_trace": "the tracers and traces of jax.jit",
         "parent_trace": "the tracers and traces of jax.jit",
-        "frame": "how jax.checkpoint runs a function",
+        "frame": "what a trace says that stages a function for jax.jit",
         "linear_transpose": "the tracers and traces of jax.linear_transpose",
         "no call": "the tracers and traces of jax.linear_transpose",
         "apart": "classes that tell transformations apart",
