@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import re
@@ -133,10 +134,26 @@ def test_numpy_in_and_out():
     assert isinstance(z, jax.Array)
 
 
-def test_unsortable_dict_with_tensors_is_refused():
-    for run in (lambda f: f, jax.grad):
-        with pytest.raises(ValueError, match=r"a dict with keys \[1, 'a'\] holds tensors.*Use keys of one type"):
-            run(lambda x: layer().apply({1: x, "a": 2}).sum())(X)
+@pytest.mark.parametrize("kind", [dict, functools.partial(collections.defaultdict, list)], ids=["dict", "defaultdict"])
+@pytest.mark.parametrize("run", [lambda f: f, jax.grad], ids=["eager", "grad"])
+def test_unsortable_dict_with_tensors_is_refused(run, kind):
+    with pytest.raises(ValueError, match=r"a dict with keys \[1, 'a'\] holds tensors.*Use keys of one type"):
+        run(lambda x: layer().apply(kind({1: x, "a": 2})).sum())(X)
+
+
+def test_keys_of_several_types_where_jax_does_not_sort():
+    def forward(ctx, mixed, static):
+        ctx.static = static
+        return mixed["a"] * mixed[1]
+
+    def backward(ctx, dy):
+        assert ctx.static == {1: 2, "a": 3}
+        return collections.OrderedDict({"a": dy, 1: 2 * dy}), None
+
+    made = layer(forward, backward)
+    unsortable = collections.defaultdict(list, {1: 2, "a": 3})
+    f = lambda x: made.apply(collections.OrderedDict({"a": x, 1: x}), unsortable).sum()  # noqa: E731
+    assert jax.grad(f)(X).tolist() == [3, 3, 3]
 
 
 # -- changes in place -----------------------------------------------------------------------------
@@ -250,18 +267,33 @@ def test_what_forward_makes_of_its_arguments_may_change():
 # -- dicts keep the order of their keys, which JAX sorts: `a, b = d.values()` is the same in both methods --
 
 
+@jax.tree_util.register_pytree_node_class
+class SortedDict(dict):
+    """A dict of a user's own, flattened as JAX flattens a dict."""
+
+    def tree_flatten(self):
+        return [self[key] for key in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, keys, children):
+        return cls(zip(keys, children, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, functools.partial(collections.defaultdict, list), SortedDict], ids=["dict", "defaultdict", "own"]
+)
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda *xs: jax.vmap(f)(*xs)])
-def test_dicts_keep_the_order_of_their_keys(run):
+def test_dicts_keep_the_order_of_their_keys(run, kind):
     seen = []
 
     def forward(ctx, x, params, **more):
-        ctx.kept = {"x": x, "a": params["a"]}
-        ctx.statics = {"x": 1, "a": 0}
-        ctx.nested = [{"z": {"q": x, "b": 2.0}, "c": 3}]
+        ctx.kept = kind({"x": x, "a": params["a"]})
+        ctx.statics = kind({"x": 1, "a": 0})
+        ctx.nested = [kind({"z": kind({"q": x, "b": 2.0}), "c": 3})]
         ctx.more = more
-        ctx.save_for_backward({"x": x, "a": params["a"]})
+        ctx.save_for_backward(kind({"x": x, "a": params["a"]}))
         assert list(params) == ["w", "a"]
-        return {"y": x * params["a"] ** 2, "k": x * params["w"], "static": 1}
+        return kind({"y": x * params["a"] ** 2, "k": x * params["w"], "static": 1})
 
     def backward(ctx, d):
         (saved,) = ctx.saved_tensor()
@@ -269,15 +301,16 @@ def test_dicts_keep_the_order_of_their_keys(run):
         seen.append([" ".join(keys) for keys in found])
         x, a = saved.values()
         dy, dk, _ = d.values()
-        return dy * a**2, {"a": 2 * dy * x * a, "w": dk * x}, None, None
+        return dy * a**2, kind({"a": 2 * dy * x * a, "w": dk * x}), None, None
 
     made = layer(forward, backward)
 
     def outputs(x, a):
-        return made.apply(x, {"w": x, "a": a}, second=x, first=a)
+        return made.apply(x, kind({"w": x, "a": a}), second=x, first=a)
 
     x, a = jnp.array([2.0]), jnp.array([3.0])
     gradients = jax.grad(lambda x, a: run(lambda x, a: outputs(x, a)["y"])(x, a).sum(), (0, 1))(x, a)
     assert [float(g[0]) for g in gradients] == [9, 12]
     assert seen[-1] == ["x a", "x a", "x a", "z c", "q b", "second first", "y k static"]
     assert list(outputs(x, a)) == ["y", "k", "static"]
+    assert type(outputs(x, a)) is type(kind())
