@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
+from pylayer_jax import Function, PyLayer
 from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
 
 from .made import layer, loss
@@ -101,6 +101,43 @@ def test_layers_call_themselves(mode):
     first = jax.grad(loss(Power, 4))
     np.testing.assert_allclose(mode(first)(X), 4 * X**3)
     np.testing.assert_allclose(mode(jax.grad(lambda x: first(x).sum()))(X), 12 * X**2, rtol=1e-6)
+
+
+# Decorators of forward(ctx, a, b, scale=1.0), and the parameters of what is called, in their order.
+DECORATORS = {
+    "any arguments": (lambda f: lambda ctx, *args, **kwargs: f(ctx, *args, **kwargs), "ab"),
+    "another order": (lambda f: lambda ctx, b, a: f(ctx, a, b), "ba"),
+    "more arguments": (lambda f: lambda ctx, *args, **kwargs: f(ctx, *args, scale=1.0, **kwargs), "ab"),
+    "fewer arguments": (lambda f: lambda ctx, a: f(ctx, a, jnp.full_like(a, 10)), "a"),
+    "a keyword of its own": (lambda f: lambda ctx, *args, b, **kwargs: f(ctx, *args, b=b, **kwargs), "ab"),
+    "a keyword that it takes out": (lambda f: lambda ctx, a, **kwargs: f(ctx, a, kwargs.pop("b")), "ab"),
+}
+
+
+@pytest.mark.parametrize("base", [PyLayer, Function])
+@pytest.mark.parametrize(("decorator", "order"), DECORATORS.values(), ids=DECORATORS)
+def test_a_decorated_forward_is_called_as_the_layer_is(decorator, order, base):
+    def forward(ctx, a, b, scale=1.0):
+        return (a - 2 * b) * scale
+
+    partials = {"a": 1.0, "b": -2.0}
+    decorated = functools.wraps(forward)(decorator(forward))
+    made = layer(decorated, lambda ctx, dy: tuple(partials[name] * dy for name in order), base)
+    values = {"b": jnp.float32(10), "a": jnp.float32(1)}
+    values = {name: values[name] for name in values if name in order}
+    f = lambda values: made.apply(**values)  # noqa: E731
+    assert f(values) == jax.jit(f)(values) == -19
+    assert jax.grad(f)(values) == jax.jit(jax.grad(f))(values) == {name: partials[name] for name in values}
+
+
+def test_a_decorator_that_adds_an_argument_in_front():
+    def forward(ctx, weight, x):
+        return weight * x
+
+    made = layer(functools.wraps(forward)(lambda ctx, *args: forward(ctx, 3.0, *args)), lambda ctx, dy: 3 * dy)
+    for run in (lambda f: f, jax.jit):
+        assert run(made.apply)(X).tolist() == (3 * X).tolist()
+        assert run(jax.grad(loss(made)))(X).tolist() == [3, 3, 3]
 
 
 def test_eager_mode_sees_concrete_values():
