@@ -12,7 +12,7 @@ from typing import Any
 
 from pylayer_jax._jax.tracers import is_tracer, nothing_is_traced
 from pylayer_jax._trees.closures import hidden
-from pylayer_jax._trees.habits import NO_ATTRIBUTES, jax_for
+from pylayer_jax._trees.hints import NO_ATTRIBUTES, jax_for
 from pylayer_jax._trees.messages import innermost, plural
 
 from .outputs import Outputs

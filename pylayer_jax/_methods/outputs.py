@@ -70,7 +70,7 @@ class Outputs:
         if not tensors:
             raise ValueError(
                 f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-                "list or dict."
+                "list or dict. Numbers are no tensors; jnp.asarray makes one of them."
             )
         if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
             raise ValueError(
