@@ -242,7 +242,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _Declared(NamedTuple):
-    """The signature of a `forward`, and facts of it that binding a call needs."""
+    """The signature of a `forward`, read once for all calls."""
 
     called: inspect.Signature  # of what is called
     named: inspect.Signature  # that names the arguments of a call which fits it; often the same

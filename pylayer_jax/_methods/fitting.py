@@ -1,4 +1,4 @@
-"""What `backward` and `jvp` returned: the entries, and each tensor in the shape and dtype that it must have."""
+"""The entries that `backward` and `jvp` returned, each tensor in the shape and dtype that it must have."""
 
 from __future__ import annotations
 

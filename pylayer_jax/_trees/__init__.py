@@ -3,7 +3,7 @@
 - `partition`: tensors and statics, separated.
 - `opaque`: Python objects that travel in a treedef.
 - `changes`: whether a container was changed in place.
-- `hints`: what to write in place of code that ended in an error.
+- `hints`: how to write code that ended in an error of Python or JAX.
 - `messages`: how error messages show values.
 - `matching`: a pytree that a user returned, laid along another.
 - `closures`: traced values hidden inside functions and objects.

@@ -1,4 +1,4 @@
-"""Hints: what to write in place of code that ended in an error of Python or JAX.
+"""Hints for code that ended in an error of Python or JAX: how to write it.
 
 `_SLIPS` is the table by errors, `_IN_JAX` by names of attributes of a tensor of torch or Paddle.
 """
@@ -18,7 +18,7 @@ from pylayer_jax._jax.types import is_array
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
-    """What to write in place of the code of a method that raised `error`; empty if the error does not tell."""
+    """How to write the code of a method that raised `error`; empty if the error does not tell."""
     if isinstance(error, NEEDS_VALUES):
         return _hint_for_values(error, layer, method)
     if isinstance(error, AttributeError):
@@ -90,9 +90,8 @@ _HOST_CODE: Final = (
     '    y = jax.pure_callback(function, like, x, vmap_method="sequential")'
 )
 _IN_JAX: Final = {
-    name: hint
-    for names, hint in {
-        "add_n": "sum([x, ...])",
+    name: text
+    for names, text in {
         "addcdiv": "x + value * a / b",
         "addcmul": "x + value * a * b",
         "addmm baddbmm": "x + a @ b",
@@ -159,7 +158,7 @@ _IN_JAX: Final = {
 
 
 def jax_for(name: str) -> str:
-    """What to write for an attribute of a tensor of torch or Paddle; empty for an unknown one."""
+    """How to write an attribute of a tensor of torch or Paddle; empty for an unknown one."""
     if name in _IN_JAX:
         return _IN_JAX[name]
     if name.endswith("_") and not name.startswith("_"):
@@ -191,20 +190,18 @@ _NOT_OF_THE_USER: Final = ("pylayer_jax", "functools", "jax", "numpy")
 def _hint_for_values(error: Exception, layer: str, method: str) -> str:
     """Where traced code asks for a number, which variables are traced there, and what to do."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = zip(frames, traceback.extract_tb(error.__traceback__), strict=True)
     of_user = [
-        (frame, line)
-        for frame, line in lines
+        (place, frame.f_locals)
+        for place, frame in zip(traceback.extract_tb(error.__traceback__), frames, strict=False)
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_OF_THE_USER
     ]
     if not of_user:
         return ""
     # The last line in the file of the method: behind it may come other packages.
-    frame, place = [entry for entry in of_user if entry[1].filename == of_user[0][1].filename][-1]
+    place, values = [entry for entry in of_user if entry[0].filename == of_user[0][0].filename][-1]
     text = linecache.getline(place.filename, place.lineno or 0)
     if place.lineno == place.end_lineno:
-        text = text.encode()[place.colno : place.end_colno].decode()
-    values = frame.f_locals
+        text = text.encode()[place.colno : place.end_colno].decode(errors="replace")
     read = [name for name in dict.fromkeys(re.findall(r"(?<![.\w])[A-Za-z_]\w*", text)) if is_tracer(values.get(name))]
     which = ", ".join(f"{name}: {jax.typeof(values[name])}" for name in read)
     branches = isinstance(error, (jax.errors.TracerBoolConversionError, jax.errors.TracerIntegerConversionError))

@@ -61,7 +61,7 @@ def source_of(name: str, function: Callable[..., Any]) -> str:
 
 
 def add_note(error: Exception, layer: str, method: str) -> None:
-    """Add the class and the method to a user's exception, which keeps its type, and what was meant if that is plain."""
+    """Add the class and the method to a user's exception, which keeps its type, and a hint if there is one."""
     note = f"This happened in {layer}.{method}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
