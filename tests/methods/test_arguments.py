@@ -123,21 +123,73 @@ def test_a_decorated_forward_is_called_as_the_layer_is(decorator, order, base):
     partials = {"a": 1.0, "b": -2.0}
     decorated = functools.wraps(forward)(decorator(forward))
     made = layer(decorated, lambda ctx, dy: tuple(partials[name] * dy for name in order), base)
-    values = {"b": jnp.float32(10), "a": jnp.float32(1)}
-    values = {name: values[name] for name in values if name in order}
-    f = lambda values: made.apply(**values)  # noqa: E731
-    assert f(values) == jax.jit(f)(values) == -19
-    assert jax.grad(f)(values) == jax.jit(jax.grad(f))(values) == {name: partials[name] for name in values}
+    f = lambda a, b: made.apply(**{name: x for name, x in {"b": b, "a": a}.items() if name in order})  # noqa: E731
+    values = jnp.float32(1), jnp.float32(10)
+    assert f(*values) == jax.jit(f)(*values) == -19
+    expected = (1, -2 if "b" in order else 0)
+    assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == expected
+
+
+def passes_on(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def swaps(function):
+    return functools.wraps(function)(lambda b, a: function(a, b))
+
+
+class OfClass(PyLayer):
+    @classmethod
+    @passes_on
+    def forward(cls, ctx, a, b):
+        return a - 2 * b
+
+    @classmethod
+    def backward(cls, ctx, dy):
+        return dy, -2 * dy
+
+
+class WithSetup(Function):
+    @staticmethod
+    @swaps
+    def forward(a, b):
+        return a - 2 * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.b, ctx.a = inputs
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -2 * dy * ctx.b / 10, dy * ctx.a
+
+
+@pytest.mark.parametrize("made", [OfClass, WithSetup])
+def test_a_decorated_class_method_and_one_without_a_context(made):
+    f = lambda a, b: made.apply(b=b, a=a)  # noqa: E731
+    values = jnp.float32(1), jnp.float32(10)
+    assert f(*values) == jax.jit(f)(*values) == -19
+    assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == (1, -2)
 
 
 def test_a_decorator_that_adds_an_argument_in_front():
     def forward(ctx, weight, x):
         return weight * x
 
-    made = layer(functools.wraps(forward)(lambda ctx, *args: forward(ctx, 3.0, *args)), lambda ctx, dy: 3 * dy)
+    def of(backward):
+        return layer(functools.wraps(forward)(lambda ctx, *args: forward(ctx, 3.0, *args)), backward)
+
     for run in (lambda f: f, jax.jit):
+        made = of(lambda ctx, dy: 3 * dy)
         assert run(made.apply)(X).tolist() == (3 * X).tolist()
         assert run(jax.grad(loss(made)))(X).tolist() == [3, 3, 3]
+        with pytest.raises(ValueError, match=r"gradient of 'args\[0\]'"):  # and not of 'weight'
+            run(jax.grad(loss(of(lambda ctx, dy: dy[:2]))))(X)
+
+
+def test_vmap_of_a_layer_gets_keywords_by_position():
+    made = layer(lambda ctx, x, w: x * w, vmap=staticmethod(lambda info, dims, a, b: (a * b, 0)))
+    assert jax.vmap(lambda x: made.apply(w=2.0, x=x))(X).tolist() == (2 * X).tolist()
 
 
 def test_eager_mode_sees_concrete_values():
@@ -179,17 +231,17 @@ def test_unsortable_dict_with_tensors_is_refused(run, kind):
 
 
 def test_keys_of_several_types_where_jax_does_not_sort():
-    def forward(ctx, mixed, static):
-        ctx.static = static
+    def forward(ctx, mixed):
+        ctx.static = mixed["static"]
         return mixed["a"] * mixed[1]
 
     def backward(ctx, dy):
         assert ctx.static == {1: 2, "a": 3}
-        return collections.OrderedDict({"a": dy, 1: 2 * dy}), None
+        return collections.OrderedDict({"a": dy, 1: 2 * dy, "static": None})
 
     made = layer(forward, backward)
     unsortable = collections.defaultdict(list, {1: 2, "a": 3})
-    f = lambda x: made.apply(collections.OrderedDict({"a": x, 1: x}), unsortable).sum()  # noqa: E731
+    f = lambda x: made.apply(collections.OrderedDict({"a": x, 1: x, "static": unsortable})).sum()  # noqa: E731
     assert jax.grad(f)(X).tolist() == [3, 3, 3]
 
 
