@@ -146,7 +146,8 @@ def _is_reordered(node: Any) -> bool:
     if not isinstance(node, dict) or len(node) < 2 or _is_unsortable(node):
         return False
     children, treedef = _flatten_once(node)
-    return list(treedef.unflatten(children)) != list(node)
+    keys = list(treedef.unflatten(children))
+    return keys != list(node) and set(keys) == set(node)
 
 
 @jax.tree_util.register_pytree_node_class
