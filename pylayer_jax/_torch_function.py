@@ -12,6 +12,7 @@ from pylayer_jax._trees.partition import is_box, is_tensor
 
 from ._layer import PyLayer
 from ._methods.apply_descriptor import Apply
+from ._methods.arguments import signature_of
 from ._methods.context import PyLayerContext, own_copy
 
 
@@ -108,7 +109,7 @@ class Function(PyLayer):
             cls.backward = vars(cls)["vjp"]
         super().__init_subclass__(**kwargs)
         if cls._has_setup_context():
-            cls._parameters = inspect.signature(cls.forward)
+            cls._parameters = signature_of(cls.forward)
             if "ctx" in cls._parameters.parameters:
                 raise TypeError(
                     f"{cls.__qualname__} defines setup_context, so that its forward takes no ctx: remove that "

@@ -248,19 +248,20 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are.
 
     Args:
-        pairs: two pairs or more: ready ones, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other
-            pairs with `host=True` come last. The predicate `only` of a pair sees what this pair would pack.
+        pairs: ready ones, `saved_tensors_hooks`, or chains. A chain of one pair packs as this pair does. `save_on_cpu`,
+            `save_on_disk` and other pairs with `host=True` come last. The predicate `only` of a pair sees what this
+            pair would pack.
         only: a predicate of the tensor that is saved.
 
     Raises:
-        TypeError: for an argument that is no pair, or for less than two; at the place of use, what the hooks of a pair
-            raise, with its number and arguments in the message.
+        TypeError: for an argument that is no pair, or for none; at the place of use, what the hooks of a pair raise,
+            with its number and arguments in the message.
         ValueError: if another pair follows one that must come last, or if a chain with `only` is in another chain.
     """
 
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
-        if len(pairs) < 2:
-            raise TypeError(f"chain takes two pairs of hooks or more, got {len(pairs)}.")
+        if not pairs:
+            raise TypeError("chain takes one pair of hooks or more, got none.")
         if only is not None:
             self._check(only=only)
         steps = list[Step]()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -37,28 +39,33 @@ class _RefPlace(NamedTuple):
 
 
 class Arguments:
-    """The arguments of one call, bound to the signature of `forward`.
+    """The arguments of one call, in the order of the parameters of `forward`.
+
+    `positional` counts those that these parameters take by position. `by_keyword` names those that the call gave by
+    keyword, in the order of the call.
 
     The tensors are not kept here: an instance lives in a treedef, where an array would be a leak. A `jax.Ref` travels
     behind the tensors. It is a static of its argument otherwise, which has no gradient.
     """
 
-    __slots__ = ("are_tensors", "arguments", "avals", "first_ref", "keywords", "layer", "positional", "refs")
+    __slots__ = ("are_tensors", "arguments", "avals", "by_keyword", "first_ref", "layer", "positional", "refs")
 
-    def __init__(self, layer: str, positional: list[tuple[str, Any]], keywords: list[tuple[str, Any]]) -> None:
+    def __init__(
+        self, layer: str, values: Sequence[tuple[str, Any]], positional: int, by_keyword: Sequence[str] = ()
+    ) -> None:
         self.layer = layer
-        self.positional = len(positional)
-        self.keywords = [name for name, _ in keywords]
+        self.positional = positional
+        self.by_keyword = by_keyword
         self.arguments: list[Argument] = []
         self.avals: list[Any] = []
         self.refs: list[str] = []  # where each of them was passed, as in `params['history']`
-        for name, value in positional + keywords:
+        for name, value in values:
             tensors, skeleton = split(value)
             self.arguments.append(Argument(name, skeleton, len(self.avals)))
             self.avals.extend(tensors)
         self.first_ref = len(self.avals)  # the index of the first Ref among the tensors of the call
         # Whether each argument is one tensor, given by position, as in nearly every call.
-        self.are_tensors = not keywords and all(a.skeleton is LEAF for a in self.arguments)
+        self.are_tensors = not by_keyword and all(a.skeleton is LEAF for a in self.arguments)
         if not self.are_tensors and any(any(map(is_ref, a.skeleton.leaves)) for a in self.arguments):
             self._take_refs()
 
@@ -123,9 +130,11 @@ class Arguments:
         watched = [
             (a.name, MutationCheck(x)) for a, x in zip(self.arguments, values, strict=True) if a.skeleton.is_container
         ]
-        result = function(
-            ctx, *values[: self.positional], **dict(zip(self.keywords, values[self.positional :], strict=True))
-        )
+        # A decorator of `forward` may treat keywords in its own way.
+        names = self.by_keyword if method == "forward" else [a.name for a in self.arguments[self.positional :]]
+        first = len(values) - len(names)
+        named = {a.name: x for a, x in zip(self.arguments[first:], values[first:], strict=True)}
+        result = function(ctx, *values[:first], **{name: named[name] for name in names})
         for name, value in watched:
             if (path := value.change()) is not None:
                 raise ValueError(
@@ -150,7 +159,7 @@ class Arguments:
 
 
 def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Bind a call to the signature of `forward(ctx, ...)`.
+    """Bind a call to the signature of `forward(ctx, ...)`, which is that of a decorator if it has its own.
 
     Raises:
         TypeError: for an unknown keyword, or a missing or surplus argument.
@@ -158,8 +167,8 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
     """
     declared = _declared(forward)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
-        return Arguments(layer, list(zip(declared.names, args, strict=False)), [])
-    signature = declared.signature
+        return Arguments(layer, list(zip(declared.names, args, strict=False)), len(args))
+    signature = declared.called
     try:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
@@ -173,15 +182,18 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
         static = " Is @staticmethod missing?" if first == "self" else ""
         raise TypeError(
             f"{layer}.apply: {error}. It takes the arguments of forward without the context: "
-            f"{layer}.apply{_without_context(declared)}.{context}{static}"
+            f"{layer}.apply{_without_context(declared.named)}.{context}{static}"
         ) from None
+    if declared.named is not signature:
+        with contextlib.suppress(TypeError):  # a decorator that adds an argument: the call has no names for the values
+            bound, signature = declared.named.bind(None, *args, **kwargs), declared.named
     positional: list[tuple[str, Any]] = []
     keywords: list[tuple[str, Any]] = []
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
             # If the context has no parameter, as in forward(*args), it is the first of the values.
-            values = value if declared.context_by_name else value[1:]
+            values = value if _has_context(signature) else value[1:]
             positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
             keywords += value.items()
@@ -189,15 +201,15 @@ def bind(layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs:
             keywords.append((name, value))
         else:
             positional.append((name, value))
-    if declared.context_by_name:
+    if _has_context(signature):
         del positional[0]
-    return Arguments(layer, positional, keywords)
+    return Arguments(layer, positional + keywords, len(positional), list(kwargs))
 
 
 def call_of_apply(layer: Any) -> str:
     """How the layer is called, as in `Tanh.apply(x)`."""
     try:
-        signature = _without_context(_declared(layer._forward_with_ctx()))
+        signature = _without_context(_declared(layer._forward_with_ctx()).named)
     except (TypeError, ValueError):  # a forward whose signature is not known
         parameters = "..."
     else:
@@ -205,17 +217,35 @@ def call_of_apply(layer: Any) -> str:
     return f"{layer.__qualname__}.apply({parameters})"
 
 
-def _without_context(declared: _Declared) -> inspect.Signature:
-    if not declared.context_by_name:
-        return declared.signature
-    return declared.signature.replace(parameters=list(declared.signature.parameters.values())[1:])
+def _without_context(signature: inspect.Signature) -> inspect.Signature:
+    if not _has_context(signature):
+        return signature
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _has_context(signature: inspect.Signature) -> bool:
+    """Whether the context has a parameter."""
+    first = next(iter(signature.parameters.values()), None)
+    return first is not None and first.kind is not first.VAR_POSITIONAL
+
+
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of what is called, and not of what it wraps: a decorator may have parameters of its own.
+
+    Where it takes `*args` or `**kwargs`, the function that it wraps gives the names.
+    """
+    own = inspect.signature(function, follow_wrapped=False)
+    wrapped = getattr(function, "__wrapped__", None)
+    if wrapped is None or not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in own.parameters.values()):
+        return own
+    return signature_of(types.MethodType(wrapped, function.__self__) if inspect.ismethod(function) else wrapped)
 
 
 class _Declared(NamedTuple):
-    """A signature, and facts of it that binding a call needs."""
+    """The signature of a `forward`, read once for all calls."""
 
-    signature: inspect.Signature
-    context_by_name: bool  # whether the context has a parameter
+    called: inspect.Signature  # of what is called
+    named: inspect.Signature  # that names the arguments of a call which fits it; often the same
     names: tuple[str, ...]  # the parameters that a plain positional call fills, without the context
     required: int  # the number of them that such a call has to fill
 
@@ -237,13 +267,19 @@ def _declared(forward: Callable[..., Any]) -> _Declared:
 
 
 def _read_declared(forward: Callable[..., Any]) -> _Declared:
-    signature = inspect.signature(forward)
-    parameters = list(signature.parameters.values())
-    kinds = inspect.Parameter
-    context_by_name = bool(parameters) and parameters[0].kind is not kinds.VAR_POSITIONAL
+    called, named = inspect.signature(forward, follow_wrapped=False), signature_of(forward)
+    called = named if called == named else called
+    names, required = _by_position(called)
+    if any(p.kind is p.VAR_POSITIONAL for p in called.parameters.values()):
+        names, more = _by_position(named)
+        required = max(required, more)
+    return _Declared(called, named, names, required)
+
+
+def _by_position(signature: inspect.Signature) -> tuple[tuple[str, ...], int]:
+    """The names that a plain positional call fills, without the context, and how many of them it has to fill."""
+    parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
     needs_keyword = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
     required = sum(p.default is kinds.empty for p in plain)
-    return _Declared(
-        signature, context_by_name, tuple(p.name for p in plain), sys.maxsize if needs_keyword else required
-    )
+    return tuple(p.name for p in plain), sys.maxsize if needs_keyword else required

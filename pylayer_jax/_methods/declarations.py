@@ -1,4 +1,4 @@
-"""What a class declares: its flags, and the names of its methods. Checked when the class is made."""
+"""The declarations of a class, checked when it is made: its flags, and the names of its methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `backward` and `jvp` returned: the entries, and each tensor in the shape and dtype that it must have."""
+"""The entries that `backward` and `jvp` returned, each tensor in the shape and dtype that it must have."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def entries_of(result: Any, unpack_list: bool) -> list[Any]:
     return list(result) if isinstance(result, tuple) or (unpack_list and isinstance(result, list)) else [result]
 
 
-def fit(value: Any, aval: Any, where: str, may_sum: bool = False) -> Any:
+def fit(value: Any, aval: Any, where: str, is_gradient: bool = False) -> Any:
     """The value in the dtype and shape of `aval`, as an array that varies over the same mesh axes; None stays None.
 
+    A gradient may have other axes of length 1, or a shape to which that of `aval` broadcasts.
+
     Raises:
-        ValueError: if it is no array, of another shape (with `may_sum`, of one to which that of `aval` does not
-            broadcast), complex in place of real, or if it differs on devices where `aval` does not. The message begins
-            with `where`.
+        ValueError: if it is no array, of another shape, complex in place of real, or if it differs on devices where
+            `aval` does not. The message begins with `where`.
     """
     value = unboxed(value)
     if value is None:
@@ -38,10 +39,13 @@ def fit(value: Any, aval: Any, where: str, may_sum: bool = False) -> Any:
         )
     (value,) = as_arrays([value])
     if value.shape != aval.shape:
-        if not (may_sum and _broadcasts(aval.shape, value.shape)):
-            summed = " (or one that it broadcasts to, which is summed)" if may_sum else ""
+        if is_gradient and [n for n in value.shape if n != 1] == [n for n in aval.shape if n != 1]:
+            value = value.reshape(aval.shape)
+        elif is_gradient and _broadcasts(aval.shape, value.shape):
+            value = _sum_to(value, aval.shape)
+        else:
+            summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
             raise ValueError(f"{where}: expected shape {tuple(aval.shape)}{summed}, got {tuple(value.shape)}.")
-        value = _sum_to(value, aval.shape)
     if jnp.iscomplexobj(value) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         raise ValueError(
             f"{where}: expected a real array of dtype {aval.dtype}, got dtype {value.dtype}. Return its real part: "

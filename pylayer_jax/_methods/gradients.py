@@ -125,7 +125,7 @@ def _fit_argument(
         found, arguments.avals[argument.span], paths, needs_grad[argument.span], strict=True
     ):
         name = f"{argument.name + path!r}"
-        gradients.append(fit(leaf, aval, where + name, may_sum=True) if need and has_tangent(aval) else None)
+        gradients.append(fit(leaf, aval, where + name, is_gradient=True) if need and has_tangent(aval) else None)
         if gradients[-1] is not None and aval.dtype.itemsize == 1:
             warn_of_narrow_gradient(layer, arguments.layer, name, unboxed(leaf).dtype, aval.dtype)
     return gradients

@@ -1,4 +1,4 @@
-"""Mistakes that are easily made in a method, and what was meant: no return, a parameter too few, a lost write."""
+"""Mistakes that are easily made in a method: no return, a parameter too few, a lost write."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from pylayer_jax._jax.tracers import is_tracer, nothing_is_traced
 from pylayer_jax._trees.closures import hidden
-from pylayer_jax._trees.habits import NO_ATTRIBUTES, jax_for
+from pylayer_jax._trees.hints import NO_ATTRIBUTES, jax_for
 from pylayer_jax._trees.messages import innermost, plural
 
 from .outputs import Outputs
@@ -46,22 +46,22 @@ def warn_of_narrow_gradient(layer: Any, name: str, argument: str, wide: Any, nar
         )
 
 
-def _warn_once(layer: Any, what: str, advice: str) -> None:
+def _warn_once(layer: Any, finding: str, advice: str) -> None:
     """Warn once per class, at the line of its `backward`."""
     with _lock:
         warned = _warned.setdefault(layer, set())
-        if what in warned:
+        if finding in warned:
             return
-        warned.add(what)
+        warned.add(finding)
     code = getattr(innermost(layer.backward), "__code__", None)
     try:
         if code is None:  # an object of C
-            warnings.warn(what + advice, UserWarning, stacklevel=2)
+            warnings.warn(finding + advice, UserWarning, stacklevel=2)
         else:
-            warnings.warn_explicit(what + advice, UserWarning, code.co_filename, code.co_firstlineno)
+            warnings.warn_explicit(finding + advice, UserWarning, code.co_filename, code.co_firstlineno)
     except UserWarning:  # warnings are errors: the next run raises it too
         with _lock:
-            warned.discard(what)
+            warned.discard(finding)
         raise
 
 

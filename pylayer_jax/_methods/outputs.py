@@ -1,4 +1,4 @@
-"""What `forward` returned: its structure, its types, and the cotangents that fit it."""
+"""The outputs of `forward`: their structure, their types, and the cotangents that fit them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Identity = tuple[Literal["input", "output"], int]
 
 
 def _identities(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Identity]:
-    """What each output counts as if it is saved: an input, if it is that object, or an output, the last that it is."""
+    """The input that each output is if it is saved, or the output: the last one that is the same object."""
     known: dict[int, Identity] = {id(x): ("output", i) for i, x in enumerate(outputs)}
     known |= {id(x): ("input", i) for i, x in enumerate(inputs)}
     return [known[id(x)] for x in outputs]
@@ -70,7 +70,7 @@ class Outputs:
         if not tensors:
             raise ValueError(
                 f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-                "list or dict."
+                "list or dict. Numbers are no tensors; jnp.asarray makes one of them."
             )
         if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
             raise ValueError(

@@ -8,9 +8,7 @@ from typing import Any
 import jax
 
 from .messages import describe, plural
-from .partition import TreeWithoutTensors, is_box, is_tensor, unboxed
-
-_ONE_LEVEL = jax.tree_util.default_registry.flatten_one_level
+from .partition import TreeWithoutTensors, is_box, is_tensor, one_level, unboxed
 
 
 class _NumberedLeaf:
@@ -39,14 +37,14 @@ def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[
     if isinstance(model, _NumberedLeaf):
         yield model.index, entry
         return
-    level = _ONE_LEVEL(model)
+    level = one_level(model)
     if entry is None or level is None:  # None is zero for the whole subtree; a static has no gradient
         return
-    children, aux = list(level[0]), level[1]
+    children, aux = level
     if len(children) == 1 and is_box(model) and (is_tensor(entry) or is_box(entry)):
         yield from _numbered_leaves(unboxed(entry), children[0], path, where)
         return
-    other = _ONE_LEVEL(entry)
+    other = one_level(entry)
     kinds = {type(model), type(entry)}
     at = f" at {path}" if path else ""
     if other is not None and other[1] != aux and type(entry) is type(model) and not isinstance(model, dict):
@@ -55,19 +53,20 @@ def _numbered_leaves(entry: Any, model: Any, path: str, where: str) -> Iterator[
             f"{where}: expected a {kind}{at} with the static data of the argument, {_short(aux)}, or None; got a "
             f"{kind} with {_short(other[1])}. Build the gradient from the argument, so that only its arrays differ."
         )
-    if type(entry) is type(model) is dict and set(entry) != set(model):
+    if type(entry) is type(model) and isinstance(model, dict) and set(entry) != set(model):
         missing, unknown = [k for k in model if k not in entry], [k for k in entry if k not in model]
         got = [f"without {', '.join(map(repr, missing))}"] * bool(missing)
         got += [f"with {', '.join(map(repr, unknown))}, which the argument does not have"] * bool(unknown)
         raise ValueError(
-            f"{where}: expected a dict{at} with the keys of the argument, {', '.join(map(repr, model))}; got one "
-            f"{' and '.join(got)}. Return None under a key whose gradient is zero."
+            f"{where}: expected a {type(model).__name__}{at} with the keys of the argument, "
+            f"{', '.join(map(repr, model))}; got one {' and '.join(got)}. Return None under a key whose gradient is "
+            "zero."
         )
     if other is None or other[1] != aux or (len(kinds) > 1 and not kinds <= {list, tuple}):
         raise ValueError(
             f"{where}: expected the structure of the argument, {_structure(model)}{at}, or None; got {describe(entry)}."
         )
-    others = list(other[0])
+    others = other[0]
     if len(others) != len(children):
         raise ValueError(f"{where}: expected {plural(len(children), 'entry', 'entries')}{at}, got {len(others)}.")
     keys = sorted(model) if type(model) is dict else range(len(children))
@@ -79,7 +78,7 @@ def _structure(node: Any) -> str:
     # Not the repr: many nodes have none without their arrays, such as a sparse matrix.
     if isinstance(node, _NumberedLeaf):
         return "*"
-    if _ONE_LEVEL(node) is None:
+    if one_level(node) is None:
         return repr(node)
     children, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     parts = [_name(path[0]) + _structure(child) for path, child in children]

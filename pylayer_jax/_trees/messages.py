@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import linecache
-import re
-import traceback
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
-from pylayer_jax._jax.tracers import NEEDS_VALUES, is_tracer
-
-from .habits import habit
+from .hints import hint
 from .partition import is_tensor
 
 
@@ -67,7 +61,7 @@ def source_of(name: str, function: Callable[..., Any]) -> str:
 
 
 def add_note(error: Exception, layer: str, method: str) -> None:
-    """Add the class and the method to a user's exception, which keeps its type, and what was meant if that is plain."""
+    """Add the class and the method to a user's exception, which keeps its type, and a hint if there is one."""
     note = f"This happened in {layer}.{method}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
@@ -76,66 +70,5 @@ def add_note(error: Exception, layer: str, method: str) -> None:
         )
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
-        names = {name for frame, _ in traceback.walk_tb(error.__traceback__) for name in frame.f_code.co_names}
-        hints = _values_needed(error, layer, method), _what_was_meant(error, names, method), habit(error, names)
-        for hint in hints:
-            if hint:
-                error.add_note(hint)
-
-
-_NOT_OF_THE_USER = ("pylayer_jax", "functools", "jax", "numpy")
-
-
-def _values_needed(error: Exception, layer: str, method: str) -> str:
-    """Where traced code asks for a number, and which variables are traced there; empty for any other error."""
-    places: list[tuple[types.TracebackType, types.CodeType]] = []
-    entry = error.__traceback__ if isinstance(error, NEEDS_VALUES) else None
-    while entry is not None:
-        if str(entry.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _NOT_OF_THE_USER:
-            places.append((entry, entry.tb_frame.f_code))
-        entry = entry.tb_next
-    if not places:
-        return ""
-    # The last line in the file of the method: behind it may come other packages.
-    entry, code = [place for place in places if place[1].co_filename == places[0][1].co_filename][-1]
-    first, last, begin, end = next(itertools.islice(code.co_positions(), max(entry.tb_lasti, 0) // 2, None), [None] * 4)
-    line = linecache.getline(code.co_filename, entry.tb_lineno)
-    text = line.encode()[begin:end].decode() if first == last == entry.tb_lineno and begin is not None else line
-    values = entry.tb_frame.f_locals
-    read = [name for name in dict.fromkeys(re.findall(r"(?<![.\w])[A-Za-z_]\w*", text)) if is_tracer(values.get(name))]
-    which = ", ".join(f"{name}: {jax.typeof(values[name])}" for name in read)
-    return (
-        f"{layer}.{method} asks for numbers at {code.co_filename}:{entry.tb_lineno}, in `{text.strip()}`, where arrays "
-        f"are traced, as under jax.jit, and have none{which and f' ({which})'}. Use jnp.where or jax.lax.cond in place "
-        "of if, jnp in place of np, and a Python number, which jax.jit keeps with static_argnums, in place of an array."
-    )
-
-
-def _what_was_meant(error: Exception, names: set[str], method: str) -> str:
-    """A hint for the misuse of a context that ends in an error of Python or JAX; empty for any other error."""
-    text = str(error)
-    reads_saved = names & {"saved_tensor", "saved_tensors"}
-    match error:
-        case TypeError() if "PyLayerContext" in text or "FunctionCtx" in text:
-            return f"A context was used as a value. The first parameter of {method} takes it: def {method}(ctx, ...)."
-        case TypeError() if "'tuple' object is not callable" in text and "needs_input_grad" in names:
-            return (
-                "ctx.needs_input_grad is a tuple, with an entry for each argument of forward: ctx.needs_input_grad[0]."
-            )
-        case TypeError() if "'tuple' object is not callable" in text and "saved_tensors" in names:
-            return "Is it ctx.saved_tensors()? That is a property, without parentheses: ctx.saved_tensors."
-        case TypeError() if re.search(r"\bmethod\b", text) and "saved_tensor" in names:
-            return "Is it ctx.saved_tensor? That is a method, with parentheses: ctx.saved_tensor()."
-        case TypeError() if re.search("operand.*'tuple'|got <class 'tuple'>", text) and reads_saved:
-            return "What forward saved comes back as a tuple, also if it is one tensor: (x,) = ctx.saved_tensor()."
-        case ValueError() if "values to unpack" in text and reads_saved:
-            return "ctx.saved_tensor() has as many entries as ctx.save_for_backward got."
-        case NameError() if "unbound axis name" in text and method == "backward":
-            return (
-                "If jax.vmap names this axis: in a class without forward mode, backward has it for mapped values "
-                "only, and jax.lax.pmean also adds up ones. Add forward_mode = True to the class."
-            )
-        case IndexError() if "tuple index" in text and "needs_input_grad" in names:
-            return "ctx.needs_input_grad has one entry for each argument of forward."
-        case _:
-            return ""
+        if advice := hint(error, layer, method):
+            error.add_note(advice)

@@ -17,6 +17,7 @@ from pylayer_jax._jax.types import as_arrays, is_array, is_ref
 
 _TENSOR: Final = object()
 _NONE: Final = jax.tree_util.tree_structure(None)
+_ONE_LEVEL: Final = jax.tree_util.default_registry.flatten_one_level
 _NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
 
 
@@ -109,7 +110,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     """
     try:
         return jax.tree_util.tree_flatten(tree)
-    except ValueError:
+    except (TypeError, ValueError):
         leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_unsortable)
         for leaf in filter(_is_unsortable, leaves):
             if any(is_tensor(x) for x in flatten(list(leaf.values()))[0]):
@@ -120,52 +121,73 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
         return leaves, treedef
 
 
+def one_level(node: Any) -> tuple[list[Any], Any] | None:
+    """The children and the static data of a node; None of a leaf, such as a dict whose keys cannot be sorted."""
+    level = None if _is_unsortable(node) else _ONE_LEVEL(node)
+    return None if level is None else (list(level[0]), level[1])
+
+
 def _is_unsortable(node: Any) -> bool:
     if not isinstance(node, dict):
         return False
     try:
-        sorted(node)
-    except TypeError:
+        _ONE_LEVEL(node)
+    except (TypeError, ValueError):  # of a defaultdict, and of a dict
         return True
     return False
 
 
+def _flatten_once(node: Any) -> tuple[list[Any], Any]:
+    return jax.tree_util.tree_flatten(node, is_leaf=lambda x: x is not node)
+
+
+def _is_reordered(node: Any) -> bool:
+    """Whether a node is a dict of any kind whose keys JAX sorts, so that it makes the dict in another order."""
+    if not isinstance(node, dict) or len(node) < 2 or _is_unsortable(node):
+        return False
+    children, treedef = _flatten_once(node)
+    keys = list(treedef.unflatten(children))
+    return keys != list(node) and set(keys) == set(node)
+
+
 @jax.tree_util.register_pytree_node_class
 class _InOrder:
-    """A dict whose keys are not sorted, as a node from which JAX makes the dict in its own order.
+    """A dict whose keys JAX sorts, as a node from which JAX makes the dict in its own order.
 
-    JAX sorts the keys of a dict, also where it makes the dict again; `a, b = d.values()` would then be another pair.
+    JAX sorts the keys also where it makes the dict again; `a, b = d.values()` would then be another pair.
     """
 
-    def __init__(self, values: dict[Any, Any]) -> None:
-        self._values = values
+    def __init__(self, keys: tuple[Any, ...], children: list[Any], treedef: Any) -> None:
+        self._keys, self._children, self._treedef = keys, children, treedef
 
     def tree_flatten(self) -> tuple[list[Any], tuple[Any, ...]]:
-        return [self._values[key] for key in sorted(self._values)], tuple(self._values)
+        return self._children, (self._keys, self._treedef)
 
     @classmethod
-    def tree_unflatten(cls, keys: tuple[Any, ...], children: Sequence[Any]) -> dict[Any, Any]:
-        by_key = dict(zip(sorted(keys), children, strict=True))
-        return {key: by_key[key] for key in keys}
-
-
-def _is_unsorted(node: Any) -> bool:
-    return type(node) is dict and len(node) > 1 and not _is_unsortable(node) and list(node) != sorted(node)
+    def tree_unflatten(cls, aux: tuple[Any, ...], children: Sequence[Any]) -> dict[Any, Any]:
+        keys, treedef = aux
+        values = treedef.unflatten(children)
+        for key in keys:
+            values[key] = values.pop(key)
+        return values
 
 
 def _treedef_in_order(tree: Any) -> Any:
-    """The treedef that makes dicts in their own order, from the same leaves; None if all of them are sorted."""
+    """The treedef that makes dicts in their own order, from the same leaves; None if JAX makes all of them so."""
 
     def stops(node: Any) -> bool:
-        return _is_unsorted(node) or _is_unsortable(node)
+        return _is_reordered(node) or _is_unsortable(node)
 
     def in_order(tree: Any) -> Any:
         def change(node: Any) -> Any:
-            return _InOrder({k: in_order(v) for k, v in node.items()}) if _is_unsorted(node) else node
+            if not _is_reordered(node):
+                return node
+            children, treedef = _flatten_once(node)
+            return _InOrder(tuple(node), [in_order(x) for x in children], treedef)
 
         return jax.tree_util.tree_map(change, tree, is_leaf=stops)
 
-    if not any(map(_is_unsorted, jax.tree_util.tree_leaves(tree, is_leaf=stops))):
+    if not any(map(_is_reordered, jax.tree_util.tree_leaves(tree, is_leaf=stops))):
         return None
     return jax.tree_util.tree_structure(in_order(tree), is_leaf=_is_unsortable)
 

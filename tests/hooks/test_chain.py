@@ -134,6 +134,20 @@ def test_equal_chains_are_one_entry_in_the_cache_of_jit():
     assert len(traced) == 3
 
 
+@pytest.mark.parametrize("make", [quantize_saved, lambda: cast_saved(only=lambda x: x.ndim > 1)])
+def test_a_chain_of_one_pair_is_that_pair(make):
+    pair = make()
+    step, traced = counted_step(lambda x: tanh_sum(x) + tanh_sum(x[0]))
+    found = []
+    for hooks in (pair, chain(pair), chain(chain(pair))):
+        with hooks:
+            found.append(step(X))
+    assert len(traced) == 1
+    assert (found[0] != jax.grad(lambda x: tanh_sum(x) + tanh_sum(x[0]))(X)).any()
+    eager = [jax.grad(hooks(tanh_sum))(X) for hooks in (pair, chain(pair))]
+    np.testing.assert_array_equal(*eager)
+
+
 def test_the_innermost_block_applies_alone():
     first, second, outer = Spy(), Spy(), Spy()
     with outer.hooks, chain(first.hooks, second.hooks):
@@ -178,7 +192,7 @@ def test_an_error_names_the_pair(name):
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (lambda folder: chain(cast_saved()), TypeError, "two pairs of hooks or more, got 1"),
+        (lambda folder: chain(), TypeError, "one pair of hooks or more, got none"),
         (lambda folder: chain(cast_saved(), 3), TypeError, "argument 2 must be a pair of hooks, got 3"),
         (lambda folder: chain(cast_saved, save_on_cpu()), TypeError, "argument 1 .*with parentheses"),
         (lambda folder: chain(save_on_disk(folder), cast_saved()), ValueError, r"save_on_disk\(.*\) must come last"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import re
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
+from pylayer_jax import Function, PyLayer
 from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
 
 from .made import layer, loss
@@ -102,6 +103,95 @@ def test_layers_call_themselves(mode):
     np.testing.assert_allclose(mode(jax.grad(lambda x: first(x).sum()))(X), 12 * X**2, rtol=1e-6)
 
 
+# Decorators of forward(ctx, a, b, scale=1.0), and the parameters of what is called, in their order.
+DECORATORS = {
+    "any arguments": (lambda f: lambda ctx, *args, **kwargs: f(ctx, *args, **kwargs), "ab"),
+    "another order": (lambda f: lambda ctx, b, a: f(ctx, a, b), "ba"),
+    "more arguments": (lambda f: lambda ctx, *args, **kwargs: f(ctx, *args, scale=1.0, **kwargs), "ab"),
+    "fewer arguments": (lambda f: lambda ctx, a: f(ctx, a, jnp.full_like(a, 10)), "a"),
+    "a keyword of its own": (lambda f: lambda ctx, *args, b, **kwargs: f(ctx, *args, b=b, **kwargs), "ab"),
+    "a keyword that it takes out": (lambda f: lambda ctx, a, **kwargs: f(ctx, a, kwargs.pop("b")), "ab"),
+}
+
+
+@pytest.mark.parametrize("base", [PyLayer, Function])
+@pytest.mark.parametrize(("decorator", "order"), DECORATORS.values(), ids=DECORATORS)
+def test_a_decorated_forward_is_called_as_the_layer_is(decorator, order, base):
+    def forward(ctx, a, b, scale=1.0):
+        return (a - 2 * b) * scale
+
+    partials = {"a": 1.0, "b": -2.0}
+    decorated = functools.wraps(forward)(decorator(forward))
+    made = layer(decorated, lambda ctx, dy: tuple(partials[name] * dy for name in order), base)
+    f = lambda a, b: made.apply(**{name: x for name, x in {"b": b, "a": a}.items() if name in order})  # noqa: E731
+    values = jnp.float32(1), jnp.float32(10)
+    assert f(*values) == jax.jit(f)(*values) == -19
+    expected = (1, -2 if "b" in order else 0)
+    assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == expected
+
+
+def passes_on(function):
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def swaps(function):
+    return functools.wraps(function)(lambda b, a: function(a, b))
+
+
+class OfClass(PyLayer):
+    @classmethod
+    @passes_on
+    def forward(cls, ctx, a, b):
+        return a - 2 * b
+
+    @classmethod
+    def backward(cls, ctx, dy):
+        return dy, -2 * dy
+
+
+class WithSetup(Function):
+    @staticmethod
+    @swaps
+    def forward(a, b):
+        return a - 2 * b
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.b, ctx.a = inputs
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -2 * dy * ctx.b / 10, dy * ctx.a
+
+
+@pytest.mark.parametrize("made", [OfClass, WithSetup])
+def test_a_decorated_class_method_and_one_without_a_context(made):
+    f = lambda a, b: made.apply(b=b, a=a)  # noqa: E731
+    values = jnp.float32(1), jnp.float32(10)
+    assert f(*values) == jax.jit(f)(*values) == -19
+    assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == (1, -2)
+
+
+def test_a_decorator_that_adds_an_argument_in_front():
+    def forward(ctx, weight, x):
+        return weight * x
+
+    def of(backward):
+        return layer(functools.wraps(forward)(lambda ctx, *args: forward(ctx, 3.0, *args)), backward)
+
+    for run in (lambda f: f, jax.jit):
+        made = of(lambda ctx, dy: 3 * dy)
+        assert run(made.apply)(X).tolist() == (3 * X).tolist()
+        assert run(jax.grad(loss(made)))(X).tolist() == [3, 3, 3]
+        with pytest.raises(ValueError, match=r"gradient of 'args\[0\]'"):  # and not of 'weight'
+            run(jax.grad(loss(of(lambda ctx, dy: dy[:2]))))(X)
+
+
+def test_vmap_of_a_layer_gets_keywords_by_position():
+    made = layer(lambda ctx, x, w: x * w, vmap=staticmethod(lambda info, dims, a, b: (a * b, 0)))
+    assert jax.vmap(lambda x: made.apply(w=2.0, x=x))(X).tolist() == (2 * X).tolist()
+
+
 def test_eager_mode_sees_concrete_values():
     seen = []
 
@@ -133,10 +223,26 @@ def test_numpy_in_and_out():
     assert isinstance(z, jax.Array)
 
 
-def test_unsortable_dict_with_tensors_is_refused():
-    for run in (lambda f: f, jax.grad):
-        with pytest.raises(ValueError, match=r"a dict with keys \[1, 'a'\] holds tensors.*Use keys of one type"):
-            run(lambda x: layer().apply({1: x, "a": 2}).sum())(X)
+@pytest.mark.parametrize("kind", [dict, functools.partial(collections.defaultdict, list)], ids=["dict", "defaultdict"])
+@pytest.mark.parametrize("run", [lambda f: f, jax.grad], ids=["eager", "grad"])
+def test_unsortable_dict_with_tensors_is_refused(run, kind):
+    with pytest.raises(ValueError, match=r"a dict with keys \[1, 'a'\] holds tensors.*Use keys of one type"):
+        run(lambda x: layer().apply(kind({1: x, "a": 2})).sum())(X)
+
+
+def test_keys_of_several_types_where_jax_does_not_sort():
+    def forward(ctx, mixed):
+        ctx.static = mixed["static"]
+        return mixed["a"] * mixed[1]
+
+    def backward(ctx, dy):
+        assert ctx.static == {1: 2, "a": 3}
+        return collections.OrderedDict({"a": dy, 1: 2 * dy, "static": None})
+
+    made = layer(forward, backward)
+    unsortable = collections.defaultdict(list, {1: 2, "a": 3})
+    f = lambda x: made.apply(collections.OrderedDict({"a": x, 1: x, "static": unsortable})).sum()  # noqa: E731
+    assert jax.grad(f)(X).tolist() == [3, 3, 3]
 
 
 # -- changes in place -----------------------------------------------------------------------------
@@ -250,18 +356,33 @@ def test_what_forward_makes_of_its_arguments_may_change():
 # -- dicts keep the order of their keys, which JAX sorts: `a, b = d.values()` is the same in both methods --
 
 
+@jax.tree_util.register_pytree_node_class
+class SortedDict(dict):
+    """A dict of a user's own, flattened as JAX flattens a dict."""
+
+    def tree_flatten(self):
+        return [self[key] for key in sorted(self)], tuple(sorted(self))
+
+    @classmethod
+    def tree_unflatten(cls, keys, children):
+        return cls(zip(keys, children, strict=True))
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, functools.partial(collections.defaultdict, list), SortedDict], ids=["dict", "defaultdict", "own"]
+)
 @pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda *xs: jax.vmap(f)(*xs)])
-def test_dicts_keep_the_order_of_their_keys(run):
+def test_dicts_keep_the_order_of_their_keys(run, kind):
     seen = []
 
     def forward(ctx, x, params, **more):
-        ctx.kept = {"x": x, "a": params["a"]}
-        ctx.statics = {"x": 1, "a": 0}
-        ctx.nested = [{"z": {"q": x, "b": 2.0}, "c": 3}]
+        ctx.kept = kind({"x": x, "a": params["a"]})
+        ctx.statics = kind({"x": 1, "a": 0})
+        ctx.nested = [kind({"z": kind({"q": x, "b": 2.0}), "c": 3})]
         ctx.more = more
-        ctx.save_for_backward({"x": x, "a": params["a"]})
+        ctx.save_for_backward(kind({"x": x, "a": params["a"]}))
         assert list(params) == ["w", "a"]
-        return {"y": x * params["a"] ** 2, "k": x * params["w"], "static": 1}
+        return kind({"y": x * params["a"] ** 2, "k": x * params["w"], "static": 1})
 
     def backward(ctx, d):
         (saved,) = ctx.saved_tensor()
@@ -269,15 +390,16 @@ def test_dicts_keep_the_order_of_their_keys(run):
         seen.append([" ".join(keys) for keys in found])
         x, a = saved.values()
         dy, dk, _ = d.values()
-        return dy * a**2, {"a": 2 * dy * x * a, "w": dk * x}, None, None
+        return dy * a**2, kind({"a": 2 * dy * x * a, "w": dk * x}), None, None
 
     made = layer(forward, backward)
 
     def outputs(x, a):
-        return made.apply(x, {"w": x, "a": a}, second=x, first=a)
+        return made.apply(x, kind({"w": x, "a": a}), second=x, first=a)
 
     x, a = jnp.array([2.0]), jnp.array([3.0])
     gradients = jax.grad(lambda x, a: run(lambda x, a: outputs(x, a)["y"])(x, a).sum(), (0, 1))(x, a)
     assert [float(g[0]) for g in gradients] == [9, 12]
     assert seen[-1] == ["x a", "x a", "x a", "z c", "q b", "second first", "y k static"]
     assert list(outputs(x, a)) == ["y", "k", "static"]
+    assert type(outputs(x, a)) is type(kind())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,8 @@ FITTED = {
     "(1, 3)": (lambda dy: jnp.ones((1, 3)), 1),
     "(4, 3)": (lambda dy: jnp.ones((4, 3)), 4),
     "(2, 4, 3)": (lambda dy: jnp.ones((2, 4, 3)), 8),
+    "(3, 1)": (lambda dy: jnp.ones((3, 1)), 1),
+    "(1, 3, 1)": (lambda dy: jnp.ones((1, 3, 1)), 1),
 }
 
 
@@ -44,6 +48,16 @@ def test_other_dtypes_are_cast_and_larger_shapes_summed(mode, give, expected):
     gradient = mode(jax.grad(loss(gives(give))))(X)
     assert gradient.dtype == jnp.float32
     assert gradient.tolist() == [expected] * 3
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(
+    ("given", "shape"), [((), (1,)), ((1,), ()), ((), (1, 1)), ((1, 3), (3, 1)), ((3,), (3, 1)), ((2, 1, 3), (2, 3))]
+)
+def test_a_gradient_with_other_axes_of_length_1_is_reshaped(mode, given, shape):
+    values = jnp.arange(math.prod(shape), dtype=jnp.float32)
+    gradient = mode(jax.grad(loss(gives(lambda dy: values.reshape(given)))))(jnp.ones(shape))
+    np.testing.assert_array_equal(gradient, values.reshape(shape), strict=True)
 
 
 @EAGER_AND_JIT
@@ -64,7 +78,7 @@ REFUSED = {
             lambda dy, shape=shape: jnp.ones(shape),
             rf"gradient of 'args\[0\]': expected shape \(3,\).*got \({str(shape)[1:-1]}\)",
         )
-        for shape in [(), (2,), (3, 1), (3, 4)]
+        for shape in [(), (1,), (2,), (3, 4), (3, 1, 2)]
     },
     **{str(value): (lambda dy, value=value: value, NO_ARRAY) for value in [1, 2.5, "text", [], [1.0], {"a": 1}]},
     "key": (lambda dy: jax.random.key(0), NO_ARRAY),
