@@ -139,7 +139,7 @@ class Derivative:
         """A block in which objects on the context hold the tensors of this run: NOTE [hidden tensors]."""
         if not self.saved.hidden:
             return null_context
-        places, trees = zip(*self.saved.hidden.values(), strict=True)
+        _, places, trees = zip(*self.saved.hidden, strict=True)
         return filled(places, [tree.restore(residuals) for tree in trees])
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax.tracers import is_tracer, nothing_is_traced
-from pylayer_jax._trees.closures import hidden
+from pylayer_jax._trees.closures import places_of, tracers_in
 from pylayer_jax._trees.habits import NO_ATTRIBUTES, jax_for
 from pylayer_jax._trees.messages import innermost, plural
 
@@ -142,7 +142,7 @@ class Attributes:
 
     def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any]) -> None:
         self._objects = objects if objects and not nothing_is_traced() else ()
-        self._known = [value for _, held in self._objects for place in hidden(held) for value in place.traced()]
+        self._known = tracers_in([held for _, held in self._objects])
         self._arrays = [(x, dict(vars(x))) for x in arrays if not is_tracer(x) and hasattr(x, "__dict__")]
 
     def check(self, layer: str, method: str) -> None:
@@ -158,8 +158,10 @@ class Attributes:
                     + (f". It is of torch or Paddle; in JAX: {hint}." if hint else f": {NO_ATTRIBUTES}.")
                 )
         known = {id(value) for value in self._known}
+        if all(id(value) in known for value in tracers_in([held for _, held in self._objects])):
+            return
         for name, held in self._objects:
-            for place in hidden(held, lambda value: is_tracer(value) and id(value) not in known):
+            for place in places_of(held, lambda value: id(value) not in known):
                 path = f"{name}.{place.name.lstrip('.')}"
                 raise ValueError(
                     f"{layer}.{method} wrote a traced value to {path}, which JAX would lose: {name} is no pytree, and "
