@@ -15,7 +15,7 @@ import numpy as np
 from pylayer_jax._jax.types import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees.closures import Place, is_made_here, places_of, tracers_in, vacate
+from pylayer_jax._trees.closures import Place, is_made_here, is_within_compiled, places_of, tracers_in, vacate
 from pylayer_jax._trees.partition import TreeWithoutTensors, contains, is_tensor_or_ref, split
 
 
@@ -129,10 +129,8 @@ def save_state(
         for i, leaf in enumerate(statics if tracers_in(statics) else ()):
             for place in places_of(leaf, is_hidden):
                 path = name + skeleton.static_paths()[i][0]
-                # What a jitted function closes over is part of what JAX has traced.
-                is_made_by_forward = any(map(is_made_here, split(place.read())[0]))
-                is_function = callable(leaf) and (".__wrapped__" in place.name or is_made_by_forward)
-                if is_function or place.owner is None:
+                is_made_by_forward = callable(leaf) and any(map(is_made_here, split(place.read())[0]))
+                if is_made_by_forward or place.owner is None or is_within_compiled(leaf, is_hidden):
                     raise ValueError(
                         f"{path} in {layer}.forward is {'a function that closes' if callable(leaf) else 'an object'} "
                         f"over traced values ({place.name}), which cannot be kept for backward. Keep the values "

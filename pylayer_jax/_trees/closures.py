@@ -41,6 +41,7 @@ _CODE: Final = (types.CodeType, types.FrameType, types.TracebackType)
 _RUNNING: Final = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
 _ATOMS: Final = frozenset([*_PLAIN, *_CODE, *_RUNNING])
 _NOT_ENTERED: Final = (types.ModuleType, Trace)
+_COMPILED: Final = "jaxlib"
 _MISSING: Final = object()
 
 
@@ -93,6 +94,17 @@ def traced_names(
 ) -> list[str]:
     """The names of the places where a function or an object holds traced values, each once."""
     return list(dict.fromkeys(place.name for place in places_of(value, predicate, but)))
+
+
+def is_within_compiled(root: object, predicate: Callable[[object], bool]) -> bool:
+    """Whether a jitted function, anywhere in `root`, closes over a traced value: JAX has made it part of a program."""
+    compiled = [x for x in reached_from([root]) if str(type(x).__module__).startswith(_COMPILED)]
+    return any(map(predicate, tracers_in(compiled)))
+
+
+def reached_from(roots: Iterable[object]) -> list[Any]:
+    """All that functions and objects hold, but for traced values, numbers and other constants."""
+    return [holder[0] for holder in _search([*roots], ())[1].values()]
 
 
 def hiding_functions(skeleton: TreeWithoutTensors) -> Iterator[tuple[str, str]]:
@@ -183,7 +195,7 @@ def _search(roots: list[Any], but: Iterable[object]) -> tuple[list[tuple[Any, An
     waiting: list[Any] = [roots]
     for holder in waiting:  # which grows
         kind = type(holder)
-        if str(kind.__module__).startswith("jaxlib"):
+        if str(kind.__module__).startswith(_COMPILED):
             children: list[Any] = [getattr(holder, "__wrapped__", None)]
         else:
             children = gc.get_referents(holder)
