@@ -16,7 +16,7 @@ import pytest
 from pylayer_jax import PyLayer
 from tests.kit.modes import MODES, X, modes
 
-from .made import gradients, layer, loss
+from .made import gradients, layer, loss, runs, text_of
 
 WEIGHT = jnp.float32(2.0)
 
@@ -336,3 +336,52 @@ def test_in_eager_mode_an_object_takes_arrays(method):
     np.testing.assert_array_equal(model.mask, X * 2 if method == "forward" else jnp.ones(3))
     with pytest.raises(ValueError, match="wrote a traced value to model"):
         jax.vmap(lambda x: writing("forward").apply(x, model))(X)
+
+
+def buffering(method):
+    def note(name, value):
+        if name == method:
+            made.buffer["last"] = made.last = value
+        return value * 2
+
+    made = layer(lambda ctx, x: note("forward", x), lambda ctx, dy: note("backward", dy), buffer={}, last=None)
+    return made
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["jit-grad", "grad-jit"])
+def test_a_traced_value_written_to_the_class(mode, method):
+    with pytest.raises(
+        ValueError, match=rf"Made\.{method} wrote a traced value to Made\.(last|buffer\['last'\]), which"
+    ):
+        MODES[mode](loss(buffering(method)))(X)
+
+
+def test_in_eager_mode_a_class_takes_arrays():
+    made = buffering("backward")
+    jax.grad(loss(made))(X)
+    assert made.last.tolist() == made.buffer["last"].tolist() == [1, 1, 1]
+
+
+NAMED = jnp.ones(3)
+NAMED.label = "there before"
+
+
+@runs
+@pytest.mark.parametrize("name", ["stop_gradient", "note"])
+@pytest.mark.parametrize("of", [lambda x, y: y, lambda x, y: x], ids=["output", "input"])
+def test_an_attribute_of_an_array_is_refused_in_every_mode(of, name, run):
+    def forward(ctx, x):
+        y = x * 2
+        setattr(of(x, y), name, True)
+        return y, NAMED
+
+    with pytest.raises(AttributeError) as raised:
+        run(lambda x: layer(forward).apply(x)[0].sum())(X)
+    assert ("jax.lax.stop_gradient(x)" if name == "stop_gradient" else "takes no attributes") in text_of(raised.value)
+
+
+@runs
+def test_an_array_that_had_attributes_before_may_be_returned(run):
+    made = layer(lambda ctx, x: (x * 2, NAMED), lambda ctx, dy, _: dy)
+    run(lambda x: made.apply(x)[0].sum())(X)
