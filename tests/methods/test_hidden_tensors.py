@@ -385,3 +385,27 @@ def test_an_attribute_of_an_array_is_refused_in_every_mode(of, name, run):
 def test_an_array_that_had_attributes_before_may_be_returned(run):
     made = layer(lambda ctx, x: (x * 2, NAMED), lambda ctx, dy, _: dy)
     run(lambda x: made.apply(x)[0].sum())(X)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: jax.jit(jax.grad(f))(X, WEIGHT),
+        lambda f: jax.grad(jax.jit(f))(X, WEIGHT),
+        lambda f: jax.vmap(jax.grad(f), (None, 0))(X, WEIGHT[None])[0],
+        lambda f: jax.grad(lambda x: jax.vmap(f, (None, 0))(x, WEIGHT[None]).sum())(X),
+    ],
+    ids=["jit of grad", "grad of jit", "vmap of grad", "grad of vmap"],
+)
+def test_an_attribute_that_is_swapped_in_for_a_call(run):
+    held = Model(1.0)
+
+    def swapped(x, w):
+        held.layers[0].w, before = w, held.layers[0].w
+        try:
+            return loss(LAYERS["applies"], held)(x)
+        finally:
+            held.layers[0].w = before
+
+    assert run(swapped).tolist() == [6, 6, 6]
+    assert held.layers[0].w == 1.0
