@@ -98,8 +98,11 @@ def traced_names(
 
 def is_within_compiled(root: object, predicate: Callable[[object], bool]) -> bool:
     """Whether a jitted function, anywhere in `root`, closes over a traced value: JAX has made it part of a program."""
-    compiled = [x for x in reached_from([root]) if str(type(x).__module__).startswith(_COMPILED)]
-    return any(map(predicate, tracers_in(compiled)))
+    return any(map(predicate, tracers_in(filter(is_compiled, reached_from([root])))))
+
+
+def is_compiled(value: object) -> bool:
+    return str(type(value).__module__).startswith(_COMPILED)
 
 
 def reached_from(roots: Iterable[object]) -> list[Any]:
