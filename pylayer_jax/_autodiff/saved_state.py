@@ -5,18 +5,15 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import enum
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from pylayer_jax._jax.types import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees.closures import Place, is_made_here, is_within_compiled, places_of, tracers_in, vacate
-from pylayer_jax._trees.partition import TreeWithoutTensors, contains, is_tensor_or_ref, split
+from pylayer_jax._trees.known_values import KnownValues
+from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor_or_ref, split
 
 
 @dataclasses.dataclass(slots=True)
@@ -77,28 +74,18 @@ class SavedState:
                     names[i] = names[i] or start + path
         return names
 
-    def numbers(self, known: Sequence[Any]) -> list[str]:
+    def numbers(self, known: KnownValues) -> list[str]:
         """The names of kept values that are no tensors, but may depend on the numbers that `forward` saw.
 
-        These are floats, complex numbers, and objects, unless they are among the `known` ones. Integers, bools and
-        strings are piecewise constant.
+        These are floats, complex numbers, and objects, unless they are among the `known` ones, taken before it ran.
         """
         kept = {"saved": self.saved, "saved_for_forward": self.saved_for_jvp}
         kept |= {f"ctx.{name}": value for name, value in self.attributes.items()}
         names: list[str] = []
         for start, value in kept.items():
             paths = value.skeleton.static_paths() if isinstance(value, SavedTree) else [("", value)]
-            names += [
-                start + path for path, leaf in paths if not isinstance(leaf, _PIECEWISE) and not contains(known, leaf)
-            ]
+            names += [start + path for path, leaf in paths if not known.has(leaf)]
         return names
-
-
-# What cannot change with the inputs, or only in steps.
-_PIECEWISE = (
-    *(int, str, type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType),
-    *(type(None), type(...)),
-)
 
 
 def save_state(
