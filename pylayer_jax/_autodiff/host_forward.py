@@ -7,18 +7,20 @@ from typing import Any
 
 from pylayer_jax._jax.types import has_tangent
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
-from pylayer_jax._trees.closures import values_in_reach
+from pylayer_jax._trees.known_values import KnownValues
 
 from .layer_call import LayerCall
-from .saved_state import SavedState
 
 
-def second_derivative_error(call: LayerCall, saved: SavedState, intermediates: Sequence[Any]) -> Exception | None:
-    """The error for a second derivative of a `forward` that ran on concrete values; None if nothing would be lost."""
+def second_derivative_error(call: LayerCall, numbers: Sequence[str], intermediates: Sequence[Any]) -> Exception | None:
+    """The error for a second derivative of a `forward` that ran on concrete values; None if nothing would be lost.
+
+    `numbers` are the names of kept values that it may have computed.
+    """
     if any(map(has_tangent, intermediates)):
         kept = "saved a tensor that is neither an input nor an output"
-    elif names := saved.numbers(_known_before(call)):
-        kept = f"kept {', '.join(names)}, which may depend on the inputs"
+    elif numbers:
+        kept = f"kept {', '.join(numbers)}, which may depend on the inputs"
     else:
         return None
     if (forbidden := second_derivative_error_of(call.layer.backward)) is not None:
@@ -30,8 +32,8 @@ def second_derivative_error(call: LayerCall, saved: SavedState, intermediates: S
     )
 
 
-def _known_before(call: LayerCall) -> list[Any]:
-    """Values that are no results of `forward`."""
+def known_values(call: LayerCall) -> KnownValues:
+    """Values that are no results of `forward`, which has not run yet."""
     methods = [call.layer.forward, getattr(call.layer, "setup_context", None)]
-    given = [x for a in call.arguments.arguments for x in a.skeleton.statics()]
-    return given + [x for method in methods for x in values_in_reach(method)]
+    statics = [x for a in call.arguments.arguments for x in a.skeleton.statics()]
+    return KnownValues(methods, [*statics, *map(vars, call.layer.__mro__)])

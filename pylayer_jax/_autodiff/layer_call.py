@@ -24,7 +24,7 @@ from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.tracers import is_differentiated, is_leaked, is_staging, is_tracer
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees.closures import traced_names
+from pylayer_jax._trees.closures import traced_names, tracers_in
 from pylayer_jax._trees.messages import innermost, source_of
 from pylayer_jax._trees.partition import split
 
@@ -70,16 +70,19 @@ class LayerCall:
 
     def names_closed_over(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
         """The names under which `forward`, or a static argument, reaches traced values for which `predicate` holds."""
-        names = traced_names(self.layer.forward, predicate)
-        if self.layer._has_setup_context():
-            names += traced_names(self.layer.setup_context, predicate)
-        for argument in self.arguments.arguments:
+        layer, arguments = self.layer, self.arguments
+        methods = [layer.forward, layer.setup_context] if layer._has_setup_context() else [layer.forward]
+        statics = [] if arguments.are_tensors else [x for a in arguments.arguments for x in a.skeleton.statics()]
+        if not any(map(predicate, tracers_in([*methods, *statics], but=[layer]))):
+            return []
+        names = [name for method in methods for name in traced_names(method, predicate, but=[layer])]
+        for argument in arguments.arguments:
             for leaf in argument.skeleton.statics():
                 names += [f"{name} (in argument {argument.name})" for name in traced_names(leaf, predicate)]
         return names
 
     def names_closed_over_by_backward(self, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
-        return traced_names(innermost(self.layer.backward), predicate)
+        return traced_names(innermost(self.layer.backward), predicate, but=[self.layer])
 
     def closed_over_by_backward_error(self, names: list[str]) -> Exception:
         return jax.errors.UnexpectedTracerError(

@@ -25,7 +25,7 @@ from pylayer_jax._trees.messages import plural, source_of
 from pylayer_jax._trees.opaque import Static
 from pylayer_jax._trees.partition import contains
 
-from .host_forward import second_derivative_error
+from .host_forward import known_values, second_derivative_error
 from .layer_call import LayerCall
 from .own_vmap import eager_batch_run
 from .pack_residuals import pack_residuals
@@ -71,8 +71,10 @@ def differentiate(
     except NEEDS_VALUES:
         if not is_set_up_apart:
             raise
+        known = known_values(call)
         found = _set_up(call, tensors, needs_grad)
-        error = second_derivative_error(call, found.saved, _computed_from_marked(found, tensors))
+        numbers = found.saved.numbers(known)
+        error = second_derivative_error(call, numbers, _computed_from_marked(found, tensors))
         if error is not None and not is_first:
             raise error from None
         return found

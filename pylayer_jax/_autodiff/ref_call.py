@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pylayer_jax._jax.identities import forbid_derivative
-from pylayer_jax._jax.tracers import is_differentiated, is_tracer
+from pylayer_jax._jax.tracers import is_differentiated
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
-from pylayer_jax._trees.closures import traced_names
+from pylayer_jax._trees.closures import traced_names, tracers_in
 
 from .layer_call import LayerCall
 
@@ -39,9 +39,11 @@ def check_refs(call: LayerCall, tensors: Sequence[Any]) -> None:
 
 def _refuse_hidden_refs(call: LayerCall) -> None:
     """Refuse a traced Ref within an object that is no pytree: `backward` may run after its trace has ended."""
+    if not any(map(is_ref, tracers_in([x for a in call.arguments.arguments for x in a.skeleton.statics()]))):
+        return
     for argument in call.arguments.arguments:
         for i, leaf in enumerate(argument.skeleton.statics()):
-            if held := traced_names(leaf, lambda value: is_tracer(value) and is_ref(value)):
+            if held := traced_names(leaf, is_ref):
                 path, _ = argument.skeleton.static_paths()[i]
                 raise TypeError(
                     f"{call.name}.apply: argument {argument.name}{path} holds a jax.Ref ({', '.join(held)}), but "

@@ -77,7 +77,7 @@ class Derivative:
         seen = self._needs_input_grad(needs_grad)
         ctx = self._context(seen, residuals, saved.saved)
         arrays = residuals if isinstance(residuals, (list, tuple)) else ()  # others are unpacked only if they are read
-        attributes = Attributes([(f"ctx.{name}", value) for name, value in vars(ctx).items()], arrays)
+        attributes = Attributes([(f"ctx.{name}", value) for name, value in vars(ctx).items()], arrays, layer)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
@@ -102,7 +102,7 @@ class Derivative:
                 raise misfit from error
             add_note(error, call.name, "backward")
             raise
-        attributes.check(call.name, "backward")
+        attributes.check(call.name, "backward", result)
         needed = call.arguments.perturbable(needs_grad)
         return conjugate(match_gradients(result, call.arguments, needed, layer, saved.perturbed_is_exact))
 
@@ -139,7 +139,7 @@ class Derivative:
         """A block in which objects on the context hold the tensors of this run: NOTE [hidden tensors]."""
         if not self.saved.hidden:
             return null_context
-        places, trees = zip(*self.saved.hidden.values(), strict=True)
+        _, places, trees = zip(*self.saved.hidden, strict=True)
         return filled(places, [tree.restore(residuals) for tree in trees])
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:

@@ -14,6 +14,7 @@ from pylayer_jax._hooks.open_blocks import hooks_suspended
 from pylayer_jax._jax.types import as_arrays, has_tangent
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
+from pylayer_jax._methods.mistakes import Attributes
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees.closures import is_live, is_made_here
 from pylayer_jax._trees.messages import add_note, plural
@@ -37,7 +38,7 @@ def forward_only(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     if treedef.num_nodes > count + 3 or atoms < count:
         arguments = bind(name, forward, args, kwargs)
         inputs = arguments.take_tensors()
-        function = functools.partial(arguments.call, "forward", forward, tensors=inputs)
+        function = functools.partial(arguments.call, "forward", forward, tensors=inputs, layer=layer)
     else:
         if any(isinstance(leaf, _TO_CONVERT_OR_CHECK) for leaf in leaves):
             bind(name, forward, args, kwargs)  # refuses a Ref that is passed twice
@@ -46,7 +47,10 @@ def forward_only(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
         def function(ctx: PyLayerContext) -> Any:
             __tracebackhide__ = True
-            return forward(ctx, *args, **kwargs)
+            attributes = Attributes((), leaves, layer)
+            result = forward(ctx, *args, **kwargs)
+            attributes.check(name, "forward", result)
+            return result
 
     state = ContextState(name, Phase.FORWARD, lambda: (False,) * count, inputs)
     try:
@@ -107,7 +111,7 @@ def _run_call(
 
     def run(ctx: PyLayerContext) -> Any:
         __tracebackhide__ = True
-        return arguments.call(method, function, ctx, tensors)
+        return arguments.call(method, function, ctx, tensors, call.layer)
 
     # Inside `forward` only `ctx` saves tensors, and an active pair would give every eager operation its own entry in
     # the compile cache.

@@ -5,18 +5,15 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import enum
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from pylayer_jax._jax.types import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees.closures import Place, hidden, is_made_here, vacate
-from pylayer_jax._trees.partition import TreeWithoutTensors, contains, is_tensor_or_ref, split
+from pylayer_jax._trees.closures import Place, is_made_here, is_within_compiled, places_of, tracers_in, vacate
+from pylayer_jax._trees.known_values import KnownValues
+from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor_or_ref, split
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,7 +48,7 @@ class SavedState:
     packable: int  # the number of residuals that save_for_backward saved, which are the first
     saved_for_jvp: Any  # None if it is the same as `saved`
     attributes: dict[str, Any]
-    hidden: dict[str, tuple[Place, SavedTree]]  # where objects on the context hold tensors: NOTE [hidden tensors]
+    hidden: list[tuple[str, Place, SavedTree]]  # where objects on the context hold tensors: NOTE [hidden tensors]
     materialize: bool
     needs_grad: list[bool]  # the inputs for which `forward` saw True in needs_input_grad
     read_needs_input_grad: bool  # whether `forward` read it, so that the saved values may depend on it
@@ -70,35 +67,25 @@ class SavedState:
                 if not names[i] and (name := name_entry(entry)) is not None:
                     names[i] = name + path
         others = {"saved_for_forward": self.saved_for_jvp} | {f"ctx.{k}": v for k, v in self.attributes.items()}
-        others |= {name: value for name, (_, value) in self.hidden.items()}
-        for start, value in others.items():
+        hidden = [(name, value) for name, _, value in self.hidden]
+        for start, value in [*others.items(), *hidden]:
             if isinstance(value, SavedTree):
                 for path, i in zip(value.skeleton.tensor_paths(), value.residuals, strict=True):
                     names[i] = names[i] or start + path
         return names
 
-    def numbers(self, known: Sequence[Any]) -> list[str]:
+    def numbers(self, known: KnownValues) -> list[str]:
         """The names of kept values that are no tensors, but may depend on the numbers that `forward` saw.
 
-        These are floats, complex numbers, and objects, unless they are among the `known` ones. Integers, bools and
-        strings are piecewise constant.
+        These are floats, complex numbers, and objects, unless they are among the `known` ones, taken before it ran.
         """
         kept = {"saved": self.saved, "saved_for_forward": self.saved_for_jvp}
         kept |= {f"ctx.{name}": value for name, value in self.attributes.items()}
         names: list[str] = []
         for start, value in kept.items():
             paths = value.skeleton.static_paths() if isinstance(value, SavedTree) else [("", value)]
-            names += [
-                start + path for path, leaf in paths if not isinstance(leaf, _PIECEWISE) and not contains(known, leaf)
-            ]
+            names += [start + path for path, leaf in paths if not known.has(leaf)]
         return names
-
-
-# What cannot change with the inputs, or only in steps.
-_PIECEWISE = (
-    *(int, str, type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType),
-    *(type(None), type(...)),
-)
 
 
 def save_state(
@@ -121,21 +108,22 @@ def save_state(
     state, layer = ctx._state, ctx._state.layer
     residuals: list[Any] = []
     indices: dict[int, int] = {}
-    places: dict[str, Place] = {}
+    hidden: list[tuple[str, Place]] = []
 
     def save(value: Any, name: str) -> Any:
         tensors, skeleton = split(value, is_tensor_or_ref)
-        for i, leaf in enumerate(skeleton.statics()):
-            for place in hidden(leaf, is_hidden):
+        statics = skeleton.statics()
+        for i, leaf in enumerate(statics if tracers_in(statics) else ()):
+            for place in places_of(leaf, is_hidden):
                 path = name + skeleton.static_paths()[i][0]
-                # What a jitted function closes over is part of what JAX has traced.
-                if callable(leaf) and (".__wrapped__" in place.name or any(map(is_made_here, place.traced()))):
+                is_made_by_forward = callable(leaf) and any(map(is_made_here, split(place.read())[0]))
+                if is_made_by_forward or place.owner is None or is_within_compiled(leaf, is_hidden):
                     raise ValueError(
-                        f"{path} in {layer}.forward is a function that closes over traced values ({place.name}), which "
-                        "cannot be kept for backward. Keep the values themselves, with ctx.save_for_backward or as "
-                        "attributes, and build the function in backward."
+                        f"{path} in {layer}.forward is {'a function that closes' if callable(leaf) else 'an object'} "
+                        f"over traced values ({place.name}), which cannot be kept for backward. Keep the values "
+                        "themselves, with ctx.save_for_backward or as attributes, and build the function in backward."
                     )
-                places[f"{path}.{place.name.lstrip('.')}"] = place
+                hidden.append((f"{path}.{place.name.lstrip('.')}", place))
         return keep(tensors, skeleton, value)
 
     def keep(tensors: list[Any], skeleton: TreeWithoutTensors, value: Any) -> Any:
@@ -153,15 +141,19 @@ def save_state(
     if packs:
         indices.clear()
     for_jvp = state.saved_for_jvp if has_jvp else None
-    return SavedState(
+    attributes = {name: save(value, f"ctx.{name}") for name, value in vars(ctx).items()}
+    found = SavedState(
         outputs=outputs,
         saved=saved,
         packable=packable,
         saved_for_jvp=None if for_jvp is None else save(for_jvp, "ctx.save_for_forward"),
-        attributes={name: save(value, f"ctx.{name}") for name, value in vars(ctx).items()},
-        hidden={name: (vacate(place), keep(*split(place.value), None)) for name, place in places.items()},
+        attributes=attributes,
+        hidden=[(name, place, keep(*split(place.read()), None)) for name, place in hidden],
         materialize=state.materialize,
         needs_grad=needs_grad,
         read_needs_input_grad=state.read_needs_input_grad,
         perturbed_is_exact=perturbed_is_exact,
-    ), as_arrays(residuals)
+    )
+    for _, place in hidden:
+        vacate(place)
+    return found, as_arrays(residuals)

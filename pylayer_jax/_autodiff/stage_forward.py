@@ -34,7 +34,7 @@ from pylayer_jax._methods.outputs import Identity, Outputs
 
 from . import ref_call
 from .code_tangents import code_tangents
-from .host_forward import second_derivative_error
+from .host_forward import known_values, second_derivative_error
 from .layer_call import LayerCall, in_backward, null_context
 from .own_vmap import run_vmap_method
 from .pack_residuals import pack_residuals
@@ -59,6 +59,7 @@ class StagedForward(RuleFunction):
     sources: tuple[Source, ...]  # one per residual
     is_traceable: bool  # whether the jaxpr computes, or only holds the results of a concrete run
     outputs_with_rule: tuple[int, ...]  # the outputs that carry the rule into what `forward` computes from them
+    numbers: Sequence[str]  # the names of what the concrete run kept beside tensors, and may have computed
     packs: bool = False  # whether its first differentiation packs the residuals; later ones never do
 
     @property
@@ -114,7 +115,7 @@ class StagedForward(RuleFunction):
         values = rule_function.call(dataclasses.replace(self, packs=False) if self.packs else self, primals)
         # If `forward` ran on concrete values, the jaxpr holds its results as constants.
         intermediates = values[self.outputs :]
-        if not self.is_traceable and (error := second_derivative_error(self.call, self.saved, intermediates)):
+        if not self.is_traceable and (error := second_derivative_error(self.call, self.numbers, intermediates)):
             raise error
         inputs, perturbed = primals[self.consts :], nonzero[self.consts :]
         out_tangents = [None] * self.outputs
@@ -225,7 +226,7 @@ def stage_forward(
     A `forward` that cannot be staged runs on the values of `tensors`, if they are given and concrete.
     """
     __tracebackhide__ = True
-    is_traceable = True
+    is_traceable, numbers = True, []
 
     def forward(*inputs: Any) -> tuple[list[Any], tuple[SavedState, tuple[Source, ...]]]:
         __tracebackhide__ = True
@@ -245,11 +246,13 @@ def stage_forward(
                 inputs = [x if is_ref(x) else jnp.copy(concrete_value(x)) for x in tensors]
         except jax.errors.ConcretizationTypeError:
             raise error from None
+        known = known_values(call)
         results, is_traceable = forward(*inputs), False
         jaxpr, consts, (saved, sources) = stage(lambda *_: results, types, call.source)
+        numbers = saved.numbers(known)
     derivative = Derivative(call, saved, len(sources))
     with_rule = _outputs_with_rule(jaxpr, derivative.has_tangent)
-    staged = StagedForward(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, with_rule)
+    staged = StagedForward(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, with_rule, numbers)
     if any(map(is_leaked, consts)) or staged.loses_tangents([*map(is_differentiated, consts)]):
         raise call.closed_over_error()
     return staged, consts

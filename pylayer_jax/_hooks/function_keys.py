@@ -9,7 +9,7 @@ import functools
 import types
 from typing import Any
 
-from pylayer_jax._trees.closures import content
+from pylayer_jax._trees.closures import content, global_names
 from pylayer_jax._trees.opaque import IdentityKey
 
 # Two of these are interchangeable where type and repr agree; `==` would take 0.0 for -0.0, and 1 for True.
@@ -47,7 +47,7 @@ def _key(value: Any, seen: dict[int, int]) -> Any:
 
 def _key_of_function(function: types.FunctionType, seen: dict[int, int]) -> Any:
     variables = function.__globals__
-    named = {name: variables[name] for name in _names(function.__code__) if name in variables}
+    named = {name: variables[name] for name in global_names(function.__code__) if name in variables}
     read = {name: _key(x, seen) if _is_followed(x, variables) else IdentityKey(x) for name, x in named.items()}
     return (
         function.__code__,
@@ -67,10 +67,3 @@ def _is_followed(value: Any, variables: dict[str, Any]) -> bool:
 
 def _items(held: dict[str, Any], seen: dict[int, int]) -> tuple[Any, ...]:
     return tuple((name, _key(value, seen)) for name, value in held.items())
-
-
-@functools.cache
-def _names(code: types.CodeType) -> tuple[str, ...]:
-    """The names of global variables, and of attributes, in a piece of code and in the functions that it makes."""
-    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in _names(x)]
-    return tuple(dict.fromkeys([*code.co_names, *inner]))

@@ -104,18 +104,21 @@ class Arguments:
     def slots(self) -> list[Argument]:
         return [a for a in self.arguments if a.skeleton.size]
 
-    def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
+    def call(
+        self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any], layer: Any = None
+    ) -> Any:
         """Call `function`, which runs the method of that name, on the context and the arguments.
 
         Raises:
-            ValueError: if it changed a container among the arguments in place, or wrote a traced value to an object.
+            ValueError: if it changed a container among the arguments in place, or wrote a traced value to an object, or
+                to the class, `layer`.
             AttributeError: if it set an attribute of an array.
         """
         __tracebackhide__ = True
         statics = () if self.are_tensors else [(a.name, x) for a in self.arguments for x in a.skeleton.statics()]
-        attributes = Attributes(statics, tensors)
+        attributes = Attributes(statics, tensors, layer)
         result = self._call(method, function, ctx, tensors)
-        attributes.check(self.layer, method)
+        attributes.check(self.layer, method, result)
         return result
 
     def _call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import inspect
 import threading
 import traceback
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax.tracers import is_tracer, nothing_is_traced
-from pylayer_jax._trees.closures import hidden
+import jax
+
+from pylayer_jax._jax.imports import Tracer
+from pylayer_jax._jax.tracers import nothing_is_traced
+from pylayer_jax._trees.closures import reached_from, traced_names, tracers_in, values_in_reach
 from pylayer_jax._trees.hints import NO_ATTRIBUTES, jax_for
 from pylayer_jax._trees.messages import innermost, plural
+from pylayer_jax._trees.partition import contains
 
 from .outputs import Outputs
 
@@ -132,22 +137,30 @@ _INSTEAD = {
 
 
 class Attributes:
-    """The attributes of objects and arrays before a method runs. `check` refuses those that it set and JAX would lose.
+    """The attributes of objects, of arrays and of a class before a method runs. `check` refuses what JAX would lose.
 
-    Under a trace an attribute of an object would keep a traced value, which nothing can use after the trace. Only
-    concrete arrays take attributes, and an operation on them does not hand these on.
+    Under a trace an attribute of an object, or of the class, would keep a traced value, which nothing can use after the
+    trace. Only concrete arrays take attributes, and an operation on them does not hand these on.
     """
 
-    __slots__ = ("_arrays", "_known", "_objects")
+    __slots__ = ("_arrays", "_given", "_known", "_layer", "_objects")
 
-    def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any]) -> None:
-        self._objects = objects if objects and not nothing_is_traced() else ()
-        self._known = [value for _, held in self._objects for place in hidden(held) for value in place.traced()]
-        self._arrays = [(x, dict(vars(x))) for x in arrays if not is_tracer(x) and hasattr(x, "__dict__")]
+    def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any], layer: Any) -> None:
+        self._layer, self._given = layer, len(objects)
+        self._objects = None if nothing_is_traced() else [*objects, *self._own()]
+        self._known = tracers_in([held for _, held in self._objects]) if self._objects else []
+        self._arrays = [(x, dict(vars(x))) for x in arrays if not isinstance(x, Tracer) and hasattr(x, "__dict__")]
 
-    def check(self, layer: str, method: str) -> None:
-        """Raise if the method set an attribute of an array, or an attribute of an object to a traced value."""
-        for array, before in self._arrays:
+    def check(self, layer: str, method: str, result: Any) -> None:
+        """Raise if the method, which returned `result`, set an attribute of an array, or one to a traced value."""
+        returned = result if isinstance(result, (tuple, list)) else [result]
+        returned = [x for x in returned if not isinstance(x, Tracer) and getattr(x, "__dict__", None)]
+        if made := [x for x in returned if isinstance(x, jax.Array)]:
+            # It may have been there before: as an input, or as a constant that the method reads.
+            there = reached_from([self._layer, *values_in_reach(getattr(self._layer, method))])
+            there += [array for array, _ in self._arrays]
+            made = [x for x in made if not contains(there, x)]
+        for array, before in [*self._arrays, *[(x, {}) for x in made]]:
             now = vars(array)
             for name in [name for name in now if name not in before or now[name] is not before[name]]:
                 now.clear()
@@ -157,11 +170,28 @@ class Attributes:
                     f"{layer}.{method} set the attribute {name} of an array, which JAX would lose"
                     + (f". It is of torch or Paddle; in JAX: {hint}." if hint else f": {NO_ATTRIBUTES}.")
                 )
-        known = {id(value) for value in self._known}
-        for name, held in self._objects:
-            for place in hidden(held, lambda value: is_tracer(value) and id(value) not in known):
-                path = f"{name}.{place.name.lstrip('.')}"
+        if self._objects is None:
+            return
+        objects = [*self._objects[: self._given], *self._own()]
+        new = {id(x) for x in tracers_in([held for _, held in objects])} if objects else set()
+        new -= {id(x) for x in self._known}
+        for i, (name, held) in enumerate(objects if new else ()):
+            for path in [""] if id(held) in new else traced_names(held, lambda value: id(value) in new):
+                where = name + (path if path[:1] in ("", ".", "[") else f".{path}")
+                why = f"{name} is no pytree, and " if i < self._given else ""
                 raise ValueError(
-                    f"{layer}.{method} wrote a traced value to {path}, which JAX would lose: {name} is no pytree, and "
-                    f"nothing can use the value after the trace. {_INSTEAD.get(method, _INSTEAD['forward'])}."
+                    f"{layer}.{method} wrote a traced value to {where}, which JAX would lose: {why}nothing can use the "
+                    f"value after the trace. {_INSTEAD.get(method, _INSTEAD['forward'])}."
                 )
+
+    def _own(self) -> list[tuple[str, object]]:
+        """What the class has beside methods; the classes of the package have no state."""
+        bases = () if self._layer is None else self._layer.__mro__[:-1]
+        own: list[tuple[str, object]] = []
+        for base in bases:
+            if base.__module__[:12] != "pylayer_jax.":
+                own += [(f"{base.__name__}.{n}", x) for n, x in vars(base).items() if not isinstance(x, _METHODS)]
+        return own
+
+
+_METHODS = (types.FunctionType, staticmethod, classmethod, property, str, int, type(None))

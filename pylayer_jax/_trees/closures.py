@@ -1,64 +1,118 @@
-"""Traced values hidden inside functions and objects, where neither JAX nor a context finds them."""
+"""Traced values within functions and objects, where neither JAX nor a context finds them.
+
+NOTE [one walk]
+`_search` goes from object to object as Python's garbage collector does: along all that an object refers to (attributes,
+slots, variables of enclosing functions, defaults, the items of any container), to any depth, to each object once. It
+runs no code of a user, and calls no Python function. It does not enter
+
+- arrays, numbers, strings and code, which refer to nothing that is traced;
+- modules, and a class that its module has under its own name: these are there before the trace. A class that was made
+  within a function may have methods that close over traced values;
+- the global variables of a function, but for the traced values that its code names;
+- frames, generators and tracebacks, which refer to code that is running, and traces, which refer to all their values;
+- what is compiled in jaxlib, but for the function that it wraps, as that of `jax.jit`.
+
+A `Place` is where a traced value was found: it has a name for messages, and another value can be put there.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import itertools
+import sys
 import types
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 
+from pylayer_jax._jax.imports import Trace, Tracer
 from pylayer_jax._jax.tracers import is_differentiated, is_leaked, is_of_current_trace, is_staging, is_tracer
 from pylayer_jax._jax.types import is_ref
 
 from .messages import innermost
-from .partition import TreeWithoutTensors, is_tensor
+from .partition import TreeWithoutTensors, split
 
-_DEPTH = (
-    4  # a lambda in a partial in a closure, or an array in a layer of a model, is as deep as real code was seen to go
-)
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, types.BuiltinFunctionType)
+_PLAIN: Final = (type(None), type(...), bool, int, float, complex, str, bytes, bytearray, range)
+_CODE: Final = (types.CodeType, types.FrameType, types.TracebackType)
+_RUNNING: Final = (types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType)
+_ATOMS: Final = frozenset([*_PLAIN, *_CODE, *_RUNNING])
+_NOT_ENTERED: Final = (types.ModuleType, Trace)
+_COMPILED: Final = "jaxlib"
+_MISSING: Final = object()
 
 
 class Place(NamedTuple):
-    """An attribute of an object, or a variable of a function: its name, its value, and a way to set it."""
+    """An item of a container, or an attribute of an object, where a traced value was found."""
 
-    name: str  # as in `w` for a variable, `.linear.w` for an attribute
-    value: Any
-    put: Callable[[Any], None]
+    name: str  # as in `w` for a variable of a function, `.linear.w` for an attribute
+    owner: Any  # None if no other value can be put there
+    key: Any
 
-    def traced(self) -> list[Any]:
-        return [x for x in _leaves(self.value) if is_tracer(x)]
+    @property
+    def _container(self) -> Any:
+        return next((kind for kind in (dict, list, deque, tuple) if isinstance(self.owner, kind)), None)
+
+    def read(self) -> Any:
+        """The value that stands there now."""
+        kind = self._container
+        with contextlib.suppress(LookupError, AttributeError, ValueError):
+            if kind is not None:
+                return kind.__getitem__(self.owner, self.key)
+            return getattr(self.owner, self.key)
+        return _MISSING
+
+    def write(self, value: Any) -> None:
+        kind, owner = self._container, self.owner
+        if kind is not None:
+            kind.__setitem__(owner, self.key, value)
+        elif isinstance(owner, functools.partial):
+            owner.__setstate__((owner.func, value, owner.keywords, vars(owner)))  # pyright: ignore
+        elif isinstance(owner, type):
+            setattr(owner, self.key, value)
+        else:
+            object.__setattr__(owner, self.key, value)  # also of a frozen dataclass
 
 
-def hidden(root: object, predicate: Callable[[object], bool] = is_tracer) -> list[Place]:
-    """The places where a function or an object holds arrays for which `predicate` is true, other than as a pytree.
+def tracers_in(roots: Iterable[object], but: Iterable[object] = ()) -> list[Any]:
+    """The traced values that functions and objects hold; `but` are not searched."""
+    return [tracer for _, tracer in _search([*roots], but)[0]]
 
-    An attribute may be a pytree, and an object may hold others.
-    """
-    found: list[Place] = []
-    seen: dict[int, object] = {}
-    waiting = deque([("", value, _DEPTH) for value in _objects(_leaves(root))])
-    while waiting:
-        start, value, depth = waiting.popleft()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        for place in _places(value, start):
-            leaves = _leaves(place.value)
-            if any(map(predicate, leaves)):
-                found.append(place)
-            if depth > 1:
-                waiting += [(place.name, value, depth - 1) for value in _objects(leaves)]
-    return found
+
+def places_of(root: object, predicate: Callable[[object], bool] = is_tracer, but: Iterable[object] = ()) -> list[Place]:
+    """The places where a function or an object holds traced values for which `predicate` is true."""
+    found, holders = _search([root], but)
+    places = [p for holder, tracer in found if predicate(tracer) for p in _places(holders, [holder, tracer])]
+    return list({(id(place.owner), place.key): place for place in places}.values())
+
+
+def traced_names(
+    value: object, predicate: Callable[[object], bool] = is_tracer, but: Iterable[object] = ()
+) -> list[str]:
+    """The names of the places where a function or an object holds traced values, each once."""
+    return list(dict.fromkeys(place.name for place in places_of(value, predicate, but)))
+
+
+def is_within_compiled(root: object, predicate: Callable[[object], bool]) -> bool:
+    """Whether a jitted function, anywhere in `root`, closes over a traced value: JAX has made it part of a program."""
+    return any(map(predicate, tracers_in(filter(is_compiled, reached_from([root])))))
+
+
+def is_compiled(value: object) -> bool:
+    return str(type(value).__module__).startswith(_COMPILED)
+
+
+def reached_from(roots: Iterable[object]) -> list[Any]:
+    """All that functions and objects hold, but for traced values, numbers and other constants."""
+    return [holder[0] for holder in _search([*roots], ())[1].values()]
 
 
 def hiding_functions(skeleton: TreeWithoutTensors) -> Iterator[tuple[str, str]]:
     """The path of each static that is a function over traced values, and their names, joined by commas."""
-    if not any(map(callable, skeleton.statics())):  # paths cost more than a look at the leaves
+    if not tracers_in(filter(callable, skeleton.statics())):  # paths cost more
         return
     for path, leaf in skeleton.static_paths():
         if callable(leaf) and (names := traced_names(leaf)):
@@ -75,13 +129,6 @@ def is_live_constant(value: object) -> bool:
     return is_live(value) and not is_differentiated(value)
 
 
-def traced_names(function: object, predicate: Callable[[object], bool] = is_tracer) -> list[str]:
-    """The names of the places where a function or an object holds traced arrays, each once."""
-    if _holds_nothing(function):  # nearly every method, at each call of a layer
-        return []
-    return list(dict.fromkeys(place.name for place in hidden(function, predicate)))
-
-
 def is_made_here(value: object) -> bool:
     """Whether a value stands in the jaxpr that is being made.
 
@@ -90,29 +137,26 @@ def is_made_here(value: object) -> bool:
     return is_staging() and is_of_current_trace(value)
 
 
-def vacate(place: Place) -> Place:
-    """The place with the types of the traced values that the current trace has made, which would leak from it."""
-
-    def type_of(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if is_made_here(leaf) else leaf
-
-    if not any(map(is_made_here, _leaves(place.value))):
-        return place
-    place = place._replace(value=jax.tree_util.tree_map(type_of, place.value))
-    place.put(place.value)
-    return place
+def vacate(place: Place) -> None:
+    """Put types in place of the traced values that the current trace has made, which would leak."""
+    leaves, rest = split(place.read(), is_made_here)
+    if leaves:
+        place.write(rest.fill([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]))
 
 
 @contextlib.contextmanager
 def filled(places: Sequence[Place], values: Sequence[Any]) -> Generator[None]:
-    """A block in which other values stand in some places."""
+    """A block in which other values stand in some places; what the block writes there stays."""
+    before = [place.read() for place in places]
+    given = [(p, value, old) for p, value, old in zip(places, values, before, strict=True) if old is not _MISSING]
+    for place, value, _ in given:
+        place.write(value)
     try:
-        for place, value in zip(places, values, strict=True):
-            place.put(value)
         yield
     finally:
-        for place in places:
-            place.put(place.value)
+        for place, value, old in given:
+            if place.read() is value:
+                place.write(old)
 
 
 def values_in_reach(function: Any) -> list[Any]:
@@ -135,73 +179,105 @@ def content(cell: Any) -> Any:
         return None
 
 
-def _leaves(value: object) -> list[Any]:
-    if isinstance(value, _PLAIN):
-        return []
-    try:
-        return jax.tree_util.tree_leaves(value)
-    except Exception:  # keys that cannot be sorted; a node that may be read only once
-        return []
+@functools.cache
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The names of global variables, and of attributes, in a piece of code and in the functions that it makes."""
+    inner = [name for x in code.co_consts if isinstance(x, types.CodeType) for name in global_names(x)]
+    return tuple(dict.fromkeys([*code.co_names, *inner]))
 
 
-def _objects(leaves: Sequence[Any]) -> list[Any]:
-    return [x for x in leaves if not (isinstance(x, _PLAIN) or is_tensor(x) or is_ref(x))]
+# -- the walk -------------------------------------------------------------------------------------
+
+_Holders = dict[int, list[Any]]  # by the identity of an object: itself, and what holds it
 
 
-def _places(value: Any, start: str) -> Iterator[Place]:
+def _search(roots: list[Any], but: Iterable[object]) -> tuple[list[tuple[Any, Any]], _Holders]:
+    """Each traced value that is found, with what holds it. See NOTE [one walk]."""
+    found: list[tuple[Any, Any]] = []
+    holders: _Holders = {id(x): [x] for x in (roots, *but)}
+    waiting: list[Any] = [roots]
+    for holder in waiting:  # which grows
+        kind = type(holder)
+        if str(kind.__module__).startswith(_COMPILED):
+            children: list[Any] = [getattr(holder, "__wrapped__", None)]
+        else:
+            children = gc.get_referents(holder)
+        if kind is types.FunctionType:
+            variables = holder.__globals__
+            for namespace in (variables, holder.__builtins__):
+                holders.setdefault(id(namespace), [namespace])
+            for name in global_names(holder.__code__):
+                if issubclass(type(variables.get(name)), Tracer):
+                    children.append(variables[name])
+        for child in children:
+            kind = type(child)
+            if kind in _ATOMS:
+                continue
+            if issubclass(kind, Tracer):
+                found.append((holder, child))
+            elif id(child) in holders:
+                if issubclass(kind, tuple):
+                    holders[id(child)].append(holder)
+            elif not issubclass(kind, _NOT_ENTERED):
+                if issubclass(kind, type):
+                    module = sys.modules.get(str(child.__module__))
+                    if getattr(module, "__dict__", {}).get(child.__qualname__) is child:
+                        continue
+                holders[id(child)] = [child, holder]
+                waiting.append(child)
+    return found, holders
+
+
+def _places(holders: _Holders, chain: list[Any]) -> Iterator[Place]:
+    """The places of the value at the end of a chain, of which each holds the next one.
+
+    A tuple cannot change. Its place, where another tuple can be put, counts as that of its items.
+    """
+    if type(chain[0]) is tuple or (isinstance(chain[0], tuple) and hasattr(chain[0], "_fields")):
+        for holder in holders[id(chain[0])][1:]:
+            yield from _places(holders, [holder, *chain])
+        return
+    way, name = chain[:2], ""
+    while len(above := holders[id(way[0])]) > 1:
+        way.insert(0, above[1])
+    del way[0]  # the list of what was to be searched
+    members: list[Place] = []
+    while len(way) > 1:
+        # The variables of a function are in a tuple of cells, the attributes of an object in a dict.
+        values = [(place, place.read()) for place in _members(way[0])]
+        for steps, reached in enumerate(way[1:4], 1):
+            if members := [place for place, value in values if value is reached]:
+                label = members[0].name
+                name = name + label if label[:1] in ("", ".", "[") else name or label
+                del way[:steps]
+                break
+        else:
+            del way[0]
+    for place in members or [Place("", None, "")]:
+        yield place._replace(name=name or "value", owner=None if isinstance(place.owner, tuple) else place.owner)
+
+
+def _members(value: Any) -> Iterator[Place]:
+    """What a function or an object holds, by its name within."""
+    if isinstance(value, types.FunctionType):
+        yield from map(Place, value.__code__.co_freevars, value.__closure__ or (), itertools.repeat("cell_contents"))
+        yield Place("__defaults__", value, "__defaults__")
+        yield from (Place(name, value.__globals__, name) for name in global_names(value.__code__))
+        yield from (Place(name, value.__kwdefaults__, name) for name in value.__kwdefaults__ or ())
     if isinstance(value, functools.partial):
-        yield from _places_of_partial(value, start)
-    elif isinstance(value, types.MethodType):
-        yield from _places(value.__func__, start)
-        yield from _places(value.__self__, start)
-    elif isinstance(value, types.FunctionType):
-        yield from _places_of_function(value, start)
-    elif not isinstance(value, _PLAIN):
-        yield from _attributes(value, start)
-        for base in type(value).__mro__:
-            for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
-                if isinstance(slot, types.MemberDescriptorType) and hasattr(value, name):
-                    yield Place(f"{start}.{name}", slot.__get__(value), functools.partial(slot.__set__, value))
-
-
-def _places_of_partial(value: functools.partial[Any], start: str) -> Iterator[Place]:
-    def put(args: tuple[Any, ...]) -> None:
-        value.__setstate__((value.func, args, value.keywords, vars(value)))  # pyright: ignore[reportAttributeAccessIssue]
-
-    yield Place(start or "partial.args", value.args, put)
-    for name, held in value.keywords.items():
-        yield Place(start or name, held, functools.partial(value.keywords.__setitem__, name))
-    yield from _places(value.func, start)
-
-
-def _holds_nothing(function: object) -> bool:
-    """Whether a value is a function without a place for other values, none of whose globals is traced."""
-    if not isinstance(function, types.FunctionType):
-        return False
-    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
-        return False
-    variables = function.__globals__
-    return not any(is_tracer(variables.get(name)) for name in function.__code__.co_names)
-
-
-def _places_of_function(value: types.FunctionType, start: str) -> Iterator[Place]:
-    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-        yield Place(start or name, content(cell), functools.partial(setattr, cell, "cell_contents"))
-    variables = value.__globals__
-    for name in value.__code__.co_names:
-        if is_tracer(held := variables.get(name)):
-            yield Place(start or name, held, functools.partial(variables.__setitem__, name))
-    if value.__defaults__:
-        yield Place(start or "__defaults__", value.__defaults__, functools.partial(setattr, value, "__defaults__"))
-    keywords = value.__kwdefaults__ or {}
-    for name, held in keywords.items():
-        yield Place(start or name, held, functools.partial(keywords.__setitem__, name))
-    yield from _attributes(value, start)
-
-
-def _attributes(value: object, start: str) -> Iterator[Place]:
-    attributes: Any = getattr(value, "__dict__", None)
-    for name, held in [*attributes.items()] if type(attributes) is dict else ():
-        # A decorated function is an attribute of its wrapper; only that of a jitted function is named.
-        path = start if name == "__wrapped__" and isinstance(value, types.FunctionType) else f"{start}.{name}"
-        yield Place(path, held, functools.partial(attributes.__setitem__, name))
+        yield Place("partial.args", value, "args")
+        yield from (Place(name, value.keywords, name) for name in value.keywords)
+    if isinstance(value, (list, tuple, deque)):
+        yield from (Place(f"[{i}]", value, i) for i in range(len(value)))
+    if isinstance(value, dict):
+        yield from (Place(f"[{key!r}]", value, key) for key in value)
+    attributes = getattr(value, "__dict__", {})
+    for name in attributes:
+        # A decorated function is an attribute of its wrapper.
+        is_inner = name == "__wrapped__" and isinstance(value, types.FunctionType)
+        yield Place("" if is_inner else f".{name}", value if isinstance(value, type) else attributes, name)
+    kind: type = type(value)
+    for base in kind.__mro__:
+        for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
+            if isinstance(slot, types.MemberDescriptorType):
+                yield Place(f".{name}", value, name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,6 +234,94 @@ def test_what_host_code_keeps_has_no_second_derivative(kept, forward_mode):
                 second(X)
         else:
             np.testing.assert_allclose(second(X), 2 * X, rtol=1e-5)
+
+
+def cube(ctx, x):
+    ctx.save_for_backward(x)
+    return jnp.asarray(np.asarray(x) ** 3)
+
+
+def to_global(ctx, x, held):
+    global last
+    last = float(x)
+    ctx.kept = last
+    return cube(ctx, x)
+
+
+def to_nonlocal():
+    last = 0.0
+
+    def keep(ctx, x, held):
+        nonlocal last
+        last = float(x)
+        ctx.kept = last
+        return cube(ctx, x)
+
+    return keep
+
+
+def to_object(ctx, x, held):
+    held.value = float(x)
+    ctx.kept = held
+    return cube(ctx, x)
+
+
+def to_set(ctx, x, held):
+    NUMBERS.add(float(x))
+    ctx.kept = NUMBERS
+    return cube(ctx, x)
+
+
+def to_global_object(ctx, x, held):
+    HOLDER.value["last"] = float(x)
+    ctx.kept = HOLDER
+    return cube(ctx, x)
+
+
+def to_array(ctx, x, held):
+    BUFFER[0] = float(x)
+    ctx.kept = HOLDER
+    return cube(ctx, x)
+
+
+def constants(ctx, x, held):
+    held.value = len(np.shape(float(x)))
+    ctx.kept = [held, math.pi, Scales.half, (0.25, 4.0), jnp.sin, held.method, {1, 2}]
+    return cube(ctx, x)
+
+
+class Scales:
+    half = 0.5
+
+
+class Held(Box):
+    def method(self):
+        return 2.5
+
+
+last, NUMBERS, BUFFER = 0.0, set(), np.zeros(2)
+HOLDER = Box({"last": 0.0, "buffer": BUFFER})
+WRITES = [to_global, to_nonlocal(), to_object, to_set, to_global_object, to_array]
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("write", [*WRITES, constants], ids=lambda f: f.__qualname__.partition(".")[0])
+def test_what_host_code_writes_to_what_was_there_has_no_second_derivative(write, forward_mode):
+    if jax.config.jax_custom_vjp3 and not forward_mode:
+        pytest.skip("under jax_custom_vjp3 forward must be traceable")
+
+    backward = lambda x, dy: (3 * dy * x**2, None)  # noqa: E731
+    writes = layer_of(None, backward, "Writes", forward=staticmethod(write), forward_mode=forward_mode)
+    NUMBERS.clear()
+    BUFFER[:] = 0
+    second = grad(grad(lambda x: writes.apply(x, Held(0.0))))
+    if write is constants:
+        assert second(2.0) == 12
+    else:
+        with pytest.raises(
+            TypeError, match=r"Writes: a second derivative goes through forward.* kept ctx\.kept, which"
+        ):
+            second(2.0)
 
 
 # -- needs_input_grad ---------------------------------------------------------------------------------

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
+import operator
 import types
 
 import jax
@@ -14,7 +16,7 @@ import pytest
 from pylayer_jax import PyLayer
 from tests.kit.modes import MODES, X, modes
 
-from .made import gradients, layer, loss
+from .made import gradients, layer, loss, runs, text_of
 
 WEIGHT = jnp.float32(2.0)
 
@@ -42,6 +44,44 @@ def decorated(w):
     return functools.wraps(Model)(lambda x: x * w)
 
 
+def composed(w, depth=6):
+    function = lambda x: x * w  # noqa: E731
+    for _ in range(depth):
+        function = (lambda inner: lambda x: inner(x))(function)
+    return function
+
+
+class Finds:
+    """Multiplies by the one array that `find` gives of what it holds."""
+
+    def __init__(self, held, find):
+        self.held, self.find = held, find
+
+    def __call__(self, x):
+        return x * self.find(self.held)
+
+
+class Mapping(dict):
+    pass
+
+
+Pair = collections.namedtuple("Pair", "a b")
+
+
+def deep(w):
+    for _ in range(20):
+        w = types.SimpleNamespace(w=w)
+    return Finds(w, lambda held: functools.reduce(lambda held, _: held.w, range(20), held))
+
+
+def made_within(w):
+    class Local:
+        def __call__(self, x):
+            return x * w
+
+    return Local()
+
+
 # Objects and functions that multiply by `w`, which they hold.
 HIDING = {
     "slots": Frozen,
@@ -52,6 +92,17 @@ HIDING = {
     "partial": lambda w: functools.partial(lambda w, x: x * w, w),
     "partial by keyword": lambda w: functools.partial(lambda x, w: x * w, w=w),
     "decorated": decorated,
+}
+
+FURTHER = {
+    "composed functions": composed,
+    "deep objects": deep,
+    "dict subclass": lambda w: Finds(Mapping(w=w), lambda held: held["w"]),
+    "deque": lambda w: Finds(collections.deque([None, w]), lambda held: held[1]),
+    "set of objects": lambda w: Finds({Model(w)}, lambda held: next(iter(held)).layers[0].w),
+    "named tuple twice": lambda w: Finds([(t := Pair(0, (w,))), t], lambda held: (held[0].b[0] + held[1].b[0]) / 2),
+    "twice in an object": lambda w: Finds(types.SimpleNamespace(a=w, b=w), lambda held: (held.a + held.b) / 2),
+    "class made in a function": made_within,
 }
 
 
@@ -94,6 +145,26 @@ def test_a_hidden_value_is_a_constant(hide, made, mode):
     assert MODES[mode](total)(X).tolist() == [6, 6, 6]
 
 
+@pytest.mark.parametrize("mode", ["grad-jit", "vmap"])
+@pytest.mark.parametrize("hide", FURTHER.values(), ids=FURTHER)
+def test_a_hidden_value_is_found_wherever_it_is(hide, mode):
+    def total(x, w):
+        return loss(LAYERS["applies"], hide(w))(x)
+
+    derivative = MODES[mode](lambda xw: total(xw[:3], jax.lax.stop_gradient(xw[3])))
+    assert derivative(jnp.append(X, WEIGHT)).tolist() == [6, 6, 6, 0]
+
+
+def test_a_function_of_c_that_holds_a_traced_value_serves_forward_and_is_not_kept():
+    def total(made):
+        return lambda x: loss(made, operator.methodcaller("__rmul__", jax.lax.stop_gradient(x) * 0 + WEIGHT))(x)
+
+    only_forward = layer(lambda ctx, x, held: held(x), lambda ctx, dy: dy * 6)
+    assert jax.grad(jax.jit(total(only_forward)))(X).tolist() == [6, 6, 6]
+    with pytest.raises(ValueError, match=r"ctx\.held in Made\.forward is a function .* cannot be kept for backward"):
+        jax.grad(jax.jit(total(LAYERS["applies"])))(X)
+
+
 @modes
 def test_a_jitted_function_hides_a_constant_from_forward_alone(mode):
     made = layer(lambda ctx, x, function: function(x), lambda ctx, dy: dy * 6)
@@ -127,7 +198,7 @@ def test_a_hidden_value_that_the_transform_traces(hide, run):
     ("hide", "message"),
     [
         ("slots", r"argument \w+ holds a traced value in \.w, but its type Frozen is no pytree"),
-        ("method", r"argument \w+ holds a traced value in \.layers\.w, but its type Model is no pytree"),
+        ("method", r"argument \w+ holds a traced value in \.layers\[0\]\.w, but its type Model is no pytree"),
         ("closure", r"closes over \(w \(in argument \w+\)\)\. .*Pass it as an argument: Made\.apply\(\.\.\., w\)"),
     ],
 )
@@ -265,3 +336,76 @@ def test_in_eager_mode_an_object_takes_arrays(method):
     np.testing.assert_array_equal(model.mask, X * 2 if method == "forward" else jnp.ones(3))
     with pytest.raises(ValueError, match="wrote a traced value to model"):
         jax.vmap(lambda x: writing("forward").apply(x, model))(X)
+
+
+def buffering(method):
+    def note(name, value):
+        if name == method:
+            made.buffer["last"] = made.last = value
+        return value * 2
+
+    made = layer(lambda ctx, x: note("forward", x), lambda ctx, dy: note("backward", dy), buffer={}, last=None)
+    return made
+
+
+@pytest.mark.parametrize("method", ["forward", "backward"])
+@pytest.mark.parametrize("mode", ["jit-grad", "grad-jit"])
+def test_a_traced_value_written_to_the_class(mode, method):
+    with pytest.raises(
+        ValueError, match=rf"Made\.{method} wrote a traced value to Made\.(last|buffer\['last'\]), which"
+    ):
+        MODES[mode](loss(buffering(method)))(X)
+
+
+def test_in_eager_mode_a_class_takes_arrays():
+    made = buffering("backward")
+    jax.grad(loss(made))(X)
+    assert made.last.tolist() == made.buffer["last"].tolist() == [1, 1, 1]
+
+
+NAMED = jnp.ones(3)
+NAMED.label = "there before"
+
+
+@runs
+@pytest.mark.parametrize("name", ["stop_gradient", "note"])
+@pytest.mark.parametrize("of", [lambda x, y: y, lambda x, y: x], ids=["output", "input"])
+def test_an_attribute_of_an_array_is_refused_in_every_mode(of, name, run):
+    def forward(ctx, x):
+        y = x * 2
+        setattr(of(x, y), name, True)
+        return y, NAMED
+
+    with pytest.raises(AttributeError) as raised:
+        run(lambda x: layer(forward).apply(x)[0].sum())(X)
+    assert ("jax.lax.stop_gradient(x)" if name == "stop_gradient" else "takes no attributes") in text_of(raised.value)
+
+
+@runs
+def test_an_array_that_had_attributes_before_may_be_returned(run):
+    made = layer(lambda ctx, x: (x * 2, NAMED), lambda ctx, dy, _: dy)
+    run(lambda x: made.apply(x)[0].sum())(X)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda f: jax.jit(jax.grad(f))(X, WEIGHT),
+        lambda f: jax.grad(jax.jit(f))(X, WEIGHT),
+        lambda f: jax.vmap(jax.grad(f), (None, 0))(X, WEIGHT[None])[0],
+        lambda f: jax.grad(lambda x: jax.vmap(f, (None, 0))(x, WEIGHT[None]).sum())(X),
+    ],
+    ids=["jit of grad", "grad of jit", "vmap of grad", "grad of vmap"],
+)
+def test_an_attribute_that_is_swapped_in_for_a_call(run):
+    held = Model(1.0)
+
+    def swapped(x, w):
+        held.layers[0].w, before = w, held.layers[0].w
+        try:
+            return loss(LAYERS["applies"], held)(x)
+        finally:
+            held.layers[0].w = before
+
+    assert run(swapped).tolist() == [6, 6, 6]
+    assert held.layers[0].w == 1.0
