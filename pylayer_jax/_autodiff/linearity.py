@@ -21,9 +21,6 @@ import numpy as np
 
 from pylayer_jax._jax.custom_vjp import custom_function_name
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
-from pylayer_jax._jax.linear_map import LinearMap, linear_map_p
-from pylayer_jax._jax.primitives import held_object
-from pylayer_jax._jax.rule_function import RuleFunction, rule_function_p
 from pylayer_jax._jax.types import has_tangent
 
 
@@ -110,13 +107,13 @@ def add_rule(name: str, rule: Rule) -> None:
     _RULES[name] = rule
 
 
-def _result(operands: Sequence[ZeroInfo], is_zero: bool) -> ZeroInfo:
+def result_of(operands: Sequence[ZeroInfo], is_zero: bool) -> ZeroInfo:
     problem = next((f.problem for f in operands if f.problem), "")
     return ZeroInfo(is_zero, any(f.depends for f in operands), problem)
 
 
 def _unknown(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
-    return [_result(operands, False)] * len(equation.outvars)
+    return [result_of(operands, False)] * len(equation.outvars)
 
 
 def _zero_if(which: Callable[[Any, list[ZeroInfo]], Sequence[ZeroInfo]]) -> Rule:
@@ -124,7 +121,7 @@ def _zero_if(which: Callable[[Any, list[ZeroInfo]], Sequence[ZeroInfo]]) -> Rule
 
     def rule(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
         is_zero = all(f.is_zero for f in which(equation, operands))
-        return [_result(operands, is_zero)] * len(equation.outvars)
+        return [result_of(operands, is_zero)] * len(equation.outvars)
 
     return rule
 
@@ -150,7 +147,7 @@ for _name in (
 def _product(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     """Zero if one of the two factors is; linear in one of them at a time."""
     a, b = operands[:2]
-    fact = _result(operands, a.is_zero or b.is_zero)
+    fact = result_of(operands, a.is_zero or b.is_zero)
     if a.depends and b.depends and not fact.problem:
         name = equation.primitive.name
         fact = fact._replace(problem=f"it has a product of two terms that depend on them ({name})")
@@ -165,7 +162,7 @@ def _linear_in(positions: Sequence[int], others: str) -> Rule:
     """Zero if the operands at these positions are; linear in these, and not in the others."""
 
     def rule(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
-        fact = _result(operands, all(operands[i].is_zero for i in positions))
+        fact = result_of(operands, all(operands[i].is_zero for i in positions))
         if not fact.problem and any(f.depends for i, f in enumerate(operands) if i not in positions):
             name = equation.primitive.name
             fact = fact._replace(problem=f"it has the operation {name!r}, whose {others} depends on them")
@@ -209,14 +206,14 @@ for _name in (
     "compute_together", "device_put", "forbid_derivative", "optimization_barrier",
 ):  # fmt: skip
     add_rule(_name, _each)
-add_rule("with_tangent", lambda _, operands: [_result(operands, operands[1].is_zero)])
+add_rule("with_tangent", lambda _, operands: [result_of(operands, operands[1].is_zero)])
 add_rule("batch_together", lambda equation, operands: operands[-equation.params["count"] :])
 
 
 def _gather(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     # Without a fill value, an index that is out of bounds gives NaN, which everybody sees.
     fill = equation.params.get("fill_value")
-    return [_result(operands, operands[0].is_zero and (fill is None or fill == 0 or np.isnan(fill)))]
+    return [result_of(operands, operands[0].is_zero and (fill is None or fill == 0 or np.isnan(fill)))]
 
 
 add_rule("gather", _gather)
@@ -243,29 +240,6 @@ add_rule(
     "call_hi_primitive",  # the same under jax_custom_vjp3, but other calls too
     _zero_if(lambda e, operands: operands if custom_function_name(e) else [_UNKNOWN]),
 )
-
-
-def _linear_map(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
-    linear: LinearMap = held_object(equation)
-    fact = _result(operands, all(f.is_zero for f in operands[linear.constants :]))
-    if not fact.problem and any(f.depends for f in operands[: linear.constants]):
-        fact = fact._replace(problem=linear.why_not_linear)
-    return [fact] * len(equation.outvars)
-
-
-def _rule_function(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
-    function: RuleFunction = held_object(equation)
-    facts = call_of(function.jaxpr, equation, operands)
-    return [
-        f._replace(problem=f"it applies the layer {function.name}, whose forward is not, as {f.problem}")
-        if f.problem and not any(o.problem for o in operands)
-        else f
-        for f in facts
-    ]
-
-
-add_rule(linear_map_p.name, _linear_map)
-add_rule(rule_function_p.name, _rule_function)
 
 
 def _joined(one: Sequence[ZeroInfo], other: Sequence[ZeroInfo]) -> list[ZeroInfo]:

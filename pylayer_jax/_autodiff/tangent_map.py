@@ -18,11 +18,13 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax import linear_map
-from pylayer_jax._jax.linear_map import LinearMap
+from pylayer_jax._jax.linear_map import LinearMap, linear_map_p
 from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.primitives import held_object
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 from pylayer_jax._jax.types import zeros_of
 
+from .linearity import ZeroInfo, add_rule, result_of
 from .run_backward import Derivative
 from .transpose_backward import NotDerivableError, transpose
 
@@ -87,3 +89,14 @@ class TangentMap(LinearMap):
             return self.push(args[: self.constants], args[self.constants :])
 
         return jax.jvp(push, select(primals, nonzero), select(tangents, nonzero))
+
+
+def _zero_info(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
+    linear: LinearMap = held_object(equation)
+    fact = result_of(operands, all(f.is_zero for f in operands[linear.constants :]))
+    if not fact.problem and any(f.depends for f in operands[: linear.constants]):
+        fact = fact._replace(problem=linear.why_not_linear)
+    return [fact] * len(equation.outvars)
+
+
+add_rule(linear_map_p.name, _zero_info)

@@ -12,9 +12,11 @@ from pylayer_jax._jax.custom_vjp import custom_function_in
 from pylayer_jax._jax.imports import eval_jaxpr
 from pylayer_jax._jax.jaxprs import stage, without_stopped_selections
 from pylayer_jax._jax.masks import merge, select
+from pylayer_jax._jax.primitives import held_object
+from pylayer_jax._jax.rule_function import RuleFunction, rule_function_p
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 
-from .linearity import why_not_linear
+from .linearity import ZeroInfo, add_rule, call_of, why_not_linear
 
 
 class NoForwardModeError(TypeError):
@@ -129,3 +131,17 @@ def _not_transposed_error(message: str, layer: str, forward_mode: bool) -> NotDe
         f"{message}Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes a linear "
         "backward. Use reverse over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
     )
+
+
+def _zero_info(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
+    function: RuleFunction = held_object(equation)
+    facts = call_of(function.jaxpr, equation, operands)
+    return [
+        f._replace(problem=f"it applies the layer {function.name}, whose forward is not, as {f.problem}")
+        if f.problem and not any(o.problem for o in operands)
+        else f
+        for f in facts
+    ]
+
+
+add_rule(rule_function_p.name, _zero_info)

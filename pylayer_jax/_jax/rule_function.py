@@ -51,6 +51,7 @@ class RuleFunction:
         return self.name
 
     def run(self, *args: Any) -> Values:
+        __tracebackhide__ = True
         return eval_jaxpr(self.jaxpr, (), *args)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
@@ -68,6 +69,13 @@ class RuleFunction:
     def batch_run(self, axis: Any, dims: Sequence[Any]) -> BatchRun:
         """`run` for a batch of examples, whose operands have the mapped axis at `dims`."""
         return vmap_as_needed(axis, self.run, dims, self.always_mapped)
+
+    def batched(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Values]:
+        """A staged function for a batch; what it closes over, its first operands; where its values are mapped."""
+        __tracebackhide__ = True
+        batched = BatchedFunction(self, axis, dims)
+        consts = batched.with_jaxpr(types)
+        return batched, consts, batched.out_dims
 
     def always_mapped(self, values: int) -> list[bool]:
         """A mask of that many values: those that are mapped as soon as one operand is."""
@@ -90,6 +98,7 @@ class BatchedFunction(RuleFunction):
         self.closed_over = 0  # the number of operands of the batch alone
 
     def run(self, *args: Any) -> Values:
+        __tracebackhide__ = True
         if self.jaxpr is not None:
             return super().run(*args)
         values, _ = self.inner.batch_run(self.axis, self.dims)(*args)
@@ -97,6 +106,7 @@ class BatchedFunction(RuleFunction):
 
     def with_jaxpr(self, types: Sequence[Any]) -> list[Any]:
         """Stage the batch, for operands of these types. Returns what it closes over: its first operands."""
+        __tracebackhide__ = True
         self.jaxpr, consts, self.out_dims = stage(self.inner.batch_run(self.axis, self.dims), types, self.name)
         self.closed_over = len(consts)
         return consts
@@ -156,9 +166,10 @@ class UsedPart(RuleFunction):
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.whole.transpose(jaxpr, args, cotangents)
 
-    def always_mapped(self, values: int) -> list[bool]:
-        del values
-        return select(self.whole.always_mapped(len(self.used)), self.used)
+    def batched(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Values]:
+        __tracebackhide__ = True
+        whole, consts, out_dims = self.whole.batched(axis, dims, types)
+        return UsedPart(whole, self.used), consts, select(out_dims, self.used)
 
     def uses_axis(self, axis: Any) -> bool:
         return self.whole.uses_axis(axis)
@@ -185,6 +196,11 @@ def effects_of(jaxpr: Any) -> frozenset[Any]:
     return frozenset(jaxpr.effects) - effects_of_own_refs()  # a Ref that it makes ends with it
 
 
+def _evaluate(*args: Any, function: RuleFunction) -> Values:
+    __tracebackhide__ = True
+    return function.run(*args)
+
+
 def _types(*_: Any, function: RuleFunction) -> tuple[list[Any], Any]:
     return [v.aval for v in function.jaxpr.outvars], effects_of(function.jaxpr)
 
@@ -200,12 +216,11 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: RuleFunct
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, function: RuleFunction) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
-    batched = BatchedFunction(function, axis, dims)
     if function.jaxpr is None:
-        values = call(batched, args)
+        values = call(BatchedFunction(function, axis, dims), args)
         return values, [0] * len(values)
-    consts = batched.with_jaxpr([typeof(x) for x in args])
-    return call(batched, [*consts, *args]), batched.out_dims
+    batched, consts, out_dims = function.batched(axis, dims, [typeof(x) for x in args])
+    return call(batched, [*consts, *args]), out_dims
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, function: RuleFunction) -> Values:
@@ -224,7 +239,7 @@ def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
 
 register(
     rule_function_p,
-    evaluate=lambda *args, function: function.run(*args),
+    evaluate=_evaluate,
     abstract=_types,
     jvp=_jvp,
     transpose=_transpose,
