@@ -148,7 +148,7 @@ class Attributes:
     def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any], layer: Any) -> None:
         self._layer, self._given = layer, len(objects)
         self._objects = None if nothing_is_traced() else [*objects, *self._own()]
-        self._known = tracers_in([held for _, held in self._objects]) if self._objects else []
+        self._known = self._tracers(self._objects or ())
         self._arrays = [(x, dict(vars(x))) for x in arrays if not isinstance(x, Tracer) and hasattr(x, "__dict__")]
 
     def check(self, layer: str, method: str, result: Any) -> None:
@@ -173,8 +173,7 @@ class Attributes:
         if self._objects is None:
             return
         objects = [*self._objects[: self._given], *self._own()]
-        new = {id(x) for x in tracers_in([held for _, held in objects])} if objects else set()
-        new -= {id(x) for x in self._known}
+        new = {id(x) for x in self._tracers(objects)} - {id(x) for x in self._known}
         for i, (name, held) in enumerate(objects if new else ()):
             for path in [""] if id(held) in new else traced_names(held, lambda value: id(value) in new):
                 where = name + (path if path[:1] in ("", ".", "[") else f".{path}")
@@ -184,14 +183,25 @@ class Attributes:
                     f"value after the trace. {_INSTEAD.get(method, _INSTEAD['forward'])}."
                 )
 
+    def _tracers(self, objects: Sequence[tuple[str, object]]) -> list[Any]:
+        if not objects:
+            return []
+        held = [value for _, value in objects]
+        # What the methods of a class close over is no attribute: a user may note there what was traced.
+        return tracers_in(held, but=[*(self._layer.__mro__ if self._layer else ()), *map(type, held)])
+
     def _own(self) -> list[tuple[str, object]]:
-        """What the class has beside methods; the classes of the package have no state."""
+        """What the class has beside methods, functions and classes; the classes of the package have no state."""
         bases = () if self._layer is None else self._layer.__mro__[:-1]
         own: list[tuple[str, object]] = []
         for base in bases:
             if base.__module__[:12] != "pylayer_jax.":
-                own += [(f"{base.__name__}.{n}", x) for n, x in vars(base).items() if not isinstance(x, _METHODS)]
+                own += [
+                    (f"{base.__name__}.{name}", x)
+                    for name, x in vars(base).items()
+                    if not (isinstance(x, _NO_STATE) or callable(x))
+                ]
         return own
 
 
-_METHODS = (types.FunctionType, staticmethod, classmethod, property, str, int, type(None))
+_NO_STATE = (classmethod, property, str, int, type(None), types.GetSetDescriptorType)
