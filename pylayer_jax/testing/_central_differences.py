@@ -52,22 +52,9 @@ class Probe:
         return sum(self.changes[k][1] for k in outputs) / self.length
 
 
-@dataclasses.dataclass(frozen=True)
-class Measurement:
-    """The probes of a function at a point."""
-
-    names: list[str]
-    probes: list[Probe]
-    epsilon: float
-
-    def largest_derivative(self, argument: int, outputs: Collection[int]) -> float:
-        found = [abs(p.derivative(outputs)) for p in self.probes if p.argument == argument]
-        return max(filter(np.isfinite, found), default=0.0)
-
-
 def measure(
     flat: FlatFunction, weights: dict[int, Any], sizes: list[float], settings: Settings, near_kinks: bool
-) -> Measurement:
+) -> Iterator[Probe]:
     """Measure the derivatives of the weighted outputs.
 
     `sizes` are those of the numbers of which each output is computed, where these may cancel. With `near_kinks`, the
@@ -76,22 +63,18 @@ def measure(
     outputs = flat.run()
     exact_weights = {k: exact(w) for k, w in weights.items()}
     points = _Points(flat, exact_weights, outputs, sizes, flat.epsilon(outputs), near_kinks)
-    return Measurement(flat.names, list(_probes(points, settings)), points.epsilon)
-
-
-def _probes(points: _Points, settings: Settings) -> Iterator[Probe]:
     rng = np.random.default_rng(settings.seed)
     step = points.epsilon ** (1 / 3) if settings.step is None else settings.step
-    for j, value in enumerate(map(exact, points.flat.values)):
+    for j, value in enumerate(map(exact, flat.values)):
         whole = largest_entry(value)
-        sizes = np.where(value == 0, whole, np.abs(value))
+        own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
         for where, direction in _directions(value, settings.limit, rng):
             moved = direction != 0
             half_steps = [max(1.0, largest_entry(value[moved])) * direction]
             if settings.step is None and whole:
                 # The function may change on the scale of 1, of the array, or of each entry.
                 half_steps += [whole * direction] if whole < 0.1 else []
-                half_steps += [sizes * direction] if np.min(sizes, where=moved, initial=whole) < min(0.1, whole) else []
+                half_steps += [own * direction] if np.min(own, where=moved, initial=whole) < min(0.1, whole) else []
             yield min((points.probe(j, where, step * h) for h in half_steps), key=_relative_error)[0]
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._central_differences import Measurement, Settings, measure
+from ._central_differences import Probe, Settings, measure
 from ._comparison import Comparison, MismatchError, exact, largest_entry, rounded_otherwise, rounding_noise
 from ._flat_function import FlatFunction, in_double_precision
 from ._other_values import compare_at_other_values, sentence_of
@@ -57,7 +57,7 @@ def _compare_at(flat: FlatFunction, order: int, settings: Settings, runs: _Runs,
     for run in runs(flat, weights):
         judge.compare(run)
     first = first or judge
-    places = f"{len(first.measured.probes)} places, relative tolerance {first.rtol:.0e}"
+    places = f"{len(first.probes)} places, relative tolerance {first.rtol:.0e}"
     return f"as numerically, at {places}", judge.where
 
 
@@ -98,7 +98,8 @@ def _scales(flat: FlatFunction, weights: dict[int, Any], outputs: list[Any], siz
 class _Judge:
     """Compares gradients with numerical ones."""
 
-    measured: Measurement
+    names: list[str]
+    probes: list[Probe]
     scales: _Scales
     settings: Settings
     rtol: float
@@ -108,11 +109,11 @@ class _Judge:
 
     def compare(self, run: Run) -> None:
         """Raise a MismatchError about the probe with the largest error, if there are errors."""
-        measured, outputs = self.measured, run.cotangents
+        outputs = run.cotangents
         absolute = {j: self._absolute_tolerance(j, outputs) for j in run.gradients}
         gradients = {j: exact(gradient) for j, gradient in run.gradients.items()}
         worst, message, wrong, count = 0.0, "", 0, 0
-        for probe in measured.probes:
+        for probe in self.probes:
             j = probe.argument
             if j not in gradients:
                 continue
@@ -127,7 +128,7 @@ class _Judge:
             if ratio > worst:
                 worst = ratio
                 message = (
-                    f"the gradient of {measured.names[j]} {probe.where} is {analytical:.6g} by backward"
+                    f"the gradient of {self.names[j]} {probe.where} is {analytical:.6g} by backward"
                     f"{self.where and f' {self.where}'}, but {numerical:.6g} numerically (tolerance {tolerance:.1g})"
                     f"{run.label}"
                 )
@@ -138,7 +139,8 @@ class _Judge:
         if self.settings.atol is not None:
             return self.settings.atol
         # A gradient that cancels to zero is as large as rounding errors are beside the outputs.
-        size, slope = self.measured.largest_derivative(argument, outputs), self.scales.gradients[argument]
+        found = [abs(p.derivative(outputs)) for p in self.probes if p.argument == argument]
+        size, slope = max(filter(np.isfinite, found), default=0.0), self.scales.gradients[argument]
         noise = self.noise[argument] if self.noise else 0.0
         return self.epsilon ** (1 / 2) * size + self.epsilon ** (3 / 4) * slope + noise
 
@@ -152,9 +154,10 @@ def _spread(terms: np.ndarray) -> float:
 def _judge(
     flat: FlatFunction, weights: dict[int, Any], scales: _Scales, settings: Settings, near_kinks: bool
 ) -> _Judge:
-    measured = measure(flat, weights, scales.outputs, settings, near_kinks)
-    rtol = measured.epsilon ** (1 / 3) if settings.rtol is None else settings.rtol
-    return _Judge(measured, scales, settings, rtol, measured.epsilon)
+    probes = list(measure(flat, weights, scales.outputs, settings, near_kinks))
+    epsilon = flat.epsilon(flat.run())
+    rtol = epsilon ** (1 / 3) if settings.rtol is None else settings.rtol
+    return _Judge(flat.names, probes, scales, settings, rtol, epsilon)
 
 
 # -- float64 --------------------------------------------------------------------------------------
@@ -192,5 +195,5 @@ def _judges_in_float64(
         return judge, gradients, None
     dtypes = ", ".join(dict.fromkeys(str(x.dtype) for x in own.values if float(jnp.finfo(x.dtype).eps) > 1e-15))
     rtol = max(epsilon ** (1 / 2), judge.rtol) if settings.rtol is None else settings.rtol
-    own_judge = _Judge(judge.measured, scales, settings, rtol, epsilon, tuple(noise), dtypes and f"in {dtypes}")
-    return judge, gradients, own_judge
+    where = dtypes and f"in {dtypes}"
+    return judge, gradients, dataclasses.replace(judge, rtol=rtol, epsilon=epsilon, noise=tuple(noise), where=where)
