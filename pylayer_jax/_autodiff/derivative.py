@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from pylayer_jax._hooks.packed_residuals import PackedResiduals, UnpackOnRead
 from pylayer_jax._jax.masks import scatter, select
-from pylayer_jax._jax.primitives import vmap_over
+from pylayer_jax._jax.primitives import sum_over_batch, vmap_over
 from pylayer_jax._jax.types import as_array, tangent_type
 from pylayer_jax._trees.opaque import Static
 
@@ -106,7 +106,8 @@ class Derivative:
             return [None] * len(input_dims)
         pull_one = functools.partial(self._of_one_example().pull, needs_grad)
         gradients = self._mapped(pull_one, residuals, cotangents, [0] * len(cotangents))
-        return [None if g is None else _with_axis_at(g, dim) for g, dim in zip(gradients, input_dims, strict=True)]
+        axis = self.batches[-1].axis
+        return [None if g is None else _with_axis_at(axis, g, d) for g, d in zip(gradients, input_dims, strict=True)]
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, from tangents of all inputs; if the class has a `jvp`."""
@@ -155,6 +156,5 @@ class Derivative:
         return [tangent_type(a) for a in select(self.output_types, self.has_tangent)]
 
 
-def _with_axis_at(gradient: Any, dim: int | None) -> Any:
-    # An input that all examples share gets the sum of their gradients.
-    return jnp.sum(gradient, axis=0) if dim is None else jnp.moveaxis(gradient, 0, dim)
+def _with_axis_at(axis: Any, gradient: Any, dim: int | None) -> Any:
+    return sum_over_batch(axis, gradient) if dim is None else jnp.moveaxis(gradient, 0, dim)

@@ -15,7 +15,7 @@ from .imports import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_
 from .jaxprs import effects_of_own_refs
 from .masks import merge, select
 from .tracers import is_of_current_trace
-from .types import has_tangent, tangent_type, typeof
+from .types import has_tangent, tangent_type, typeof, varying_axes
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
 
@@ -217,6 +217,14 @@ def vmap_as_needed(
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     """`value` with the mapped axis in front; it has that axis at `dim`, or not at all (None)."""
     return vmap_over(axis, lambda x: x, (dim,), 0)(value)
+
+
+def sum_over_batch(axis: Any, value: Any) -> Any:
+    """The sum over the mapped axis, which is in front: the gradient of an operand that all examples share."""
+    # Within a shard_map, each device along the axes of `spmd_axis_name` has examples of its own.
+    devices = varying_axes(typeof(value)).intersection(axis.spmd_name or ())
+    total = jnp.sum(value, axis=0)
+    return jax.lax.psum(total, tuple(devices)) if devices else total
 
 
 def is_named(axis: Any, **_: Any) -> bool:
