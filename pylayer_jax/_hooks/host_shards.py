@@ -65,8 +65,9 @@ class ShardLayout(NamedTuple):
         mesh = sharding.mesh
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         names = tuple(name for name, kind in kinds.items() if kind != jax.sharding.AxisType.Manual)
-        if math.prod(mesh.shape[name] for name in names) == 1 or not _can_map(mesh, names):
-            return cls(jax.ShapeDtypeStruct(shape, tensor.dtype), mesh, (), PartitionSpec())
+        whole = cls(jax.ShapeDtypeStruct(shape, tensor.dtype), mesh, (), PartitionSpec())
+        if math.prod(mesh.shape[name] for name in names) == 1:
+            return whole
         cuts = mesh_axes_of(sharding, tensor.ndim)
         automatic = [name for name in names if kinds[name] == jax.sharding.AxisType.Auto]
         for i, name in enumerate(automatic):
@@ -75,7 +76,8 @@ class ShardLayout(NamedTuple):
             if (axis := next(fits, None)) is not None:
                 cuts[axis] = (name,)
         lengths = (n // math.prod(mesh.shape[name] for name in cut) for n, cut in zip(shape, cuts, strict=True))
-        return cls(jax.ShapeDtypeStruct(tuple(lengths), tensor.dtype), mesh, names, PartitionSpec(*cuts))
+        layout = cls(jax.ShapeDtypeStruct(tuple(lengths), tensor.dtype), mesh, names, PartitionSpec(*cuts))
+        return layout if layout._is_allowed(tensor) else whole
 
     def number_pieces(self, function: Callable[[Any], Any], tensor: Any) -> jax.Array:
         """The scalar that a function returns for a tensor on one device; or one for the piece of each device."""
@@ -100,17 +102,15 @@ class ShardLayout(NamedTuple):
             check_vma=False,
         )
 
+    def _is_allowed(self, tensor: Any) -> bool:
+        """Whether JAX allows a shard_map over these axes here.
 
-def _can_map(mesh: Any, names: Sequence[str]) -> bool:
-    """Whether JAX allows a shard_map over these axes here.
-
-    It does not while `jax.vmap` maps an axis of an array that one of them cuts, even of a tensor that has no part in
-    it. The hooks then see the whole tensor, on one device.
-    """
-    try:
-        jax.eval_shape(
-            jax.shard_map(lambda: (), mesh=mesh, in_specs=(), out_specs=(), axis_names=set(names), check_vma=False)
-        )
-    except ValueError:
-        return False
-    return True
+        It does not while `jax.vmap` maps an axis of an array that one of them cuts, even of a tensor that has no part
+        in it, or has one of them as its `spmd_axis_name`. The hooks then see the whole tensor, on one device.
+        """
+        numbers = PartitionSpec(self.names)
+        try:
+            self._map(lambda _: np.zeros(1, np.uint32), self.spec, numbers)(tensor)
+        except ValueError:
+            return False
+        return True

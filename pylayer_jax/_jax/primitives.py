@@ -15,7 +15,7 @@ from .imports import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_
 from .jaxprs import effects_of_own_refs
 from .masks import merge, select
 from .tracers import is_of_current_trace
-from .types import has_tangent, tangent_type, typeof
+from .types import has_tangent, mapped_type, tangent_type, typeof, with_varying_axes
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
 
@@ -224,7 +224,9 @@ def vmap_as_needed(
 
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     """`value` with the mapped axis in front; it has that axis at `dim`, or not at all (None)."""
-    return vmap_over(axis, lambda x: x, (dim,), 0)(value)
+    moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
+    # What all examples share does not vary over the axes of `spmd_axis_name`, along which the devices have other ones.
+    return moved if dim is not None else with_varying_axes(moved, mapped_type(axis, typeof(value)))
 
 
 def is_named(axis: Any, **_: Any) -> bool:

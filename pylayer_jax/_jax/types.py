@@ -71,7 +71,13 @@ def _from_numpy(tensor: Any) -> jax.Array:
 
 def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:
     """The type of an array of `aval` with the mapped axis at `dim`."""
-    return unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
+    mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
+    # Within a shard_map, each device along the axes of `spmd_axis_name` has examples of its own.
+    own = [name for name in axis.spmd_name or () if name in manual_axes() and name not in varying_axes(aval)]
+    if not own:
+        return mapped
+    varying = jax.lax.pcast(np.float32(0), (*own, *varying_axes(aval)), to="varying")
+    return mapped.update(manual_axis_type=typeof(varying).manual_axis_type)  # as it is, without check_vma
 
 
 # -- sharding -------------------------------------------------------------------------------------

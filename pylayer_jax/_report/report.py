@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax.custom_vjp import is_run_number
+from pylayer_jax._jax.imports import ShapedArray
 from pylayer_jax._jax.types import is_key, is_ref, mesh_axes_of
 from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import is_tensor, split
@@ -32,10 +33,10 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     kept, and has no row. If several layers keep the same tensor, it has one row.
 
     Bytes are those of the whole array, and those on each device as far as the sharding is known while `fun` is traced:
-    from the type of an array (explicit axes), from an argument that is kept as it is, and inside `jax.shard_map`,
-    where the type in a row is that of one device. With automatic axes, the compiler chooses the shardings of
-    intermediates after the trace: such a tensor counts in full on each device, so that the bytes per device are an
-    upper bound. Of what hooks keep on the host (`host=True`), only the number by which a program finds it counts.
+    from the type of an array (explicit axes), from an argument that is kept as it is, and inside `jax.shard_map`, where
+    the type in a row is that of one device. With automatic axes, the compiler chooses the shardings of intermediates
+    after the trace: their bytes per device, and the total of them, are None. Of what hooks keep on the host
+    (`host=True`), only the number by which a program finds it counts.
 
     Raises:
         TypeError: if `fun` is no function, or if no argument holds a float array.
@@ -86,12 +87,12 @@ def _name_of_input(path: str) -> str:
 def _row(tensor: Value, arrays: list[Value], arguments: dict[Value, Any]) -> SavedTensor:
     """The row of one tensor, from the arrays that it was packed to. The sharding of an argument is known."""
     one, times_of_one = tensor.innermost()
-    times, shards, on_device = 1, 1, 0
+    times, shards = 1, 1
     for array in arrays:
         each, iterations = array.innermost()
         times = max(times, iterations)
         shards = max(shards, array.aval.size // max(1, iterations * each.aval.size))
-        on_device += iterations * _bytes_on_device(arguments.get(each, each.aval))
+    on_device = _sum_on_device((i, _bytes_on_device(arguments.get(v, v.aval))) for v, i in map(Value.innermost, arrays))
     kept, is_packed = sum(_bytes(array.aval) for array in arrays), arrays != [tensor]
     steps = range(2, max(v.pack_step() for v in arrays) + 1)
     between = [{v for array in arrays for v in array.sources(step) if v.kind != "constant"} for step in steps]
@@ -113,7 +114,9 @@ def _row(tensor: Value, arrays: list[Value], arguments: dict[Value, Any]) -> Sav
         dtype=str(one.aval.dtype),
         times=times * times_of_one if is_packed else times,
         bytes=times * shards * _bytes(tensor.aval) if is_packed else kept,
-        bytes_per_device=times * _bytes_on_device(arguments.get(tensor, tensor.aval)) if is_packed else on_device,
+        bytes_per_device=_sum_on_device([(times, _bytes_on_device(arguments.get(tensor, tensor.aval)))])
+        if is_packed
+        else on_device,
         packed_bytes=kept,
         packed_bytes_per_device=on_device,
         memory="host" if is_on_host else "device",
@@ -133,9 +136,22 @@ def _bytes(array: Any, shape: tuple[int, ...] | None = None) -> int:
     return math.prod(shape) * array.dtype.itemsize
 
 
-def _bytes_on_device(array: Any) -> int:
-    """The bytes of the part on one device, by the sharding of an array or of a type."""
+def _sum_on_device(sizes: Iterable[tuple[int, int | None]]) -> int | None:
+    """The sum of numbers times bytes, if all of them are known."""
+    found = [None if size is None else times * size for times, size in sizes]
+    return None if None in found else sum(size or 0 for size in found)
+
+
+def _has_automatic_axes(mesh: Any) -> bool:
+    axes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
+    return any(kind == jax.sharding.AxisType.Auto and size > 1 for size, kind in axes)
+
+
+def _bytes_on_device(array: Any) -> int | None:
+    """The bytes of the part on one device, by the sharding of an array or of a type; None: only the compiler knows."""
     shape, sharding = tuple(array.shape), getattr(array, "sharding", None)
+    if isinstance(array, ShapedArray) and math.prod(shape) > 1 and _has_automatic_axes(array.sharding.mesh):
+        return None
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return _bytes(array, shape if sharding is None else sharding.shard_shape(shape))
     # `shard_shape` refuses the type of an array inside of a shard_map.

@@ -19,9 +19,9 @@ class SavedTensor:
     dtype: str
     times: int  # how many are kept: by iterations of a scan, by calls from one line
     bytes: int  # of all of them, before packing
-    bytes_per_device: int  # the part of `bytes` on each device; all of them if no sharding is known
+    bytes_per_device: int | None  # the part of `bytes` on each device; None if only the compiler knows the sharding
     packed_bytes: int  # that the vjp function holds for them
-    packed_bytes_per_device: int  # the part of `packed_bytes` on each device
+    packed_bytes_per_device: int | None  # the part of `packed_bytes` on each device
     memory: str  # "device" or "host"
     source: str  # file and line of the call of apply, or of the operation
     note: str
@@ -29,7 +29,8 @@ class SavedTensor:
 
     def multiplied(self, count: int) -> SavedTensor:
         """The row of `count` such tensors."""
-        sizes: dict[str, Any] = {name: count * getattr(self, name) for name in ("times", *_SIZES.values())}
+        known = {name: getattr(self, name) for name in ("times", *_SIZES.values()) if getattr(self, name) is not None}
+        sizes: dict[str, Any] = {name: count * number for name, number in known.items()}
         return dataclasses.replace(self, **sizes, bytes_after=tuple(count * size for size in self.bytes_after))
 
 
@@ -39,6 +40,10 @@ _SIZES = {
     "packed": "packed_bytes",
     "packed per device": "packed_bytes_per_device",
 }
+
+
+def _shown(size: int | None) -> str:
+    return "not known" if size is None else f"{size:,}"
 
 
 class SavedTensorsReport:
@@ -53,8 +58,10 @@ class SavedTensorsReport:
         return self._sum("packed_bytes")
 
     @property
-    def total_bytes_per_device(self) -> int:
-        """The part of `total_bytes` on each device; a tensor whose sharding is not known counts in full."""
+    def total_bytes_per_device(self) -> int | None:
+        """The part of `total_bytes` on each device; None if only the compiler knows the sharding of some tensor."""
+        if any(row.packed_bytes_per_device is None for row in self.rows):
+            return None
         return self._sum("packed_bytes_per_device")
 
     @property
@@ -98,7 +105,7 @@ class SavedTensorsReport:
         chained = any(r.bytes_after for r in self.rows)
         sharded = any(r.packed_bytes_per_device != r.packed_bytes for r in self.rows)
         shown = {"bytes": True, "per device": sharded, "packed": packed, "packed per device": packed and sharded}
-        sizes = {title: (lambda r, s=size: f"{getattr(r, s):,}") for title, size in _SIZES.items() if shown[title]}
+        sizes = {title: (lambda r, s=size: _shown(getattr(r, s))) for title, size in _SIZES.items() if shown[title]}
         return {
             "origin": lambda r: r.layer or r.kind,
             "name": lambda r: r.name,
@@ -112,7 +119,7 @@ class SavedTensorsReport:
 
     def _total(self) -> str:
         facts = {
-            f"{self.total_bytes_per_device:,} per device": self.total_bytes_per_device != self.total_bytes,
+            f"{_shown(self.total_bytes_per_device)} per device": self.total_bytes_per_device != self.total_bytes,
             f"{self.total_unpacked_bytes:,} before packing": self.total_unpacked_bytes != self.total_bytes,
             f"{self.input_bytes:,} of them in inputs of the function": self.input_bytes > 0,
             f"{self.host_bytes:,} of them in host memory": self.host_bytes > 0,

@@ -95,3 +95,12 @@ def test_vmap_over_an_axis_that_is_cut(spec):
         for gradient in jax.jit(lambda x: (of_rows(x), of_all(x)))(x):
             np.testing.assert_allclose(gradient, 1 - np.tanh(x) ** 2, rtol=1e-5)
     assert len(host.shapes) >= 2
+
+
+def test_vmap_over_automatic_axes_that_has_one_as_its_spmd_axis_name():
+    mesh, host = mesh_of("automatic"), Host()
+    x = random(mesh, (4, 4), "data", "model")
+    gradient = jax.grad(host.hooks(lambda row: jnp.sum(Tanh.apply(row))))
+    got = jax.jit(jax.vmap(gradient, spmd_axis_name="data"))(x)
+    np.testing.assert_allclose(got, 1 - np.tanh(x) ** 2, rtol=1e-5)
+    assert host.shapes

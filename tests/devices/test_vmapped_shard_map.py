@@ -1,0 +1,62 @@
+"""`jax.vmap(jax.shard_map(...), spmd_axis_name=...)`: each device along the axis has examples of its own."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from pylayer_jax import PyLayer, parallel
+
+X = jnp.sin(jnp.arange(72.0)).reshape(4, 3, 6)
+W = jnp.cos(jnp.arange(36.0)).reshape(6, 6)
+
+
+class Product(PyLayer):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w.T, x.T @ dy
+
+
+class ByTransposition(Product):
+    forward_mode = True
+
+
+class ByJvp(Product):
+    @staticmethod
+    def jvp(ctx, dx, dw):
+        x, w = ctx.saved_tensors
+        return dx @ w + x @ dw
+
+
+def summed(x, w):
+    x, w = parallel.copy_to(x, "model"), parallel.copy_to(w, "model")
+    return parallel.reduce_from(x @ w / 2, "model")
+
+
+@pytest.mark.parametrize("product", [ByTransposition.apply, ByJvp.apply, summed], ids=["transposed", "jvp", "parallel"])
+def test_an_operand_that_all_examples_share(product):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def loss(f, x, w):
+        replicated = PartitionSpec()
+        mapped = jax.shard_map(lambda x, w: jnp.sin(f(x, w)), mesh=mesh, in_specs=replicated, out_specs=replicated)
+        return jnp.sum(jax.vmap(mapped, in_axes=(0, None), spmd_axis_name="data")(x, w) ** 2)
+
+    def of_gradient(f, x, w):
+        return jnp.sum(jax.grad(loss, 2)(f, x, w) ** 2)
+
+    for f in (loss, of_gradient):
+        got, expected = (jax.jit(jax.grad(functools.partial(f, g), (0, 1)))(X, W) for g in (product, jnp.matmul))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
