@@ -37,8 +37,7 @@ runs on the numbers below an eager differentiation (`host_forward`); what it com
 derivative, and asking for one is an error. A call that takes a `jax.Ref` is a plain `jax.custom_vjp` (`ref_call`).
 
 Tried and left: a nested `jax.custom_vjp` has no forward mode over it; a `jax.custom_jvp` loses its rule in a scan with
-jax 0.10; the function without a `jax.custom_vjp` in front, for every class, takes half as many Python calls again for an
-eager gradient.
+jax 0.10; without a `jax.custom_vjp` in front, for every class, an eager gradient takes half as many Python calls again.
 
 The modules, ground first:
 
