@@ -206,11 +206,11 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     # NOTE [hidden tensors]. Staging would take the numbers from `forward`. In eager mode a value that is differentiated
     # is no reason for it, since it is perhaps not used; where it is, JAX refuses it.
     may_be_staged = without_custom_vjp or applied.is_staged or not applied.is_differentiated
-    call.hides = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
+    call.reaches_traced_values = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
     try:
         # A layer packs its saved tensors itself.
         with null_context if call.hooks is None else outside_hooks_trace():
-            if not refs and (without_custom_vjp or call.hides):
+            if not refs and (without_custom_vjp or call.reaches_traced_values):
                 values = call_without_custom_vjp(call, tensors, applied.is_transposed)
             else:
                 values = call_with_symbolic_zeros(_rule_of(layer, bool(refs)), Static(call), tensors)

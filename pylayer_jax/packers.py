@@ -20,14 +20,14 @@ import numpy as np
 from pylayer_jax._jax.tracers import is_tracer
 
 from ._hooks.block import saved_tensors_hooks
+from ._hooks.derived_residuals import Errors
 from ._hooks.disk import File, folder_of
 from ._hooks.pair import Step
 from ._hooks.quantize import Blocks, Quantized, dequantize, quantize
-from ._hooks.recompute import Errors
 
 Only = Callable[[jax.Array], bool]
 
-_NO_ERRORS = Errors(keep_offsets=True, shortest_scaled_row=0)
+_NO_ERRORS = Errors(error_is_absolute=True, shortest_scaled_row=0)
 
 __all__ = ["cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
@@ -171,7 +171,7 @@ class quantize_saved(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
 
         # Shorter rows share a block.
-        self._errors = Errors(keep_offsets=True, shortest_scaled_row=block_size // 2 + 1)
+        self._errors = Errors(error_is_absolute=True, shortest_scaled_row=block_size // 2 + 1)
         rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
 
         def pack(x: Any) -> Any:

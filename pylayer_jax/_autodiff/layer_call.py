@@ -3,9 +3,9 @@
 NOTE [hidden tensors]
 A function or an object among the arguments may hold traced values where JAX does not look: `model.w`, a variable that a
 lambda captures. A rule of `jax.custom_vjp` runs after the trace of such a value may have ended. Therefore a call that
-reaches one (`hides`) is staged where it is applied: the value becomes an operand of *staged_call*. `backward` finds it
-by an object on the context, and then needs the value of the trace in which it runs: what objects on the context hold is
-a residual as well, and stands in its place while `backward` runs. An output that depends on a hidden value that is
+reaches one is staged where it is applied: the value becomes an operand of the function with its rule. `backward` finds
+it by an object on the context, and then needs the value of the trace in which it runs: what objects on the context hold
+is a residual as well, and stands in its place while `backward` runs. An output that depends on a hidden value that is
 differentiated is an error.
 """
 
@@ -40,7 +40,7 @@ null_context: Final = contextlib.nullcontext()
 class LayerCall:
     """Static data of one call of `apply`, which travels through JAX inside a treedef. Holds no array."""
 
-    __slots__ = ("arguments", "hides", "hooks", "layer", "log", "name", "outputs")
+    __slots__ = ("arguments", "hooks", "layer", "log", "name", "outputs", "reaches_traced_values")
 
     def __init__(self, layer: Any, arguments: Arguments, hooks: Hooks | None, deferred: bool) -> None:
         self.layer = layer
@@ -49,7 +49,7 @@ class LayerCall:
         # JAX may run the forward rule long after the block was left. Therefore the call takes the pair.
         self.hooks = hooks
         # Whether `forward` is staged where it is applied, since it may reach traced values by itself.
-        self.hides = False
+        self.reaches_traced_values = False
         # Only a call that is staged may be differentiated several times.
         self.log: RunLog[Any] | None = RunLog() if deferred else None
         self.outputs: Outputs | None = None  # set by the binding that ran the layer
@@ -72,7 +72,7 @@ class LayerCall:
         """The names under which `forward`, or a static argument, reaches traced values for which `predicate` holds."""
         layer, arguments = self.layer, self.arguments
         methods = [layer.forward, layer.setup_context] if layer._has_setup_context() else [layer.forward]
-        statics = [] if arguments.are_tensors else [x for a in arguments.arguments for x in a.skeleton.statics()]
+        statics = [] if arguments.is_plain_call else [x for a in arguments.arguments for x in a.skeleton.statics()]
         if not any(map(predicate, tracers_in([*methods, *statics], but=[layer]))):
             return []
         names = [name for method in methods for name in traced_names(method, predicate, but=[layer])]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from pylayer_jax._jax import rule_function
 from pylayer_jax._jax.custom_vjp import NO_RESIDUAL, RunLog, custom_vjp, is_symbolic_zero
-from pylayer_jax._jax.identities import batch_together
+from pylayer_jax._jax.identity_primitives import map_all_outputs
 from pylayer_jax._jax.imports import eval_context
 from pylayer_jax._jax.masks import scatter, select
 from pylayer_jax._jax.rule_function import BatchRun, RuleFunction
@@ -128,7 +128,7 @@ class LayerFunction(RuleFunction):
     def call_staged(self, *args: Any) -> list[Any]:
         __tracebackhide__ = True
         call, types = self.call, self.call.arguments.avals
-        staged, consts = stage_forward(call, types, call.arguments.perturbable([True] * len(args)), args)
+        staged, consts = stage_forward(call, types, call.arguments.can_get_gradient([True] * len(args)), args)
         staged.packs = self.packs
         call.outputs = staged.saved.outputs
         return staged.bind(consts, args)[: staged.outputs]
@@ -144,7 +144,9 @@ def call_without_custom_vjp(call: LayerCall, tensors: Sequence[Any], is_transpos
     __tracebackhide__ = True
     function = LayerFunction(call)
     # A rule of ours would lose values that `forward` closes over; staged, they become operands.
-    return function.call_staged(*tensors) if is_transposed or call.hides else rule_function.call(function, tensors)
+    if is_transposed or call.reaches_traced_values:
+        return function.call_staged(*tensors)
+    return rule_function.call(function, tensors)
 
 
 # -- the custom_vjp function in front --------------------------------------------------------------
@@ -175,7 +177,7 @@ def _primal(static: Static, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
     call: LayerCall = static.value
     call.outputs, values = run_undifferentiated(call, tensors)
-    return tuple(batch_together(tensors[: call.arguments.first_ref], values))
+    return tuple(map_all_outputs(tensors[: call.arguments.first_ref], values))
 
 
 def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -187,7 +189,7 @@ def _forward_rule(static: Static, *primals: Any) -> tuple[tuple[Any, ...], tuple
         tensors = as_arrays([p.value for p in primals])  # jax.grad(f)(2.0) hands on the Python number
         perturbed = [p.perturbed for p in primals]
         perturbed_is_exact = not any(map(is_rematerialization_tracer, tensors))
-    needs_grad = call.arguments.perturbable(perturbed)
+    needs_grad = call.arguments.can_get_gradient(perturbed)
     saved, derivative, outputs, residuals = differentiate(call, tensors, needs_grad, perturbed_is_exact).packed(call)
     _check_outputs(call.name, call.outputs, saved.outputs)
     call.outputs = saved.outputs
@@ -223,7 +225,7 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
     if any(map(is_mapped, given)):
         # A gradient that no cotangent reaches counts once per example too: NOTE [shared outputs].
         nonzero = [g is not None for g in gradients]
-        together = batch_together([c for c in given if c is not None], select(gradients, nonzero))
+        together = map_all_outputs([c for c in given if c is not None], select(gradients, nonzero))
         gradients = scatter(together, nonzero)
     return None, *gradients
 

@@ -203,11 +203,11 @@ def _scatter(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
 add_rule("scatter", _scatter)
 add_rule("select_n", _zero_if(lambda _, operands: operands[1:]))
 for _name in (
-    "compute_together", "device_put", "forbid_derivative", "optimization_barrier",
+    "barrier", "device_put", "forbid_derivative", "optimization_barrier",
 ):  # fmt: skip
     add_rule(_name, _each)
 add_rule("with_tangent", lambda _, operands: [result_of(operands, operands[1].is_zero)])
-add_rule("batch_together", lambda equation, operands: operands[-equation.params["count"] :])
+add_rule("map_all_outputs", lambda equation, operands: operands[-equation.params["count"] :])
 
 
 def _gather(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:

@@ -24,14 +24,14 @@ def pack_residuals(
         A derivative that takes the arrays that are kept, these arrays, and the outputs bound to them.
     """
     count = len(residuals)
-    owners: Sequence[int] = range(saved.packable)  # the tensor that each of the first arrays was packed from
-    if saved.packable and call.hooks is not None and active.value is not SUSPENDED:
+    owners: Sequence[int] = range(saved.saved_count)  # the tensor that each of the first arrays was packed from
+    if saved.saved_count and call.hooks is not None and active.value is not SUSPENDED:
         owner = f"{call.name}, saved tensor"
         # The operations that keep the same tensors run there, and find them packed.
         with set_current_trace(trace_of_known_values([*residuals, *outputs])):
-            packed, arrays, outputs = pack(call.hooks, residuals[: saved.packable], outputs, owner)
+            packed, arrays, outputs = pack(call.hooks, residuals[: saved.saved_count], outputs, owner)
         derivative = derivative.packing(packed)
-        residuals, owners = [*arrays, *residuals[saved.packable :]], packed.owners
+        residuals, owners = [*arrays, *residuals[saved.saved_count :]], packed.owners
     if not call.layer.saved_names or not is_staging(include_outer=True):
         return derivative, residuals, outputs
     names = _checkpoint_names(call, saved, count)

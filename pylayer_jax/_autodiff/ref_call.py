@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from pylayer_jax._jax.identities import forbid_derivative
+from pylayer_jax._jax.identity_primitives import forbid_derivative
 from pylayer_jax._jax.tracers import is_differentiated
 from pylayer_jax._jax.types import is_ref
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
@@ -22,7 +22,7 @@ def check_refs(call: LayerCall, tensors: Sequence[Any]) -> None:
         TypeError: at once; or, for a call that is staged, when it is differentiated. Also for a class with a `vmap`
             method, which would be passed over.
     """
-    if not call.arguments.are_tensors:
+    if not call.arguments.is_plain_call:
         _refuse_hidden_refs(call)
     for name, ref in call.arguments.refs_of(tensors):
         if call.layer._has_vmap_method():

@@ -23,7 +23,7 @@ from pylayer_jax._trees.closures import filled
 from pylayer_jax._trees.messages import add_note
 
 from .layer_call import LayerCall, in_backward, null_context
-from .saved_state import SavedState, SavedTree, fresh
+from .saved_state import SavedState, SavedTree, copy_container
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -103,7 +103,7 @@ class Derivative:
             add_note(error, call.name, "backward")
             raise
         attributes.check(call.name, "backward", result)
-        needed = call.arguments.perturbable(needs_grad)
+        needed = call.arguments.can_get_gradient(needs_grad)
         return conjugate(match_gradients(result, call.arguments, needed, layer, saved.perturbed_is_exact))
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
@@ -128,7 +128,7 @@ class Derivative:
     def _needs_input_grad(self, needs_grad: Sequence[bool]) -> list[bool]:
         """`ctx.needs_input_grad`, per tensor. If `forward` read it, the same again, since the saved values fit that."""
         saved = self.saved
-        return saved.needs_grad if saved.read_needs_input_grad else self.call.arguments.perturbable(needs_grad)
+        return saved.needs_grad if saved.read_needs_input_grad else self.call.arguments.can_get_gradient(needs_grad)
 
     def second_derivative_error(self) -> Exception | None:
         """The error for a derivative of the transposed `backward`, if the class forbids it."""
@@ -144,7 +144,7 @@ class Derivative:
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:
         def restore(value: Any) -> Any:
-            return value.restore(residuals) if isinstance(value, SavedTree) else fresh(value)
+            return value.restore(residuals) if isinstance(value, SavedTree) else copy_container(value)
 
         return backward_context(
             self.call.layer._context,

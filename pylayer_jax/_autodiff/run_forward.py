@@ -70,7 +70,7 @@ def run_undifferentiated(call: LayerCall, tensors: Sequence[Any], needs: bool = 
     `needs` says whether every gradient counts as needed, since the same jaxpr may be differentiated later.
     """
     __tracebackhide__ = True
-    needs_grad = call.arguments.perturbable([needs] * len(tensors))
+    needs_grad = call.arguments.can_get_gradient([needs] * len(tensors))
     tensors = _distinct(as_arrays(tensors))
     ctx, result = _run_call(call, "forward", call.layer._forward_with_ctx(), tensors, needs_grad)
     outputs, _, arrays = Outputs.of(call.name, result, tensors, ctx._state)
@@ -153,18 +153,18 @@ def _saved(
 ) -> tuple[SavedState, list[Any], list[Any]]:
     outputs, returned, arrays = Outputs.of(call.name, result, inputs, ctx._state)
     _check_saved_names(call, ctx._state.saved)
-    kept_as = ctx._state.numpy_outputs(returned, arrays)
+    stands_for = ctx._state.numpy_outputs(returned, arrays)
     # An array that was passed twice is kept once.
-    kept_as |= {id(copy): x for copy, x in zip(inputs, tensors, strict=True) if copy is not x}
+    stands_for |= {id(copy): x for copy, x in zip(inputs, tensors, strict=True) if copy is not x}
     saved, residuals = save_state(
         ctx,
         outputs,
-        kept_as,
+        stands_for,
         needs_grad,
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,
         packs=call.hooks is not None,
-        is_hidden=is_live if call.hides else is_made_here,
+        is_hidden=is_live if call.reaches_traced_values else is_made_here,
     )
     return saved, arrays, residuals
 

@@ -25,10 +25,10 @@ class SavedTree:
 
     def restore(self, residuals: Sequence[Any]) -> Any:
         # JAX hands on some constants as NumPy arrays.
-        return self.skeleton.fill(as_arrays([residuals[i] for i in self.residuals]), fresh)
+        return self.skeleton.fill(as_arrays([residuals[i] for i in self.residuals]), copy_container)
 
 
-def fresh(static: Any) -> Any:
+def copy_container(static: Any) -> Any:
     """A copy of a container that is no pytree to JAX; any other static itself."""
     return copy.copy(static) if isinstance(static, _CONTAINERS) else static
 
@@ -45,7 +45,7 @@ class SavedState:
 
     outputs: Outputs
     saved: Any  # of save_for_backward; None if nothing was saved
-    packable: int  # the number of residuals that save_for_backward saved, which are the first
+    saved_count: int  # the number of residuals that save_for_backward saved, which are the first
     saved_for_jvp: Any  # None if it is the same as `saved`
     attributes: dict[str, Any]
     hidden: list[tuple[str, Place, SavedTree]]  # where objects on the context hold tensors: NOTE [hidden tensors]
@@ -91,7 +91,7 @@ class SavedState:
 def save_state(
     ctx: PyLayerContext,
     outputs: Outputs,
-    kept_as: dict[int, Any],
+    stands_for: dict[int, Any],
     needs_grad: list[bool],
     *,
     perturbed_is_exact: bool,
@@ -101,8 +101,8 @@ def save_state(
 ) -> tuple[SavedState, list[Any]]:
     """What a context holds after `forward`, and the residuals: each tensor that it keeps, once.
 
-    `kept_as` has, by the identity of a tensor, the object of equal value that is kept in its place: the output that a
-    NumPy value is, or the argument of which `forward` got a copy. With `packs`, saved tensors share no residual with
+    `stands_for` has, by the identity of a tensor, the object of equal value that is kept in its place: the output that
+    a NumPy value is, or the argument of which `forward` got a copy. With `packs`, saved tensors share no residual with
     attributes, which are never packed.
     """
     state, layer = ctx._state, ctx._state.layer
@@ -127,8 +127,8 @@ def save_state(
         return keep(tensors, skeleton, value)
 
     def keep(tensors: list[Any], skeleton: TreeWithoutTensors, value: Any) -> Any:
-        if kept_as:
-            tensors = [kept_as.get(id(x), x) for x in tensors]
+        if stands_for:
+            tensors = [stands_for.get(id(x), x) for x in tensors]
         for tensor in tensors:
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)
@@ -137,7 +137,7 @@ def save_state(
         return value if is_object else SavedTree(skeleton, [indices[id(x)] for x in tensors])
 
     saved = None if state.saved is None else save(state.saved, "ctx.save_for_backward")
-    packable = len(residuals)
+    saved_count = len(residuals)
     if packs:
         indices.clear()
     for_jvp = state.saved_for_jvp if has_jvp else None
@@ -145,7 +145,7 @@ def save_state(
     found = SavedState(
         outputs=outputs,
         saved=saved,
-        packable=packable,
+        saved_count=saved_count,
         saved_for_jvp=None if for_jvp is None else save(for_jvp, "ctx.save_for_forward"),
         attributes=attributes,
         hidden=[(name, place, keep(*split(place.read()), None)) for name, place in hidden],

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax import rule_function
-from pylayer_jax._jax.identities import forbid_derivative
+from pylayer_jax._jax.define_primitive import is_named, vmap_as_needed
+from pylayer_jax._jax.identity_primitives import forbid_derivative
 from pylayer_jax._jax.imports import eval_context, eval_jaxpr
 from pylayer_jax._jax.jaxprs import (
     dependence,
@@ -25,7 +26,6 @@ from pylayer_jax._jax.jaxprs import (
     without_refs,
 )
 from pylayer_jax._jax.masks import scatter, select
-from pylayer_jax._jax.primitives import is_named, vmap_as_needed
 from pylayer_jax._jax.rule_function import BatchRun, RuleFunction
 from pylayer_jax._jax.tracers import NEEDS_VALUES, concrete_value, is_differentiated, is_forward_mode, is_leaked
 from pylayer_jax._jax.types import has_tangent, is_ref, typeof

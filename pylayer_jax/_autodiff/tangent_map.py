@@ -18,9 +18,9 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax import linear_map
+from pylayer_jax._jax.define_primitive import held_object
 from pylayer_jax._jax.linear_map import LinearMap, linear_map_p
 from pylayer_jax._jax.masks import merge, scatter, select
-from pylayer_jax._jax.primitives import held_object
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 from pylayer_jax._jax.types import zeros_of
 

@@ -9,10 +9,10 @@ import jax
 
 from pylayer_jax._hooks.open_blocks import layers_only
 from pylayer_jax._jax.custom_vjp import custom_function_in
+from pylayer_jax._jax.define_primitive import held_object
 from pylayer_jax._jax.imports import eval_jaxpr
-from pylayer_jax._jax.jaxprs import stage, without_stopped_selections
+from pylayer_jax._jax.jaxprs import stage, without_select_of_stop_gradient
 from pylayer_jax._jax.masks import merge, select
-from pylayer_jax._jax.primitives import held_object
 from pylayer_jax._jax.rule_function import RuleFunction, rule_function_p
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 
@@ -76,7 +76,7 @@ def transpose(
             f"jax.numpy, or give {layer} a static jvp(ctx, *tangents), which sees them."
         )
         raise
-    jaxpr = without_stopped_selections(jaxpr)
+    jaxpr = without_select_of_stop_gradient(jaxpr)
     is_cotangent = [False] * len(consts) + [True] * len(types)
     if reason := why_not_linear(jaxpr, is_cotangent, consts):
         raise _not_transposed_error(

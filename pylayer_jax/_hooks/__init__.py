@@ -9,7 +9,7 @@
 - `pair`: a pair of hooks, of one step or more.
 - `open_blocks`: the blocks that are open, and the facts that a layer takes from them.
 - `packing`: packing one tensor, and unpacking it.
-- `recompute`: which residuals follow from others, and how they are computed again.
+- `derived_residuals`: which residuals follow from others, and how they are computed again.
 - `packed_residuals`: all residuals of a layer or operation, packed or derived.
 - `operation_rule`: one JAX operation, with packed residuals.
 - `trace`: the trace that meets every operation of a block.

@@ -16,9 +16,9 @@ import numpy as np
 
 from pylayer_jax._jax.tracers import current_trace
 
+from .derived_residuals import Errors
 from .open_blocks import Block, Disabled, active, active_pair, innermost_block, mark_nested
 from .pair import Hook, Pair, Step
-from .recompute import Errors
 from .trace import HooksTrace, enter_block
 
 P = ParamSpec("P")

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import jax
 
-from pylayer_jax._jax.identities import mark_hooks_block
+from pylayer_jax._jax.identity_primitives import mark_hooks_block
 from pylayer_jax._jax.imports import current, set_current_trace, summarize
 from pylayer_jax._jax.tracers import (
     applied_to,

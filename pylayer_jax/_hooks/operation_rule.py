@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from pylayer_jax._jax.custom_vjp import RunLog, call_with_symbolic_zeros, custom_vjp, is_symbolic_zero
-from pylayer_jax._jax.identities import holds_hooks_block
+from pylayer_jax._jax.identity_primitives import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.masks import merge, scatter, select
@@ -21,9 +21,9 @@ from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below
 from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
 from pylayer_jax._trees.opaque import Static
 
+from .derived_residuals import Recorder
 from .open_blocks import Hooks, hooks_suspended
 from .packed_residuals import PackedResiduals, pack
-from .recompute import Recorder
 
 Run = Callable[..., Any]  # from arrays to an array or a list of arrays
 

@@ -11,14 +11,14 @@ from typing import Any
 import jax
 
 from pylayer_jax._jax.custom_vjp import is_run_number
-from pylayer_jax._jax.identities import compute_together
+from pylayer_jax._jax.identity_primitives import barrier
 from pylayer_jax._jax.tracers import is_staged, is_staging, is_tracer
 from pylayer_jax._jax.types import is_key, is_ref, typeof
 
+from .derived_residuals import Expression, Origins
 from .open_blocks import Hooks, hooks_suspended, outside_hooks_trace
 from .pack_cache import PackCache
 from .packing import PackedTensor, pack_tensor
-from .recompute import Expression, Origins
 
 
 class DerivedTensor:
@@ -242,7 +242,7 @@ class _Packing:
         staged = [x for entry in new for x in entry.arrays if is_staged(x)]
         bound = list(outputs)
         if staged:
-            values = compute_together([*outputs, *staged])
+            values = barrier([*outputs, *staged])
             bound = values[: len(bound)]
             renamed = {id(x): y for x, y in zip(staged, values[len(bound) :], strict=True)}
             for entry in new:

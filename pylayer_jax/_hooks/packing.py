@@ -23,7 +23,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from pylayer_jax._jax.identities import compute_together, forbid_derivative, with_tangent
+from pylayer_jax._jax.identity_primitives import barrier, forbid_derivative, with_tangent
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_differentiating, is_staged, is_tracer
 from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
 from pylayer_jax._trees.closures import hiding_functions
@@ -84,7 +84,7 @@ class PackedTensor:
         tensor, packed = (arrays[0], arrays[1:]) if self.keeps_original else (None, arrays)
         if any(map(is_staged, packed)):
             # Otherwise XLA may unpack as early as it packs, and hold all unpacked tensors until backward begins.
-            packed = compute_together([*packed, *cotangents])[: len(packed)]
+            packed = barrier([*packed, *cotangents])[: len(packed)]
         with hooks_suspended(), outside_hooks_trace():
             try:
                 value = self._array.restored(as_arrays(packed))  # JAX hands on some constants as numbers

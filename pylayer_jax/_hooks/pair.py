@@ -6,10 +6,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from .derived_residuals import Errors
 from .function_keys import function_key
 from .host_store import HostStore, host_store_of
 from .pack_cache import PackCache
-from .recompute import Errors
 
 Hook = Callable[[Any], Any]
 

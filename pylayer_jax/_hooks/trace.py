@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pylayer_jax._jax.custom_vjp import keep_one_result, runs_custom_vjp_functions_once
-from pylayer_jax._jax.identities import holds_hooks_block
+from pylayer_jax._jax.identity_primitives import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
 from pylayer_jax._jax.tracers import (
@@ -31,10 +31,10 @@ from pylayer_jax._jax.tracers import (
 from pylayer_jax._jax.types import as_arrays, has_tangent, typeof
 from pylayer_jax._trees.partition import split
 
+from .derived_residuals import is_offset
 from .open_blocks import Block, Hooks, hooks_suspended, layers_only
 from .operation_rule import Operation, Run, StagedOperation
 from .pair import Pair
-from .recompute import is_offset
 
 # Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
 _WITHOUT_RESIDUALS = frozenset(
@@ -130,7 +130,9 @@ class HooksTrace(PassThroughTrace):
             # Under jit a staged value may be differentiated later; elsewhere JAX's own tracers tell.
             is_reverse = any(map(is_reverse_mode_tracer, args))
             is_chosen = is_reverse_mode_tracer if is_reverse else is_staged
-            keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.errors.keep_offsets and is_offset(name, args))
+            keeps_nothing = name in _WITHOUT_RESIDUALS and not (
+                self.pair.errors.error_is_absolute and is_offset(name, args)
+            )
             is_packed = not keeps_nothing and not _is_in_forward_mode(args) and not self.block.left_in
             if not is_packed or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.

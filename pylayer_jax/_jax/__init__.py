@@ -6,8 +6,10 @@
 - `types`: shapes, dtypes, weak types, shardings; zeros of a type.
 - `masks`: lists of values and masks.
 - `jaxprs`: making jaxprs, reading and changing them.
-- `primitives`: entering a primitive into the rule tables of JAX.
+- `define_primitive`: entering a primitive into the rule tables of JAX; mapping a function as a batching rule does.
+- `rule_function`: a function with its rule.
+- `linear_map`: a linear map with its transpose.
 - `custom_vjp`: functions with custom rules, and the log of their runs.
-- `identities`: primitives that compute nothing.
+- `identity_primitives`: primitives that compute nothing.
 - `host_calls`: the primitive that runs a function on the host.
 """

@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from .define_primitive import PrimitiveWithObject, register
 from .imports import ShapedArray, buffer_callback, io_callback, mlir
 from .masks import merge
-from .primitives import PrimitiveWithObject, register
 from .tracers import is_staging
 from .types import explicit_sharding
 

@@ -76,7 +76,7 @@ def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
     return list(jaxprs_in_params(params))
 
 
-def at_present_line(jaxpr: Any) -> Any:
+def with_users_line(jaxpr: Any) -> Any:
     """The jaxpr of a jitted function of JAX, whose equations have no line of a user, with the line that runs now."""
     if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
         return jaxpr
@@ -238,7 +238,7 @@ def _with_equations(jaxpr: Any, equations: list[Any], outvars: Sequence[Any]) ->
     return jaxpr.replace(eqns=equations, outvars=list(outvars), effects=effects, debug_info=debug)
 
 
-def without_stopped_selections(jaxpr: Any) -> Any:
+def without_select_of_stop_gradient(jaxpr: Any) -> Any:
     """The jaxpr without selections between a value and the same value behind `stop_gradient`, at any depth.
 
     A batched `jax.lax.cond` has them, to stop the gradients of the branches that are not taken. They are equal to the
@@ -261,7 +261,7 @@ def without_stopped_selections(jaxpr: Any) -> Any:
                 (value,) = values
                 same[equation.outvars[0]] = same.get(value, value)
                 continue
-        params = {name: changed_inside(without_stopped_selections, x) for name, x in equation.params.items()}
+        params = {name: changed_inside(without_select_of_stop_gradient, x) for name, x in equation.params.items()}
         changed = changed or any(params[name] is not x for name, x in equation.params.items())
         equations.append(equation.replace(invars=renamed(equation.invars), params=params))
     if not same and not changed:

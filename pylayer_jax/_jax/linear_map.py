@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .primitives import PrimitiveWithObject, batch_axis_to_front, is_named, register, vmap_over
+from .define_primitive import PrimitiveWithObject, batch_axis_to_front, is_named, register, vmap_over
 from .types import mapped_type, tangent_type, typeof, zeros_of
 
 Values = list[Any]

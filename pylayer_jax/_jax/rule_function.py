@@ -20,10 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .imports import eval_jaxpr, partial_eval
-from .jaxprs import effects_of_own_refs, stage
-from .masks import scatter, select
-from .primitives import (
+from .define_primitive import (
     PrimitiveWithObject,
     held_object,
     is_named,
@@ -33,6 +30,9 @@ from .primitives import (
     vmap_as_needed,
     vmap_over,
 )
+from .imports import eval_jaxpr, partial_eval
+from .jaxprs import effects_of_own_refs, stage
+from .masks import scatter, select
 from .tracers import applied_to
 from .types import has_tangent, typeof
 

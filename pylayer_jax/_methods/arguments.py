@@ -48,7 +48,7 @@ class Arguments:
     behind the tensors. It is a static of its argument otherwise, which has no gradient.
     """
 
-    __slots__ = ("are_tensors", "arguments", "avals", "by_keyword", "first_ref", "layer", "positional", "refs")
+    __slots__ = ("arguments", "avals", "by_keyword", "first_ref", "is_plain_call", "layer", "positional", "refs")
 
     def __init__(
         self, layer: str, values: Sequence[tuple[str, Any]], positional: int, by_keyword: Sequence[str] = ()
@@ -65,8 +65,8 @@ class Arguments:
             self.avals.extend(tensors)
         self.first_ref = len(self.avals)  # the index of the first Ref among the tensors of the call
         # Whether each argument is one tensor, given by position, as in nearly every call.
-        self.are_tensors = not by_keyword and all(a.skeleton is LEAF for a in self.arguments)
-        if not self.are_tensors and any(any(map(is_ref, a.skeleton.leaves)) for a in self.arguments):
+        self.is_plain_call = not by_keyword and all(a.skeleton is LEAF for a in self.arguments)
+        if not self.is_plain_call and any(any(map(is_ref, a.skeleton.leaves)) for a in self.arguments):
             self._take_refs()
 
     def _take_refs(self) -> None:
@@ -115,7 +115,7 @@ class Arguments:
             AttributeError: if it set an attribute of an array.
         """
         __tracebackhide__ = True
-        statics = () if self.are_tensors else [(a.name, x) for a in self.arguments for x in a.skeleton.statics()]
+        statics = () if self.is_plain_call else [(a.name, x) for a in self.arguments for x in a.skeleton.statics()]
         attributes = Attributes(statics, tensors, layer)
         result = self._call(method, function, ctx, tensors)
         attributes.check(self.layer, method, result)
@@ -123,7 +123,7 @@ class Arguments:
 
     def _call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
         __tracebackhide__ = True
-        if self.are_tensors:
+        if self.is_plain_call:
             return function(ctx, *tensors)
 
         def with_ref(static: Any) -> Any:
@@ -155,7 +155,7 @@ class Arguments:
         """One bool per argument, from one bool per tensor."""
         return tuple(any(perturbed[a.span]) for a in self.arguments)
 
-    def perturbable(self, perturbed: Sequence[bool]) -> list[bool]:
+    def can_get_gradient(self, perturbed: Sequence[bool]) -> list[bool]:
         """`perturbed`, but False for tensors that cannot have a gradient (integers, bools, PRNG keys), and for Refs."""
         can_be = zip(perturbed[: self.first_ref], self.avals[: self.first_ref], strict=True)
         return [p and has_tangent(aval) for p, aval in can_be] + [False] * len(self.refs)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.primitives import batch_axis_to_front
+from pylayer_jax._jax.define_primitive import batch_axis_to_front
 from pylayer_jax._trees.messages import add_note, describe
 from pylayer_jax._trees.partition import is_tensor
 

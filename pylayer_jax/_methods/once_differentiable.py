@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from pylayer_jax._jax.identities import forbid_derivative
+from pylayer_jax._jax.identity_primitives import forbid_derivative
 from pylayer_jax._jax.masks import merge, select
 from pylayer_jax._jax.tracers import is_tracer
 from pylayer_jax._jax.types import has_tangent

@@ -16,8 +16,8 @@ from pylayer_jax._jax.types import is_key, is_ref, mesh_axes_of
 from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import is_tensor, split
 
+from .provenance import Value, Values, source_of
 from .table import SavedTensor, SavedTensorsReport
-from .values import Value, Values, source_of
 
 
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:

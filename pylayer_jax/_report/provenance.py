@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pylayer_jax._autodiff.stage_forward import StagedForward
 from pylayer_jax._hooks.packing import PACK_SCOPE
+from pylayer_jax._jax.define_primitive import held_object
 from pylayer_jax._jax.imports import summarize
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_literal, scan_counts
 from pylayer_jax._jax.masks import scatter
-from pylayer_jax._jax.primitives import held_object
 from pylayer_jax._jax.rule_function import BatchedFunction, RuleFunction, UsedPart, rule_function_p
 
 Equations = tuple[Any, ...]  # one, behind those that hold its jaxpr
@@ -88,7 +88,7 @@ def source_of(equations: Equations) -> str:
 # Each result of these primitives is an operand, the last one the last operand, and needs no memory of its own.
 _PASS_ON = frozenset(
     (
-        "batch_together", "compute_together", "forbid_derivative", "name", "optimization_barrier", "pcast", "pvary",
+        "map_all_outputs", "barrier", "forbid_derivative", "name", "optimization_barrier", "pcast", "pvary",
         "reduce_precision", "stop_gradient", "with_tangent",
     )
 )  # fmt: skip

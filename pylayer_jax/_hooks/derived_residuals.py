@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
-from pylayer_jax._jax.jaxprs import at_present_line, inner_jaxprs, is_inlinable, jaxpr_and_consts
+from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, with_users_line
 from pylayer_jax._jax.tracers import PassThroughTrace
 from pylayer_jax._jax.types import typeof
 
@@ -31,7 +31,7 @@ class Errors(NamedTuple):
     """What is known of the error that a pair of hooks makes."""
 
     # Whether it stays as it is where a constant is added: it does not depend on the size of a value, or there is none.
-    keep_offsets: bool = False
+    error_is_absolute: bool = False
     # How many values a row along the last axis has at least, if it may be scaled by a number of its own: the error of
     # its values then comes from that row only. None if no row may.
     shortest_scaled_row: int | None = None
@@ -41,7 +41,7 @@ class Errors(NamedTuple):
         first, second = self.shortest_scaled_row, other.shortest_scaled_row
         # If both divide by rows, the second may mix numbers of the first that belong to several rows.
         rows = None if first is None or second is None or (first and second) else first + second
-        return Errors(self.keep_offsets and other.keep_offsets, rows)
+        return Errors(self.error_is_absolute and other.error_is_absolute, rows)
 
 
 class Origin(NamedTuple):
@@ -80,7 +80,7 @@ def _opened(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
     """The jaxpr and constants of a small jitted function, such as those of jax.numpy; None for another one."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not any(inner_jaxprs(e.params) for e in jaxpr.eqns)
-    return (at_present_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
+    return (with_users_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
 
 
 class Step(NamedTuple):
@@ -155,13 +155,13 @@ def _is_simple(origin: Origin, origins: Origins, errors: Errors) -> bool:
         return True
     if name == "convert_element_type":
         return _is_integer(inputs[0]) or np.can_cast(_dtype(inputs[0]), origin.params["new_dtype"])
-    if name in ("mul", "div") or (name in ("add", "sub") and errors.keep_offsets):
+    if name in ("mul", "div") or (name in ("add", "sub") and errors.error_is_absolute):
         shortest, shape = errors.shortest_scaled_row, np.shape(origin.value)
         by_row = shortest is not None and (not shape or _is_at_least(shape[-1], shortest))
         is_uniform = _is_constant_along_rows if by_row else _is_one_number
         return any(is_uniform(x, origins) for x in (inputs[1:] if name == "div" else inputs))
     if name == "one_minus_square":
-        return errors.keep_offsets
+        return errors.error_is_absolute
     return name == "square" or (name == "integer_pow" and origin.params["y"] in (2, 3))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
+from .define_primitive import batch_axis_to_front, register
 from .imports import Primitive, partial_eval, stablehlo
 from .jaxprs import has_equation
 from .masks import merge, scatter, select
-from .primitives import batch_axis_to_front, register
 
 
 def drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
@@ -21,7 +21,7 @@ def drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]
     return is_read, equation.replace(invars=invars, outvars=outvars, params=params)
 
 
-# -- batch_together: inputs, outputs -> outputs ----------------------------------------------------
+# -- map_all_outputs: inputs, outputs -> outputs ----------------------------------------------------
 #
 # NOTE [shared outputs]
 # Under vmap, JAX lets an output that no mapped input reaches be shared by all examples. Its one cotangent would then be
@@ -29,61 +29,61 @@ def drop_operands(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]
 # wrong number). Therefore all outputs of a layer are mapped as soon as one input is. They have the mapped axis in
 # front, in the primal function as in the forward rule: where both are staged, JAX takes the place from one for both.
 
-batch_together_p = Primitive("batch_together")
+map_all_outputs_p = Primitive("map_all_outputs")
 
 
-def batch_together(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+def map_all_outputs(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
     """The outputs; under vmap all are mapped, with the axis in front, as soon as one of the inputs or outputs is."""
-    return batch_together_p.bind(*inputs, *outputs, count=len(outputs)) if outputs else []
+    return map_all_outputs_p.bind(*inputs, *outputs, count=len(outputs)) if outputs else []
 
 
-def _batch_together_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
+def _map_all_outputs_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
     outputs = zip(args[-count:], dims[-count:], strict=True)
     return [batch_axis_to_front(axis, x, d) for x, d in outputs], [0] * count
 
 
 register(
-    batch_together_p,
+    map_all_outputs_p,
     evaluate=lambda *args, count: list(args[-count:]),
     abstract=lambda *types, count: (list(types[-count:]), frozenset()),
-    jvp=lambda primals, tangents, *, count: (batch_together_p.bind(*primals, count=count), list(tangents[-count:])),
+    jvp=lambda primals, tangents, *, count: (map_all_outputs_p.bind(*primals, count=count), list(tangents[-count:])),
     transpose=lambda cotangents, *args, count: [None] * (len(args) - count) + list(cotangents),
-    batch=_batch_together_batch,
+    batch=_map_all_outputs_batch,
     lower=lambda _, *args, count: list(args[-count:]),
     drop_unused=drop_operands,
 )
 
 
-# -- compute_together: values -> values ------------------------------------------------------------
+# -- barrier: values -> values ------------------------------------------------------------
 #
 # `jax.lax.optimization_barrier`, whose derivative leaves values without a tangent as they are (not so in jax 0.10).
 
-compute_together_p = Primitive("compute_together")
+barrier_p = Primitive("barrier")
 
 
-def compute_together(values: Sequence[Any]) -> list[Any]:
+def barrier(values: Sequence[Any]) -> list[Any]:
     """The values; XLA computes each of them only where it has all of them that change in a loop."""
-    return compute_together_p.bind(*values)
+    return barrier_p.bind(*values)
 
 
 register(
-    compute_together_p,
+    barrier_p,
     evaluate=lambda *values: list(jax.lax.optimization_barrier(values)),
     abstract=lambda *types: (list(types), frozenset()),
-    jvp=lambda primals, tangents: (compute_together_p.bind(*primals), list(tangents)),
-    batch=lambda _, args, dims: (compute_together_p.bind(*args), list(dims)),
+    jvp=lambda primals, tangents: (barrier_p.bind(*primals), list(tangents)),
+    batch=lambda _, args, dims: (barrier_p.bind(*args), list(dims)),
     lower=lambda _, *args: list(stablehlo.OptimizationBarrierOp(args).results),
     # A value that nobody uses stays: the others wait for it.
 )
 
 
-def _compute_together_partial_eval(trace: Any, *tracers: Any) -> list[Any]:
+def _barrier_partial_eval(trace: Any, *tracers: Any) -> list[Any]:
     # JAX moves out of a scan what is the same in each iteration, and stacks the rest. There, such values are known.
     unknown = [not tracer.is_known() for tracer in tracers]
-    return merge(unknown, trace.default_process_primitive(compute_together_p, select(tracers, unknown), {}), tracers)
+    return merge(unknown, trace.default_process_primitive(barrier_p, select(tracers, unknown), {}), tracers)
 
 
-partial_eval.custom_partial_eval_rules[compute_together_p] = _compute_together_partial_eval
+partial_eval.custom_partial_eval_rules[barrier_p] = _barrier_partial_eval
 
 
 # -- with_tangent: tensor, value -> value ----------------------------------------------------------
