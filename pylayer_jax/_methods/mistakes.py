@@ -15,6 +15,7 @@ import jax
 
 from pylayer_jax._jax.imports import Tracer
 from pylayer_jax._jax.tracers import nothing_is_traced
+from pylayer_jax._jax.types import is_key
 from pylayer_jax._trees.closures import reached_from, traced_names, tracers_in, values_in_reach
 from pylayer_jax._trees.hints import NO_ATTRIBUTES, jax_for
 from pylayer_jax._trees.messages import innermost, plural
@@ -155,7 +156,7 @@ class Attributes:
         """Raise if the method, which returned `result`, set an attribute of an array, or one to a traced value."""
         returned = result if isinstance(result, (tuple, list)) else [result]
         returned = [x for x in returned if not isinstance(x, Tracer) and getattr(x, "__dict__", None)]
-        if made := [x for x in returned if isinstance(x, jax.Array)]:
+        if made := [x for x in returned if isinstance(x, jax.Array) and not is_key(x)]:
             # It may have been there before: as an input, or as a constant that the method reads.
             there = reached_from([self._layer, *values_in_reach(getattr(self._layer, method))])
             there += [array for array, _ in self._arrays]
