@@ -24,7 +24,9 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # What a bare `python -m pytest` runs, and what `core` stands for after -m: every subject, but for what takes long, and
 # what needs other packages.
-CORE = "not slow and not crossed and not checkers and not frameworks and not ecosystem and not notebooks"
+CORE = (
+    "not slow and not crossed and not checkers and not frameworks and not ecosystem and not notebooks and not generated"
+)
 
 
 def pytest_addoption(parser):

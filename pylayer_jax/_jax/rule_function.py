@@ -124,19 +124,18 @@ class BatchedFunction(RuleFunction):
             moves[:] = [t is not None for t in out_tangents]
             return [*values, *select(out_tangents, moves)]
 
-        def always(_: int) -> list[bool]:
-            mapped = [True] * len(moves) if self.jaxpr is None else [d is not None for d in self.out_dims]
-            return [*mapped, *select(mapped, moves)]
+        def is_mapped(_: int) -> list[bool]:
+            # A tangent as its value, and a value as in the batch that is not differentiated.
+            of_values = [True] * len(moves) if self.jaxpr is None else [d is not None for d in self.out_dims]
+            return [*of_values, *select(of_values, moves)]
 
-        run = vmap_as_needed(self.axis, rule, self.dims + select(self.dims, moving), always)
+        run = vmap_as_needed(self.axis, rule, self.dims + select(self.dims, moving), is_mapped)
         found, dims = run(*primals, *select(tangents, moving))
-        values, out_tangents = found[: len(moves)], scatter(found[len(moves) :], moves)
-        # The tangent of a value that all examples share is the same for all of them, also where it came out mapped.
-        tangent_dims = scatter(dims[len(moves) :], moves)
-        return values, [
-            t[0] if of_value is None and of_tangent is not None else t
-            for t, of_value, of_tangent in zip(out_tangents, dims, tangent_dims, strict=False)
+        # What all examples share is the same in each of them, also where it came out mapped.
+        found = [
+            x if d is None or is_one else x[0] for x, d, is_one in zip(found, dims, is_mapped(len(found)), strict=True)
         ]
+        return found[: len(moves)], scatter(found[len(moves) :], moves)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.inner.transpose(jaxpr, args, cotangents)

@@ -85,10 +85,15 @@ EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "120"))
 CHUNK = 10
 
 
-# The first ones run with every version and flag.
-@pytest.mark.parametrize(
-    "first", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(CHUNK, EXAMPLES, CHUNK))]
-)
+# The first ones run with every version and flag, the next ones with both versions.
+ON_BOTH_VERSIONS = 60
+
+
+def _marked(first):
+    return pytest.param(first, marks=pytest.mark.generated if first < ON_BOTH_VERSIONS else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("first", [0, *map(_marked, range(CHUNK, EXAMPLES, CHUNK))])
 def test_generated_layers(first):
     refused = []
     for case in map(draw, range(first, first + CHUNK)):
