@@ -260,7 +260,7 @@ def stage_forward(
 
 def _outputs_with_rule(jaxpr: Any, has_tangent: Sequence[bool]) -> tuple[int, ...]:
     last = {v: i for i, v in enumerate(jaxpr.outvars[: len(has_tangent)]) if not is_literal(v)}
-    return tuple(i for v, i in last.items() if has_tangent[i] and v not in jaxpr.invars)
+    return tuple([i for v, i in last.items() if has_tangent[i] and v not in jaxpr.invars])
 
 
 def _sources(
@@ -270,7 +270,7 @@ def _sources(
     sources: list[Source] = []
     intermediates: list[Any] = []
     known: dict[int, Source] = {id(x): ("input", i) for i, x in enumerate(inputs)}
-    known.update((id(value), identity) for value, identity in zip(values, outputs.identities, strict=True))
+    known |= {id(value): identity for value, identity in zip(values, outputs.identities, strict=True)}
     for tensor in residuals:
         source = known.get(id(tensor))
         if source is None:

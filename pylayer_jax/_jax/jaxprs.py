@@ -134,7 +134,7 @@ def _refs(equation: Any) -> list[Any]:
 
 def reads_refs(jaxpr: Any) -> bool:
     """Whether a Ref is among the inputs of a jaxpr, so that the state is not its own."""
-    return any(isinstance(v.aval, AbstractRef) for v in jaxpr.invars)
+    return bool([v for v in jaxpr.invars if isinstance(v.aval, AbstractRef)])
 
 
 def without_refs(jaxpr: Any) -> Any:

@@ -191,7 +191,7 @@ def is_differentiating() -> bool:
 
 def is_forward_mode() -> bool:
     """Whether `jax.jvp` differentiates the running code, on any level."""
-    return any(isinstance(t, _FORWARD_MODE) for t in active_traces())
+    return bool([t for t in active_traces() if isinstance(t, _FORWARD_MODE)])
 
 
 def is_staging(include_outer: bool = False) -> bool:
@@ -224,18 +224,20 @@ def applied_to(tensors: Sequence[Any]) -> Applied:
     differentiated = [x for x in examples if isinstance(x, (REVERSE.tracer, FORWARD.tracer))]
     traces = active_traces()
     # The traces within the one that makes the jaxpr, if one does.
-    staging = [i for i, t in enumerate(traces) if _is_staging_trace(t)][:1]
+    staging = [i for i, t in enumerate(traces) if not isinstance(t, _EAGER_TRACES)][:1]
     within = traces[: staging[0]] if staging else traces
     modes = [isinstance(t, _FORWARD_MODE) for t in traces if isinstance(t, _DIFFERENTIATIONS)]
     within_modes = [isinstance(t, _FORWARD_MODE) for t in within if isinstance(t, _DIFFERENTIATIONS)]
+    in_forward_mode = [x for x in examples if isinstance(x, _IN_FORWARD_MODE)]
+    differentiated_within = [x for x in differentiated for t in within if x._trace is t]
     return Applied(
         is_differentiated=bool(differentiated),
-        is_in_forward_mode=within_modes[:1] == [True] and any(isinstance(x, _IN_FORWARD_MODE) for x in examples),
-        is_in_forward_over_reverse=any(modes) and not modes[0],
-        is_transposed=any(isinstance(x, TRANSPOSED.tracer) for x in examples),
-        is_staged=bool(staging) and all(isinstance(t, TRANSPOSED.trace) for t in within),
+        is_in_forward_mode=within_modes[:1] == [True] and bool(in_forward_mode),
+        is_in_forward_over_reverse=True in modes and not modes[0],
+        is_transposed=bool([x for x in examples if isinstance(x, TRANSPOSED.tracer)]),
+        is_staged=bool(staging) and not [t for t in within if not isinstance(t, TRANSPOSED.trace)],
         # A differentiation outside of the jaxpr that is being made sees the jaxpr as a whole, later.
-        is_deferred=bool(staging) and not any(x._trace is t for x in differentiated for t in within),
+        is_deferred=bool(staging) and not differentiated_within,
     )
 
 

@@ -56,7 +56,7 @@ class Outputs:
         self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
         self.non_differentiable = non_differentiable
         self.types = [typeof(x) for x in arrays]
-        self.has_tangent = tuple(i not in non_differentiable and has_tangent(t) for i, t in enumerate(self.types))
+        self.has_tangent = tuple([i not in non_differentiable and has_tangent(t) for i, t in enumerate(self.types)])
         self.identities = _identities(inputs, arrays)
         # JAX may place an array that is not committed on any device, and so its zeros.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
