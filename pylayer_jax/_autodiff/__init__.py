@@ -47,6 +47,7 @@ The modules, ground first:
 - `saved_state`: the non-array state that `forward` saved.
 - `run_forward`, `run_backward`: running the methods of the class.
 - `pack_residuals`: the arrays that JAX keeps, packed and named.
+- `summed_cotangents`: a warning where `backward` adds up over devices what JAX has added up.
 - `tangent_map`, `code_tangents`: the two kinds of tangents.
 - `own_vmap`, `ref_call`, `host_forward`: what is different for a class with a `vmap`, for a Ref, for host code.
 - `stage_forward`: `forward` as a function with its rule.

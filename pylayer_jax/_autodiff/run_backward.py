@@ -24,6 +24,7 @@ from pylayer_jax._trees.messages import add_note
 
 from .layer_call import LayerCall, in_backward, null_context
 from .saved_state import SavedState, SavedTree, copy_container
+from .summed_cotangents import watching_sums
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -84,7 +85,7 @@ class Derivative:
         # anew.
         is_staged = is_staging(include_outer=True)
         may_be_transposed = is_staged or is_differentiating()
-        backward = call.backward_that_checks_closures() if is_staged else layer.backward
+        backward = watching_sums(call, call.backward_that_checks_closures()) if is_staged else layer.backward
         try:
             with (
                 self._filled(residuals),

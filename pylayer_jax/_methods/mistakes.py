@@ -52,6 +52,18 @@ def warn_of_narrow_gradient(layer: Any, name: str, argument: str, wide: Any, nar
         )
 
 
+def warn_of_summed_cotangents(layer: Any, name: str, axes: Sequence[str]) -> None:
+    """Warn, once per class, that `backward` adds up cotangents that JAX has added up."""
+    over = ", ".join(axes)
+    _warn_once(
+        layer,
+        f"{name}.backward adds up over the mesh axis {over} a cotangent that is the same on all of its devices",
+        ". In a shard_map, JAX has added up the cotangents of a value that does not vary, so that the gradient is too "
+        "large by the number of devices. Return the cotangent as it is; for an identity in forward, use "
+        f"pylayer_jax.parallel.copy_to(x, {axes[0]!r}); for a mean, jax.lax.pmean.",
+    )
+
+
 def _warn_once(layer: Any, finding: str, advice: str) -> None:
     """Warn once per class, at the line of its `backward`."""
     with _lock:
