@@ -20,7 +20,7 @@ import jax
 from . import networks, saved, training
 from .contestants import Contestant, chain, gather
 from .results import MODELS, ONE_LAYER, SAVED, TRAINING, Results
-from .timing import Call, Effort, measure, ratios
+from .timing import Call, Effort, measure, python_calls, ratios
 
 
 class Row(NamedTuple):
@@ -29,6 +29,7 @@ class Row(NamedTuple):
     prepare: Callable[[Contestant, Effort], Call | None]  # None where the contestant takes no part
     layers: int = 1  # that one time stands for
     heavy: bool = False  # fewer rounds
+    counts_calls: bool = False  # beside its times
 
 
 def eager(kind: str) -> Row:
@@ -63,7 +64,7 @@ def traced(depth: int, lower: bool = False, per_layer: bool = False, once: bool 
 
     kind = "once-differentiable layers" if once else "layers"
     name = f"trace{' + lower' if lower else ''}, {depth} {kind}{', per layer' if per_layer else ''}"
-    return Row(name, "us" if per_layer else "ms", prepare, depth if per_layer else 1, heavy=True)
+    return Row(name, "us" if per_layer else "ms", prepare, depth if per_layer else 1, True, counts_calls=not per_layer)
 
 
 ROWS = [
@@ -129,6 +130,13 @@ def contest(effort: Effort, results: Results, only: str) -> None:
         for name, each in times.items():
             ratio = statistics.median(a / b for a, b in zip(each, times[base], strict=True))
             results.add(ONE_LAYER, row.name, name, own * scale * ratio, row.unit)
+        if row.counts_calls:
+            counts = {name: python_calls(call) for name, call in calls.items()}
+            cells = [f"{counts[name] / counts[base]:.2f}" if name in counts else "-" for name in others]
+            label = f"{row.name}: Python calls"
+            print(f"{label:48}{counts[base]:>12}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+            for name, count in counts.items():
+                results.add(ONE_LAYER, label, name, count, "calls")
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ GOALS = [
     Goal(ONE_LAYER, "jit, forward + backward, 50 layers of 512x512", PYLAYER, BY_HAND, 1.05),
     Goal(ONE_LAYER, "trace, 50 layers", PYLAYER, BY_HAND, 1.5),
     Goal(ONE_LAYER, "trace + lower, 50 layers", PYLAYER, BY_HAND, 1.45),
+    Goal(ONE_LAYER, "trace, 50 layers: Python calls", PYLAYER, BY_HAND, 1.4),
+    Goal(ONE_LAYER, "trace, 50 once-differentiable layers: Python calls", PYLAYER, BY_HAND, 1.5),
     Goal(ONE_LAYER, "trace, 50 layers", "jit(PyLayer)", BY_HAND, 0.75),
     Goal(ONE_LAYER, "trace, 50 once-differentiable layers", PYLAYER, BY_HAND, 1.6),
     Goal(ONE_LAYER, "eager forward, 8x8", PYLAYER, BY_HAND, 0.2),
