@@ -21,7 +21,7 @@ from pylayer_jax._hooks.open_blocks import Hooks
 from pylayer_jax._jax.custom_vjp import RunLog
 from pylayer_jax._jax.imports import eval_jaxpr
 from pylayer_jax._jax.jaxprs import stage
-from pylayer_jax._jax.tracers import is_differentiated, is_leaked, is_staging, is_tracer
+from pylayer_jax._jax.tracers import is_differentiated, is_leaked, is_outside_transpose, is_staging, is_tracer
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees.closures import traced_names, tracers_in
@@ -86,18 +86,18 @@ class LayerCall:
 
     def closed_over_by_backward_error(self, names: list[str]) -> Exception:
         return jax.errors.UnexpectedTracerError(
-            f"{self.name}.backward uses a traced value that it closes over ({', '.join(names)}). Its trace has ended "
-            f"when backward runs. Pass it as an argument: {self.name}.apply(..., {names[0].split()[0]}). Let forward "
-            "keep it for backward with ctx.save_for_backward."
+            f"{self.name}.backward uses a traced value that it closes over ({', '.join(names)}). backward runs in "
+            f"another trace, which does not have it. Pass it as an argument: {self.name}.apply(..., "
+            f"{names[0].split()[0]}). Let forward keep it for backward with ctx.save_for_backward."
         )
 
     def backward_that_checks_closures(self) -> Callable[..., Any]:
-        """`backward`; if it closes over values of a jaxpr that is complete, as one that raises where it uses them.
+        """`backward`; if it closes over values that JAX would lose here, as one that raises where it uses them.
 
-        JAX notices them only when it compiles the program, without a name.
+        JAX notices them only when it compiles the program, without a name; or takes their derivative for zero.
         """
         backward = self.layer.backward
-        if not self.names_closed_over_by_backward(is_leaked):
+        if not self.names_closed_over_by_backward(self._is_lost):
             return backward
 
         def checked(*args: Any) -> Any:
@@ -108,12 +108,16 @@ class LayerCall:
                 return split(backward(*args))
 
             jaxpr, consts, skeleton = stage(run, [], f"{self.name}.backward")
-            if any(map(is_leaked, consts)):
-                names = self.names_closed_over_by_backward(lambda x: any(x is c for c in consts) and is_leaked(x))
-                raise self.closed_over_by_backward_error(names or self.names_closed_over_by_backward(is_leaked))
+            if any(map(self._is_lost, consts)):
+                names = self.names_closed_over_by_backward(lambda x: any(x is c for c in consts) and self._is_lost(x))
+                raise self.closed_over_by_backward_error(names or self.names_closed_over_by_backward(self._is_lost))
             return skeleton.fill(eval_jaxpr(jaxpr, (), *consts))
 
         return checked
+
+    def _is_lost(self, value: object) -> bool:
+        """Whether a value belongs to a jaxpr that is complete, or is outside of the transpose of a deferred call."""
+        return is_leaked(value) or (self.log is not None and is_outside_transpose(value))
 
     def closed_over_error(self) -> Exception:
         """The error for a value that is differentiated, and that `forward` reaches other than by an argument."""

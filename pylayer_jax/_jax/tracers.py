@@ -172,6 +172,20 @@ def is_leaked(value: Any) -> bool:
     return isinstance(traces[-1], EVAL_TRACE) and not any(value._trace is t for t in traces)
 
 
+def is_outside_transpose(value: Any) -> bool:
+    """Whether a value is further out than a jaxpr that JAX is making; if that is a transpose, JAX loses its constants.
+
+    That of `jax.checkpoint` keeps them, and what this package stages becomes part of the code around it.
+    """
+    keeping, outside = ("pylayer_jax", checkpoint().traced_for), False
+    for trace in active_traces() if is_tracer(value) else ():
+        if value._trace is trace:
+            return outside
+        info = trace.frame.debug_info if isinstance(trace, STAGED.trace) else None
+        outside = outside or (info is not None and info.traced_for not in keeping)
+    return False
+
+
 # The one of jax.linear_transpose also runs the jvp rules of a function that jax.linearize takes apart.
 _EAGER_TRACES = (EVAL_TRACE, *(kind.trace for kind in (FORWARD, REVERSE, MAPPED, TRANSPOSED, JET)))
 

@@ -284,7 +284,7 @@ def over_object(w):
     return loss(keeping(lambda ctx, dy: dy * ctx.held.w), Frozen(w))
 
 
-# Under grad of jit JAX itself refuses a backward that closes over a traced value.
+# Under grad of jit a backward that closes over a traced value is refused: the next test.
 @pytest.mark.parametrize(
     ("over", "inner"), [(over_closure, lambda f: f), (over_object, lambda f: f), (over_object, jax.jit)]
 )
@@ -298,6 +298,17 @@ def test_values_of_transformations_that_have_not_ended(over, inner):
     assert looped(3.0).tolist() == [6, 6, 6]
     for run in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(jax.jit(f))), lambda f: jax.grad(jax.checkpoint(f))):
         assert run(lambda w: slope(w).sum())(3.0) == 3
+
+
+# JAX loses what the transpose of a staged function closes over: without a word where that is differentiated.
+@pytest.mark.parametrize(
+    "outer", [jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: lambda w: jax.vmap(f)(w[None])]
+)
+@pytest.mark.parametrize("stage", [jax.jit, lambda f: lambda x: jax.lax.cond(x[0] > 0, f, f, x)], ids=["jit", "cond"])
+def test_a_backward_of_staged_code_that_closes_over_a_value_is_named(outer, stage):
+    message = r"Made\.backward uses a traced value that it closes over \(w\).*as an argument: .*apply\(\.\.\., w\)"
+    with pytest.raises(jax.errors.UnexpectedTracerError, match=message):
+        outer(lambda w: jax.grad(stage(over_closure(w)))(X).sum())(jnp.float32(3))
 
 
 # -- what a method writes -------------------------------------------------------------------------
