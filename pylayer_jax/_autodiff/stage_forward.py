@@ -15,6 +15,7 @@ from pylayer_jax._jax.define_primitive import is_named, vmap_as_needed
 from pylayer_jax._jax.identity_primitives import forbid_derivative
 from pylayer_jax._jax.imports import eval_context, eval_jaxpr
 from pylayer_jax._jax.jaxprs import (
+    computing_only,
     dependence,
     eval_with_given,
     is_literal,
@@ -169,9 +170,10 @@ class StagedForward(RuleFunction):
 
     def _intermediates(self, *args: Any) -> list[Any]:
         """The intermediates, from consts, inputs, and the outputs that carry the rule."""
-        count = len(self.jaxpr.invars)
-        given = zip((self.jaxpr.outvars[i] for i in self.outputs_with_rule), args[count:], strict=True)
-        return eval_with_given(self.jaxpr, args[:count], dict(given))[self.outputs :]
+        count, results = len(self.jaxpr.invars), self.jaxpr.outvars
+        given = zip((results[i] for i in self.outputs_with_rule), args[count:], strict=True)
+        code = computing_only(self.jaxpr, [i >= self.outputs for i in range(len(results))])
+        return eval_with_given(code, args[:count], dict(given))
 
     # -- mapped, transposed -------------------------------------------------------------------------
 
