@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._hooks.open_blocks import hooks_suspended
+from pylayer_jax._jax.tracers import is_leaked, is_of_no_active_trace
 from pylayer_jax._jax.types import as_arrays, has_tangent
 from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
@@ -166,7 +167,23 @@ def _saved(
         packs=call.hooks is not None,
         is_hidden=is_live if call.reaches_traced_values else is_made_here,
     )
+    _check_residuals(call, saved, residuals)
     return saved, arrays, residuals
+
+
+def _check_residuals(call: LayerCall, saved: SavedState, residuals: Sequence[Any]) -> None:
+    """Refuse what a function left on the context that JAX traced within `forward`, or in place of it."""
+    # Only a call that is staged where it is applied keeps values of a trace that is further out.
+    is_lost = is_leaked if call.hides else is_of_no_active_trace
+    if any(map(is_lost, residuals)):
+        names = saved.residual_names(len(residuals))
+        lost = [name for name, x in zip(names, residuals, strict=True) if is_lost(x)]
+        raise ValueError(
+            f"{call.name}.forward kept a traced value ({', '.join(lost)}) of a function that JAX traced by itself and "
+            "that has returned: of forward under jax.jit, or of a jitted function or a branch of jax.lax.cond that got "
+            "ctx. Return the value from that function, and keep it on ctx outside. To compile forward, put jax.jit "
+            f"around the function that calls {call.name}.apply."
+        )
 
 
 def _check_saved_names(call: LayerCall, saved: tuple[Any, ...] | None) -> None:

@@ -8,6 +8,7 @@ import functools
 import inspect
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 
 from pylayer_jax._jax.tracers import current_trace
+from pylayer_jax._trees.messages import plural
 
 from .derived_residuals import Errors
 from .open_blocks import Block, Disabled, active, active_pair, innermost_block, mark_nested
@@ -104,7 +106,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     the block. An already jitted function, or a whole scan, is one operation. A tensor is packed once. The block has to
     be around the differentiated code: inside the function that `jax.grad` gets, or around a function that is decorated.
     A block around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, but not its
-    plain operations, because JAX does not show them.
+    plain operations, because JAX does not show them. `repr` of a pair that was entered tells how many tensors it has
+    packed: none if the block stands in the wrong place, or around a program that was compiled in a block of an equal
+    pair.
 
     In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
     the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
@@ -171,7 +175,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     def _set_up(self, steps: Sequence[Step], only: Hook | None = None) -> None:
         self._steps, self._only = tuple(steps), only
         self._open: dict[int, Block] = {}
-        self._pair = Pair(self._steps, self._only)
+        self._packed: Counter[bool] | None = None  # before it is entered
+        self._pair = Pair(self._steps, self._only, Counter())
 
     def _check(self, **functions: Any) -> None:
         for name, hook in functions.items():
@@ -189,7 +194,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         made = inspect.signature(type(self)).bind(*args, **kwargs)
         made.apply_defaults()
         shown = [f"{name}={_shown(x)}" for name, x in made.arguments.items() if x is not None and x is not False]
-        return f"{type(self).__name__}({', '.join(shown)})"
+        text = f"{type(self).__name__}({', '.join(shown)})"
+        if self._packed is None:
+            return text
+        traced = f", {self._packed[True]} of them traced" if self._packed[True] else ""
+        return f"{text}: {plural(self._packed.total(), 'tensor', 'tensors')} packed{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Open blocks belong to a thread, and what programs hold belongs to a process: a copy has neither.
@@ -221,7 +230,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         if block is not None and isinstance(block.value, Disabled) and not block.is_foreign():
             raise RuntimeError(block.value.message)
         if self._pair.globals_changed():  # a variable that a hook reads was bound anew
-            self._pair = Pair(self._steps, self._only)
+            self._pair = Pair(self._steps, self._only, self._pair.packed)
+        self._packed = self._pair.packed
         mark_nested(self._pair)
         self._pair.store.add_owner(self)
         block = enter_block(self._pair)

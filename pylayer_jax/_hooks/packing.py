@@ -116,9 +116,12 @@ def pack_tensor(hooks: Hooks, tensor: Any, where: str) -> tuple[PackedTensor | N
             return None, [tensor]
         if not is_tracer(tensor):
             array, arrays = _pack(hooks, steps, tensor, where)
-            return PackedTensor(hooks.pair, array, keeps_original=False), arrays
-        with jax.named_scope(PACK_SCOPE):
-            return _pack_traced(hooks, steps, tensor, where)
+            packed = PackedTensor(hooks.pair, array, keeps_original=False)
+        else:
+            with jax.named_scope(PACK_SCOPE):
+                packed, arrays = _pack_traced(hooks, steps, tensor, where)
+        hooks.pair.packed[is_staged(tensor)] += 1
+        return packed, arrays
 
 
 def _chosen_steps(steps: Sequence[Step], array: Any, where: str) -> Sequence[Step]:

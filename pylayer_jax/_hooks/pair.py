@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,11 +36,14 @@ class Step(NamedTuple):
 class Pair:
     """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches."""
 
-    __slots__ = ("__weakref__", "_hash", "cache", "differentiable", "errors", "host", "key", "only", "steps", "store")
+    __slots__ = (
+        "__weakref__", "_hash", "cache", "differentiable", "errors", "host", "key", "only", "packed", "steps", "store",
+    )  # fmt: skip
 
-    def __init__(self, steps: Sequence[Step], only: Hook | None = None) -> None:
+    def __init__(self, steps: Sequence[Step], only: Hook | None, packed: Counter[bool]) -> None:
         self.steps = tuple(steps)
         self.only = only  # a predicate: tensors for which it is False are not packed
+        self.packed = packed  # how many tensors it has packed: staged ones under True
         self.host = self.steps[-1].host
         self.differentiable = all(step.differentiable for step in self.steps)
         self.errors = functools.reduce(Errors.and_then, (step.errors for step in self.steps))

@@ -165,11 +165,12 @@ def trace_of_known_values(values: Sequence[Any]) -> Any:
 
 def is_leaked(value: Any) -> bool:
     """Whether a value belongs to a transformation that has ended, so that no operation can use it."""
-    if not is_tracer(value):
-        return False
-    traces = active_traces()
     # If a trace does not tell what is further out, nothing is known.
-    return isinstance(traces[-1], EVAL_TRACE) and not any(value._trace is t for t in traces)
+    return is_of_no_active_trace(value) and isinstance(active_traces()[-1], EVAL_TRACE)
+
+
+def is_of_no_active_trace(value: Any) -> bool:
+    return is_tracer(value) and not any(value._trace is t for t in active_traces())
 
 
 def is_outside_transpose(value: Any) -> bool:

@@ -44,7 +44,7 @@ _SLIPS: Final[dict[tuple[Any, str, str], str]] = {
     (TypeError, "'tuple' object is not callable", "saved_tensors"): (
         "Is it ctx.saved_tensors()? That is a property, without parentheses: ctx.saved_tensors."
     ),
-    (TypeError, r"\bmethod\b", "saved_tensor"): (
+    (TypeError, "'method'|(not|non-iterable) method", "saved_tensor"): (
         "Is it ctx.saved_tensor? That is a method, with parentheses: ctx.saved_tensor()."
     ),
     (TypeError, "operand.*'tuple'|got <class 'tuple'>", "saved_tensor saved_tensors"): (

@@ -56,15 +56,29 @@ class Scaled(saved_tensors_hooks):
 def test_a_pair_shows_its_arguments_and_a_copy_is_a_pair_of_its_own(make, text, copied, tmp_path):
     hooks = make(str(tmp_path))
     assert repr(hooks).replace(str(tmp_path), "FOLDER").startswith(text)
+    shown = repr(hooks)
     with hooks:  # an open block is not copied
         other = copied(hooks)
     assert other is not hooks
     assert type(other) is type(hooks)
-    assert repr(other) == repr(hooks)
+    assert repr(other) == shown
     hooks.close()
     with other:
         _, pullback = jax.vjp(jnp.sin, jnp.ones(64))
     np.testing.assert_allclose(pullback(jnp.ones(64))[0], np.full(64, np.cos(1.0)), rtol=0.01)
+
+
+def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
+    hooks, f = save_on_cpu(), lambda x: jnp.sin(x).sum()
+    with hooks:  # around the call of jax.grad: JAX does not show the operations
+        jax.grad(f)(jnp.ones(3))
+    assert repr(hooks) == "save_on_cpu(): 0 tensors packed"
+    jax.grad(hooks(f))(jnp.ones(3))
+    assert repr(hooks) == "save_on_cpu(): 1 tensor packed"
+    step = jax.jit(jax.grad(hooks(f)))
+    for _ in range(2):
+        step(jnp.ones(3))
+    assert repr(hooks) == "save_on_cpu(): 2 tensors packed, 1 of them traced"
 
 
 def test_a_lambda_cannot_be_pickled():

@@ -203,6 +203,23 @@ def test_function_that_closes_over_traced_values_is_refused(mode, wrap, names):
         MODES[mode](loss(made))(X)
 
 
+@pytest.mark.parametrize("run", [jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))])
+@pytest.mark.parametrize(
+    "forward",
+    [
+        jax.jit(lambda ctx, x: ctx.save_for_backward(x) or x * 2, static_argnums=0),
+        lambda ctx, x: jax.lax.cond(x[0] > 0, lambda x: ctx.save_for_backward(x * 2) or x, lambda x: x, x),
+    ],
+    ids=["jit", "cond"],
+)
+def test_what_a_function_within_forward_keeps_that_is_traced_apart(run, forward):
+    message = (
+        r"Made\.forward kept a traced value \(saved\[0\]\) .*put jax\.jit around the function that calls Made\.apply"
+    )
+    with pytest.raises(ValueError, match=message):
+        run(loss(layer(forward, lambda ctx, dy: dy * ctx.saved_tensor()[0])))(X)
+
+
 @EAGER_AND_JIT
 def test_saved_names_of_another_number(mode):
     made = layer(then(CALLS["save_for_backward"]), saved_names=("x", "y"))

@@ -260,6 +260,7 @@ SLIPS = {
     "dy if ctx.needs_input_grad(0) else None": "ctx.needs_input_grad[0]",
     "dy if ctx.needs_input_grad[3] else None": "one entry for each argument of forward",
     "(dy, dy)[0]()": "",
+    "ctx.saved_tensor()[0].__setitem__(0, 1.0)": "",
 }
 
 
