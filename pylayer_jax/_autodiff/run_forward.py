@@ -174,7 +174,7 @@ def _saved(
 def _check_residuals(call: LayerCall, saved: SavedState, residuals: Sequence[Any]) -> None:
     """Refuse what a function left on the context that JAX traced within `forward`, or in place of it."""
     # Only a call that is staged where it is applied keeps values of a trace that is further out.
-    is_lost = is_leaked if call.hides else is_of_no_active_trace
+    is_lost = is_leaked if call.reaches_traced_values else is_of_no_active_trace
     if any(map(is_lost, residuals)):
         names = saved.residual_names(len(residuals))
         lost = [name for name, x in zip(names, residuals, strict=True) if is_lost(x)]

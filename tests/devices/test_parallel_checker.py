@@ -114,6 +114,7 @@ def check(where, f, **options):
     return check_parallel(f, network, ARGS, **specs, **options)
 
 
+@pytest.mark.filterwarnings("ignore:.* adds up over the mesh axis:UserWarning")  # which tells the same of one of them
 @pytest.mark.parametrize("name", WRONG)
 def test_rejects(name):
     where, f, begin, end = WRONG[name]

@@ -339,3 +339,44 @@ def test_generate_vmap_rule_is_jaxs_own_batching():
 def test_forward_mode_of_a_layer_with_vmap_alone_is_an_error():
     with pytest.raises(TypeError, match=r"HostCube has no rule for forward-mode .*Add forward_mode = True"):
         jax.jvp(HostCube.apply, (X,), (X,))
+
+
+class SortedOnHost(Function):
+    """As NumpySort of torch's documentation: the marked integer output comes from the same callback."""
+
+    @staticmethod
+    def forward(x):
+        types = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct(x.shape, jnp.int32)
+        return jax.pure_callback(lambda x: (np.sort(x, -1), np.argsort(x, -1).astype(np.int32)), types, x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx, dy, _):
+        (order,) = ctx.saved_tensors
+        return jnp.zeros_like(dy).at[order].set(dy)
+
+    @staticmethod
+    def vmap(info, in_dims, x):
+        return SortedOnHost.apply(jnp.moveaxis(x, in_dims[0], 0)), (0, 0)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: jax.jit(jax.vmap(f)),
+        lambda f: jax.vmap(jax.jit(jax.grad(f))),
+        lambda f: jax.jit(jax.grad(lambda x: jax.vmap(f)(x).sum())),
+        lambda f: jax.vmap(jax.grad(lambda x: jax.grad(f)(x).sum())),
+    ],
+    ids=["value", "grad", "grad of vmap", "second"],
+)
+def test_a_batch_runs_no_callback_of_one_example(transform):
+    def loss(sort):
+        return lambda x: jnp.sum(sort(x) ** 3 * WEIGHTS)
+
+    found, expected = (transform(loss(sort))(MANY) for sort in (lambda x: SortedOnHost.apply(x)[0], jnp.sort))
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
