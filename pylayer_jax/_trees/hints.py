@@ -132,7 +132,7 @@ _IN_JAX: Final = {
         "multinomial": "jax.random.categorical(key, jnp.log(x))",
         "narrow": "jax.lax.dynamic_slice_in_dim(x, start, length, axis)",
         "new_zeros new_ones new_empty": "jnp.zeros(shape, x.dtype), jnp.ones(shape, x.dtype)",
-        "norm": "jnp.linalg.norm(x)",
+        "norm": "jnp.linalg.norm(x.ravel(), p), as norm(p) of Paddle and torch is that of all elements",
         "normal": "jax.random.normal(key, x.shape)",
         "numel": "x.size",
         "numpy": "np.asarray(x), outside of traced code",
