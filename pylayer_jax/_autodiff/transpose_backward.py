@@ -13,7 +13,7 @@ from pylayer_jax._jax.define_primitive import held_object
 from pylayer_jax._jax.imports import eval_jaxpr
 from pylayer_jax._jax.jaxprs import stage, without_select_of_stop_gradient
 from pylayer_jax._jax.masks import merge, select
-from pylayer_jax._jax.rule_function import RuleFunction, rule_function_p
+from pylayer_jax._jax.rule_function import RuleFunction, jaxpr_of, rule_function_p
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 
 from .linearity import ZeroInfo, add_rule, call_of, why_not_linear
@@ -135,7 +135,7 @@ def _not_transposed_error(message: str, layer: str, forward_mode: bool) -> NotDe
 
 def _zero_info(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     function: RuleFunction = held_object(equation)
-    facts = call_of(function.jaxpr, equation, operands)
+    facts = call_of(jaxpr_of(function, [v.aval for v in equation.invars]), equation, operands)
     return [
         f._replace(problem=f"it applies the layer {function.name}, whose forward is not, as {f.problem}")
         if f.problem and not any(o.problem for o in operands)

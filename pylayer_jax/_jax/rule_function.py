@@ -30,7 +30,7 @@ from .define_primitive import (
     vmap_as_needed,
     vmap_over,
 )
-from .imports import eval_jaxpr, partial_eval
+from .imports import eval_jaxpr, mlir, partial_eval
 from .jaxprs import effects_of_own_refs, stage
 from .masks import scatter, select
 from .tracers import applied_to
@@ -200,8 +200,23 @@ def _evaluate(*args: Any, function: RuleFunction) -> Values:
     return function.run(*args)
 
 
-def _types(*_: Any, function: RuleFunction) -> tuple[list[Any], Any]:
-    return [v.aval for v in function.jaxpr.outvars], effects_of(function.jaxpr)
+def jaxpr_of(function: RuleFunction, types: Sequence[Any]) -> Any:
+    """The jaxpr of a function; of one without, that of `run`, with what it closes over as its first inputs."""
+    # Such a function stands in a jaxpr where a hooks block or JAX stages an operation that was applied in eager mode.
+    if function.jaxpr is not None:
+        return function.jaxpr
+    return stage(lambda *args: (function.run(*args), None), types, function.name)[0]
+
+
+def _types(*types: Any, function: RuleFunction) -> tuple[list[Any], Any]:
+    jaxpr = jaxpr_of(function, types)
+    return [v.aval for v in jaxpr.outvars], effects_of(jaxpr)
+
+
+def _lower(context: Any, *args: Any, function: RuleFunction) -> Any:
+    if function.jaxpr is None:
+        return mlir.lower_fun(function.run, multiple_results=True)(context, *args)
+    return lower_jaxpr(context, function.jaxpr, *args)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: RuleFunction) -> tuple[Values, Values]:
@@ -227,7 +242,10 @@ def _transpose(cotangents: Sequence[Any], *args: Any, function: RuleFunction) ->
 
 
 def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
-    part = UsedPart(held_object(equation), used)
+    function: RuleFunction = held_object(equation)
+    if function.jaxpr is None:
+        return [True] * len(equation.invars), equation
+    part = UsedPart(function, used)
     left = equation.replace(
         outvars=select(equation.outvars, used),
         params=equation.params | rule_function_p.holding(part),
@@ -245,6 +263,6 @@ register(
     batch=_batch,
     bind=lambda *args, function: call(function, args),
     uses_axis=lambda axis, *, function: function.uses_axis(axis),
-    lower=lambda context, *args, function: lower_jaxpr(context, function.jaxpr, *args),
+    lower=_lower,
     drop_unused=_drop_unused,
 )

@@ -143,7 +143,7 @@ class Values:
         if len(inner) == 1 and _types(inner[0].invars, inner[0].outvars) == _types(operands, outvars):
             return self.outputs(inner[0], operands, equations)
         results = new(outvars, operands=[operands] * len(outvars))
-        if name == rule_function_p.name:
+        if name == rule_function_p.name and held_object(equation).jaxpr is not None:
             _tell_layers(equations, operands, results)
         return results
 
