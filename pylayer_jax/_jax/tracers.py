@@ -191,10 +191,6 @@ def is_outside_transpose(value: Any) -> bool:
 _EAGER_TRACES = (EVAL_TRACE, *(kind.trace for kind in (FORWARD, REVERSE, MAPPED, TRANSPOSED, JET)))
 
 
-def _is_staging_trace(trace: Any) -> bool:
-    return not isinstance(trace, _EAGER_TRACES)
-
-
 _DIFFERENTIATIONS = (REVERSE.trace, FORWARD.trace, JET.trace)
 _FORWARD_MODE = (FORWARD.trace, JET.trace)
 _IN_FORWARD_MODE = (FORWARD.tracer, JET.tracer)
@@ -215,7 +211,7 @@ def is_staging(include_outer: bool = False) -> bool:
     With `include_outer`, also if a trace further out stages, as in grad or vmap within jit.
     """
     for trace in active_traces():
-        if _is_staging_trace(trace):
+        if not isinstance(trace, _EAGER_TRACES):
             return True
         if not include_outer and not isinstance(trace, TRANSPOSED.trace):
             return False

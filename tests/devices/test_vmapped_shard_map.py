@@ -10,29 +10,18 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import PyLayer, parallel
+from pylayer_jax import parallel
+from tests.kit.layers import Matmul
 
 X = jnp.sin(jnp.arange(72.0)).reshape(4, 3, 6)
 W = jnp.cos(jnp.arange(36.0)).reshape(6, 6)
 
 
-class Product(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensors
-        return dy @ w.T, x.T @ dy
-
-
-class ByTransposition(Product):
+class ByTransposition(Matmul):
     forward_mode = True
 
 
-class ByJvp(Product):
+class ByJvp(Matmul):
     @staticmethod
     def jvp(ctx, dx, dw):
         x, w = ctx.saved_tensors
