@@ -1,165 +1,138 @@
-"""One JAX operation inside a hooks block, as a `jax.custom_vjp` whose residuals are packed.
+"""One JAX operation inside a hooks block, as a function whose derivative keeps packed residuals.
 
-The residuals are those of the operation's own `jax.vjp`.
+In reverse mode the residuals are those of the operation's own `jax.vjp`; in forward mode nothing is kept.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
-from pylayer_jax._jax.custom_vjp import RunLog, call_with_symbolic_zeros, custom_vjp, is_symbolic_zero
+from pylayer_jax._jax import rule_function
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
-from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
+from pylayer_jax._jax.imports import ShapedArray, set_current_trace
 from pylayer_jax._jax.jaxprs import stage
-from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.linear_map import LinearMap
+from pylayer_jax._jax.masks import merge, select
 from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below
 from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
-from pylayer_jax._trees.opaque import Static
+from pylayer_jax._jax.undecided_mode import TwoModeFunction
 
 from .derived_residuals import Recorder
 from .open_blocks import Hooks, hooks_suspended
 from .packed_residuals import PackedResiduals, pack
 
-Run = Callable[..., Any]  # from arrays to an array or a list of arrays
+Run = Callable[..., Any]  # from arrays to a tree of arrays
 
 
-class Operation:
-    """Static data of one operation of a block. It travels through JAX inside a treedef, and holds no array."""
+class Operation(TwoModeFunction):
+    """One operation of a block. Without a jaxpr it is called once, since JAX calls some functions only once."""
 
-    __slots__ = ("constants", "differentiated", "hooks", "log", "name", "run", "run_in_block")
-
-    def __init__(
-        self,
-        name: str,
-        run: Run,
-        hooks: Hooks,
-        differentiated: Sequence[bool] | None = None,
-        run_in_block: Run | None = None,
-        constants: Sequence[bool] = (),
-    ) -> None:
+    def __init__(self, name: str, run: Run, hooks: Hooks) -> None:
         self.name = name
-        self.run = run
-        self.run_in_block = run_in_block  # the same, if its own operations pack what they keep
         self.hooks = hooks
-        self.differentiated = differentiated  # a mask of the inputs; None: the inputs that JAX perturbs
-        self.constants = constants  # a mask of the first inputs; the forward rule sees tracers in their place
-        self.log: RunLog[_SavedRun] | None = RunLog() if hooks.deferred else None
-
-    def apply(self, args: Sequence[Any]) -> Any:
-        return call_with_symbolic_zeros(_rule, Static(self), args)
-
-
-class StagedOperation:
-    """An operation that may run any number of times, made of functions that JAX calls only once.
-
-    The values that it closes over, which it does not hold, are its first arguments.
-    """
-
-    __slots__ = ("jaxpr", "name", "packs_as_one", "treedef")
-
-    def __init__(self, name: str, jaxpr: Any, treedef: Any) -> None:
-        self.name = name
-        self.jaxpr = jaxpr
-        self.treedef = treedef
-        # A custom_vjp function with symbolic zeros takes no Ref. A layer that takes a Ref packs its own saved tensors.
-        takes_arrays = all(isinstance(v.aval, ShapedArray) for v in jaxpr.invars)
-        self.packs_as_one = takes_arrays and not holds_hooks_block(jaxpr)
+        self.jaxpr: Any = None
+        self.treedef: Any = None  # of what `run` returns, once that is known
+        self.constants: Sequence[bool] = ()  # a mask of the operands; the rule sees tracers in their place
+        self._run = run
+        self._run_in_block: Run | None = None  # the same, if its own operations pack what they keep
 
     @classmethod
-    def of(cls, name: str, run: Run, args: Sequence[Any]) -> tuple[StagedOperation, list[Any], Any]:
-        """The operation, the values that it closes over, and the second value that `run` returned."""
+    def staged(
+        cls, name: str, run: Run, hooks: Hooks, args: Sequence[Any], run_in_block: Run | None = None
+    ) -> tuple[Self, list[Any], Any]:
+        """An operation that may run any number of times, for `run`, which returns a tree and a second value.
 
-        def outputs(*args: Any) -> tuple[Sequence[Any], Any]:
+        Returns the operation; the values that it closes over, which are its first operands; and that second value.
+        """
+
+        def values_of(*args: Any) -> tuple[Sequence[Any], Any]:
             result, second = run(*args)
             values, treedef = jax.tree_util.tree_flatten(result)
             return values, (treedef, second)
 
-        jaxpr, consts, (treedef, second) = stage(outputs, [typeof(x) for x in args], name)
-        return cls(name, jaxpr, treedef), consts, second
+        operation = cls(name, run, hooks)
+        operation.jaxpr, consts, (operation.treedef, second) = stage(values_of, [typeof(x) for x in args], name)
+        operation.constants = [hooks.deferred and not is_tracer(x) for x in (*consts, *args)]
+        if run_in_block is not None:
+            operation._run_in_block = lambda *args: run_in_block(*args[len(consts) :])
+        return operation, consts, second
 
-    def run(self, *args: Any) -> Any:
-        return self.treedef.unflatten(eval_jaxpr(self.jaxpr, (), *args))
+    @property
+    def packs_as_one(self) -> bool:
+        """Whether the operation packs what it keeps."""
+        if self.jaxpr is None:
+            return True
+        # A layer that takes a Ref packs its own saved tensors.
+        takes_arrays = all(isinstance(v.aval, ShapedArray) for v in self.jaxpr.invars)
+        return takes_arrays and not holds_hooks_block(self.jaxpr)
 
-    def apply(self, args: Sequence[Any], hooks: Hooks, is_differentiated: Callable[[object], bool]) -> Any:
-        """The outputs; with packed residuals if the operation can be differentiated."""
-        differentiated = [is_differentiated(x) and has_tangent(typeof(x)) for x in args]
-        has_derivative = any(differentiated) and any(has_tangent(v.aval) for v in self.jaxpr.outvars)
-        if not self.packs_as_one or not has_derivative:
-            return self.run(*args)
-        constants = [hooks.deferred and not is_tracer(x) for x in args]
-        return Operation(self.name, self.run, hooks, differentiated, constants=constants).apply(args)
+    def apply(self, args: Sequence[Any]) -> Any:
+        """What `run` returns."""
+        sides = () if self.jaxpr is None else (self.jaxpr.invars, self.jaxpr.outvars)
+        has_derivative = self.packs_as_one and all(any(has_tangent(v.aval) for v in side) for side in sides)
+        values = rule_function.call(self, args) if has_derivative else self.run(*args)
+        return self.treedef.unflatten(values)
 
+    def run(self, *args: Any) -> list[Any]:
+        if self.jaxpr is not None:
+            return super().run(*args)
+        values, self.treedef = jax.tree_util.tree_flatten(self._run(*args))
+        return values
 
-# -- the custom_vjp -------------------------------------------------------------------------------
+    def call_staged(self, *args: Any) -> list[Any]:
+        return self.run(*args)
 
+    def always_mapped(self, values: int) -> list[bool]:
+        return [self.jaxpr is None] * values  # what all examples share stays so, as without hooks
 
-class _SavedRun:
-    """The non-array state that the forward rule saved for the backward rule."""
+    def reverse_rule(self, primals: Sequence[Any], moving: Sequence[bool]) -> tuple[list[Any], LinearMap, list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            return (self._run_in_block or self.run)(*merge(moving, args, primals))
 
-    __slots__ = ("differentiated", "output_types", "packed", "pullback", "treedef")
-
-    def __init__(
-        self, differentiated: Sequence[bool], output_types: list[Any], treedef: Any, packed: PackedResiduals, vjp: Any
-    ) -> None:
-        self.differentiated = differentiated
-        self.output_types = output_types
-        self.treedef = treedef  # of the outputs
-        self.packed = packed
-        self.pullback = vjp  # the treedef of the function that `jax.vjp` returned
-
-
-def _primal(static: Static, *args: Any) -> Any:
-    return static.value.run(*args)
-
-
-def _forward_rule(static: Static, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
-    operation: Operation = static.value
-    args = [p.value for p in primals]
-    differentiated = operation.differentiated
-    if differentiated is None:
-        differentiated = [p.perturbed and has_tangent(typeof(p.value)) for p in primals]
-
-    def run(*perturbed: Any) -> Any:
-        return (operation.run_in_block or operation.run)(*merge(differentiated, perturbed, args))
-
-    recorder = Recorder(trace_below(current_trace()))
-    with hooks_suspended(), set_current_trace(recorder):
-        result, pullback = jax.vjp(run, *select(args, differentiated))
-    outputs, output_treedef = jax.tree_util.tree_flatten(result)
-    residuals, vjp = jax.tree_util.tree_flatten(pullback)
-    arrays = as_arrays(residuals)  # JAX keeps some constants as array types of its own
-    if operation.run_in_block:
-        packed = PackedResiduals.unchanged(len(arrays))
-    else:
-        owner = f"the operation {operation.name}, residual"
-        constants = list(itertools.compress(args, operation.constants))
-        packed, arrays, outputs = pack(operation.hooks, arrays, outputs, owner, recorder.origins, constants)
-    run_of_rule = _SavedRun(differentiated, [typeof(x) for x in outputs], output_treedef, packed, vjp)
-    result = output_treedef.unflatten(outputs)
-    if operation.log is None:
-        return result, (Static(run_of_rule), *arrays)
-    return result, (Static(operation.log), operation.log.add(run_of_rule), *arrays)  # NOTE [several runs]
+        recorder = Recorder(trace_below(current_trace()))
+        with hooks_suspended(), set_current_trace(recorder):
+            values, pullback = jax.vjp(run, *select(primals, moving))
+        residuals, treedef = jax.tree_util.tree_flatten(pullback)
+        arrays = as_arrays(residuals)  # JAX keeps some constants as array types of its own
+        if self._run_in_block is not None:
+            packed = PackedResiduals.unchanged(len(arrays))
+        else:
+            owner = f"the operation {self.name}, residual"
+            constants = list(itertools.compress(primals, self.constants))
+            packed, arrays, values = pack(self.hooks, arrays, values, owner, recorder.origins, constants)
+        return values, PackedPullback(self.name, packed, treedef, [typeof(x) for x in values]), arrays
 
 
-def _backward_rule(residuals: tuple[Any, ...], result: Any) -> tuple[Any, ...]:
-    run, arrays = residuals[0].value, residuals[1:]
-    if isinstance(run, RunLog):
-        run, arrays = run.find(arrays[0]), arrays[1:]
-    cotangents = [None if is_symbolic_zero(c) else c for c in run.treedef.flatten_up_to(result)]
-    if all(c is None for c in cotangents):
-        return None, *(None for _ in run.differentiated)
-    pullback = jax.tree_util.tree_unflatten(run.pullback, run.packed.unpack(arrays, cotangents))
-    full = [_zeros(t) if c is None else c for c, t in zip(cotangents, run.output_types, strict=True)]
-    return None, *scatter(pullback(run.treedef.unflatten(full)), run.differentiated)
+class PackedPullback(LinearMap):
+    """packed residuals, tangents of the operands -> tangents of the values; reverse mode only."""
+
+    def __init__(self, name: str, packed: PackedResiduals, pullback: Any, value_types: Sequence[Any]) -> None:
+        self.name = name
+        self.constants = packed.size
+        self.types = [tangent_type(t) for t in value_types if has_tangent(t)]
+        self._packed = packed
+        self._pullback = pullback  # the treedef of the function that `jax.vjp` returned
+        self._value_types = value_types
+
+    def push(self, constants: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        del constants, tangents
+        raise TypeError(
+            f"jax.linearize goes through the operation {self.name} in a block of saved_tensors_hooks, which packed its "
+            "residuals for reverse mode. Use jax.jvp, which keeps nothing, or jax.vjp."
+        )
+
+    def pull(self, constants: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        pullback = jax.tree_util.tree_unflatten(self._pullback, self._packed.unpack(constants, cotangents))
+        given = iter(cotangents)
+        return list(pullback([_cotangent(t, next(given) if has_tangent(t) else None) for t in self._value_types]))
 
 
-def _zeros(aval: Any) -> Any:
-    return zeros_of(tangent_type(aval)) if has_tangent(aval) else np.zeros(aval.shape, jax.dtypes.float0)
-
-
-_rule = custom_vjp("operation", "operation in a hooks block", _primal, _forward_rule, _backward_rule)
+def _cotangent(value_type: Any, given: Any) -> Any:
+    if not has_tangent(value_type):
+        return np.zeros(value_type.shape, jax.dtypes.float0)
+    return zeros_of(tangent_type(value_type)) if given is None else given

@@ -1,7 +1,7 @@
 """Plain JAX operations inside a hooks block.
 
 A trace that wraps the current one meets every operation of the block. If an operation is, or may later be,
-differentiated, it is bound as a `jax.custom_vjp` with packed residuals (`operation_rule`). An operation is anything
+differentiated, it is bound as a function with a rule that packs residuals (`operation_rule`). An operation is anything
 that JAX binds: an addition, an already jitted function, a scan, a function with a custom gradient. Inside an operation
 hooks are suspended: its residuals are packed once, as the residuals of the whole.
 """
@@ -12,13 +12,12 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax.custom_vjp import keep_one_result, runs_custom_vjp_functions_once
+from pylayer_jax._jax.custom_vjp import keep_one_result
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
 from pylayer_jax._jax.tracers import (
     PassThroughTrace,
-    applied_to,
     current_trace,
     is_differentiated,
     is_differentiated_twice,
@@ -28,12 +27,12 @@ from pylayer_jax._jax.tracers import (
     nothing_is_traced,
     trace_below,
 )
-from pylayer_jax._jax.types import as_arrays, has_tangent, typeof
+from pylayer_jax._jax.types import as_arrays, typeof
 from pylayer_jax._trees.partition import split
 
 from .derived_residuals import is_offset
 from .open_blocks import Block, Hooks, hooks_suspended, layers_only
-from .operation_rule import Operation, Run, StagedOperation
+from .operation_rule import Operation, Run
 from .pair import Pair
 
 # Their vjp keeps no array, so that there is nothing to pack: they stay the operations that they are.
@@ -69,9 +68,7 @@ class HooksTrace(PassThroughTrace):
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
         is_once = not any(map(is_differentiated_twice, tracers)) and not _is_in_forward_mode(tracers)
         if is_once and any(map(is_staged_below, tracers)) and all(map(_is_plain_array, tracers)):
-            with set_current_trace(self.parent_trace):
-                differentiated_now = any(map(is_reverse_mode_tracer, tracers)) and not applied_to(tracers).is_deferred
-            jaxpr = _packing_inside(primitive.name, params, self.pair, differentiated_now)
+            jaxpr = _packing_inside(primitive.name, params, self.pair)
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
@@ -113,9 +110,9 @@ class HooksTrace(PassThroughTrace):
 
         name = getattr(function, "__name__", type(function).__name__)
         with set_current_trace(self.parent_trace):
-            operation, consts, rest = StagedOperation.of(name, run, tensors)
+            operation, consts, rest = Operation.staged(name, run, Hooks(self.pair, tensors), tensors)
             if operation.packs_as_one and not _is_in_forward_mode([*consts, *tensors]):
-                return rest.fill(operation.apply([*consts, *tensors], Hooks(self.pair, tensors), is_staged))
+                return rest.fill(operation.apply([*consts, *tensors]))
         return function(*args, **kwargs)
 
     def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
@@ -141,14 +138,10 @@ class HooksTrace(PassThroughTrace):
             if self.block.is_foreign():
                 raise self.block.foreign_error()
             hooks = Hooks(self.pair, args)
-            if hooks.deferred:
-                # A staged operation may be differentiated for different inputs in turn, for which JAX needs the same
-                # residuals. An operand from outside of the jaxpr counts too: it becomes an input of the jaxpr.
-                is_chosen = _may_be_differentiated
-            elif is_reverse and (runs_again or runs_custom_vjp_functions_once()):
+            if is_reverse and not hooks.deferred:
                 return Operation(name, bind, hooks).apply(args)
-            operation, consts, _ = StagedOperation.of(name, lambda *args: (bind(*args), None), args)
-            return operation.apply([*consts, *args], hooks, is_chosen)
+            operation, consts, _ = Operation.staged(name, lambda *args: (bind(*args), None), hooks, args)
+            return operation.apply([*consts, *args])
 
 
 def enter_block(pair: Pair) -> Block:
@@ -158,10 +151,6 @@ def enter_block(pair: Pair) -> Block:
     if not nothing_is_traced() and not layers_only.value:
         set_current_trace(HooksTrace(block, pair)).__enter__()  # `Block.leave` restores the trace
     return block
-
-
-def _may_be_differentiated(value: object) -> bool:
-    return is_staged(value) or is_reverse_mode_tracer(value)
 
 
 def _is_in_forward_mode(values: Sequence[Any]) -> bool:
@@ -178,7 +167,7 @@ def _closes_over_ref(jaxpr: Any) -> bool:
     return not all(isinstance(v.aval, ShapedArray) for v in jaxpr.constvars)
 
 
-def _packing_inside(name: str, params: dict[str, Any], pair: Pair, differentiated_now: bool) -> Any:
+def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
     """The jaxpr of a staged scan that packs in each iteration; None for another operation.
 
     Packed as a whole, a scan would stack the residuals of all iterations first. A jitted function that holds a scan is
@@ -203,12 +192,13 @@ def _packing_inside(name: str, params: dict[str, Any], pair: Pair, differentiate
     def body(*args: Any) -> tuple[list[Any], None]:
         if name != "scan":
             return evaluate_in_block(*args), None
-        # One operation, since JAX stages the forward rules in a scan one by one, and a tensor that two of them keep
-        # would be packed twice. A scan that is only staged may be differentiated for different inputs in turn, for
-        # which JAX needs the same residuals.
-        chosen = None if differentiated_now else [has_tangent(typeof(x)) for x in args]
-        operation = Operation("body of scan", evaluate, Hooks(pair, args), chosen, evaluate_in_block)
-        return operation.apply(args), None
+        # One operation, since JAX stages the rules in a scan one by one, and a tensor that two of them keep would be
+        # packed twice.
+        hooks = Hooks(pair, args)
+        operation, consts, _ = Operation.staged(
+            "body of scan", lambda *args: (evaluate(*args), None), hooks, args, evaluate_in_block
+        )
+        return operation.apply([*consts, *args]), None
 
     hooked, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], name)
     same = [v.aval for v in hooked.outvars] == [v.aval for v in jaxpr.outvars]

@@ -222,6 +222,26 @@ def vmap_as_needed(
     return mapped
 
 
+def vmap_to(
+    axis: Any,
+    function: Callable[..., Sequence[Any]],
+    in_axes: Sequence[Any],
+    is_mapped: Callable[[int], Sequence[bool]],
+) -> Callable[..., list[Any]]:
+    """`jax.vmap` of a function, whose results have the mapped axis in front where the mask `is_mapped(count)` is set.
+
+    The others have to be the same for all examples.
+    """
+
+    def mapped(*args: Any) -> list[Any]:
+        __tracebackhide__ = True
+        found, dims = vmap_as_needed(axis, function, in_axes, is_mapped)(*args)
+        mask = is_mapped(len(found))
+        return [x if d is None or is_one else x[0] for x, d, is_one in zip(found, dims, mask, strict=True)]
+
+    return mapped
+
+
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     """`value` with the mapped axis in front; it has that axis at `dim`, or not at all (None)."""
     moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)

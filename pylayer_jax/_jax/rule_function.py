@@ -29,6 +29,7 @@ from .define_primitive import (
     register,
     vmap_as_needed,
     vmap_over,
+    vmap_to,
 )
 from .imports import eval_jaxpr, mlir, partial_eval
 from .jaxprs import effects_of_own_refs, stage
@@ -129,12 +130,8 @@ class BatchedFunction(RuleFunction):
             of_values = [True] * len(moves) if self.jaxpr is None else [d is not None for d in self.out_dims]
             return [*of_values, *select(of_values, moves)]
 
-        run = vmap_as_needed(self.axis, rule, self.dims + select(self.dims, moving), is_mapped)
-        found, dims = run(*primals, *select(tangents, moving))
-        # What all examples share is the same in each of them, also where it came out mapped.
-        found = [
-            x if d is None or is_one else x[0] for x, d, is_one in zip(found, dims, is_mapped(len(found)), strict=True)
-        ]
+        run = vmap_to(self.axis, rule, self.dims + select(self.dims, moving), is_mapped)
+        found = run(*primals, *select(tangents, moving))
         return found[: len(moves)], scatter(found[len(moves) :], moves)
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
@@ -143,6 +140,9 @@ class BatchedFunction(RuleFunction):
     def call_staged(self, *args: Any) -> Values:
         __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.call_staged, tuple(self.dims), 0)(*args)
+
+    def always_mapped(self, values: int) -> list[bool]:
+        return self.inner.always_mapped(values)
 
     def uses_axis(self, axis: Any) -> bool:
         return self.inner.uses_axis(axis)
