@@ -10,7 +10,7 @@ from pylayer_jax._jax.custom_vjp import NO_RESIDUAL, RunLog, custom_vjp, is_symb
 from pylayer_jax._jax.identity_primitives import map_all_outputs
 from pylayer_jax._jax.imports import eval_context
 from pylayer_jax._jax.masks import scatter, select
-from pylayer_jax._jax.rule_function import BatchRun, RuleFunction
+from pylayer_jax._jax.rule_function import BatchRun
 from pylayer_jax._jax.tracers import (
     NEEDS_VALUES,
     is_differentiated,
@@ -20,6 +20,7 @@ from pylayer_jax._jax.tracers import (
     is_tracer,
 )
 from pylayer_jax._jax.types import as_arrays, has_tangent, typeof
+from pylayer_jax._jax.undecided_mode import TwoModeFunction
 from pylayer_jax._methods.outputs import Outputs
 from pylayer_jax._trees.messages import plural, source_of
 from pylayer_jax._trees.opaque import Static
@@ -101,12 +102,15 @@ def _computed_from_marked(found: Differentiated, tensors: Sequence[Any]) -> list
 # -- in forward mode, with its own vmap, over hidden tensors ---------------------------------------
 
 
-class LayerFunction(RuleFunction):
+class LayerFunction(TwoModeFunction):
     """inputs -> outputs: a layer without a `jax.custom_vjp` function in front. `forward` sees concrete values."""
+
+    kind = "layer"
 
     def __init__(self, call: LayerCall, packs: bool = True) -> None:
         self.call = call
         self.name, self.jaxpr = call.name, None
+        self.has_reverse_rule = packs and call.hooks is not None
         self.packs = packs  # whether its first differentiation packs the residuals; later ones never do
 
     def run(self, *args: Any) -> list[Any]:
@@ -114,14 +118,22 @@ class LayerFunction(RuleFunction):
         self.call.outputs, values = run_undifferentiated(self.call, args, needs=True)
         return values
 
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        __tracebackhide__ = True
+        return self._rule(primals, tangents, packs=self.packs and not self.has_reverse_rule)
+
+    def reverse_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        __tracebackhide__ = True
+        return self._rule(primals, tangents, packs=True)
+
+    def _rule(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
         perturbed = [t is not None for t in tangents]
         with eval_context():  # a Python number becomes an array, and no tracer of the trace that runs this rule
             tensors = as_arrays(primals)
         found = differentiate(self.call, tensors, perturbed)
         self.call.outputs = found.saved.outputs
-        if self.packs:
+        if packs:
             found = found.packed(self.call)
         return found.outputs, output_tangents(found.derivative, perturbed, found.residuals, select(tangents, perturbed))
 

@@ -27,9 +27,10 @@ from pylayer_jax._jax.jaxprs import (
     without_refs,
 )
 from pylayer_jax._jax.masks import scatter, select
-from pylayer_jax._jax.rule_function import BatchRun, RuleFunction
+from pylayer_jax._jax.rule_function import BatchRun
 from pylayer_jax._jax.tracers import NEEDS_VALUES, concrete_value, is_differentiated, is_forward_mode, is_leaked
 from pylayer_jax._jax.types import has_tangent, is_ref, typeof
+from pylayer_jax._jax.undecided_mode import TwoModeFunction
 from pylayer_jax._methods.batches import check_mapped
 from pylayer_jax._methods.outputs import Identity, Outputs
 
@@ -49,8 +50,10 @@ Source = Identity | tuple[Literal["intermediate"], int]
 
 
 @dataclasses.dataclass(eq=False, repr=False)
-class StagedForward(RuleFunction):
+class StagedForward(TwoModeFunction):
     """consts, inputs -> outputs, intermediates: `forward` as a jaxpr, whose derivative is the one of the class."""
+
+    kind = "layer"
 
     call: LayerCall
     saved: SavedState
@@ -108,7 +111,19 @@ class StagedForward(RuleFunction):
 
     # -- differentiated -----------------------------------------------------------------------------
 
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    @property
+    def has_reverse_rule(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.packs and self.call.hooks is not None
+
+    def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        __tracebackhide__ = True
+        return self._rule(primals, tangents, packs=self.packs and not self.has_reverse_rule)  # names, without hooks
+
+    def reverse_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        __tracebackhide__ = True
+        return self._rule(primals, tangents, packs=True)
+
+    def _rule(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
         nonzero = [t is not None for t in tangents]
         if self.loses_tangents(nonzero[: self.consts]):
@@ -121,12 +136,12 @@ class StagedForward(RuleFunction):
         inputs, perturbed = primals[self.consts :], nonzero[self.consts :]
         out_tangents = [None] * self.outputs
         if any(perturbed):  # otherwise only values that are kept for `backward` move
-            outputs, out_tangents = self._outputs(inputs, values, perturbed, tangents[self.consts :])
+            outputs, out_tangents = self._outputs(inputs, values, perturbed, tangents[self.consts :], packs)
             values = [*outputs, *intermediates]
         return values, [*out_tangents, *self._intermediate_tangents(primals, tangents, values, out_tangents)]
 
     def _outputs(
-        self, inputs: Sequence[Any], values: list[Any], perturbed: list[bool], tangents: Sequence[Any]
+        self, inputs: Sequence[Any], values: list[Any], perturbed: list[bool], tangents: Sequence[Any], packs: bool
     ) -> tuple[list[Any], list[Any]]:
         """The outputs, bound to what is packed, and their tangents."""
         __tracebackhide__ = True
@@ -135,7 +150,7 @@ class StagedForward(RuleFunction):
             staged, consts = restaged
             residuals = staged.residuals(inputs, staged.bind(consts, inputs))
         derivative, outputs = staged.derivative, values[: self.outputs]
-        if self.packs:
+        if packs:
             derivative, residuals, outputs = pack_residuals(self.call, staged.saved, derivative, residuals, outputs)
         return outputs, output_tangents(derivative, perturbed, residuals, select(tangents, perturbed))
 

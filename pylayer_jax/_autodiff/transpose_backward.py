@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._hooks.open_blocks import layers_only
 from pylayer_jax._jax.custom_vjp import custom_function_in
 from pylayer_jax._jax.define_primitive import held_object
 from pylayer_jax._jax.imports import eval_jaxpr
@@ -68,8 +67,7 @@ def transpose(
 
     # Staged first, as its equations tell whether it is linear; an error of the user's own surfaces here.
     try:
-        with layers_only(True):
-            jaxpr, consts, nonzero = stage(nonzero_gradients, types, f"backward of {layer}")
+        jaxpr, consts, nonzero = stage(nonzero_gradients, types, f"backward of {layer}")
     except NEEDS_VALUES as error:
         error.add_note(
             f"Forward mode transposes {layer}.backward, which is traced for that and sees no numbers. Write it with "
@@ -137,7 +135,7 @@ def _zero_info(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     function: RuleFunction = held_object(equation)
     facts = call_of(jaxpr_of(function, [v.aval for v in equation.invars]), equation, operands)
     return [
-        f._replace(problem=f"it applies the layer {function.name}, whose forward is not, as {f.problem}")
+        f._replace(problem=f"it applies the {function.kind} {function.name}, which is not, as {f.problem}")
         if f.problem and not any(o.problem for o in operands)
         else f
         for f in facts

@@ -50,10 +50,6 @@ active: Final = jax.make_user_context(None)
 # The blocks that this asyncio task has entered, or inherited from the task that made it.
 _entered: Final[contextvars.ContextVar[tuple[Block, ...]]] = contextvars.ContextVar("entered", default=())
 
-# True while code is staged that JAX will transpose. It cannot transpose the custom_vjp function that an operation with
-# packed residuals is; a layer there is a primitive of its own.
-layers_only: Final = jax.make_user_context(False)
-
 
 class Block:
     """One entry of a `with` block. For JAX's caches, blocks of equal pairs are equal.

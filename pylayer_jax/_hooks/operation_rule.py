@@ -12,13 +12,13 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from pylayer_jax._jax import rule_function
+from pylayer_jax._jax import linear_map, rule_function
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
-from pylayer_jax._jax.imports import ShapedArray, set_current_trace
+from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.linear_map import LinearMap
-from pylayer_jax._jax.masks import merge, select
-from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below
+from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below, trace_of_known_values
 from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
 from pylayer_jax._jax.undecided_mode import TwoModeFunction
 
@@ -31,6 +31,8 @@ Run = Callable[..., Any]  # from arrays to a tree of arrays
 
 class Operation(TwoModeFunction):
     """One operation of a block. Without a jaxpr it is called once, since JAX calls some functions only once."""
+
+    kind = "operation"
 
     def __init__(self, name: str, run: Run, hooks: Hooks) -> None:
         self.name = name
@@ -90,22 +92,46 @@ class Operation(TwoModeFunction):
     def always_mapped(self, values: int) -> list[bool]:
         return [self.jaxpr is None] * values  # what all examples share stays so, as without hooks
 
-    def reverse_rule(self, primals: Sequence[Any], moving: Sequence[bool]) -> tuple[list[Any], LinearMap, list[Any]]:
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+        unknown = [x is None for x in args]
+
+        def run(*values: Any) -> list[Any]:
+            return eval_jaxpr(jaxpr, (), *merge(unknown, values, args))
+
+        transposed = jax.linear_transpose(run, *select([v.aval for v in jaxpr.invars], unknown))
+        given = [_cotangent(v.aval, c) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]
+        return scatter(transposed(given), unknown)
+
+    def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [t is not None for t in tangents]
+
+        def run(*args: Any) -> list[Any]:
+            return self.run(*merge(moving, args, primals))
+
+        values, found = jax.jvp(run, select(primals, moving), select(tangents, moving))
+        return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
+
+    def reverse_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        moving = [t is not None for t in tangents]
+
         def run(*args: Any) -> list[Any]:
             return (self._run_in_block or self.run)(*merge(moving, args, primals))
 
-        recorder = Recorder(trace_below(current_trace()))
-        with hooks_suspended(), set_current_trace(recorder):
-            values, pullback = jax.vjp(run, *select(primals, moving))
-        residuals, treedef = jax.tree_util.tree_flatten(pullback)
-        arrays = as_arrays(residuals)  # JAX keeps some constants as array types of its own
-        if self._run_in_block is not None:
-            packed = PackedResiduals.unchanged(len(arrays))
-        else:
-            owner = f"the operation {self.name}, residual"
-            constants = list(itertools.compress(primals, self.constants))
-            packed, arrays, values = pack(self.hooks, arrays, values, owner, recorder.origins, constants)
-        return values, PackedPullback(self.name, packed, treedef, [typeof(x) for x in values]), arrays
+        with set_current_trace(trace_of_known_values(primals)):
+            recorder = Recorder(trace_below(current_trace()))
+            with hooks_suspended(), set_current_trace(recorder):
+                values, pullback = jax.vjp(run, *select(primals, moving))
+            residuals, treedef = jax.tree_util.tree_flatten(pullback)
+            arrays = as_arrays(residuals)  # JAX keeps some constants as array types of its own
+            if self._run_in_block is not None:
+                packed = PackedResiduals.unchanged(len(arrays))
+            else:
+                owner = f"the operation {self.name}, residual"
+                constants = list(itertools.compress(primals, self.constants))
+                packed, arrays, values = pack(self.hooks, arrays, values, owner, recorder.origins, constants)
+        pulled = PackedPullback(self.name, packed, treedef, [typeof(x) for x in values])
+        found = linear_map.call(pulled, arrays, select(tangents, moving))
+        return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
 
 class PackedPullback(LinearMap):

@@ -31,7 +31,7 @@ from pylayer_jax._jax.types import as_arrays, typeof
 from pylayer_jax._trees.partition import split
 
 from .derived_residuals import is_offset
-from .open_blocks import Block, Hooks, hooks_suspended, layers_only
+from .open_blocks import Block, Hooks, hooks_suspended
 from .operation_rule import Operation, Run
 from .pair import Pair
 
@@ -43,6 +43,9 @@ _WITHOUT_RESIDUALS = frozenset(
         "sharding_constraint", "slice", "squeeze", "stop_gradient", "sub", "transpose",
     )
 )  # fmt: skip
+
+
+_JITTED = ("jit", "pjit")
 
 
 class HooksTrace(PassThroughTrace):
@@ -72,7 +75,8 @@ class HooksTrace(PassThroughTrace):
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
-        return self._process(bind, primitive.name, tracers, runs_again=True)
+        function = params["name"] if primitive.name in _JITTED else ""
+        return self._process(bind, primitive.name, tracers, runs_again=True, shown=function)
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
         try:
@@ -121,8 +125,8 @@ class HooksTrace(PassThroughTrace):
 
         return self._process(bind, functions[0].name, tracers)
 
-    def _process(self, bind: Run, name: str, args: Sequence[Any], runs_again: bool = False) -> Any:
-        """Bind one operation; `runs_again`: whether `bind` may be called more than once."""
+    def _process(self, bind: Run, name: str, args: Sequence[Any], runs_again: bool = False, shown: str = "") -> Any:
+        """Bind one operation; `bind` may be called more than once if it `runs_again`; errors show `shown`."""
         with set_current_trace(self.parent_trace):
             # Under jit a staged value may be differentiated later; elsewhere JAX's own tracers tell.
             is_reverse = any(map(is_reverse_mode_tracer, args))
@@ -139,8 +143,8 @@ class HooksTrace(PassThroughTrace):
                 raise self.block.foreign_error()
             hooks = Hooks(self.pair, args)
             if is_reverse and not hooks.deferred:
-                return Operation(name, bind, hooks).apply(args)
-            operation, consts, _ = Operation.staged(name, lambda *args: (bind(*args), None), hooks, args)
+                return Operation(shown or name, bind, hooks).apply(args)
+            operation, consts, _ = Operation.staged(shown or name, lambda *args: (bind(*args), None), hooks, args)
             return operation.apply([*consts, *args])
 
 
@@ -148,7 +152,7 @@ def enter_block(pair: Pair) -> Block:
     """Enter a block, which the caller leaves."""
     block = Block(pair)
     block.enter()
-    if not nothing_is_traced() and not layers_only.value:
+    if not nothing_is_traced():
         set_current_trace(HooksTrace(block, pair)).__enter__()  # `Block.leave` restores the trace
     return block
 
@@ -173,7 +177,7 @@ def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
     Packed as a whole, a scan would stack the residuals of all iterations first. A jitted function that holds a scan is
     traced again in the same way, operation by operation.
     """
-    if name not in ("scan", "jit", "pjit"):
+    if name not in ("scan", *_JITTED):
         return None
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     if name != "scan" and not has_equation(jaxpr, "scan"):

@@ -47,6 +47,7 @@ class RuleFunction:
 
     name: str  # as jaxprs and JAX's errors show it
     jaxpr: Any  # None: `run` is called wherever a value is needed, and sees concrete values in eager mode
+    kind = "function"  # what it is to users, for messages
 
     def __repr__(self) -> str:
         return self.name
@@ -93,7 +94,7 @@ class BatchedFunction(RuleFunction):
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
         self.inner = inner
         self.axis = axis
-        self.name, self.jaxpr = inner.name, None
+        self.name, self.kind, self.jaxpr = inner.name, inner.kind, None
         self.dims = list(dims)  # of the operands of the inner function, which stand behind those of the batch alone
         self.out_dims: list[Any] = []  # of the values, if it is staged
         self.closed_over = 0  # the number of operands of the batch alone
@@ -154,7 +155,7 @@ class UsedPart(RuleFunction):
     def __init__(self, whole: RuleFunction, used: Sequence[bool]) -> None:
         self.whole = whole
         self.used = list(used)
-        self.name = whole.name
+        self.name, self.kind = whole.name, whole.kind
         self.jaxpr, _ = partial_eval.dce_jaxpr(whole.jaxpr, self.used, instantiate=True)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:

@@ -22,127 +22,106 @@ from typing import Any
 
 import jax
 
-from . import linear_map
 from .define_primitive import PrimitiveWithObject, held_object, register, vmap_to
 from .imports import partial_eval, set_current_trace
 from .jaxprs import is_literal
-from .linear_map import LinearMap
 from .masks import merge, scatter, select
 from .rule_function import RuleFunction, Values, effects_of, rule_function_p
-from .tracers import is_staged, is_unknown, trace_of_known_values
-from .types import has_tangent, mapped_type, tangent_type, typeof
-
-Pair = tuple[Values, Values]  # values, and the tangents of those that can have one
+from .tracers import is_staged, is_unknown
+from .types import has_tangent, mapped_type, tangent_type, typeof, zeros_of
 
 
 class TwoModeFunction(RuleFunction):
-    """A function with a rule for each mode. Each value that can have a tangent has one, if an operand has one."""
+    """A function whose rule is another one where reverse mode asks for it."""
 
-    def reverse_rule(self, primals: Sequence[Any], moving: Sequence[bool]) -> tuple[Values, LinearMap, Values]:
-        """The values; a map from the tangents of the operands in a mask; and its constants. Its `pull` is asked for."""
+    has_reverse_rule: bool = True
+
+    def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        """The values, and their tangents, as in `rule`."""
         raise NotImplementedError
 
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Pair:
+    def reverse_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        """The same, for tangents that JAX will transpose."""
+        raise NotImplementedError
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
         moving = [t is not None for t in tangents]
-        derivative, given = Derivative(self, moving), select(tangents, moving)
+        given = select(tangents, moving)
+        if not self.has_reverse_rule:
+            return self.forward_rule(primals, tangents)
         if any(map(is_unknown, given)):
-            values, found = derivative.reverse(primals, given)
-        elif self.jaxpr is not None and any(map(is_staged, given)):
-            values, found = derivative.split(undecided_p.bind(*primals, *given, derivative=derivative))
-        else:
-            values, found = derivative.forward(primals, given)
-        return values, scatter(found, [has_tangent(typeof(v)) for v in values])
+            return self.reverse_rule(primals, tangents)
+        if self.jaxpr is None or not any(map(is_staged, given)):
+            return self.forward_rule(primals, tangents)
+        derivative = Derivative(self, moving)
+        results = undecided_p.bind(*primals, *given, derivative=derivative)
+        values, found = results[: len(derivative.types)], results[len(derivative.types) :]
+        return values, scatter(found, [has_tangent(t) for t in derivative.types])
 
 
 class Derivative:
-    """Values and tangents of a function, for operands of which those in a mask have a tangent. Compared by identity."""
+    """The derivative of a staged function at operands of which those in a mask have a tangent. Compared by identity.
+
+    Its operands are primals and tangents, its results values and the tangents of those that can have one.
+    """
 
     def __init__(self, function: Any, moving: Sequence[bool]) -> None:
         self.function = function
         self.moving = list(moving)
+        self.types = [v.aval for v in function.jaxpr.outvars]  # of the values
+        self.tangent_types = [tangent_type(t) for t in self.types if has_tangent(t)]
 
     def __repr__(self) -> str:
         return self.function.name
 
-    def forward(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Pair:
+    def forward(self, *operands: Any) -> Values:
         __tracebackhide__ = True
+        return self._results(self.function.forward_rule, operands)
 
-        def run(*args: Any) -> Values:
-            __tracebackhide__ = True
-            return self.function.run(*merge(self.moving, args, primals))
-
-        values, found = jax.jvp(run, select(primals, self.moving), list(tangents))
-        return values, select(found, [has_tangent(typeof(v)) for v in values])
-
-    def reverse(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Pair:
+    def reverse(self, *operands: Any) -> Values:
         __tracebackhide__ = True
-        with set_current_trace(trace_of_known_values(primals)):
-            values, linear, constants = self.function.reverse_rule(primals, self.moving)
-        return values, linear_map.call(linear, constants, tangents)
+        return self._results(self.function.reverse_rule, operands)
 
-    # -- of a function with a jaxpr: lists that have primals and tangents, or values and tangents ------
-
-    @property
-    def types(self) -> list[Any]:
-        """The types of the values."""
-        return [v.aval for v in self.function.jaxpr.outvars]
-
-    @property
-    def tangent_types(self) -> list[Any]:
-        return [tangent_type(t) for t in self.types if has_tangent(t)]
-
-    def split(self, results: Sequence[Any]) -> Pair:
-        return list(results[: len(self.types)]), list(results[len(self.types) :])
-
-    def flat(self, mode: Callable[..., Pair], operands: Sequence[Any]) -> Values:
-        values, tangents = mode(operands[: len(self.moving)], operands[len(self.moving) :])
-        return [*values, *tangents]
+    def _results(self, rule: Callable[..., tuple[Values, Values]], operands: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        count = len(self.moving)
+        values, tangents = rule(operands[:count], scatter(operands[count:], self.moving))
+        found = select(tangents, [has_tangent(t) for t in self.types])
+        return [*values, *(zeros_of(a) if t is None else t for t, a in zip(found, self.tangent_types, strict=True))]
 
 
 class BatchedDerivative(Derivative):
-    """The derivative of a function for a batch of examples: tangents are mapped, values as those of the function."""
+    """The derivative for a batch of examples. Its tangents are mapped; its values are as those of the function."""
 
     def __init__(
-        self, inner: Derivative, function: RuleFunction, axis: Any, dims: Sequence[Any], out_dims: Sequence[Any]
+        self, inner: Derivative, axis: Any, dims: Sequence[Any], function: Any, out_dims: Sequence[Any]
     ) -> None:
-        super().__init__(function, inner.moving)
         self.inner = inner
         self.axis = axis
-        self.dims = list(dims)  # of primals and tangents
-        self.is_mapped = [d is not None for d in out_dims]  # of the values
+        self.dims = list(dims)  # of the operands of `inner`, which stand behind what the batch closes over
+        self.function = function
+        closed_over = len(function.jaxpr.invars) - len(inner.moving)
+        self.moving = [False] * closed_over + inner.moving
+        self.types = [v.aval for v in function.jaxpr.outvars]
+        self.tangent_types = [mapped_type(axis, t) for t in inner.tangent_types]
+        self.is_mapped = [d is not None for d in out_dims] + [True] * len(self.tangent_types)
 
-    @property
-    def tangent_types(self) -> list[Any]:
-        return [mapped_type(self.axis, t) for t in self.inner.tangent_types]
-
-    def forward(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Pair:
+    def forward(self, *operands: Any) -> Values:
         __tracebackhide__ = True
-        return self._mapped(self.inner.forward, [*primals, *tangents])
+        return self._mapped(self.inner.forward, operands)
 
-    def reverse(self, primals: Sequence[Any], tangents: Sequence[Any]) -> Pair:
+    def reverse(self, *operands: Any) -> Values:
         __tracebackhide__ = True
-        return self._mapped(self.inner.reverse, [*primals, *tangents])
+        return self._mapped(self.inner.reverse, operands)
 
-    def _mapped(self, mode: Callable[..., Pair], operands: Sequence[Any]) -> Pair:
+    def _mapped(self, mode: Callable[..., Values], operands: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-
-        def flat(*operands: Any) -> Values:
-            __tracebackhide__ = True
-            return self.inner.flat(mode, operands)
-
-        def mask(count: int) -> list[bool]:
-            return self.is_mapped + [True] * (count - len(self.is_mapped))
-
-        return self.split(vmap_to(self.axis, flat, self.dims, mask)(*operands))
+        own = operands[len(self.moving) - len(self.inner.moving) :]
+        return vmap_to(self.axis, mode, self.dims, lambda _: self.is_mapped)(*own)
 
 
 undecided_p = PrimitiveWithObject("undecided", "derivative")
-
-
-def _evaluate(*operands: Any, derivative: Derivative) -> Values:
-    __tracebackhide__ = True
-    return derivative.flat(derivative.forward, operands)
 
 
 def _types(*_: Any, derivative: Derivative) -> tuple[list[Any], Any]:
@@ -155,21 +134,29 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, derivative: Derivat
 
     def forward(*args: Any) -> Values:
         __tracebackhide__ = True
-        return derivative.flat(derivative.forward, merge(moving, args, primals))
+        return derivative.forward(*merge(moving, args, primals))
 
     return jax.jvp(forward, select(primals, moving), select(tangents, moving))
 
 
 def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, derivative: Derivative) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
-    primals = len(derivative.moving)
-    function, _, out_dims = derivative.function.batched(axis, dims[:primals], [typeof(x) for x in args[:primals]])
-    batched = BatchedDerivative(derivative, function, axis, dims, out_dims)
-    values = undecided_p.bind(*args, derivative=batched)
-    return values, [*out_dims, *[0] * (len(values) - len(out_dims))]
+    function, count = derivative.function, len(derivative.moving)
+    consts, out_dims = list[Any](), [None] * len(derivative.types)
+    if any(d is not None for d in dims[:count]) or function.uses_axis(axis):  # `jax.jacfwd` maps tangents alone
+        function, consts, out_dims = function.batched(axis, dims[:count], [typeof(x) for x in args[:count]])
+    batched = BatchedDerivative(derivative, axis, dims, function, out_dims)
+    return undecided_p.bind(*consts, *args, derivative=batched), [*out_dims, *[0] * len(batched.tangent_types)]
 
 
-register(undecided_p, evaluate=_evaluate, abstract=_types, jvp=_jvp, batch=_batch)
+register(
+    undecided_p,
+    evaluate=lambda *args, derivative: derivative.forward(*args),
+    abstract=_types,
+    jvp=_jvp,
+    batch=_batch,
+    uses_axis=lambda axis, *, derivative: derivative.function.uses_axis(axis),
+)
 
 
 # -- where JAX takes a jaxpr apart -----------------------------------------------------------------
@@ -183,7 +170,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
         if all(t.is_known() for t in tangents) or not all(p.is_known() for p in primals):
             return trace.default_process_primitive(undecided_p, tracers, params)
         with set_current_trace(trace):
-            return derivative.flat(derivative.reverse, [*(p.pval.get_known() for p in primals), *tangents])
+            return derivative.reverse(*(p.pval.get_known() for p in primals), *tangents)
 
     return undecided_p.with_object(taken_apart)(*tracers, **params)
 

@@ -94,7 +94,7 @@ REASONS = {  # what the error says of some of them
     "add": r"adds a term that does not depend on them \(add\)",
     "where": r"adds a term that does not depend on them \(select_n\)",
     "constant": "returns a gradient that does not depend on them",
-    "nested_layer": "applies the layer Made, whose forward is not, as it adds a term",
+    "nested_layer": "applies the layer Made, which is not, as it adds a term",
     "isfinite": "has the operation 'is_finite', whose result is of dtype bool and has no tangent",
     "argsort": "has the operation 'sort', whose result is of dtype int32 and has no tangent",
     "sign": "has the operation 'gt'",
@@ -106,8 +106,8 @@ REASONS = {  # what the error says of some of them
     "solve": "has the operation 'custom_linear_solve', whose matrix depends on them",
     "exp": "has the operation 'exp'",
     "scan_of_sin": "has the operation 'sin'",
-    "layer_of_two": "applies the layer Multiply, whose forward is not, as it has a product",
-    "layer_of_one": "applies the layer Square, whose forward is not, as it has a product",
+    "layer_of_two": "applies the layer Multiply, which is not, as it has a product",
+    "layer_of_one": "applies the layer Square, which is not, as it has a product",
     "stop_gradient": "has the operation 'stop_gradient'",
 }
 LINEAR = {
@@ -310,7 +310,7 @@ def test_a_layer_in_backward_that_is_not_linear_is_named(mode):
         backward = staticmethod(lambda ctx, dy: dy)
 
     outer = layer_of(Square.apply)
-    with pytest.raises(TypeError, match=r"Made\.backward is not linear .*applies the layer .*Square, whose forward is"):
+    with pytest.raises(TypeError, match=r"Made\.backward is not linear .*applies the layer .*Square, which is not"):
         mode(lambda x: (outer.apply(x) ** 2).sum())(X)
 
 
