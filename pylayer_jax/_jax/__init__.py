@@ -9,6 +9,7 @@
 - `define_primitive`: entering a primitive into the rule tables of JAX; mapping a function as a batching rule does.
 - `rule_function`: a function with its rule.
 - `linear_map`: a linear map with its transpose.
+- `undecided_mode`: a rule of its own for reverse mode, where JAX makes one jaxpr for both modes.
 - `custom_vjp`: functions with custom rules, and the log of their runs.
 - `identity_primitives`: primitives that compute nothing.
 - `host_calls`: the primitive that runs a function on the host.
