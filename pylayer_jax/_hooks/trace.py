@@ -41,6 +41,7 @@ _WITHOUT_RESIDUALS = frozenset(
         "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "copy_p", "device_put",
         "expand_dims", "name", "neg", "new_ref", "pad", "pcast", "psum", "real", "imag", "reduce_sum", "reshape", "rev",
         "sharding_constraint", "slice", "squeeze", "stop_gradient", "sub", "transpose",
+        "barrier", "forbid_derivative", "map_all_outputs", "with_tangent",
     )
 )  # fmt: skip
 

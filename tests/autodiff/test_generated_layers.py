@@ -32,7 +32,7 @@ ALLOWED: list[tuple[str, Callable[[Case], bool], str]] = [
         "the same for a plain operation",
     ),
     (
-        "TypeError: linearize goes through the operation",
+        "TypeError: jax.linearize goes through the operation",
         lambda case: case.hooks == "inside" and any(name == "linearize" for name, _ in case.steps),
         "an operation keeps packed residuals for reverse mode only",
     ),

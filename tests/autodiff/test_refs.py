@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.testing import check_layer, gradcheck
 from tests.kit.case import ruled
+from tests.kit.layers import bits
 from tests.kit.modes import SECOND
 
 X = jnp.arange(6.0).reshape(2, 3) / 6
@@ -275,6 +276,8 @@ def refused():
     )
     yield TypeError, r"argument main_grad is a jax\.Ref that JAX diff", lambda: jax.grad(made_inside)(W)
     yield TypeError, r"argument main_grad is a jax\.Ref that JAX diff", lambda: jax.grad(jax.jit(made_inside))(W)
+    around = jax.checkpoint(bits()(made_inside))
+    yield TypeError, r"argument main_grad is a jax\.Ref that JAX diff", lambda: jax.grad(around)(W)
     yield ValueError, r"arguments state\['a'\] and state\['b'\] are one", lambda: Counts.apply(X, {"a": ref, "b": ref})
     yield ValueError, r"Returned\.forward returned a jax\.Ref", lambda: returned.apply(ref, X, W)
     yield TypeError, r"takes a jax\.Ref \(main_grad\)", lambda: jax.jvp(lambda x: f(ref, x, W), (X,), (X,))
