@@ -12,12 +12,13 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from pylayer_jax._jax import linear_map, rule_function
+from pylayer_jax._jax import linear_map
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.linear_map import LinearMap
 from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.rule_function import rule_function_p
 from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below, trace_of_known_values
 from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
 from pylayer_jax._jax.undecided_mode import TwoModeFunction
@@ -77,7 +78,7 @@ class Operation(TwoModeFunction):
         """What `run` returns."""
         sides = () if self.jaxpr is None else (self.jaxpr.invars, self.jaxpr.outvars)
         has_derivative = self.packs_as_one and all(any(has_tangent(v.aval) for v in side) for side in sides)
-        values = rule_function.call(self, args) if has_derivative else self.run(*args)
+        values = rule_function_p.bind(*args, function=self) if has_derivative else self.run(*args)
         return self.treedef.unflatten(values)
 
     def run(self, *args: Any) -> list[Any]:
