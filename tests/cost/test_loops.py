@@ -48,3 +48,21 @@ def test_a_weight_that_all_steps_share_is_not_stacked(step, pair):
     assert sizes[1] - sizes[0] <= 8 * 3 * x.nbytes  # stacked, eight more would be 8 * w.nbytes / 4 or more
     for got, expected in zip(short(w, x), jax.grad(recurrent(operations, 8), (0, 1))(w, x), strict=True):
         np.testing.assert_allclose(got, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_block_in_the_body_of_a_scan_keeps_as_little_as_one_around_it():
+    # y of the tanh is kept by the tanh and by the product, which are two operations of the block.
+    w, x = jnp.eye(SIZE) * 0.9, jnp.ones((SIZE, SIZE))
+
+    def step(h, w):
+        return jnp.tanh(h @ w) * jnp.sin(h)
+
+    def step_in_block(h, w):
+        with cast_saved():
+            return step(h, w)
+
+    around, within = (
+        jax.jit(jax.grad(f)).lower(w, x).compile().memory_analysis().temp_size_in_bytes
+        for f in (cast_saved()(recurrent(step, 16)), recurrent(step_in_block, 16))
+    )
+    assert within <= around * 1.02

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import parallel
+from pylayer_jax import parallel, saved_tensors_hooks
 from tests.kit.layers import Matmul
 
 X = jnp.sin(jnp.arange(72.0)).reshape(4, 3, 6)
@@ -33,7 +33,15 @@ def summed(x, w):
     return parallel.reduce_from(x @ w / 2, "model")
 
 
-@pytest.mark.parametrize("product", [ByTransposition.apply, ByJvp.apply, summed], ids=["transposed", "jvp", "parallel"])
+PRODUCTS = {
+    "transposed": ByTransposition.apply,
+    "jvp": ByJvp.apply,
+    "parallel": summed,
+    "operation in a block": saved_tensors_hooks(lambda x: (x,), lambda kept: kept[0], differentiable=True)(jnp.matmul),
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 def test_an_operand_that_all_examples_share(product):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
