@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pylayer_jax._jax.custom_vjp import keep_one_result
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
@@ -80,10 +79,7 @@ class HooksTrace(PassThroughTrace):
         return self._process(bind, primitive.name, tracers, runs_again=True, shown=function)
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
-        try:
-            return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
-        finally:
-            keep_one_result(fun, jvp)
+        return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
 
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any

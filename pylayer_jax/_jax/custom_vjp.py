@@ -115,20 +115,6 @@ def is_symbolic_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
-def runs_custom_vjp_functions_once() -> bool:
-    # With jax_custom_vjp3, JAX traces the primal function as well as the forward rule.
-    return not getattr(jax.config, "jax_custom_vjp3", False)
-
-
-def keep_one_result(function: Any, rule: Any) -> None:
-    # JAX expects the output tree of a custom_jvp function in one of its two functions only. If an operation is staged
-    # and differentiated at once, both functions have run.
-    if any(store for store in function.stores if store is not None):
-        for store in rule.stores:
-            if store is not None:
-                store.reset()
-
-
 def custom_function_name(equation: Any) -> str | None:
     """The name of the `custom_vjp` function that an equation applies, if it applies one."""
     if equation.primitive.name == "custom_vjp_call":
