@@ -148,7 +148,14 @@ class PackedPullback(LinearMap):
 
     def push(self, constants: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         del constants, tangents
-        raise TypeError(
+        raise self._linearize_error()
+
+    def jvp(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        del primals, tangents
+        raise self._linearize_error()
+
+    def _linearize_error(self) -> TypeError:
+        return TypeError(
             f"jax.linearize goes through the operation {self.name} in a block of saved_tensors_hooks, which packed its "
             "residuals for reverse mode. Use jax.jvp, which keeps nothing, or jax.vjp."
         )

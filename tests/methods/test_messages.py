@@ -156,7 +156,6 @@ STAGED = {
     "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, f, x),
     "vmap of jit": lambda f: jax.vmap(jax.jit(f)),
     "jit of vmap of vmap": lambda f: lambda x: jax.jit(jax.vmap(jax.vmap(f)))(x[None, None])[0, 0],
-    "jit of a block": lambda f: jax.jit(in_block(jnp.sin)),
 }
 
 
