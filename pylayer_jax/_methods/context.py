@@ -99,7 +99,9 @@ class PyLayerContext:
         object.__setattr__(self, name, own_copy(value, self._state, f"ctx.{name} = ..."))
 
     def __getattr__(self, name: str) -> Any:
-        state = self._state
+        state, known = self._state, getattr(type(self), name, None)
+        if isinstance(known, property):  # it raised an AttributeError, as that of an unpack hook
+            return known.__get__(self)
         if state.phase is Phase.BACKWARD:
             advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
         else:

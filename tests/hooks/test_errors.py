@@ -53,6 +53,19 @@ def test_an_exception_of_a_hook_names_layer_and_tensor(hook, host, around):
     assert "for Multiply, saved tensor " in text
 
 
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_attribute_error_of_unpack_is_not_one_of_the_context(around):
+    class Reads(Tanh):
+        @staticmethod
+        def backward(ctx, dy):
+            (y,) = ctx.saved_tensors  # a property
+            return dy * (1 - y**2)
+
+    loss = in_block(saved_tensors_hooks(lambda x: x, lambda x: x.nothing), lambda x: Reads.apply(x).sum())
+    with pytest.raises(AttributeError, match=r"has no attribute.* .?nothing"):
+        around(jax.grad(loss))(X)
+
+
 def generator():
     yield
 
