@@ -14,6 +14,7 @@ import numpy as np
 
 from pylayer_jax._jax.host_calls import host_call
 from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
+from pylayer_jax._trees.hints import hint
 
 from .host_shards import ShardLayout
 
@@ -204,7 +205,8 @@ class PackSite:
         except Exception as error:
             self._store.abandon(worker)
             # XLA hands on the text of one exception, without notes and causes, but with its traceback.
-            message = f"{hook} raised {type(error).__name__} for {self._where}: {error}"
+            advice = hint(error, "", hook)
+            message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
 
     def abandon(self, worker: _Worker) -> None:

@@ -27,7 +27,8 @@ from pylayer_jax._jax.identity_primitives import barrier, forbid_derivative, wit
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_differentiating, is_staged, is_tracer
 from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
 from pylayer_jax._trees.closures import hiding_functions
-from pylayer_jax._trees.messages import describe
+from pylayer_jax._trees.hints import NUMBERS_IN_HOOKS
+from pylayer_jax._trees.messages import add_note, describe
 from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor, split
 
 from .host_shards import ShardLayout, from_local_shards, local_shards
@@ -58,7 +59,7 @@ class PackedArray:
     def restored(self, arrays: Sequence[Any]) -> Any:
         """The array, by the unpack hooks."""
         parts = [arrays[at.start] if part is None else part.restored(arrays[at]) for part, at in self._parts]
-        with _needs_no_values("unpack_hook", self._where):
+        with _running("unpack_hook", self._where):
             value = self._unpack(self._skeleton.fill(parts))
         value = _checked(value, self._aval, self._where)
         if self._is_numpy:
@@ -133,7 +134,7 @@ def _chosen_steps(steps: Sequence[Step], array: Any, where: str) -> Sequence[Ste
 def _chooses(only: Hook | None, array: Any, where: str) -> bool:
     if only is None:
         return True
-    with _needs_no_values("only", where, "It may read the shape, dtype and sharding of a tensor."):
+    with _running("only", where):
         return bool(only(array))
 
 
@@ -215,7 +216,7 @@ def _run_pack_hook(hooks: Hooks, step: Step, array: Any, where: str, is_part: bo
         place = Place() if line is None else store.place((line, where, layout))
         site = PackSite(store, place, pack, _checking(unpack, layout.piece, where), layout, where)
         return site.token(array), site.restored
-    with _needs_no_values("pack_hook", where):
+    with _running("pack_hook", where):
         if not step.host:
             return pack(*as_arrays([array])), unpack
         if getattr(array, "is_fully_addressable", True):
@@ -241,17 +242,16 @@ class _PackedWhenStaged:
         )
 
 
-_RUN_ON_HOST = "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True)."
-
-
 @contextlib.contextmanager
-def _needs_no_values(hook: str, where: str, advice: str = _RUN_ON_HOST) -> Generator[None]:
+def _running(hook: str, where: str) -> Generator[None]:
+    """A block that runs a hook of the user: its exceptions say where they happened, and what to do."""
     try:
         yield
     except NEEDS_VALUES as error:
         raise TypeError(
-            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). {advice}"
+            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...)."
+            f"{NUMBERS_IN_HOOKS[hook]}"
         ) from error
     except Exception as error:
-        error.add_note(f"This happened in {hook}, for {where}.")
+        add_note(error, "", hook, f", for {where}")
         raise

@@ -60,15 +60,20 @@ def source_of(name: str, function: Callable[..., Any]) -> str:
     return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
-def add_note(error: Exception, layer: str, method: str) -> None:
-    """Add the class and the method to a user's exception, which keeps its type, and a hint if there is one."""
-    note = f"This happened in {layer}.{method}."
+class _Hint(str):
+    """A note of an exception that is a hint."""
+
+
+def add_note(error: Exception, layer: str, method: str, where: str = "") -> None:
+    """Say in which method (of no layer: in which hook) a user's exception happened, and add the first hint there is."""
+    note = f"This happened in {layer and layer + '.'}{method}{where}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
             " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
             "as an argument of forward, or keep it with ctx.save_for_backward or as ctx.name = array."
         )
-    if note not in getattr(error, "__notes__", ()):
+    notes = getattr(error, "__notes__", ())
+    if note not in notes:
         error.add_note(note)
-        if advice := hint(error, layer, method):
-            error.add_note(advice)
+        if not any(isinstance(other, _Hint) for other in notes) and (advice := hint(error, layer, method)):
+            error.add_note(_Hint(advice))

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pylayer_jax import saved_tensors_hooks
+from pylayer_jax._trees import hints
 from tests.kit.modes import EAGER_AND_JIT
 
 from .made import layer, loss, text_of
@@ -22,7 +26,17 @@ HABITS = {
     "x.detach()": "jax.lax.stop_gradient(x)",
     "x.unsqueeze(0)": "jnp.expand_dims(x, axis)",
     "x.add_(1)": "arrays never change in place: y = jnp.add(x, ...)",
-    "x.scale_(2)": "y = x + 1 for x.add_(1), x.at[i].set(v) for a part of x",
+    "x.renorm_(2)": "y = x + 1 for x.add_(1), x.at[i].set(v) for a part of x",
+    "x.scale_(2)": "y = x * scale + bias",
+    "x.scatter_nd_add(x, x)": ".at[tuple(jnp.moveaxis(index, -1, 0))].add(y)",
+    "x.det()": "jnp.linalg.det(x, ...)",
+    "x.erfinv()": "jax.scipy.special.erfinv(x, ...)",
+    "jnp.sigmoid(x)": "In JAX: jax.nn.sigmoid(x, ...)",
+    "jnp.to_tensor(x)": "In JAX: jnp.asarray(values)",
+    "jnp.cat([x, x])": "In JAX: jnp.concatenate(arrays, axis)",
+    "jax.tanh(x)": "In JAX: jnp.tanh(x, ...)",
+    "jax.no_grad()": "In JAX: no block: jax.lax.stop_gradient(x) cuts a value",
+    "jax.nn.functional.relu(x)": "In JAX: jax.nn.",
     "x.addmm_(x, x)": "y = x + a @ b",
     "x.addcmul_(x, x)": "y = x + value * a * b",
     "x.scatter_add_(0, x, x)": "y = x.at[index].add(y)",
@@ -31,6 +45,8 @@ HABITS = {
     "x.conj_physical()": "jnp.conj(x)",
     "x.multinomial(1)": "jax.random.categorical(key, jnp.log(x))",
     "x.device.type": "jax.default_backend()",
+    "x[None].transpose(1, 2)": "jnp.swapaxes(x, 1, 2)",
+    "x.max(1).values": "jnp.max(x, axis)",
     "x.flatten(0, 1)": "x.reshape(-1, *x.shape[2:])",
     "x.flatten(1)": "x.reshape(len(x), -1)",
     "x.to(jnp.float32)": "x.astype(dtype)",
@@ -64,6 +80,36 @@ def test_the_error_says_what_to_write(code, run):
         RUNS[run](layer(method_of(code)).apply)
     assert HABITS[code] in text_of(raised.value)
     assert "This happened in Made.forward" in text_of(raised.value)
+
+
+# Methods of Paddle's and torch's tensors, and functions of these packages that users look for in jax.numpy.
+TENSOR_NAMES = """
+    scale scatter_nd_add set_value masked_select lerp erfinv greater_than inplace_version retain_grads get_tensor eq lt
+    neg frac index_put index_fill gather_nd take_along_dim repeat_interleave movedim swapdims diag_embed digamma lgamma
+    erfc logit xlogy inverse cholesky slogdet svd qr pinv sum_to_size reduce_as is_contiguous stride data_ptr is_leaf
+    grad_fn byte short char is_complex new_full new_tensor bucketize kthvalue cummax logcumsumexp split_with_sizes
+    strided_slice unflatten view_as_complex exponential_ uniform_ index_fill_ lerp_ masked_fill_ clamp_min_ erfinv_
+"""
+FUNCTION_NAMES = """
+    relu gelu softmax silu log_softmax one_hot leaky_relu softplus elu hardswish logsigmoid tensor to_tensor as_tensor
+    cat no_grad enable_grad bmm mm clamp rsqrt unsqueeze topk scatter_add index_select masked_fill randn rand randperm
+    manual_seed is_tensor Tensor dropout embedding linear conv2d erf logsumexp numel permute autograd nn
+"""
+
+
+@pytest.mark.parametrize(("of", "names"), [("x", TENSOR_NAMES), ("jnp", FUNCTION_NAMES), ("np", FUNCTION_NAMES)])
+def test_names_that_have_a_hint(of, names):
+    for name in names.split():
+        with pytest.raises(AttributeError) as raised:
+            layer(method_of(f"{of}.{name}")).apply(X)
+        assert "In JAX: " in text_of(raised.value), name
+
+
+def test_what_hints_name_is_in_jax():
+    named = re.findall(r"\b(?:jax|jnp)(?:\.\w+)+", hints._TABLE)
+    assert len(named) > 50
+    for name in named:
+        eval(name)
 
 
 HOST_CODE = ("np.asarray(x)", "np.sin(x)", "float(x.sum())", "x.sum().item()", "x.tolist()", "x.numpy()")
@@ -110,7 +156,43 @@ def test_so_does_that_of_backward(code, mode):
     assert "This happened in Made.backward" in text_of(raised.value)
 
 
-@pytest.mark.parametrize("code", ["[].detach()", "x.nothing", "x.x", "x.__add_", "len(5)", "{}['view']"])
+SAVING = layer(lambda ctx, x: (ctx.save_for_backward(x), x * 2)[1], lambda ctx, dy: dy * ctx.saved_tensors[0])
+IN_HOOKS = {
+    **{code: HABITS[code] for code in ("x.detach()", "x.cuda()", "jnp.sigmoid(x)")},
+    "x.numpy()": "np.asarray(x), outside of traced code.",
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("hook", ["pack_hook", "unpack_hook", "only"])
+@pytest.mark.parametrize("code", IN_HOOKS)
+def test_so_does_that_of_a_hook(code, hook, host, mode):
+    hooks = {"pack_hook": lambda x: x, "unpack_hook": lambda x: x, hook: eval(f"lambda x: {code}")}
+    # XLA hands on the text of an exception in a compiled program, and not the exception.
+    with (
+        pytest.raises((AttributeError, jax.errors.JaxRuntimeError)) as raised,
+        saved_tensors_hooks(**hooks, host=host),
+    ):
+        jax.block_until_ready(mode(jax.grad(loss(SAVING)))(X))
+    text = text_of(raised.value)
+    assert f"{hook}, for Made, saved tensor 0" in text or f"{hook} raised AttributeError for Made" in text
+    assert IN_HOOKS[code] in text
+    assert text.count("In JAX: ") == 1
+    advice = "It may read the shape" if hook == "only" else "host=True"
+    assert (advice in text) == (code == "x.numpy()" and (hook == "only" or not host))
+
+
+def test_what_a_pack_hook_returned_is_no_array():
+    hooks = saved_tensors_hooks(lambda x: (x, 2.0), lambda packed: jnp.sin(packed))
+    with pytest.raises(TypeError) as raised, hooks:
+        jax.grad(loss(SAVING))(X)
+    assert "unpack_hook gets what pack_hook returned" in text_of(raised.value)
+
+
+@pytest.mark.parametrize(
+    "code", ["[].detach()", "x.nothing", "x.x", "x.__add_", "len(5)", "{}['view']", "jnp.nothing", "re.relu"]
+)
 def test_other_errors_get_no_advice(code):
     with pytest.raises((AttributeError, TypeError, KeyError)) as raised:
         layer(method_of(code)).apply(X)
