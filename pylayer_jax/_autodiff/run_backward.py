@@ -16,7 +16,7 @@ from pylayer_jax._jax.tracers import is_differentiating, is_staging
 from pylayer_jax._jax.types import as_array, tangent_type
 from pylayer_jax._methods.context import PyLayerContext, backward_context
 from pylayer_jax._methods.gradients import match_gradients
-from pylayer_jax._methods.mistakes import Attributes, backward_arity_error, jvp_arity_error
+from pylayer_jax._methods.mistakes import Attributes, backward_arity_error, jvp_arity_error, missing_cotangents
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
 from pylayer_jax._trees.closures import filled
@@ -101,7 +101,8 @@ class Derivative:
         except Exception as error:
             if misfit := backward_arity_error(error, call.name, layer.backward, (ctx, *given), saved.outputs):
                 raise misfit from error
-            add_note(error, call.name, "backward")
+            where = "" if saved.materialize else missing_cotangents(error, saved.outputs, cotangents)
+            add_note(error, call.name, "backward", where)
             raise
         attributes.check(call.name, "backward", result)
         needed = call.arguments.can_get_gradient(needs_grad)

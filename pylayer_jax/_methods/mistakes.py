@@ -103,6 +103,16 @@ def backward_arity_error(
     )
 
 
+def missing_cotangents(error: Exception, outputs: Outputs, cotangents: Sequence[Any]) -> str:
+    """For the note of an error about None: the outputs whose cotangent is None, if `backward` gets it as None."""
+    paths = outputs.skeleton.tensor_paths() if "None" in str(error) else ()
+    missing = ", ".join(f"output{path}" for path, c in zip(paths, cotangents, strict=False) if c is None)
+    return missing and (
+        f", where the cotangent of {missing} is None: no gradient came for it, and forward called "
+        "ctx.set_materialize_grads(False). Test it with `is None`, or remove that call to get zeros"
+    )
+
+
 def jvp_arity_error(
     error: Exception, name: str, jvp: Callable[..., Any], args: Sequence[Any], arguments: Sequence[str]
 ) -> TypeError | None:

@@ -284,6 +284,56 @@ def test_a_slip_with_the_context_gets_a_hint(code, run):
     assert SLIPS[code] or "saved_tensor" not in text_of(caught.value)
 
 
+# -- a cotangent that is None ---------------------------------------------------------------------
+
+WITH_NONE = ["b * x", "x * b", "-b", "b.shape", "b[0]", "jnp.sin(b)", "jnp.where(x > 0, b, 0)", "jnp.asarray(b)"]
+
+
+def uses_none(code, base=PyLayer, last=lambda y: y):
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.set_materialize_grads(False)
+        return x * 2, 3, last(x * 3)
+
+    def backward(ctx, *dys):
+        (x,), b = ctx.saved_tensor(), dys[-1]
+        return eval(code, {"x": x, "b": b, "jnp": jnp})
+
+    return layer(forward, backward, base)
+
+
+@gradients
+@pytest.mark.parametrize("code", WITH_NONE)
+@bases
+def test_a_missing_cotangent_that_is_used(base, code, run):
+    with pytest.raises((TypeError, AttributeError, ValueError)) as caught:
+        run(lambda x: uses_none(code, base).apply(x)[0].sum())(X)
+    assert "Made.backward, where the cotangent of output[2] is None: no gradient came for it" in text_of(caught.value)
+    assert "ctx.set_materialize_grads(False). Test it with `is None`" in text_of(caught.value)
+
+
+def test_a_missing_cotangent_within_an_output():
+    with pytest.raises(TypeError) as caught:
+        jax.grad(lambda x: uses_none("b['y'][0] * x", last=lambda y: {"y": [y]}).apply(x)[0].sum())(X)
+    assert "the cotangent of output[2]['y'][0] is None" in text_of(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("made", "outputs"),
+    [
+        (uses_none("x.nothing"), [0]),
+        (uses_none("x * None"), [0, 2]),
+        (layer(lambda ctx, x: (x, 3, x * 2), lambda ctx, a, b: a * None), [0]),
+    ],
+    ids=["no None", "none missing", "zeros"],
+)
+def test_another_error_says_nothing_of_cotangents(made, outputs):
+    with pytest.raises((TypeError, AttributeError)) as caught:
+        jax.grad(lambda x: sum(y.sum() for i, y in enumerate(made.apply(x)) if i in outputs))(X)
+    assert "This happened in Made.backward." in text_of(caught.value)
+    assert "materialize" not in text_of(caught.value)
+
+
 # -- slips whose first message was one of Python or JAX --------------------------------------------
 
 ROWS = jnp.ones((2, 3))
