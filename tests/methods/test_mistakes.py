@@ -334,6 +334,88 @@ def test_another_error_says_nothing_of_cotangents(made, outputs):
     assert "materialize" not in text_of(caught.value)
 
 
+# -- what happens once per trace ------------------------------------------------------------------
+
+
+def counting(action):
+    class Counting(PyLayer):
+        calls, total, log, is_ready = 0, 0.5, [], False
+
+        @staticmethod
+        def forward(ctx, x):
+            action(Counting)
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * 2
+
+    return Counting
+
+
+def count(cls):
+    cls.calls += 1
+
+
+def add_up(cls):
+    cls.total += 0.5
+
+
+def prepare(cls):
+    cls.is_ready, cls.shape, cls.step = True, (3,), 1
+
+
+STAGED = {
+    "jit": lambda f: jax.jit(f),
+    "grad of jit": lambda f: jax.grad(lambda x: jax.jit(f)(x).sum()),
+    "jit of grad": lambda f: jax.jit(jax.grad(lambda x: f(x).sum())),
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2),
+}
+EAGER = {
+    "eager": lambda f: f,
+    "grad": lambda f: jax.grad(lambda x: f(x).sum()),
+    "hessian": lambda f: jax.hessian(lambda x: f(x).sum()),
+    "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
+}
+
+
+@pytest.mark.parametrize("run", STAGED.values(), ids=STAGED)
+@pytest.mark.parametrize(
+    ("action", "name"), [(count, "calls"), (add_up, "total"), (lambda cls: cls.log.append(1), "log")]
+)
+def test_a_count_on_the_class_that_is_one_of_traces_warns_once(action, name, run):
+    made = counting(action)
+    message = (
+        rf"Counting.forward changed Counting\.{name} while JAX traced it: that happens once per trace.* Count where"
+    )
+    with pytest.warns(UserWarning, match=message) as caught:
+        run(made.apply)(X)
+    assert len(caught) == 1
+    assert linecache.getline(caught[0].filename, caught[0].lineno).strip() == "@staticmethod"
+    run(made.apply)(X)
+
+
+@pytest.mark.parametrize("run", EAGER.values(), ids=EAGER)
+def test_a_count_that_is_right_is_silent(run):
+    made = counting(count)
+    for calls in (1, 2):
+        run(made.apply)(X)
+        assert made.calls == calls
+
+
+def test_what_a_class_gets_under_a_trace_is_no_count():
+    assert jax.jit(counting(prepare).apply)(X).tolist() == (2 * X).tolist()
+
+
+def test_numbers_of_numpy_under_a_trace():
+    noisy = layer(lambda ctx, x: x * np.random.standard_normal())
+    jax.grad(loss(noisy))(X)
+    with pytest.warns(UserWarning, match=r"changed the state of np\.random while JAX traced it.*draw with jax\.random"):
+        jax.jit(noisy.apply)(X)
+    keyed = layer(lambda ctx, x, key: x * jax.random.normal(key), lambda ctx, dy: dy)
+    jax.jit(keyed.apply)(X, jax.random.key(0))
+
+
 # -- slips whose first message was one of Python or JAX --------------------------------------------
 
 ROWS = jnp.ones((2, 3))
