@@ -23,7 +23,6 @@ from ._methods.apply_descriptor import Apply
 from ._methods.arguments import bind, call_of_apply
 from ._methods.context import PyLayerContext
 from ._methods.declarations import check_declarations
-from ._methods.mistakes import watching_counts
 
 # The `jax.custom_vjp` functions of each class that was applied: for calls without a Ref, and with one. Not an
 # attribute, which a class made from the members of another one would take over; and not made with the class, since an
@@ -210,7 +209,7 @@ def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, A
     call.reaches_traced_values = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
     try:
         # A layer packs its saved tensors itself.
-        with null_context if call.hooks is None else outside_hooks_trace(), watching_counts(layer):
+        with null_context if call.hooks is None else outside_hooks_trace():
             if not refs and (without_custom_vjp or call.reaches_traced_values):
                 values = call_without_custom_vjp(call, tensors, applied.is_transposed)
             else:

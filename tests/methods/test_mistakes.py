@@ -385,7 +385,9 @@ EAGER = {
 )
 def test_a_count_on_the_class_that_is_one_of_traces_warns_once(action, name, run):
     made = counting(action)
-    message = rf"Counting.forward changed Counting\.{name} while JAX traced it: that happens once per trace. Count with"
+    message = (
+        rf"Counting.forward changed Counting\.{name} while JAX traced it: that happens once per trace.* Count where"
+    )
     with pytest.warns(UserWarning, match=message) as caught:
         run(made.apply)(X)
     assert len(caught) == 1
@@ -398,7 +400,7 @@ def test_a_count_that_is_right_is_silent(run):
     made = counting(count)
     for calls in (1, 2):
         run(made.apply)(X)
-        assert made.calls >= calls  # JAX_CUSTOM_VJP3 traces it once more
+        assert made.calls == calls
 
 
 def test_what_a_class_gets_under_a_trace_is_no_count():
