@@ -252,12 +252,6 @@ def applied_to(tensors: Sequence[Any]) -> Applied:
     )
 
 
-def is_staged_by_others() -> bool:
-    """Whether code around this package makes a jaxpr of the running code, which therefore runs once per trace."""
-    staging = (t.frame.debug_info for t in active_traces() if isinstance(t, STAGED.trace))
-    return any(info is not None and info.traced_for != "pylayer_jax" for info in staging)
-
-
 def is_in_eager_loop() -> bool:
     """Whether the running code is being staged for a loop, or the like, that runs in eager mode."""
     staging = [t for t in active_traces() if isinstance(t, STAGED.trace)]

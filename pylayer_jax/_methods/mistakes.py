@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from pylayer_jax._jax.imports import Tracer
-from pylayer_jax._jax.tracers import is_staged_by_others, nothing_is_traced
+from pylayer_jax._jax.tracers import nothing_is_traced
 from pylayer_jax._jax.types import is_key
-from pylayer_jax._trees.closures import global_names, reached_from, traced_names, tracers_in, values_in_reach
+from pylayer_jax._trees.closures import reached_from, traced_names, tracers_in, values_in_reach
 from pylayer_jax._trees.hints import NO_ATTRIBUTES, jax_for
 from pylayer_jax._trees.messages import innermost, plural
 from pylayer_jax._trees.partition import contains
@@ -65,14 +64,14 @@ def warn_of_summed_cotangents(layer: Any, name: str, axes: Sequence[str]) -> Non
     )
 
 
-def _warn_once(layer: Any, finding: str, advice: str, method: str = "backward") -> None:
-    """Warn once per class, at the line of a method."""
+def _warn_once(layer: Any, finding: str, advice: str) -> None:
+    """Warn once per class, at the line of its `backward`."""
     with _lock:
         warned = _warned.setdefault(layer, set())
         if finding in warned:
             return
         warned.add(finding)
-    code = getattr(innermost(getattr(layer, method)), "__code__", None)
+    code = getattr(innermost(layer.backward), "__code__", None)
     try:
         if code is None:  # an object of C
             warnings.warn(finding + advice, UserWarning, stacklevel=2)
@@ -163,19 +162,16 @@ _INSTEAD = {
 class Attributes:
     """The attributes of objects, of arrays and of a class before a method runs. `check` refuses what JAX would lose.
 
-    It warns of what a compiled program does not do again.
-
     Under a trace an attribute of an object, or of the class, would keep a traced value, which nothing can use after the
     trace. Only concrete arrays take attributes, and an operation on them does not hand these on.
     """
 
-    __slots__ = ("_arrays", "_counts", "_given", "_known", "_layer", "_objects")
+    __slots__ = ("_arrays", "_given", "_known", "_layer", "_objects")
 
     def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any], layer: Any) -> None:
         self._layer, self._given = layer, len(objects)
         self._objects = None if nothing_is_traced() else [*objects, *self._own()]
         self._known = self._tracers(self._objects or ())
-        self._counts = {} if self._objects is None else self._present_counts(self._objects)
         self._arrays = [(x, dict(vars(x))) for x in arrays if not isinstance(x, Tracer) and hasattr(x, "__dict__")]
 
     def check(self, layer: str, method: str, result: Any) -> None:
@@ -209,24 +205,6 @@ class Attributes:
                     f"{layer}.{method} wrote a traced value to {where}, which JAX would lose: {why}nothing can use the "
                     f"value after the trace. {_INSTEAD.get(method, _INSTEAD['forward'])}."
                 )
-        for what, count in self._present_counts(objects).items() if self._counts else ():
-            if self._counts.get(what, count) != count:
-                advice = (
-                    " while JAX traced it: that happens once per trace, and not when the compiled program runs. Count "
-                    "where the layer is called, or with jax.debug.callback; draw with jax.random, from a key."
-                )
-                _warn_once(self._layer, f"{layer}.{method} changed {what}", advice, method)
-
-    def _present_counts(self, objects: Sequence[tuple[str, object]]) -> dict[str, Any]:
-        """The numbers of the class, the lengths of its lists, and, if `forward` may draw, how far np.random is."""
-        if not is_staged_by_others():
-            return {}
-        own = [(name, x) for name, x in objects[self._given :] if type(x) in (int, float, list)]
-        counts: dict[str, Any] = {name: (len(x) if type(x) is list else x,) for name, x in own}
-        code = getattr(innermost(getattr(self._layer, "forward", None)), "__code__", None)
-        if code is not None and "random" in global_names(code):
-            counts["the state of np.random"] = list(np.random.get_state())[2:]
-        return counts
 
     def _tracers(self, objects: Sequence[tuple[str, object]]) -> list[Any]:
         if not objects:
@@ -237,9 +215,16 @@ class Attributes:
 
     def _own(self) -> list[tuple[str, object]]:
         """What the class has beside methods, functions and classes; the classes of the package have no state."""
-        mro = () if self._layer is None else self._layer.__mro__[:-1]
-        items = [(b, *item) for b in mro if b.__module__[:12] != "pylayer_jax." for item in vars(b).items()]
-        return [(f"{b.__name__}.{name}", x) for b, name, x in items if not (isinstance(x, _NO_STATE) or callable(x))]
+        bases = () if self._layer is None else self._layer.__mro__[:-1]
+        own: list[tuple[str, object]] = []
+        for base in bases:
+            if base.__module__[:12] != "pylayer_jax.":
+                own += [
+                    (f"{base.__name__}.{name}", x)
+                    for name, x in vars(base).items()
+                    if not (isinstance(x, _NO_STATE) or callable(x))
+                ]
+        return own
 
 
-_NO_STATE = (classmethod, property, str, type(None), types.GetSetDescriptorType)
+_NO_STATE = (classmethod, property, str, int, type(None), types.GetSetDescriptorType)

@@ -28,7 +28,7 @@ HABITS = {
     "x.add_(1)": "arrays never change in place: y = jnp.add(x, ...)",
     "x.renorm_(2)": "y = x + 1 for x.add_(1), x.at[i].set(v) for a part of x",
     "x.scale_(2)": "y = x * scale + bias",
-    "x.scatter_nd_add(x, x)": "x.at[tuple(jnp.moveaxis(i, -1, 0))].add(y)",
+    "x.scatter_nd_add(x, x)": ".at[tuple(jnp.moveaxis(index, -1, 0))].add(y)",
     "x.det()": "jnp.linalg.det(x, ...)",
     "x.erfinv()": "jax.scipy.special.erfinv(x, ...)",
     "jnp.sigmoid(x)": "In JAX: jax.nn.sigmoid(x, ...)",
@@ -56,7 +56,7 @@ HABITS = {
     "x.sigmoid()": "jax.nn.sigmoid(x, ...)",
     "x.tile((2, 2))": "jnp.tile(x, ...)",
     "x.sum(dim=1)": "axis",
-    "x.mean(axis=1, keepdim=True)": "keepdims for keepdim",
+    "x.mean(axis=1, keepdim=True)": "In JAX: keepdims",
     "x.backward(x)": "jax.vjp(f, x)",
     "x.main_grad": "a jax.Ref",
 }
