@@ -10,6 +10,7 @@ from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._trees.known_values import KnownValues
 
 from .layer_call import LayerCall
+from .saved_state import SavedState
 
 
 def second_derivative_error(call: LayerCall, numbers: Sequence[str], intermediates: Sequence[Any]) -> Exception | None:
@@ -34,6 +35,13 @@ def second_derivative_error(call: LayerCall, numbers: Sequence[str], intermediat
 
 def known_values(call: LayerCall) -> KnownValues:
     """Values that are no results of `forward`, which has not run yet."""
-    methods = [call.layer.forward, getattr(call.layer, "setup_context", None)]
+    layer = call.layer
+    methods = [layer.forward, getattr(layer, "setup_context", None), layer.backward]
     statics = [x for a in call.arguments.arguments for x in a.skeleton.statics()]
-    return KnownValues(methods, [*statics, *map(vars, call.layer.__mro__)])
+    return KnownValues(methods, [*statics, *map(vars, layer.__mro__)])
+
+
+def computed_numbers(call: LayerCall, saved: SavedState, known: KnownValues) -> list[str]:
+    """The names of what `forward` may have computed beside tensors: what it kept, and what it left for `backward`."""
+    read = known.names_of_new(call.layer.backward)
+    return [*saved.numbers(known), *(f"{name} (which backward reads)" for name in read)]

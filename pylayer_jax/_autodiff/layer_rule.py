@@ -26,7 +26,7 @@ from pylayer_jax._trees.messages import plural, source_of
 from pylayer_jax._trees.opaque import Static
 from pylayer_jax._trees.partition import contains
 
-from .host_forward import known_values, second_derivative_error
+from .host_forward import computed_numbers, known_values, second_derivative_error
 from .layer_call import LayerCall
 from .own_vmap import eager_batch_run
 from .pack_residuals import pack_residuals
@@ -74,7 +74,7 @@ def differentiate(
             raise
         known = known_values(call)
         found = _set_up(call, tensors, needs_grad)
-        numbers = found.saved.numbers(known)
+        numbers = computed_numbers(call, found.saved, known)
         error = second_derivative_error(call, numbers, _computed_from_marked(found, tensors))
         if error is not None and not is_first:
             raise error from None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from pylayer_jax._hooks.open_blocks import SUSPENDED, active
 from pylayer_jax._jax import rule_function
 from pylayer_jax._jax.define_primitive import is_named, vmap_as_needed
 from pylayer_jax._jax.identity_primitives import forbid_derivative
@@ -36,7 +37,7 @@ from pylayer_jax._methods.outputs import Identity, Outputs
 
 from . import ref_call
 from .code_tangents import code_tangents
-from .host_forward import known_values, second_derivative_error
+from .host_forward import computed_numbers, known_values, second_derivative_error
 from .layer_call import LayerCall, in_backward, null_context
 from .own_vmap import run_vmap_method
 from .pack_residuals import pack_residuals
@@ -113,7 +114,7 @@ class StagedForward(TwoModeFunction):
 
     @property
     def has_reverse_rule(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.packs and self.call.hooks is not None
+        return self.packs and self.call.hooks is not None and active.value is not SUSPENDED
 
     def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
@@ -266,7 +267,7 @@ def stage_forward(
         known = known_values(call)
         results, is_traceable = forward(*inputs), False
         jaxpr, consts, (saved, sources) = stage(lambda *_: results, types, call.source)
-        numbers = saved.numbers(known)
+        numbers = computed_numbers(call, saved, known)
     derivative = Derivative(call, saved, len(sources))
     with_rule = _outputs_with_rule(jaxpr, derivative.has_tangent)
     staged = StagedForward(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, with_rule, numbers)

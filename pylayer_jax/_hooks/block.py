@@ -232,7 +232,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         if self._pair.globals_changed():  # a variable that a hook reads was bound anew
             self._pair = Pair(self._steps, self._only, self._pair.packed)
         self._packed = self._pair.packed
-        mark_nested(self._pair)
+        mark_nested()
         self._pair.store.add_owner(self)
         block = enter_block(self._pair)
         self._open[id(block)] = block

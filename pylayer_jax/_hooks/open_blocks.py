@@ -176,10 +176,9 @@ def outside_hooks_trace() -> Generator[None]:
         yield
 
 
-def mark_nested(pair: Pair) -> None:
-    """Mark the staged code if it enters `pair` within the block of another pair that surrounds the code."""
-    outer = innermost_block()
-    if outer is not None and outer.value != pair and not getattr(current_trace(), "is_hooks_block", False):
+def mark_nested() -> None:
+    """Mark the staged code if it enters a block within another block that surrounds the code."""
+    if innermost_block() is not None and not getattr(current_trace(), "is_hooks_block", False):
         mark_hooks_block()
 
 

@@ -23,6 +23,7 @@ from pylayer_jax._jax.tracers import (
     is_reverse_mode_tracer,
     is_staged,
     is_staged_below,
+    is_unknown,
     nothing_is_traced,
     trace_below,
 )
@@ -30,7 +31,7 @@ from pylayer_jax._jax.types import as_arrays, typeof
 from pylayer_jax._trees.partition import split
 
 from .derived_residuals import is_offset
-from .open_blocks import Block, Hooks, hooks_suspended
+from .open_blocks import Block, Hooks, hooks_suspended, innermost_block
 from .operation_rule import Operation, Run
 from .pair import Pair
 
@@ -64,8 +65,7 @@ class HooksTrace(PassThroughTrace):
         def bind(*args: Any) -> Any:
             return primitive.bind(*args, **params)
 
-        # A trace within this one may end, and make this one the current one again, after the block was left.
-        if self.block.left_in or any(holds_hooks_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)):
+        if not self._applies() or any(holds_hooks_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)):
             with set_current_trace(self.parent_trace):
                 return bind(*tracers)
         # Packed within, residuals of a scan have no second derivative: NOTE [packed tensors].
@@ -77,6 +77,11 @@ class HooksTrace(PassThroughTrace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
         function = params["name"] if primitive.name in _JITTED else ""
         return self._process(bind, primitive.name, tracers, runs_again=True, shown=function)
+
+    def _applies(self) -> bool:
+        # A trace within this one may end, and make this one the current one again, after the block was left. One of
+        # `jax.vmap` hands on what was packed in a block within it: only the innermost pair applies.
+        return not self.block.left_in and innermost_block() is self.block
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
         return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
@@ -131,7 +136,8 @@ class HooksTrace(PassThroughTrace):
             keeps_nothing = name in _WITHOUT_RESIDUALS and not (
                 self.pair.errors.error_is_absolute and is_offset(name, args)
             )
-            is_packed = not keeps_nothing and not _is_in_forward_mode(args) and not self.block.left_in
+            is_linear = any(map(is_unknown, args))  # which JAX transposes by itself
+            is_packed = not (keeps_nothing or is_linear or _is_in_forward_mode(args)) and self._applies()
             if not is_packed or not any(map(is_chosen, args)) or not all(map(_is_plain_array, args)):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
@@ -139,7 +145,8 @@ class HooksTrace(PassThroughTrace):
             if self.block.is_foreign():
                 raise self.block.foreign_error()
             hooks = Hooks(self.pair, args)
-            if is_reverse and not hooks.deferred:
+            # Staged, a shard_map shows whether it holds a block of its own.
+            if is_reverse and not hooks.deferred and name != "shard_map":
                 return Operation(shown or name, bind, hooks).apply(args)
             operation, consts, _ = Operation.staged(shown or name, lambda *args: (bind(*args), None), hooks, args)
             return operation.apply([*consts, *args])

@@ -27,7 +27,8 @@ class PrimitiveWithObject(Primitive):
     JAX remembers the parameters of thousands of equations, in caches that outlive the equations; the object would live
     there with all that it holds, such as the static arguments of a user. These caches hold jaxprs weakly. Therefore the
     parameter of the equation is an empty jaxpr, made for this purpose, and a table leads from it to the object. It is
-    nested in tuples, so that `jaxprs_in_params` skips it.
+    nested in tuples, so that `jaxprs_in_params` skips it. The jaxpr of the object, if it has one, is a parameter beside
+    it: JAX looks there for what it has to know of a program, as the devices of a mesh.
     """
 
     def __init__(self, name: str, parameter: str) -> None:
@@ -45,14 +46,14 @@ class PrimitiveWithObject(Primitive):
         """The parameters of an equation that holds an object."""
         key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
         _held_objects[key] = held
-        return {self.parameter: ((key,),), "name": repr(held)}
+        return {self.parameter: ((key,),), "name": repr(held), "jaxpr": getattr(held, "jaxpr", None)}
 
     def with_object(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """A rule of the primitive, for a function that takes the object as the parameter."""
 
-        def with_key(*args: Any, name: str, **params: Any) -> Any:
+        def with_key(*args: Any, name: str, jaxpr: Any, **params: Any) -> Any:
             __tracebackhide__ = True
-            del name  # for those who read a jaxpr
+            del name, jaxpr  # for those who read a jaxpr
             return rule(*args, **{**params, self.parameter: _held_objects[params[self.parameter][0][0]]})
 
         return with_key

@@ -75,6 +75,10 @@ class Derivative:
     def __repr__(self) -> str:
         return self.function.name
 
+    @property
+    def jaxpr(self) -> Any:
+        return self.function.jaxpr
+
     def forward(self, *operands: Any) -> Values:
         __tracebackhide__ = True
         return self._results(self.function.forward_rule, operands)

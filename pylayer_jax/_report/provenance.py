@@ -140,10 +140,11 @@ class Values:
             return new(outvars, each=[max(values, key=_is_computed) for values in zip(*branches, strict=True)])
         if name == "shard_map":
             return new(outvars, each=self.outputs(inner[0], new(inner[0].invars, whole=operands), equations))
-        if len(inner) == 1 and _types(inner[0].invars, inner[0].outvars) == _types(operands, outvars):
+        is_layer = name == rule_function_p.name and inner and held_object(equation).kind == "layer"
+        if len(inner) == 1 and not is_layer and _types(inner[0].invars, inner[0].outvars) == _types(operands, outvars):
             return self.outputs(inner[0], operands, equations)
         results = new(outvars, operands=[operands] * len(outvars))
-        if name == rule_function_p.name and held_object(equation).jaxpr is not None:
+        if is_layer:
             _tell_layers(equations, operands, results)
         return results
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from .closures import global_names, is_compiled, reached_from, values_in_reach
+from .closures import content, global_names, is_compiled, reached_from, values_in_reach
 from .messages import innermost
 
 # What cannot change with the inputs of a function, or only in steps.
@@ -47,6 +47,15 @@ class KnownValues:
         """Whether a value was there, and holds nothing now that was not. What is piecewise constant always counts."""
         return self._is_old(value) and all(map(self._is_old, _all_of([value])))
 
+    def names_of_new(self, function: Any) -> list[str]:
+        """The variables, and members of modules and classes, that a function reads and that hold something new."""
+        roots = _read_by(function)
+        inner = [x for x in reached_from(roots) if isinstance(x, types.FunctionType)]
+        named = [pair for f in (innermost(function), *inner) for pair in _named_by(f)]
+        # What a function reads is in the list itself; with it, all of its module would be looked at.
+        values = [(name, value) for name, value in named if not isinstance(value, types.FunctionType)]
+        return list(dict.fromkeys(name for name, value in values if not self.has(value)))
+
     def _is_old(self, value: Any) -> bool:
         if id(value) not in self._known:
             return isinstance(value, _PIECEWISE) or type(value) in _HOLDERS
@@ -60,18 +69,24 @@ def _all_of(roots: Sequence[Any]) -> list[Any]:
         if not is_compiled(holder):
             found += [holder, *gc.get_referents(holder)]
         if isinstance(holder, types.FunctionType):
-            found += _globals_of(holder, holder.__code__)
+            found += [value for _, value in _named_by(holder)]
     return found
 
 
 def _read_by(function: Any) -> list[Any]:
-    code = getattr(innermost(function), "__code__", None)
-    return [] if code is None else [*values_in_reach(function), *_globals_of(innermost(function), code)]
+    if getattr(innermost(function), "__code__", None) is None:
+        return []
+    return [*values_in_reach(function), *(value for _, value in _named_by(innermost(function)))]
 
 
-def _globals_of(function: Any, code: types.CodeType) -> list[Any]:
-    """The global variables that a function names, and the members of modules and classes, as `math.pi`."""
+def _named_by(function: Any) -> list[tuple[str, Any]]:
+    """The variables that a function reads, captured or global, and the members of modules and classes, as `math.pi`."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return []
+    cells = zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False)
     names, variables = global_names(code), getattr(function, "__globals__", {})
-    values = [variables[name] for name in names if name in variables]
-    spaces = [vars(x) for x in values if isinstance(x, (type, types.ModuleType))]
-    return values + [space[name] for space in spaces for name in names if name in space]
+    values = [(name, content(cell)) for name, cell in cells]
+    values += [(name, variables[name]) for name in names if name in variables]
+    spaces = [(name, vars(x)) for name, x in values if isinstance(x, (type, types.ModuleType))]
+    return values + [(f"{space}.{name}", held[name]) for space, held in spaces for name in names if name in held]

@@ -324,6 +324,50 @@ def test_what_host_code_writes_to_what_was_there_has_no_second_derivative(write,
             second(2.0)
 
 
+def leaves(where):
+    """A layer that leaves x where its `backward` reads it."""
+    held, numbers = Box(None), []
+
+    class Leaves(PyLayer):
+        x = None
+
+        @staticmethod
+        def forward(ctx, x):
+            global last
+            last = Leaves.x = held.value = x
+            numbers.append(np.asarray(x))
+            return jnp.asarray(np.exp(np.asarray(x)))
+
+        @staticmethod
+        def backward(ctx, dy):
+            raise NotImplementedError
+
+    reads = {
+        "a global": lambda ctx, dy: dy * jnp.exp(last),
+        "a member of a class": lambda ctx, dy: dy * jnp.exp(Leaves.x),
+        "an object": lambda ctx, dy: dy * jnp.exp(held.value),
+        "a list": lambda ctx, dy: dy * jnp.exp(numbers[-1]),
+        "nothing": lambda ctx, dy: dy * jnp.exp(HOLDER.value["last"]),
+    }
+    Leaves.backward = staticmethod(reads[where])
+    return Leaves
+
+
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [("a global", "last"), ("a member of a class", r"Leaves\.x"), ("an object", "held"), ("a list", "numbers")],
+)
+def test_what_host_code_leaves_for_backward_has_no_second_derivative(where, named):
+    if jax.config.jax_custom_vjp3:
+        pytest.skip("under jax_custom_vjp3 forward must be traceable")
+    first = grad(leaves(where).apply)
+    np.testing.assert_allclose(first(0.5), math.exp(0.5), rtol=1e-6)
+    with pytest.raises(TypeError, match=rf"Leaves: a second derivative goes .* {named} \(which backward reads\)"):
+        grad(first)(0.5)
+    HOLDER.value["last"] = 0.0
+    assert grad(grad(leaves("nothing").apply))(0.5) == 0  # what was there before is a constant
+
+
 # -- needs_input_grad ---------------------------------------------------------------------------------
 
 

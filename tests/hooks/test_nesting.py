@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
+from pylayer_jax import PyLayer, disable_saved_tensors_hooks, saved_tensors_hooks
 from tests.kit.layers import Multiply, Tanh, bits
 from tests.kit.threads import in_threads
 
@@ -60,6 +61,61 @@ def test_the_same_pair_may_be_entered_twice():
     spy = Spy()
     jax.grad(in_block(spy.hooks, in_block(spy.hooks, lambda x: jnp.sum(x * x))))(X)
     assert spy.counts() == (1, 1)
+
+
+def adding(number):
+    """A pair whose unpacked tensor tells which pairs have packed it."""
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731
+    return saved_tensors_hooks(lambda x: x + number, lambda x: x, only=is_float)
+
+
+class Saved(PyLayer):
+    """The gradient is the saved tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x / 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensor()[0]
+
+
+class SavedForward(Saved):
+    forward_mode = True
+
+
+def in_shard_map(f):
+    mesh = jax.make_mesh((1,), ("device",), axis_types=(AxisType.Auto,))
+    return lambda x: jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())(x)
+
+
+BETWEEN = {
+    "nothing": lambda f: f,
+    "jit": jax.jit,
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "shard_map": in_shard_map,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
+    "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, jnp.sin, x),
+    "checkpoint": jax.checkpoint,
+}
+FIRST = [jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))]
+
+
+@pytest.mark.parametrize("inner", [10.0, 100.0], ids=["the same", "another"])
+@pytest.mark.parametrize("layer", [Saved, SavedForward])
+@pytest.mark.parametrize("between", BETWEEN)
+def test_a_tensor_is_packed_once_by_the_innermost_pair(between, layer, inner):
+    hooked = adding(10.0)(BETWEEN[between](adding(inner)(layer.apply)))
+    for first in FIRST:
+        np.testing.assert_allclose(first(hooked)(1.0), 1.0 + inner)
+
+
+@pytest.mark.parametrize("layer", [Saved, SavedForward])
+def test_a_checkpointed_layer_is_packed_once(layer):
+    for first in FIRST:
+        np.testing.assert_allclose(first(adding(10.0)(jax.checkpoint(layer.apply)))(jnp.array(1.0)), 11.0)
 
 
 def fail(x):

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from pylayer_jax import saved_tensors_hooks
 from tests.kit.layers import Multiply, Tanh, bits
 
 from .spy import TRANSFORMS, in_block, without_hooks
@@ -120,3 +121,14 @@ def test_gradients(operation, transform):
     hooked = bits()(loss) if transform == "grad_of_jit" else in_block(bits(), loss)
     (found,) = TRANSFORMS[transform](hooked, (X,))
     np.testing.assert_allclose(found, expected(transform)[0], rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
+def test_the_matrix_of_a_linear_solve(run):
+    def solution(a):
+        multiply = saved_tensors_hooks(lambda x: (x,), lambda kept: kept[0])(lambda x: x * a)
+        solve = lambda multiply, b: b / multiply(jnp.ones_like(b))  # noqa: E731
+        return jnp.sum(jax.lax.custom_linear_solve(multiply, jnp.ones(3), solve, solve))
+
+    np.testing.assert_allclose(run(jax.grad(solution))(2.0), -0.75, rtol=1e-6)
+    np.testing.assert_allclose(run(jax.grad(jax.grad(solution)))(2.0), 0.75, rtol=1e-6)
