@@ -31,11 +31,11 @@ Run = Callable[..., Any]  # from arrays to a tree of arrays
 
 
 class Operation(TwoModeFunction):
-    """One operation of a block. Without a jaxpr it is called once, since JAX calls some functions only once."""
+    """One operation of a block: a jaxpr, or a function that is called once, since JAX calls some only once."""
 
     kind = "operation"
 
-    def __init__(self, name: str, run: Run, hooks: Hooks) -> None:
+    def __init__(self, name: str, run: Run | None, hooks: Hooks) -> None:
         self.name = name
         self.hooks = hooks
         self.jaxpr: Any = None
@@ -58,7 +58,7 @@ class Operation(TwoModeFunction):
             values, treedef = jax.tree_util.tree_flatten(result)
             return values, (treedef, second)
 
-        operation = cls(name, run, hooks)
+        operation = cls(name, None, hooks)
         operation.jaxpr, consts, (operation.treedef, second) = stage(values_of, [typeof(x) for x in args], name)
         operation.constants = [hooks.deferred and not is_tracer(x) for x in (*consts, *args)]
         if run_in_block is not None:
@@ -82,7 +82,7 @@ class Operation(TwoModeFunction):
         return self.treedef.unflatten(values)
 
     def run(self, *args: Any) -> list[Any]:
-        if self.jaxpr is not None:
+        if self._run is None:
             return super().run(*args)
         values, self.treedef = jax.tree_util.tree_flatten(self._run(*args))
         return values
