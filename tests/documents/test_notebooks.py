@@ -13,6 +13,8 @@ import nbformat  # noqa: E402
 pytestmark = pytest.mark.notebooks
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+# The steps of four trainings, of which the last runs as the first does.
+FEWER = {"07_gpt_in_flax_nnx": ("(60, BATCH, 1)", "(6, BATCH, 1)")}
 UNFIT = re.compile(r"warning|traceback|(?<![\w:/.])/(home|root|tmp|usr|Users)/|[A-Z]:\\", re.IGNORECASE)
 
 
@@ -31,7 +33,9 @@ def shown(notebook):
 # The kernel's client, not the notebook, may leave a socket or a deprecated event loop behind.
 @pytest.mark.filterwarnings("default")
 def test_runs_from_top_to_bottom(path):
-    notebook = nbformat.read(path, as_version=4)
+    text, (stored, fewer) = path.read_text(), FEWER.get(path.stem, ("", ""))
+    assert stored in text
+    notebook = nbformat.reads(text.replace(stored, fewer) if stored else text, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, startup_timeout=120, kernel_name="python3")
     client.execute(cwd=str(path.parent))
     printed = [(number, text) for number, text in shown(notebook) if UNFIT.search(text)]
