@@ -12,6 +12,8 @@ from pylayer_jax import __main__
 from pylayer_jax.testing._check_layer import PROPERTIES
 from tests.kit import wrong_layers
 
+pytestmark = pytest.mark.once
+
 LAYERS = """
 import jax, jax.numpy as jnp
 from pylayer_jax import PyLayer
