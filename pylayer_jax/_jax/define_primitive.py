@@ -46,7 +46,10 @@ class PrimitiveWithObject(Primitive):
         """The parameters of an equation that holds an object."""
         key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
         _held_objects[key] = held
-        return {self.parameter: ((key,),), "name": repr(held), "jaxpr": getattr(held, "jaxpr", None)}
+        jaxpr = getattr(held, "jaxpr", None)
+        if getattr(jaxpr, "is_high", False):  # with jax_custom_vjp3; JAX would lower the equation by rules of its own
+            jaxpr = None
+        return {self.parameter: ((key,),), "name": repr(held), "jaxpr": jaxpr}
 
     def with_object(self, rule: Callable[..., Any]) -> Callable[..., Any]:
         """A rule of the primitive, for a function that takes the object as the parameter."""

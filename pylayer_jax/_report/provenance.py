@@ -140,7 +140,8 @@ class Values:
             return new(outvars, each=[max(values, key=_is_computed) for values in zip(*branches, strict=True)])
         if name == "shard_map":
             return new(outvars, each=self.outputs(inner[0], new(inner[0].invars, whole=operands), equations))
-        is_layer = name == rule_function_p.name and inner and held_object(equation).kind == "layer"
+        function = held_object(equation) if name == rule_function_p.name else None
+        is_layer = function is not None and function.jaxpr is not None and function.kind == "layer"
         if len(inner) == 1 and not is_layer and _types(inner[0].invars, inner[0].outvars) == _types(operands, outvars):
             return self.outputs(inner[0], operands, equations)
         results = new(outvars, operands=[operands] * len(outvars))
