@@ -29,7 +29,7 @@ from pylayer_jax._trees.partition import contains
 from .host_forward import computed_numbers, known_values, second_derivative_error
 from .layer_call import LayerCall
 from .own_vmap import eager_batch_run
-from .pack_residuals import pack_residuals
+from .pack_residuals import hooks_that_pack, pack_residuals
 from .run_backward import Derivative
 from .run_forward import run_and_save, run_setup_context, run_undifferentiated
 from .saved_state import SavedState
@@ -110,7 +110,6 @@ class LayerFunction(TwoModeFunction):
     def __init__(self, call: LayerCall, packs: bool = True) -> None:
         self.call = call
         self.name, self.jaxpr = call.name, None
-        self.has_reverse_rule = packs and call.hooks is not None
         self.packs = packs  # whether its first differentiation packs the residuals; later ones never do
 
     def run(self, *args: Any) -> list[Any]:
@@ -118,13 +117,17 @@ class LayerFunction(TwoModeFunction):
         self.call.outputs, values = run_undifferentiated(self.call, args, needs=True)
         return values
 
+    @property
+    def has_one_rule(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.packs or hooks_that_pack(self.call) is None
+
     def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
-        return self._rule(primals, tangents, packs=self.packs and not self.has_reverse_rule)
+        return self._rule(primals, tangents, packs=False)
 
     def reverse_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
-        return self._rule(primals, tangents, packs=True)
+        return self._rule(primals, tangents, packs=self.packs)
 
     def _rule(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True

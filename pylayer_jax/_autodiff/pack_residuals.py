@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pylayer_jax._hooks.open_blocks import SUSPENDED, active
+from pylayer_jax._hooks.open_blocks import SUSPENDED, Hooks, active
 from pylayer_jax._hooks.packed_residuals import pack
 from pylayer_jax._jax.imports import checkpoint_name, set_current_trace
 from pylayer_jax._jax.tracers import is_staging, is_tracer, trace_of_known_values
@@ -13,6 +13,11 @@ from pylayer_jax._jax.tracers import is_staging, is_tracer, trace_of_known_value
 from .layer_call import LayerCall
 from .run_backward import Derivative
 from .saved_state import SavedState
+
+
+def hooks_that_pack(call: LayerCall) -> Hooks | None:
+    """The hooks of a call, unless an operation around it packs what is kept."""
+    return None if active.value is SUSPENDED else call.hooks
 
 
 def pack_residuals(
@@ -25,11 +30,11 @@ def pack_residuals(
     """
     count = len(residuals)
     owners: Sequence[int] = range(saved.saved_count)  # the tensor that each of the first arrays was packed from
-    if saved.saved_count and call.hooks is not None and active.value is not SUSPENDED:
+    if saved.saved_count and (hooks := hooks_that_pack(call)) is not None:
         owner = f"{call.name}, saved tensor"
         # The operations that keep the same tensors run there, and find them packed.
         with set_current_trace(trace_of_known_values([*residuals, *outputs])):
-            packed, arrays, outputs = pack(call.hooks, residuals[: saved.saved_count], outputs, owner)
+            packed, arrays, outputs = pack(hooks, residuals[: saved.saved_count], outputs, owner)
         derivative = derivative.packing(packed)
         residuals, owners = [*arrays, *residuals[saved.saved_count :]], packed.owners
     if not call.layer.saved_names or not is_staging(include_outer=True):

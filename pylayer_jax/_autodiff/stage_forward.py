@@ -10,7 +10,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._hooks.open_blocks import SUSPENDED, active
 from pylayer_jax._jax import rule_function
 from pylayer_jax._jax.define_primitive import is_named, vmap_as_needed
 from pylayer_jax._jax.identity_primitives import forbid_derivative
@@ -40,7 +39,7 @@ from .code_tangents import code_tangents
 from .host_forward import computed_numbers, known_values, second_derivative_error
 from .layer_call import LayerCall, in_backward, null_context
 from .own_vmap import run_vmap_method
-from .pack_residuals import pack_residuals
+from .pack_residuals import hooks_that_pack, pack_residuals
 from .run_backward import Derivative
 from .run_forward import run_and_save
 from .saved_state import SavedState
@@ -113,16 +112,16 @@ class StagedForward(TwoModeFunction):
     # -- differentiated -----------------------------------------------------------------------------
 
     @property
-    def has_reverse_rule(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.packs and self.call.hooks is not None and active.value is not SUSPENDED
+    def has_one_rule(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return not self.packs or hooks_that_pack(self.call) is None
 
     def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
-        return self._rule(primals, tangents, packs=self.packs and not self.has_reverse_rule)  # names, without hooks
+        return self._rule(primals, tangents, packs=False)
 
     def reverse_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
-        return self._rule(primals, tangents, packs=True)
+        return self._rule(primals, tangents, packs=self.packs)
 
     def _rule(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True

@@ -11,8 +11,8 @@ from pylayer_jax._jax.custom_vjp import custom_function_in
 from pylayer_jax._jax.define_primitive import held_object
 from pylayer_jax._jax.imports import eval_jaxpr
 from pylayer_jax._jax.jaxprs import stage, without_select_of_stop_gradient
-from pylayer_jax._jax.masks import merge, select
-from pylayer_jax._jax.rule_function import RuleFunction, jaxpr_of, rule_function_p
+from pylayer_jax._jax.masks import select
+from pylayer_jax._jax.rule_function import RuleFunction, jaxpr_of, rule_function_p, transpose_jaxpr
 from pylayer_jax._jax.tracers import NEEDS_VALUES
 
 from .linearity import ZeroInfo, add_rule, call_of, why_not_linear
@@ -103,12 +103,7 @@ def transpose_forward(layer: str, jaxpr: Any, args: Sequence[Any], cotangents: S
     unknown = [x is None for x in args]
     if reason := why_not_linear(jaxpr, unknown):
         raise NotDerivableError(f"{layer}.forward cannot be transposed: it is not linear, as {reason}.")
-
-    def forward(*values: Any) -> list[Any]:
-        return eval_jaxpr(jaxpr, (), *merge(unknown, values, args))
-
-    types = select([v.aval for v in jaxpr.invars], unknown)
-    return list(jax.linear_transpose(forward, *types)(list(cotangents)))
+    return transpose_jaxpr(jaxpr, args, cotangents)
 
 
 def _needs_forward_mode_error(layer: str, applied: str) -> NotDerivableError:

@@ -10,17 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
-import numpy as np
 
 from pylayer_jax._jax import linear_map
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
-from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
+from pylayer_jax._jax.imports import ShapedArray, set_current_trace
 from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.linear_map import LinearMap
 from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.rule_function import rule_function_p
 from pylayer_jax._jax.tracers import current_trace, is_tracer, trace_below, trace_of_known_values
-from pylayer_jax._jax.types import as_arrays, has_tangent, tangent_type, typeof, zeros_of
+from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 from pylayer_jax._jax.undecided_mode import TwoModeFunction
 
 from .derived_residuals import Recorder
@@ -93,16 +92,6 @@ class Operation(TwoModeFunction):
     def always_mapped(self, values: int) -> list[bool]:
         return [self.jaxpr is None] * values  # what all examples share stays so, as without hooks
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-        unknown = [x is None for x in args]
-
-        def run(*values: Any) -> list[Any]:
-            return eval_jaxpr(jaxpr, (), *merge(unknown, values, args))
-
-        transposed = jax.linear_transpose(run, *select([v.aval for v in jaxpr.invars], unknown))
-        given = [_cotangent(v.aval, c) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]
-        return scatter(transposed(given), unknown)
-
     def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [t is not None for t in tangents]
 
@@ -163,10 +152,4 @@ class PackedPullback(LinearMap):
     def pull(self, constants: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         pullback = jax.tree_util.tree_unflatten(self._pullback, self._packed.unpack(constants, cotangents))
         given = iter(cotangents)
-        return list(pullback([_cotangent(t, next(given) if has_tangent(t) else None) for t in self._value_types]))
-
-
-def _cotangent(value_type: Any, given: Any) -> Any:
-    if not has_tangent(value_type):
-        return np.zeros(value_type.shape, jax.dtypes.float0)
-    return zeros_of(tangent_type(value_type)) if given is None else given
+        return list(pullback([full_cotangent(next(given) if has_tangent(t) else None, t) for t in self._value_types]))

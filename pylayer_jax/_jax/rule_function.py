@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from .define_primitive import (
     PrimitiveWithObject,
     held_object,
@@ -33,9 +35,9 @@ from .define_primitive import (
 )
 from .imports import eval_jaxpr, mlir, partial_eval
 from .jaxprs import effects_of_own_refs, stage
-from .masks import scatter, select
+from .masks import merge, scatter, select
 from .tracers import applied_to
-from .types import has_tangent, typeof
+from .types import full_cotangent, has_tangent, typeof
 
 Values = list[Any]
 # From the operands to the values, and where each value has the mapped axis: 0, or None if all examples share it.
@@ -62,7 +64,7 @@ class RuleFunction:
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         """The cotangents of the operands that are None, from those of the values, by a jaxpr of the function."""
-        raise NotImplementedError
+        return scatter(transpose_jaxpr(jaxpr, args, cotangents), [x is None for x in args])
 
     def call_staged(self, *args: Any) -> Values:
         """The values of a function without a jaxpr, by the same function with one."""
@@ -185,6 +187,19 @@ def call(function: RuleFunction, args: Sequence[Any]) -> Values:
     if function.jaxpr is None and applied_to(args).is_deferred:
         return function.call_staged(*args)
     return rule_function_p.bind(*args, function=function)
+
+
+def transpose_jaxpr(jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    """The transpose of a jaxpr that is linear in the arguments that are None: one value for each of these."""
+    __tracebackhide__ = True
+    unknown = [x is None for x in args]
+
+    def linear(*values: Any) -> Values:
+        __tracebackhide__ = True
+        return eval_jaxpr(jaxpr, (), *merge(unknown, values, args))
+
+    given = [full_cotangent(c, v.aval) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]
+    return list(jax.linear_transpose(linear, *select([v.aval for v in jaxpr.invars], unknown))(given))
 
 
 def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:

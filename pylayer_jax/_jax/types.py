@@ -52,6 +52,13 @@ def zeros_of(aval: Any) -> jax.Array:
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
+def full_cotangent(cotangent: Any, aval: Any) -> Any:
+    """The cotangent of a value of type `aval`, which may be None for zero, as a vjp function takes it."""
+    if not has_tangent(aval):
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    return zeros_of(tangent_type(aval)) if cotangent is None else cotangent
+
+
 def as_array(value: Any, aval: Any) -> Any:
     """A Python number, which JAX hands on unchanged, as an array of its type; anything else unchanged."""
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value

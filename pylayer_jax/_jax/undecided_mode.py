@@ -17,7 +17,8 @@ This module knows nothing of hooks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -32,9 +33,9 @@ from .types import has_tangent, mapped_type, tangent_type, typeof, zeros_of
 
 
 class TwoModeFunction(RuleFunction):
-    """A function whose rule is another one where reverse mode asks for it."""
+    """A function with a rule for each mode; with that of reverse mode for both, if it `has_one_rule`."""
 
-    has_reverse_rule: bool = True
+    has_one_rule: bool = False
 
     def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """The values, and their tangents, as in `rule`."""
@@ -48,19 +49,17 @@ class TwoModeFunction(RuleFunction):
         __tracebackhide__ = True
         moving = [t is not None for t in tangents]
         given = select(tangents, moving)
-        if not self.has_reverse_rule:
-            return self.forward_rule(primals, tangents)
-        if any(map(is_unknown, given)):
+        if self.has_one_rule or any(map(is_unknown, given)):
             return self.reverse_rule(primals, tangents)
         if self.jaxpr is None or not any(map(is_staged, given)):
             return self.forward_rule(primals, tangents)
-        derivative = Derivative(self, moving)
-        results = undecided_p.bind(*primals, *given, derivative=derivative)
-        values, found = results[: len(derivative.types)], results[len(derivative.types) :]
-        return values, scatter(found, [has_tangent(t) for t in derivative.types])
+        undecided = UndecidedRule(self, moving)
+        results = undecided_p.bind(*primals, *given, undecided=undecided)
+        values, found = results[: len(undecided.types)], results[len(undecided.types) :]
+        return values, scatter(found, [has_tangent(t) for t in undecided.types])
 
 
-class Derivative:
+class UndecidedRule:
     """The derivative of a staged function at operands of which those in a mask have a tangent. Compared by identity.
 
     Its operands are primals and tangents, its results values and the tangents of those that can have one.
@@ -79,27 +78,20 @@ class Derivative:
     def jaxpr(self) -> Any:
         return self.function.jaxpr
 
-    def forward(self, *operands: Any) -> Values:
+    def results(self, is_reverse: bool, *operands: Any) -> Values:
+        """The results by the rule of one mode."""
         __tracebackhide__ = True
-        return self._results(self.function.forward_rule, operands)
-
-    def reverse(self, *operands: Any) -> Values:
-        __tracebackhide__ = True
-        return self._results(self.function.reverse_rule, operands)
-
-    def _results(self, rule: Callable[..., tuple[Values, Values]], operands: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
-        count = len(self.moving)
+        count, rule = len(self.moving), self.function.reverse_rule if is_reverse else self.function.forward_rule
         values, tangents = rule(operands[:count], scatter(operands[count:], self.moving))
         found = select(tangents, [has_tangent(t) for t in self.types])
         return [*values, *(zeros_of(a) if t is None else t for t, a in zip(found, self.tangent_types, strict=True))]
 
 
-class BatchedDerivative(Derivative):
+class BatchedUndecidedRule(UndecidedRule):
     """The derivative for a batch of examples. Its tangents are mapped; its values are as those of the function."""
 
     def __init__(
-        self, inner: Derivative, axis: Any, dims: Sequence[Any], function: Any, out_dims: Sequence[Any]
+        self, inner: UndecidedRule, axis: Any, dims: Sequence[Any], function: Any, out_dims: Sequence[Any]
     ) -> None:
         self.inner = inner
         self.axis = axis
@@ -111,55 +103,50 @@ class BatchedDerivative(Derivative):
         self.tangent_types = [mapped_type(axis, t) for t in inner.tangent_types]
         self.is_mapped = [d is not None for d in out_dims] + [True] * len(self.tangent_types)
 
-    def forward(self, *operands: Any) -> Values:
-        __tracebackhide__ = True
-        return self._mapped(self.inner.forward, operands)
-
-    def reverse(self, *operands: Any) -> Values:
-        __tracebackhide__ = True
-        return self._mapped(self.inner.reverse, operands)
-
-    def _mapped(self, mode: Callable[..., Values], operands: Sequence[Any]) -> Values:
+    def results(self, is_reverse: bool, *operands: Any) -> Values:
         __tracebackhide__ = True
         own = operands[len(self.moving) - len(self.inner.moving) :]
-        return vmap_to(self.axis, mode, self.dims, lambda _: self.is_mapped)(*own)
+        one_example = functools.partial(self.inner.results, is_reverse)
+        return vmap_to(self.axis, one_example, self.dims, lambda _: self.is_mapped)(*own)
 
 
-undecided_p = PrimitiveWithObject("undecided", "derivative")
+undecided_p = PrimitiveWithObject("undecided", "undecided")
 
 
-def _types(*_: Any, derivative: Derivative) -> tuple[list[Any], Any]:
-    return [*derivative.types, *derivative.tangent_types], effects_of(derivative.function.jaxpr)
+def _types(*_: Any, undecided: UndecidedRule) -> tuple[list[Any], Any]:
+    return [*undecided.types, *undecided.tangent_types], effects_of(undecided.function.jaxpr)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, derivative: Derivative) -> tuple[Values, Values]:
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, undecided: UndecidedRule) -> tuple[Values, Values]:
     __tracebackhide__ = True
     moving = [t is not None for t in tangents]
 
     def forward(*args: Any) -> Values:
         __tracebackhide__ = True
-        return derivative.forward(*merge(moving, args, primals))
+        return undecided.results(False, *merge(moving, args, primals))
 
     return jax.jvp(forward, select(primals, moving), select(tangents, moving))
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, derivative: Derivative) -> tuple[Values, list[Any]]:
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, undecided: UndecidedRule
+) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
-    function, count = derivative.function, len(derivative.moving)
-    consts, out_dims = list[Any](), [None] * len(derivative.types)
+    function, count = undecided.function, len(undecided.moving)
+    consts, out_dims = list[Any](), [None] * len(undecided.types)
     if any(d is not None for d in dims[:count]) or function.uses_axis(axis):  # `jax.jacfwd` maps tangents alone
         function, consts, out_dims = function.batched(axis, dims[:count], [typeof(x) for x in args[:count]])
-    batched = BatchedDerivative(derivative, axis, dims, function, out_dims)
-    return undecided_p.bind(*consts, *args, derivative=batched), [*out_dims, *[0] * len(batched.tangent_types)]
+    batched = BatchedUndecidedRule(undecided, axis, dims, function, out_dims)
+    return undecided_p.bind(*consts, *args, undecided=batched), [*out_dims, *[0] * len(batched.tangent_types)]
 
 
 register(
     undecided_p,
-    evaluate=lambda *args, derivative: derivative.forward(*args),
+    evaluate=lambda *args, undecided: undecided.results(False, *args),
     abstract=_types,
     jvp=_jvp,
     batch=_batch,
-    uses_axis=lambda axis, *, derivative: derivative.function.uses_axis(axis),
+    uses_axis=lambda axis, *, undecided: undecided.function.uses_axis(axis),
 )
 
 
@@ -169,27 +156,27 @@ register(
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     """Tangents that are unknown, of known values, are those of reverse mode."""
 
-    def taken_apart(*tracers: Any, derivative: Derivative) -> Any:
-        primals, tangents = tracers[: len(derivative.moving)], tracers[len(derivative.moving) :]
+    def taken_apart(*tracers: Any, undecided: UndecidedRule) -> Any:
+        primals, tangents = tracers[: len(undecided.moving)], tracers[len(undecided.moving) :]
         if all(t.is_known() for t in tangents) or not all(p.is_known() for p in primals):
             return trace.default_process_primitive(undecided_p, tracers, params)
         with set_current_trace(trace):
-            return derivative.reverse(*(p.pval.get_known() for p in primals), *tangents)
+            return undecided.results(True, *(p.pval.get_known() for p in primals), *tangents)
 
     return undecided_p.with_object(taken_apart)(*tracers, **params)
 
 
 def _partial_eval_equation(_: Any, unknown: Sequence[bool], available: Sequence[bool], equation: Any) -> Any:
     """The same for `jax.checkpoint`, which computes the known part again, and takes that apart as above."""
-    derivative: Derivative = held_object(equation)
-    primals, values = len(derivative.moving), len(derivative.types)
+    undecided: UndecidedRule = held_object(equation)
+    primals, values = len(undecided.moving), len(undecided.types)
     is_known = not any(unknown[:primals])
     missing = [x for x, is_there in zip(equation.invars, available, strict=True) if not is_there and not is_literal(x)]
     of_values = equation.replace(
         primitive=rule_function_p,
         invars=equation.invars[:primals],
         outvars=equation.outvars[:values],
-        params=rule_function_p.holding(derivative.function),
+        params=rule_function_p.holding(undecided.function),
     )
     results = len(equation.outvars)
     unknown_results = [not is_known] * values + [True] * (results - values)

@@ -57,7 +57,7 @@ def meet(transform: str, case: str) -> bool:
 def enter(
     table: dict[str, Any], name: str, transform: Any, slow=False, implied=False, like: str = "", known: Any = None
 ) -> Any:
-    """Enters a transform; `like` is another one of the same table that gives the same numbers, `known` one of none."""
+    """Enters a transform; `like` is another of the table with the same numbers, `known` gives them in plain JAX."""
     table[name], LIKE[name] = transform, like or name
     if known:
         KNOWN[name] = known
