@@ -18,9 +18,9 @@ from typing import Any, Final
 import jax
 
 from pylayer_jax._hooks.open_blocks import Hooks
-from pylayer_jax._jax.custom_vjp import RunLog
 from pylayer_jax._jax.imports import eval_jaxpr
 from pylayer_jax._jax.jaxprs import stage
+from pylayer_jax._jax.run_log import RunLog
 from pylayer_jax._jax.tracers import is_differentiated, is_leaked, is_outside_transpose, is_staging, is_tracer
 from pylayer_jax._methods.arguments import Arguments
 from pylayer_jax._methods.outputs import Outputs

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from pylayer_jax._jax import rule_function
-from pylayer_jax._jax.custom_vjp import NO_RESIDUAL, RunLog, custom_vjp, is_symbolic_zero
+from pylayer_jax._jax.custom_vjp import custom_vjp, is_symbolic_zero
 from pylayer_jax._jax.identity_primitives import map_all_outputs
 from pylayer_jax._jax.imports import eval_context
 from pylayer_jax._jax.masks import scatter, select
 from pylayer_jax._jax.rule_function import BatchRun
+from pylayer_jax._jax.run_log import NO_RESIDUAL, RunLog
 from pylayer_jax._jax.tracers import (
     NEEDS_VALUES,
     is_differentiated,
@@ -75,7 +76,7 @@ def differentiate(
         known = known_values(call)
         found = _set_up(call, tensors, needs_grad)
         numbers = computed_numbers(call, found.saved, known)
-        error = second_derivative_error(call, numbers, _computed_from_marked(found, tensors))
+        error = second_derivative_error(call, numbers, _residuals_of_marked_outputs(found, tensors))
         if error is not None and not is_first:
             raise error from None
         return found
@@ -92,7 +93,7 @@ def _set_up(call: LayerCall, tensors: Sequence[Any], needs_grad: list[bool]) -> 
     return Differentiated(saved, Derivative(call, saved, len(residuals)), values, residuals)
 
 
-def _computed_from_marked(found: Differentiated, tensors: Sequence[Any]) -> list[Any]:
+def _residuals_of_marked_outputs(found: Differentiated, tensors: Sequence[Any]) -> list[Any]:
     """Residuals that may be computed from a marked output, which is plain code, here host code, of `forward`."""
     known = [*tensors, *found.outputs]
     is_any = any(has_tangent(found.outputs[i]) for i in found.saved.outputs.non_differentiable)

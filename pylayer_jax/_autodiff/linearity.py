@@ -29,7 +29,7 @@ class ZeroInfo(NamedTuple):
 
     is_zero: bool  # known to be zero if the inputs are zero
     depends: bool  # on the inputs
-    problem: str = ""  # why a value that depends on the inputs may not be linear in them; ends "as ..."
+    reason: str = ""  # why a value that depends on the inputs may not be linear in them; ends "as ..."
 
 
 Rule = Callable[[Any, list[ZeroInfo]], list[ZeroInfo]]
@@ -44,17 +44,17 @@ def why_not_linear(jaxpr: Any, inputs: Sequence[bool], consts: Sequence[Any] = (
     `consts` are the values of its first inputs, as far as they are known.
     """
     facts = [ZeroInfo(True, True) if is_set else _UNKNOWN for is_set in inputs]
-    problem = _problem_of(evaluate(jaxpr, facts))
-    if problem and any(map(_is_concrete_zero, consts)):  # looked at only if the proof needs it
+    reason = _reason_of(evaluate(jaxpr, facts))
+    if reason and any(map(_is_concrete_zero, consts)):  # looked at only if the proof needs it
         facts[: len(consts)] = [_ZERO if _is_concrete_zero(c) else f for c, f in zip(consts, facts, strict=False)]
-        problem = _problem_of(evaluate(jaxpr, facts))
-    return problem
+        reason = _reason_of(evaluate(jaxpr, facts))
+    return reason
 
 
-def _problem_of(outputs: Sequence[ZeroInfo]) -> str:
+def _reason_of(outputs: Sequence[ZeroInfo]) -> str:
     for fact in outputs:
-        if fact.problem:
-            return fact.problem
+        if fact.reason:
+            return fact.reason
     return "" if all(f.is_zero for f in outputs) else "it returns a gradient that does not depend on them"
 
 
@@ -82,21 +82,21 @@ def evaluate(jaxpr: Any, inputs: Sequence[ZeroInfo]) -> list[ZeroInfo]:
 
 
 def _checked(equation: Any, result: Any, fact: ZeroInfo) -> ZeroInfo:
-    """The fact of one result of an equation, with the problem if there is one."""
-    if not fact.depends or fact.problem:
+    """The fact of one result of an equation, with the reason if there is one."""
+    if not fact.depends or fact.reason:
         return fact
     name = equation.primitive.name
     if not has_tangent(result.aval):
         return fact._replace(
-            problem=f"it has the operation {name!r}, whose result is of dtype {result.aval.dtype} and has no tangent"
+            reason=f"it has the operation {name!r}, whose result is of dtype {result.aval.dtype} and has no tangent"
         )
     if fact.is_zero:
         return fact
     if name in _RULES:
         # JAX has no transpose of a product of two such values, even if it is linear.
         hint = "; in place of [a, b] @ [b, a].T write a @ b.T + b @ a.T" if name in ("concatenate", "stack") else ""
-        return fact._replace(problem=f"it adds a term that does not depend on them ({name}{hint})")
-    return fact._replace(problem=f"it has the operation {name!r}")
+        return fact._replace(reason=f"it adds a term that does not depend on them ({name}{hint})")
+    return fact._replace(reason=f"it has the operation {name!r}")
 
 
 # -- rules ----------------------------------------------------------------------------------------
@@ -108,8 +108,8 @@ def add_rule(name: str, rule: Rule) -> None:
 
 
 def result_of(operands: Sequence[ZeroInfo], is_zero: bool) -> ZeroInfo:
-    problem = next((f.problem for f in operands if f.problem), "")
-    return ZeroInfo(is_zero, any(f.depends for f in operands), problem)
+    reason = next((f.reason for f in operands if f.reason), "")
+    return ZeroInfo(is_zero, any(f.depends for f in operands), reason)
 
 
 def _unknown(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
@@ -148,9 +148,9 @@ def _product(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     """Zero if one of the two factors is; linear in one of them at a time."""
     a, b = operands[:2]
     fact = result_of(operands, a.is_zero or b.is_zero)
-    if a.depends and b.depends and not fact.problem:
+    if a.depends and b.depends and not fact.reason:
         name = equation.primitive.name
-        fact = fact._replace(problem=f"it has a product of two terms that depend on them ({name})")
+        fact = fact._replace(reason=f"it has a product of two terms that depend on them ({name})")
     return [fact]
 
 
@@ -163,9 +163,9 @@ def _linear_in(positions: Sequence[int], others: str) -> Rule:
 
     def rule(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
         fact = result_of(operands, all(operands[i].is_zero for i in positions))
-        if not fact.problem and any(f.depends for i, f in enumerate(operands) if i not in positions):
+        if not fact.reason and any(f.depends for i, f in enumerate(operands) if i not in positions):
             name = equation.primitive.name
-            fact = fact._replace(problem=f"it has the operation {name!r}, whose {others} depends on them")
+            fact = fact._replace(reason=f"it has the operation {name!r}, whose {others} depends on them")
         return [fact] * len(equation.outvars)
 
     return rule
@@ -244,7 +244,7 @@ add_rule(
 
 def _joined(one: Sequence[ZeroInfo], other: Sequence[ZeroInfo]) -> list[ZeroInfo]:
     return [
-        ZeroInfo(a.is_zero and b.is_zero, a.depends or b.depends, a.problem or b.problem)
+        ZeroInfo(a.is_zero and b.is_zero, a.depends or b.depends, a.reason or b.reason)
         for a, b in zip(one, other, strict=True)
     ]
 
@@ -259,7 +259,7 @@ def _cond(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
 
 
 def _with_condition(fact: ZeroInfo, condition: ZeroInfo) -> ZeroInfo:
-    return fact._replace(depends=True, problem=fact.problem or condition.problem) if condition.depends else fact
+    return fact._replace(depends=True, reason=fact.reason or condition.reason) if condition.depends else fact
 
 
 def _scan(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:

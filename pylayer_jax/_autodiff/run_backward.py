@@ -19,7 +19,7 @@ from pylayer_jax._methods.gradients import match_gradients
 from pylayer_jax._methods.mistakes import Attributes, backward_arity_error, jvp_arity_error, missing_cotangents
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._methods.tangents import argument_tangents, match_tangents
-from pylayer_jax._trees.closures import filled
+from pylayer_jax._trees.closures import with_values
 from pylayer_jax._trees.messages import add_note
 
 from .layer_call import LayerCall, in_backward, null_context
@@ -75,8 +75,7 @@ class Derivative:
         cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
         if all(c is None for c in cotangents):
             return [None] * len(call.arguments.avals)
-        seen = self._needs_input_grad(needs_grad)
-        ctx = self._context(seen, residuals, saved.saved)
+        ctx = self._context(self._needs_input_grad(needs_grad), residuals, saved.saved)
         arrays = residuals if isinstance(residuals, (list, tuple)) else ()  # others are unpacked only if they are read
         attributes = Attributes([(f"ctx.{name}", value) for name, value in vars(ctx).items()], arrays, layer)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
@@ -88,7 +87,7 @@ class Derivative:
         backward = watching_sums(call, call.backward_that_checks_closures()) if is_staged else layer.backward
         try:
             with (
-                self._filled(residuals),
+                self._with_hidden_values(residuals),
                 in_backward(True) if may_be_transposed else null_context,
                 call.staged_scope("backward") if is_staged else null_context,
             ):
@@ -112,12 +111,12 @@ class Derivative:
         """Tangents of the outputs that can have one, by the `jvp` of the class, from tangents of all inputs."""
         __tracebackhide__ = True
         call, saved = self.call, self.saved
-        seen = self._needs_input_grad(needs_grad)
-        ctx = self._context(seen, residuals, saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp)
+        tensors = saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp
+        ctx = self._context(self._needs_input_grad(needs_grad), residuals, tensors)
         given = argument_tangents(call.arguments, tangents, saved.materialize)
         jvp = call.layer._jvp_method()
         try:
-            with self._filled(residuals), call.scope("jvp"):
+            with self._with_hidden_values(residuals), call.scope("jvp"):
                 result = jvp(ctx, *given)
         except Exception as error:
             names = [a.name for a in call.arguments.arguments]
@@ -137,12 +136,12 @@ class Derivative:
         make_error = second_derivative_error_of(self.call.layer.backward)
         return None if make_error is None else make_error()
 
-    def _filled(self, residuals: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
+    def _with_hidden_values(self, residuals: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """A block in which objects on the context hold the tensors of this run: NOTE [hidden tensors]."""
         if not self.saved.hidden:
             return null_context
         _, places, trees = zip(*self.saved.hidden, strict=True)
-        return filled(places, [tree.restore(residuals) for tree in trees])
+        return with_values(places, [tree.restore(residuals) for tree in trees])
 
     def _context(self, needs_grad: list[bool], residuals: Sequence[Any], tensors: Any) -> PyLayerContext:
         def restore(value: Any) -> Any:

@@ -17,7 +17,7 @@ from pylayer_jax._methods.arguments import bind
 from pylayer_jax._methods.context import ContextState, Phase, PyLayerContext
 from pylayer_jax._methods.mistakes import Attributes
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees.closures import is_live, is_made_here
+from pylayer_jax._trees.closures import is_live, is_of_current_jaxpr
 from pylayer_jax._trees.messages import add_note, plural
 from pylayer_jax._trees.partition import as_jax, flatten
 
@@ -165,7 +165,7 @@ def _saved(
         perturbed_is_exact=perturbed_is_exact,
         has_jvp=call.layer._jvp_method() is not None,
         packs=call.hooks is not None,
-        is_hidden=is_live if call.reaches_traced_values else is_made_here,
+        is_hidden=is_live if call.reaches_traced_values else is_of_current_jaxpr,
     )
     _check_residuals(call, saved, residuals)
     return saved, arrays, residuals

@@ -11,7 +11,14 @@ from typing import Any
 from pylayer_jax._jax.types import as_arrays
 from pylayer_jax._methods.context import PyLayerContext
 from pylayer_jax._methods.outputs import Outputs
-from pylayer_jax._trees.closures import Place, is_made_here, is_within_compiled, places_of, tracers_in, vacate
+from pylayer_jax._trees.closures import (
+    Place,
+    is_of_current_jaxpr,
+    is_within_compiled,
+    places_of,
+    replace_tracers_by_types,
+    tracers_in,
+)
 from pylayer_jax._trees.known_values import KnownValues
 from pylayer_jax._trees.partition import TreeWithoutTensors, is_tensor_or_ref, split
 
@@ -116,7 +123,7 @@ def save_state(
         for i, leaf in enumerate(statics if tracers_in(statics) else ()):
             for place in places_of(leaf, is_hidden):
                 path = name + skeleton.static_paths()[i][0]
-                is_made_by_forward = callable(leaf) and any(map(is_made_here, split(place.read())[0]))
+                is_made_by_forward = callable(leaf) and any(map(is_of_current_jaxpr, split(place.read())[0]))
                 if is_made_by_forward or place.owner is None or is_within_compiled(leaf, is_hidden):
                     raise ValueError(
                         f"{path} in {layer}.forward is {'a function that closes' if callable(leaf) else 'an object'} "
@@ -155,5 +162,5 @@ def save_state(
         perturbed_is_exact=perturbed_is_exact,
     )
     for _, place in hidden:
-        vacate(place)
+        replace_tracers_by_types(place)
     return found, as_arrays(residuals)

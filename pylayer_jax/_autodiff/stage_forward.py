@@ -126,7 +126,7 @@ class StagedForward(TwoModeFunction):
     def _rule(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
         nonzero = [t is not None for t in tangents]
-        if self.loses_tangents(nonzero[: self.consts]):
+        if self.closes_over_differentiated(nonzero[: self.consts]):
             raise self.call.closed_over_error()
         values = rule_function.call(dataclasses.replace(self, packs=False) if self.packs else self, primals)
         # If `forward` ran on concrete values, the jaxpr holds its results as constants.
@@ -163,7 +163,7 @@ class StagedForward(TwoModeFunction):
             return None
         return stage_forward(self.call, [v.aval for v in self.jaxpr.invars[self.consts :]], needs_grad)
 
-    def loses_tangents(self, of_consts: Sequence[bool]) -> bool:
+    def closes_over_differentiated(self, of_consts: Sequence[bool]) -> bool:
         """Whether an output depends on closed-over values that are differentiated; what is kept may depend on them."""
         nonzero = [*of_consts, *[False] * (len(self.jaxpr.invars) - self.consts)]
         return any(of_consts) and (not self.is_traceable or any(dependence(self.jaxpr, nonzero)[: self.outputs]))
@@ -270,7 +270,7 @@ def stage_forward(
     derivative = Derivative(call, saved, len(sources))
     with_rule = _outputs_with_rule(jaxpr, derivative.has_tangent)
     staged = StagedForward(call, saved, derivative, jaxpr, len(consts), sources, is_traceable, with_rule, numbers)
-    if any(map(is_leaked, consts)) or staged.loses_tangents([*map(is_differentiated, consts)]):
+    if any(map(is_leaked, consts)) or staged.closes_over_differentiated([*map(is_differentiated, consts)]):
         raise call.closed_over_error()
     return staged, consts
 

@@ -94,8 +94,8 @@ class TangentMap(LinearMap):
 def _zero_info(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     linear: LinearMap = held_object(equation)
     fact = result_of(operands, all(f.is_zero for f in operands[linear.constants :]))
-    if not fact.problem and any(f.depends for f in operands[: linear.constants]):
-        fact = fact._replace(problem=linear.why_not_linear)
+    if not fact.reason and any(f.depends for f in operands[: linear.constants]):
+        fact = fact._replace(reason=linear.why_not_linear)
     return [fact] * len(equation.outvars)
 
 

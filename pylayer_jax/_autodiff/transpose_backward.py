@@ -130,8 +130,8 @@ def _zero_info(equation: Any, operands: list[ZeroInfo]) -> list[ZeroInfo]:
     function: RuleFunction = held_object(equation)
     facts = call_of(jaxpr_of(function, [v.aval for v in equation.invars]), equation, operands)
     return [
-        f._replace(problem=f"it applies the {function.kind} {function.name}, which is not, as {f.problem}")
-        if f.problem and not any(o.problem for o in operands)
+        f._replace(reason=f"it applies the {function.kind} {function.name}, which is not, as {f.reason}")
+        if f.reason and not any(o.reason for o in operands)
         else f
         for f in facts
     ]

@@ -15,5 +15,5 @@
 - `trace`: the trace that meets every operation of a block.
 - `block`: `saved_tensors_hooks` itself.
 
-A layer packs in its own forward rule (`_autodiff.residuals`); plain operations are packed by `trace`.
+A layer packs in its own forward rule (`_autodiff.pack_residuals`); plain operations are packed by `trace`.
 """

@@ -227,7 +227,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def __enter__(self) -> Self:
         block = innermost_block()
-        if block is not None and isinstance(block.value, Disabled) and not block.is_foreign():
+        if block is not None and isinstance(block.value, Disabled) and not block.is_of_another_task():
             raise RuntimeError(block.value.message)
         if self._pair.globals_changed():  # a variable that a hook reads was bound anew
             self._pair = Pair(self._steps, self._only, self._pair.packed)
@@ -243,15 +243,15 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         # One object may be entered by several threads and tasks; a generator may be closed by another one.
         blocks = list(self._open.values())
         mine = [block for block in blocks if block.thread == threading.get_ident()]
-        mine = [block for block in mine if not block.is_foreign()] or mine
+        mine = [block for block in mine if not block.is_of_another_task()] or mine
         if not blocks:
             raise RuntimeError(f"{type(self).__name__}: __exit__ without __enter__. Use `with`, which calls both.")
         block = (mine or blocks)[-1]
         del self._open[id(block)]
         innermost = active.value
         block.leave()
-        if kind is None and innermost is not block and isinstance(innermost, Block) and innermost.is_foreign():
-            raise innermost.foreign_error()
+        if kind is None and innermost is not block and isinstance(innermost, Block) and innermost.is_of_another_task():
+            raise innermost.other_task_error()
 
     def close(self) -> None:
         """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails.

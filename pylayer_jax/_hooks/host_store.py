@@ -56,10 +56,10 @@ class HostStore:
             place.has_packed = False
         return place
 
-    def abandon(self, worker: _Worker) -> None:
+    def mark_failed(self, worker: _Worker) -> None:
         """Drop what `worker` has packed when it packs again: an exception has ended its execution."""
         for site in self._present_sites():
-            site.abandon(worker)
+            site.mark_failed(worker)
 
     def _present_sites(self) -> list[PackSite]:
         with _lock:
@@ -203,13 +203,13 @@ class PackSite:
         try:
             yield
         except Exception as error:
-            self._store.abandon(worker)
+            self._store.mark_failed(worker)
             # XLA hands on the text of one exception, without notes and causes, but with its traceback.
             advice = hint(error, "", hook)
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
 
-    def abandon(self, worker: _Worker) -> None:
+    def mark_failed(self, worker: _Worker) -> None:
         """Let what `worker` has packed go when it packs again, although no backward asked for it."""
         with _lock:
             for number in [number for number, (owner, _) in self._waiting.items() if owner == worker]:

@@ -106,7 +106,7 @@ class Block:
         context, block._outer, block._context = block._context, None, None
         context.__exit__(None, None, None)
 
-    def is_foreign(self) -> bool:
+    def is_of_another_task(self) -> bool:
         """Whether another asyncio task entered the block, and this one was not made inside it."""
         return (
             self._task is not None
@@ -114,7 +114,7 @@ class Block:
             and self._task is not _current_task()
         )
 
-    def foreign_error(self) -> RuntimeError:
+    def other_task_error(self) -> RuntimeError:
         entered, met = self._task.get_name(), _current_task()
         here = "code outside of any task" if met is None else f"the asyncio task {met.get_name()!r}"
         return RuntimeError(
@@ -157,8 +157,8 @@ def active_pair() -> Pair | None:
     block = innermost_block()
     if block is None or not isinstance(block.value, Pair):
         return None
-    if block.is_foreign():
-        raise block.foreign_error()
+    if block.is_of_another_task():
+        raise block.other_task_error()
     return block.value
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from pylayer_jax._jax.custom_vjp import is_run_number
 from pylayer_jax._jax.identity_primitives import barrier
+from pylayer_jax._jax.run_log import is_run_number
 from pylayer_jax._jax.tracers import is_staged, is_staging, is_tracer
 from pylayer_jax._jax.types import is_key, is_ref, typeof
 

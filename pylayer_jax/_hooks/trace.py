@@ -142,8 +142,8 @@ class HooksTrace(PassThroughTrace):
                 # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
                 with hooks_suspended() if runs_again else contextlib.nullcontext():
                     return bind(*args)
-            if self.block.is_foreign():
-                raise self.block.foreign_error()
+            if self.block.is_of_another_task():
+                raise self.block.other_task_error()
             hooks = Hooks(self.pair, args)
             # Staged, a shard_map shows whether it holds a block of its own.
             if is_reverse and not hooks.deferred and name != "shard_map":

@@ -10,7 +10,7 @@
 - `rule_function`: a function with its rule.
 - `linear_map`: a linear map with its transpose.
 - `undecided_mode`: a rule of its own for reverse mode, where JAX makes one jaxpr for both modes.
-- `custom_vjp`: functions with custom rules, and the log of their runs.
+- `custom_vjp`: functions with a rule for reverse mode; `run_log`: what each of their runs leaves.
 - `identity_primitives`: primitives that compute nothing.
 - `host_calls`: the primitive that runs a function on the host.
 """

@@ -1,63 +1,17 @@
-"""Functions with custom rules: `jax.custom_vjp` and `jax.custom_jvp`."""
+"""Functions with a rule for reverse mode: making, calling and finding `jax.custom_vjp` functions."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import threading
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final
 
 import jax
-import numpy as np
 
 from .imports import DebugInfo, SymbolicZero
 from .jaxprs import inner_jaxprs
 from .types import manual_axes
-
-_Run = TypeVar("_Run")
-
-
-class RunLog(Generic[_Run]):
-    """What each run of a forward rule left for the backward rule, of one call of a `custom_vjp` function.
-
-    NOTE [several runs]
-    A function that is staged once may be differentiated many times: for different arguments, by several threads, as a
-    part of several programs. Each differentiation runs the forward rule, but JAX keeps one structure of the residuals
-    for all of them. Therefore this structure holds nothing of a run. Each run adds an empty array to its residuals,
-    whose shape is the number of the run.
-    """
-
-    __slots__ = ("_lock", "_runs")
-
-    def __init__(self) -> None:
-        self._runs: list[_Run] = []
-        self._lock = threading.Lock()
-
-    def add(self, run: _Run) -> np.ndarray:
-        """Enter a run. Returns the residual by which `find` finds it again."""
-        with self._lock:
-            self._runs.append(run)
-            number = len(self._runs) - 1
-        return _empty_array(number)
-
-    def find(self, number: Any) -> _Run:
-        return self._runs[number.shape[-1]]
-
-
-@functools.cache
-def _empty_array(number: int) -> np.ndarray:
-    # One object for the same number, so that a program holds it once.
-    return np.zeros((0, number), bool)
-
-
-NO_RESIDUAL = _empty_array(0)  # fills a place among the residuals
-
-
-def is_run_number(residual: Any) -> bool:
-    """Whether a residual is the number of a run, or none: NOTE [several runs]; or many, from a loop or a batch."""
-    return residual.dtype == bool and residual.size == 0
 
 
 def custom_vjp(
@@ -84,11 +38,11 @@ _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Param
 def _copy(function: Any, name: str, source: str) -> Any:
     """A copy of a plain function, under another name.
 
-    NOTE [ready-made facts]
+    NOTE [names made once]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and works out their names
     and the names of their arguments, which errors show. This takes more than a tenth of the time to trace a layer.
-    Therefore the copies have the facts as attributes, made once. A JAX that does not read `__fun_debug_info__` works
-    them out again, which only takes longer.
+    Therefore the copies have these as attributes. A JAX that does not read `__fun_debug_info__` works them out again,
+    which only takes longer.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.custom_vjp import is_run_number
 from pylayer_jax._jax.imports import ShapedArray
+from pylayer_jax._jax.run_log import is_run_number
 from pylayer_jax._jax.types import is_key, is_ref, mesh_axes_of
 from pylayer_jax._trees.messages import describe
 from pylayer_jax._trees.partition import is_tensor, split

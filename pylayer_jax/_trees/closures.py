@@ -129,7 +129,7 @@ def is_live_constant(value: object) -> bool:
     return is_live(value) and not is_differentiated(value)
 
 
-def is_made_here(value: object) -> bool:
+def is_of_current_jaxpr(value: object) -> bool:
     """Whether a value stands in the jaxpr that is being made.
 
     In eager mode the current trace is one further out, as that of an outer `jax.grad`.
@@ -137,15 +137,15 @@ def is_made_here(value: object) -> bool:
     return is_staging() and is_of_current_trace(value)
 
 
-def vacate(place: Place) -> None:
+def replace_tracers_by_types(place: Place) -> None:
     """Put types in place of the traced values that the current trace has made, which would leak."""
-    leaves, rest = split(place.read(), is_made_here)
+    leaves, rest = split(place.read(), is_of_current_jaxpr)
     if leaves:
         place.write(rest.fill([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]))
 
 
 @contextlib.contextmanager
-def filled(places: Sequence[Place], values: Sequence[Any]) -> Generator[None]:
+def with_values(places: Sequence[Place], values: Sequence[Any]) -> Generator[None]:
     """A block in which other values stand in some places; what the block writes there stays."""
     before = [place.read() for place in places]
     given = [(p, value, old) for p, value, old in zip(places, values, before, strict=True) if old is not _MISSING]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer, saved_tensors_hooks
-from pylayer_jax._jax.custom_vjp import RunLog
+from pylayer_jax._jax.run_log import RunLog
 from pylayer_jax.packers import save_on_disk
 from tests.kit.layers import layer_of
 from tests.kit.threads import in_threads
