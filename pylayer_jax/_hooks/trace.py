@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pylayer_jax._jax.define_primitive import PrimitiveWithObject
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import as_parameter, has_equation, inner_jaxprs, jaxpr_and_consts, stage
@@ -75,8 +76,9 @@ class HooksTrace(PassThroughTrace):
             if jaxpr is not None:
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
-        function = params["name"] if primitive.name in _JITTED else ""
-        return self._process(bind, primitive.name, tracers, runs_again=True, shown=function)
+        is_named = primitive.name in _JITTED or isinstance(primitive, PrimitiveWithObject)
+        shown = params["name"] if is_named else ""
+        return self._process(bind, primitive.name, tracers, runs_again=True, shown=shown)
 
     def _applies(self) -> bool:
         # A trace within this one may end, and make this one the current one again, after the block was left. One of
@@ -125,7 +127,7 @@ class HooksTrace(PassThroughTrace):
         def bind(*args: Any) -> Any:
             return getattr(current_trace(), method)(*functions, args, **params)
 
-        return self._process(bind, functions[0].name, tracers)
+        return self._process(bind, functions[0].name, tracers, shown=getattr(functions[1], "__name__", ""))
 
     def _process(self, bind: Run, name: str, args: Sequence[Any], runs_again: bool = False, shown: str = "") -> Any:
         """Bind one operation; `bind` may be called more than once if it `runs_again`; errors show `shown`."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, saved_tensors_hooks
 from tests.kit.layers import bits
 
 
@@ -52,3 +52,23 @@ def test_a_sharding_constraint_in_a_block_is_obeyed():
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     double = bits()(lambda x: jax.lax.with_sharding_constraint(x * jnp.sin(x), sharded))
     assert jax.jit(double)(jnp.ones(8)).sharding.device_set == sharded.device_set
+
+
+class Tanh(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * (1 - ctx.saved_tensor()[0] ** 2)
+
+
+def test_a_checkpointed_block_around_a_shard_map_in_eager_mode():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    tanh = jax.shard_map(Tanh.apply, mesh=mesh, in_specs=spec, out_specs=spec)
+    x, f = jnp.linspace(0.0, 1.0, 8), jax.checkpoint(saved_tensors_hooks(lambda x: x, lambda x: x)(tanh))
+    np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x), 1 - np.tanh(x) ** 2, rtol=1e-5)

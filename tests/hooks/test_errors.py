@@ -34,6 +34,29 @@ def test_unpack_must_return_what_was_packed(bad, got, operation):
             differentiate(loss)(X)
 
 
+class ForwardTanh(Tanh):
+    forward_mode = True
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, x), lambda x, dy: (2 * dy,))
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [(jax.vmap(Tanh.apply), "Tanh"), (jax.vmap(ForwardTanh.apply), "ForwardTanh"), (doubled, "doubled")],
+)
+def test_an_operation_that_has_a_name_is_called_by_it(function, name):
+    loss = in_block(saved_tensors_hooks(lambda x: x, lambda x: None), lambda x: function(x).sum())
+    for differentiate in GRADIENTS:
+        with pytest.raises(ValueError, match=f"for the operation {name}, residual"):
+            differentiate(loss)(X)
+
+
 @pytest.mark.parametrize("hook", ["pack", "unpack"])
 @pytest.mark.parametrize("host", [False, True])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["eager", "jit"])
