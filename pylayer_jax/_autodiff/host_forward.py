@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from pylayer_jax._jax.types import has_tangent
+from pylayer_jax._jax.masks import select
 from pylayer_jax._methods.once_differentiable import second_derivative_error_of
 from pylayer_jax._trees.known_values import KnownValues
 
@@ -13,13 +12,17 @@ from .layer_call import LayerCall
 from .saved_state import SavedState
 
 
-def second_derivative_error(call: LayerCall, numbers: Sequence[str], intermediates: Sequence[Any]) -> Exception | None:
+def second_derivative_error(
+    call: LayerCall, saved: SavedState, numbers: Sequence[str], computed: Sequence[bool]
+) -> Exception | None:
     """The error for a second derivative of a `forward` that ran on concrete values; None if nothing would be lost.
 
-    `numbers` are the names of kept values that it may have computed.
+    `numbers` are the names of kept values that it may have computed; `computed` is a mask of the residuals: those with
+    a derivative that are neither inputs nor outputs.
     """
-    if any(map(has_tangent, intermediates)):
-        kept = "saved a tensor that is neither an input nor an output"
+    if any(computed):
+        names = ", ".join(filter(None, select(saved.residual_names(len(computed)), computed)))
+        kept = f"saved a tensor that is neither an input nor an output{names and f' ({names})'}"
     elif numbers:
         kept = f"kept {', '.join(numbers)}, which may depend on the inputs"
     else:

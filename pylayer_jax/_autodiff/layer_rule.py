@@ -76,7 +76,8 @@ def differentiate(
         known = known_values(call)
         found = _set_up(call, tensors, needs_grad)
         numbers = computed_numbers(call, found.saved, known)
-        error = second_derivative_error(call, numbers, _residuals_of_marked_outputs(found, tensors))
+        computed = _residuals_of_marked_outputs(found, tensors)
+        error = second_derivative_error(call, found.saved, numbers, computed)
         if error is not None and not is_first:
             raise error from None
         return found
@@ -93,11 +94,11 @@ def _set_up(call: LayerCall, tensors: Sequence[Any], needs_grad: list[bool]) -> 
     return Differentiated(saved, Derivative(call, saved, len(residuals)), values, residuals)
 
 
-def _residuals_of_marked_outputs(found: Differentiated, tensors: Sequence[Any]) -> list[Any]:
-    """Residuals that may be computed from a marked output, which is plain code, here host code, of `forward`."""
+def _residuals_of_marked_outputs(found: Differentiated, tensors: Sequence[Any]) -> list[bool]:
+    """A mask of the residuals that may be computed from a marked output, which is plain code of `forward`."""
     known = [*tensors, *found.outputs]
     is_any = any(has_tangent(found.outputs[i]) for i in found.saved.outputs.non_differentiable)
-    return [x for x in found.residuals if is_any and not contains(known, x)]
+    return [is_any and has_tangent(x) and not contains(known, x) for x in found.residuals]
 
 
 # -- in forward mode, with its own vmap, over hidden tensors ---------------------------------------

@@ -75,11 +75,20 @@ class Derivative:
         cotangents = [c if has else None for c, has in zip(cotangents, self.has_tangent, strict=True)]
         if all(c is None for c in cotangents):
             return [None] * len(call.arguments.avals)
-        ctx = self._context(self._needs_input_grad(needs_grad), residuals, saved.saved)
-        arrays = residuals if isinstance(residuals, (list, tuple)) else ()  # others are unpacked only if they are read
-        attributes = Attributes([(f"ctx.{name}", value) for name, value in vars(ctx).items()], arrays, layer)
         conjugate = _conjugated if layer.complex_convention == "paddle" else list
         given = saved.outputs.cotangents(conjugate(cotangents), saved.materialize, layer._torch_convention)
+        arrays = residuals if isinstance(residuals, (list, tuple)) else ()  # others are unpacked only if they are read
+        with self._with_hidden_values(residuals):
+            ctx = self._context(self._needs_input_grad(needs_grad), residuals, saved.saved)
+            attributes = Attributes([(f"ctx.{name}", value) for name, value in vars(ctx).items()], arrays, layer)
+            result = self._run_backward(ctx, given, cotangents)
+            attributes.check(call.name, "backward", result)
+        needed = call.arguments.can_get_gradient(needs_grad)
+        return conjugate(match_gradients(result, call.arguments, needed, layer, saved.perturbed_is_exact))
+
+    def _run_backward(self, ctx: PyLayerContext, given: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        __tracebackhide__ = True
+        call, saved, layer = self.call, self.saved, self.call.layer
         # In a first derivative in eager mode `jax.custom_vjp` is faster, and each user context compiles its operations
         # anew.
         is_staged = is_staging(include_outer=True)
@@ -87,11 +96,10 @@ class Derivative:
         backward = watching_sums(call, call.backward_that_checks_closures()) if is_staged else layer.backward
         try:
             with (
-                self._with_hidden_values(residuals),
                 in_backward(True) if may_be_transposed else null_context,
                 call.staged_scope("backward") if is_staged else null_context,
             ):
-                result = backward(ctx, *given)
+                return backward(ctx, *given)
         except jax.errors.UnexpectedTracerError as error:
             if names := call.names_closed_over_by_backward():
                 raise call.closed_over_by_backward_error(names) from error
@@ -103,27 +111,25 @@ class Derivative:
             where = "" if saved.materialize else missing_cotangents(error, saved.outputs, cotangents)
             add_note(error, call.name, "backward", where)
             raise
-        attributes.check(call.name, "backward", result)
-        needed = call.arguments.can_get_gradient(needs_grad)
-        return conjugate(match_gradients(result, call.arguments, needed, layer, saved.perturbed_is_exact))
 
     def push(self, needs_grad: Sequence[bool], residuals: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
         """Tangents of the outputs that can have one, by the `jvp` of the class, from tangents of all inputs."""
         __tracebackhide__ = True
         call, saved = self.call, self.saved
         tensors = saved.saved if saved.saved_for_jvp is None else saved.saved_for_jvp
-        ctx = self._context(self._needs_input_grad(needs_grad), residuals, tensors)
         given = argument_tangents(call.arguments, tangents, saved.materialize)
         jvp = call.layer._jvp_method()
-        try:
-            with self._with_hidden_values(residuals), call.scope("jvp"):
-                result = jvp(ctx, *given)
-        except Exception as error:
-            names = [a.name for a in call.arguments.arguments]
-            if misfit := jvp_arity_error(error, call.name, jvp, (ctx, *given), names):
-                raise misfit from error
-            add_note(error, call.name, "jvp")
-            raise
+        with self._with_hidden_values(residuals):
+            ctx = self._context(self._needs_input_grad(needs_grad), residuals, tensors)
+            try:
+                with call.scope("jvp"):
+                    result = jvp(ctx, *given)
+            except Exception as error:
+                names = [a.name for a in call.arguments.arguments]
+                if misfit := jvp_arity_error(error, call.name, jvp, (ctx, *given), names):
+                    raise misfit from error
+                add_note(error, call.name, "jvp")
+                raise
         return match_tangents(result, saved.outputs, call.name)
 
     def _needs_input_grad(self, needs_grad: Sequence[bool]) -> list[bool]:

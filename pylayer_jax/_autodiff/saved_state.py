@@ -92,6 +92,8 @@ class SavedState:
         for start, value in kept.items():
             paths = value.skeleton.static_paths() if isinstance(value, SavedTree) else [("", value)]
             names += [start + path for path, leaf in paths if not known.has(leaf)]
+            if isinstance(value, SavedTree) and not all(map(known.has_numbers_of, value.skeleton.static_data())):
+                names.append(f"a key or static field of {start}")
         return names
 
 

@@ -131,8 +131,10 @@ class StagedForward(TwoModeFunction):
         values = rule_function.call(dataclasses.replace(self, packs=False) if self.packs else self, primals)
         # If `forward` ran on concrete values, the jaxpr holds its results as constants.
         intermediates = values[self.outputs :]
-        if not self.is_traceable and (error := second_derivative_error(self.call, self.numbers, intermediates)):
-            raise error
+        if not self.is_traceable:
+            computed = [kind == "intermediate" and has_tangent(intermediates[i]) for kind, i in self.sources]
+            if error := second_derivative_error(self.call, self.saved, self.numbers, computed):
+                raise error
         inputs, perturbed = primals[self.consts :], nonzero[self.consts :]
         out_tangents = [None] * self.outputs
         if any(perturbed):  # otherwise only values that are kept for `backward` move

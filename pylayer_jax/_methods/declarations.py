@@ -15,7 +15,8 @@ def check_declarations(layer: Any) -> None:
     """Refuse flags of values that mean nothing, methods that the class does not have, and misspelled names.
 
     Raises:
-        TypeError: for a misspelled name, a flag or `saved_names` of another type, and `setup_context` on a `PyLayer`.
+        TypeError: for a misspelled name, a method that is no function, a flag or `saved_names` of another type, and
+            `setup_context` on a `PyLayer`.
         ValueError: for an unknown `complex_convention`.
         RuntimeError: for both ways to batch at once.
     """
@@ -26,6 +27,9 @@ def check_declarations(layer: Any) -> None:
             f"{name}.setup_context: it belongs to Function. Derive the class from pylayer_jax.Function; or let "
             "forward(ctx, ...) keep on ctx what backward needs, and give setup_context another name."
         )
+    for method in _METHODS:
+        if not callable(member := getattr(layer, method, None)) and hasattr(layer, method):
+            raise TypeError(f"{name}.{method}: expected a static method, got {describe(member)}.")
     for flag in ("forward_mode", "generate_vmap_rule"):
         if not isinstance(value := getattr(layer, flag), bool):
             raise TypeError(f"{name}.{flag}: expected True or False, got {describe(value)}.")

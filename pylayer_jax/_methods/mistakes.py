@@ -166,11 +166,16 @@ class Attributes:
     trace. Only concrete arrays take attributes, and an operation on them does not hand these on.
     """
 
-    __slots__ = ("_arrays", "_given", "_known", "_layer", "_objects")
+    __slots__ = ("_arrays", "_bases", "_given", "_known", "_layer", "_methods", "_objects")
 
     def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any], layer: Any) -> None:
         self._layer, self._given = layer, len(objects)
-        self._objects = None if nothing_is_traced() else [*objects, *self._own()]
+        is_traced = not nothing_is_traced()
+        # The classes of the package have no state.
+        self._bases = [b for b in layer.__mro__[:-1] if b.__module__[:12] != "pylayer_jax."] if layer else []
+        # What the methods of a class close over is no attribute: a user may note there what was traced.
+        self._methods = {id(x): x for b in self._bases for x in vars(b).values() if callable(x)} if is_traced else {}
+        self._objects = [*objects, *self._own()] if is_traced else None
         self._known = self._tracers(self._objects or ())
         self._arrays = [(x, dict(vars(x))) for x in arrays if not isinstance(x, Tracer) and hasattr(x, "__dict__")]
 
@@ -210,21 +215,16 @@ class Attributes:
         if not objects:
             return []
         held = [value for _, value in objects]
-        # What the methods of a class close over is no attribute: a user may note there what was traced.
         return tracers_in(held, but=[*(self._layer.__mro__ if self._layer else ()), *map(type, held)])
 
     def _own(self) -> list[tuple[str, object]]:
-        """What the class has beside methods, functions and classes; the classes of the package have no state."""
-        bases = () if self._layer is None else self._layer.__mro__[:-1]
-        own: list[tuple[str, object]] = []
-        for base in bases:
-            if base.__module__[:12] != "pylayer_jax.":
-                own += [
-                    (f"{base.__name__}.{name}", x)
-                    for name, x in vars(base).items()
-                    if not (isinstance(x, _NO_STATE) or callable(x))
-                ]
-        return own
+        """What the class has beside the methods, functions and classes that it had before."""
+        return [
+            (f"{base.__name__}.{name}", x)
+            for base in self._bases
+            for name, x in vars(base).items()
+            if not (isinstance(x, _NO_STATE) or id(x) in self._methods)
+        ]
 
 
 _NO_STATE = (classmethod, property, str, int, type(None), types.GetSetDescriptorType)

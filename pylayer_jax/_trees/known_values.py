@@ -20,6 +20,7 @@ _PIECEWISE: Final = (
     *(int, str, type, enum.Enum, np.dtype, types.ModuleType, types.BuiltinFunctionType, types.CodeType),
     *(type(None), type(...)),
 )
+_NUMBERS: Final = (float, complex, np.ndarray, np.generic)
 # A new one is what it holds.
 _HOLDERS: Final = (
     *(dict, list, tuple, set, frozenset, deque),
@@ -46,6 +47,10 @@ class KnownValues:
     def has(self, value: object) -> bool:
         """Whether a value was there, and holds nothing now that was not. What is piecewise constant always counts."""
         return self._is_old(value) and all(map(self._is_old, _all_of([value])))
+
+    def has_numbers_of(self, static_data: object) -> bool:
+        """The same of what stands in a treedef, where objects are made anew for each flattening."""
+        return all(self._is_old(x) for x in _all_of([static_data]) if isinstance(x, _NUMBERS))
 
     def names_of_new(self, function: Any) -> list[str]:
         """The variables, and members of modules and classes, that a function reads and that hold something new."""

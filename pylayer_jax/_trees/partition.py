@@ -19,11 +19,15 @@ _TENSOR: Final = object()
 _NONE: Final = jax.tree_util.tree_structure(None)
 _ONE_LEVEL: Final = jax.tree_util.default_registry.flatten_one_level
 _NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
+_NOT_IN_JAX: Final = frozenset((np.void, np.record, np.longdouble, np.clongdouble))  # np.void: structured arrays
 
 
 def is_tensor(leaf: object) -> bool:
-    """Whether a leaf is a `jax.Array` (traced or not), a numeric NumPy array or a NumPy scalar."""
-    return is_array(leaf) or (isinstance(leaf, (np.ndarray, np.generic)) and leaf.dtype.kind in _NUMERIC_KINDS)
+    """Whether a leaf is a `jax.Array` (traced or not), or a NumPy array or scalar of numbers that JAX has."""
+    if is_array(leaf):
+        return True
+    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return is_numpy and leaf.dtype.kind in _NUMERIC_KINDS and leaf.dtype.type not in _NOT_IN_JAX
 
 
 def is_tensor_or_ref(leaf: object) -> bool:
@@ -73,6 +77,16 @@ class TreeWithoutTensors:
     def statics(self) -> list[Any]:
         """Everything that is not a tensor, in flattening order."""
         return [leaf for leaf in self.leaves if leaf is not _TENSOR]
+
+    def static_data(self) -> list[Any]:
+        """The static data of each container, as the keys of a dict."""
+        data: list[Any] = []
+        treedefs = [self.treedef]
+        while treedefs:
+            treedef = treedefs.pop()
+            treedefs += treedef.children()
+            data += [] if (node := treedef.node_data()) is None else [node[1]]
+        return data
 
     def replace_statics(self, change: Callable[[str, Any], Any]) -> None:
         """Replace each static by `change(path, static)`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -196,14 +198,25 @@ class Box:
         self.value = value
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["scale"])
+@dataclasses.dataclass
+class Scaled:
+    value: object
+    scale: float
+
+
 SCALE = 0.5
 KEPT = {  # what forward keeps of x and a static argument; whether it may depend on x
     "a float": (lambda x, fn: float(x), True),
     "a list of floats": (lambda x, fn: [float(x)], True),
     "a closure": (lambda x, fn: (lambda value: lambda: value)(float(x)), True),
     "an object": (lambda x, fn: Box(np.asarray(x)), True),
+    "a key": (lambda x, fn: {float(x): None}, True),
+    "a key of a dict of tensors": (lambda x, fn: [{(1, float(x)): x}], True),
+    "a static field": (lambda x, fn: Scaled(x, float(x)), True),
     "bytes": (lambda x, fn: np.asarray(x).tobytes(), True),
     "a NumPy array": (lambda x, fn: np.asarray(x), True),
+    "a known key": (lambda x, fn: {"a": {SCALE: x}}, False),
     "an integer": (lambda x, fn: int(x), False),
     "an argument": (lambda x, fn: fn, False),
     "a constant": (None, False),

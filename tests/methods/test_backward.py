@@ -227,18 +227,19 @@ def test_a_list_for_a_tuple_argument_and_the_reverse(given, returned, mode):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "error"),
+    ("name", "value", "error"),
     [
         ("complex_convention", "torch", "expected 'jax' or 'paddle', got 'torch'"),
         ("forward_mode", "yes", "expected True or False, got 'yes' of type str"),
         ("forward_mode", None, "expected True or False, got None"),
         ("generate_vmap_rule", 1, "expected True or False, got 1 of type int"),
         ("saved_names", "y", "expected a tuple of strings"),
+        ("forward", property(len), "expected a static method, got <property"),
     ],
 )
-def test_flags_of_the_wrong_kind(flag, value, error):
-    with pytest.raises((TypeError, ValueError), match=rf"Odd\.{flag}: {error}"):
-        type("Odd", (PyLayer,), {flag: value})
+def test_members_of_the_wrong_kind(name, value, error):
+    with pytest.raises((TypeError, ValueError), match=rf"Odd\.{name}: {error}"):
+        type("Odd", (PyLayer,), {name: value})
 
 
 def test_replicated_input_in_shard_map_says_to_sum():
