@@ -169,14 +169,14 @@ class Attributes:
     __slots__ = ("_arrays", "_bases", "_given", "_known", "_layer", "_methods", "_objects")
 
     def __init__(self, objects: Sequence[tuple[str, object]], arrays: Sequence[Any], layer: Any) -> None:
-        self._layer, self._given = layer, len(objects)
-        is_traced = not nothing_is_traced()
-        # The classes of the package have no state.
-        self._bases = [b for b in layer.__mro__[:-1] if b.__module__[:12] != "pylayer_jax."] if layer else []
-        # What the methods of a class close over is no attribute: a user may note there what was traced.
-        self._methods = {id(x): x for b in self._bases for x in vars(b).values() if callable(x)} if is_traced else {}
-        self._objects = [*objects, *self._own()] if is_traced else None
-        self._known = self._tracers(self._objects or ())
+        self._layer, self._given, self._objects = layer, len(objects), None
+        if not nothing_is_traced():
+            # The classes of the package have no state.
+            self._bases = [b for b in layer.__mro__[:-1] if b.__module__[:12] != "pylayer_jax."] if layer else []
+            # What the methods of a class close over is no attribute: a user may note there what was traced.
+            self._methods = {id(x): x for base in self._bases for x in vars(base).values() if callable(x)}
+            self._objects = [*objects, *self._own()]
+            self._known = self._tracers(self._objects)
         self._arrays = [(x, dict(vars(x))) for x in arrays if not isinstance(x, Tracer) and hasattr(x, "__dict__")]
 
     def check(self, layer: str, method: str, result: Any) -> None:

@@ -82,7 +82,7 @@ def test_neither_the_warning_nor_what_forward_closes_over_keeps_a_class_alive(me
 
     def run():
         data, forgets = Data(), forgetful()
-        made = layer(forward=None)
+        made = layer()
         made.forward = method(lambda *args: (data, args[-1] * 2)[1])
         jax.grad(loss(made))(X)
         with pytest.warns(UserWarning, match="forget return"):
