@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pylayer_jax._jax import rule_function
 from pylayer_jax._jax.custom_vjp import custom_vjp, is_symbolic_zero
+from pylayer_jax._jax.define_primitive import shared_axes
 from pylayer_jax._jax.identity_primitives import map_all_outputs
 from pylayer_jax._jax.imports import eval_context
 from pylayer_jax._jax.masks import scatter, select
@@ -14,8 +15,10 @@ from pylayer_jax._jax.rule_function import BatchRun
 from pylayer_jax._jax.run_log import NO_RESIDUAL, RunLog
 from pylayer_jax._jax.tracers import (
     NEEDS_VALUES,
+    axes_shared_by,
     is_differentiated,
     is_mapped,
+    is_mapped_along,
     is_rematerialization_tracer,
     is_staging,
     is_tracer,
@@ -239,6 +242,11 @@ def _backward_rule(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> t
         arrays = arrays[: run.derivative.residuals]
     given = [None if is_symbolic_zero(c) else c for c in cotangents]
     gradients = run.derivative.gradients(run.needs_grad, arrays, given)
+    axes = axes_shared_by([*arrays, *given])
+    if axes and any(is_mapped_along(g, axes) for g in gradients):
+        # A layer that `backward` applies made a batch along a named axis, and JAX would count each example of it.
+        with shared_axes(axes):
+            gradients = run.derivative.gradients(run.needs_grad, arrays, given)
     if any(map(is_mapped, given)):
         # A gradient that no cotangent reaches counts once per example too: NOTE [shared outputs].
         nonzero = [g is not None for g in gradients]

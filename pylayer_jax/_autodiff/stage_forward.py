@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax import rule_function
-from pylayer_jax._jax.define_primitive import is_named, vmap_as_needed
+from pylayer_jax._jax.define_primitive import vmap_as_needed
 from pylayer_jax._jax.identity_primitives import forbid_derivative
 from pylayer_jax._jax.imports import eval_context, eval_jaxpr
 from pylayer_jax._jax.jaxprs import (
@@ -19,7 +19,6 @@ from pylayer_jax._jax.jaxprs import (
     dependence,
     eval_with_given,
     is_literal,
-    names_axis,
     prune,
     reads_refs,
     stage,
@@ -194,16 +193,17 @@ class StagedForward(TwoModeFunction):
 
     # -- mapped, transposed -------------------------------------------------------------------------
 
-    def always_mapped(self, values: int) -> list[bool]:
-        # NOTE [shared outputs]. An intermediate has no cotangent, and may be the same for all examples, unless it comes
-        # from an output that carries the rule.
-        del values
+    def also_mapped(self, differ: list[bool], is_any: bool) -> list[bool]:
+        # NOTE [shared outputs]. Before the first differentiation nobody knows which axes `backward` uses. An
+        # intermediate has no cotangent; it is mapped only if it comes from an output that carries the rule.
+        if not (is_any or self.packs or any(differ[: self.outputs])):
+            return differ
         variables = [self.jaxpr.outvars[i] for i in self.outputs_with_rule]
         carried = dependence(self.jaxpr, [False] * len(self.jaxpr.invars), variables=variables)
         return [True] * self.outputs + carried[self.outputs :]
 
     def batch_run(self, axis: Any, dims: Sequence[Any]) -> BatchRun:
-        if not self.call.layer._has_vmap_method():
+        if not (self.call.layer._has_vmap_method() and (self.packs or any(d is not None for d in dims))):
             return super().batch_run(axis, dims)
 
         def run(*args: Any) -> tuple[list[Any], list[Any]]:
@@ -211,17 +211,11 @@ class StagedForward(TwoModeFunction):
             _, outputs = run_vmap_method(self.call, axis, dims[self.consts :], args[self.consts :])
             check_mapped(self.name, axis, outputs, self.saved.outputs.types)
             carrying = [outputs[i] for i in self.outputs_with_rule]
-            shared = vmap_as_needed(
-                axis, self._intermediates, [*dims, *[0] * len(carrying)], lambda count: [False] * count
-            )
+            shared = vmap_as_needed(axis, self._intermediates, [*dims, *[0] * len(carrying)], lambda differ: differ)
             intermediates, intermediate_dims = shared(*args, *carrying)
             return [*outputs, *intermediates], [0] * len(outputs) + intermediate_dims
 
         return run
-
-    def uses_axis(self, axis: Any) -> bool:
-        # Before the first differentiation nobody knows which axes `backward` uses.
-        return is_named(axis) and (self.packs or any(names_axis(e, axis) for e in self.jaxpr.eqns))
 
     def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
         # A layer within the backward of another layer, which forward mode transposes: it counts as the linear map that

@@ -41,12 +41,9 @@ class Operation(TwoModeFunction):
         self.treedef: Any = None  # of what `run` returns, once that is known
         self.constants: Sequence[bool] = ()  # a mask of the operands; the rule sees tracers in their place
         self._run = run
-        self._run_in_block: Run | None = None  # the same, if its own operations pack what they keep
 
     @classmethod
-    def staged(
-        cls, name: str, run: Run, hooks: Hooks, args: Sequence[Any], run_in_block: Run | None = None
-    ) -> tuple[Self, list[Any], Any]:
+    def staged(cls, name: str, run: Run, hooks: Hooks, args: Sequence[Any]) -> tuple[Self, list[Any], Any]:
         """An operation that may run any number of times, for `run`, which returns a tree and a second value.
 
         Returns the operation; the values that it closes over, which are its first operands; and that second value.
@@ -60,8 +57,6 @@ class Operation(TwoModeFunction):
         operation = cls(name, None, hooks)
         operation.jaxpr, consts, (operation.treedef, second) = stage(values_of, [typeof(x) for x in args], name)
         operation.constants = [hooks.deferred and not is_tracer(x) for x in (*consts, *args)]
-        if run_in_block is not None:
-            operation._run_in_block = lambda *args: run_in_block(*args[len(consts) :])
         return operation, consts, second
 
     @property
@@ -89,8 +84,9 @@ class Operation(TwoModeFunction):
     def call_staged(self, *args: Any) -> list[Any]:
         return self.run(*args)
 
-    def always_mapped(self, values: int) -> list[bool]:
-        return [self.jaxpr is None] * values  # what all examples share stays so, as without hooks
+    def also_mapped(self, differ: list[bool], is_any: bool) -> list[bool]:
+        del is_any
+        return [self.jaxpr is None] * len(differ)  # what all examples share stays so, as without hooks
 
     def forward_rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         moving = [t is not None for t in tangents]
@@ -105,7 +101,7 @@ class Operation(TwoModeFunction):
         moving = [t is not None for t in tangents]
 
         def run(*args: Any) -> list[Any]:
-            return (self._run_in_block or self.run)(*merge(moving, args, primals))
+            return self.run(*merge(moving, args, primals))
 
         with set_current_trace(trace_of_known_values(primals)):
             recorder = Recorder(trace_below(current_trace()))
@@ -113,12 +109,9 @@ class Operation(TwoModeFunction):
                 values, pullback = jax.vjp(run, *select(primals, moving))
             residuals, treedef = jax.tree_util.tree_flatten(pullback)
             arrays = as_arrays(residuals)  # JAX keeps some constants as array types of its own
-            if self._run_in_block is not None:
-                packed = PackedResiduals.unchanged(len(arrays))
-            else:
-                owner = f"the operation {self.name}, residual"
-                constants = list(itertools.compress(primals, self.constants))
-                packed, arrays, values = pack(self.hooks, arrays, values, owner, recorder.origins, constants)
+            owner = f"the operation {self.name}, residual"
+            constants = list(itertools.compress(primals, self.constants))
+            packed, arrays, values = pack(self.hooks, arrays, values, owner, recorder.origins, constants)
         pulled = PackedPullback(self.name, packed, treedef, [typeof(x) for x in values])
         found = linear_map.call(pulled, arrays, select(tangents, moving))
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])

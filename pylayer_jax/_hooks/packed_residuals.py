@@ -67,14 +67,6 @@ class PackedResiduals:
         self.tensors: list[int] = []  # the index of each tensor's entry
         self.size = 0  # the number of arrays
 
-    @classmethod
-    def unchanged(cls, count: int) -> PackedResiduals:
-        residuals = cls()
-        residuals.tensors = list(range(count))
-        for _ in range(count):
-            residuals.add(None, 1)
-        return residuals
-
     def add(self, packed: Kept, arrays: int) -> None:
         self.entries.append((packed, slice(self.size, self.size + arrays)))
         self.size += arrays

@@ -189,26 +189,12 @@ def _packing_inside(name: str, params: dict[str, Any], pair: Pair) -> Any:
     if name != "scan" and not has_equation(jaxpr, "scan"):
         return None
 
-    def evaluate(*args: Any) -> list[Any]:
-        return eval_jaxpr(jaxpr, consts, *args)
-
-    def evaluate_in_block(*args: Any) -> list[Any]:
+    def body(*args: Any) -> tuple[list[Any], None]:
         block = enter_block(pair)
         try:
-            return evaluate(*args)
+            return eval_jaxpr(jaxpr, consts, *args), None
         finally:
             block.leave()
-
-    def body(*args: Any) -> tuple[list[Any], None]:
-        if name != "scan":
-            return evaluate_in_block(*args), None
-        # One operation, since JAX stages the rules in a scan one by one, and a tensor that two of them keep would be
-        # packed twice.
-        hooks = Hooks(pair, args)
-        operation, consts, _ = Operation.staged(
-            "body of scan", lambda *args: (evaluate(*args), None), hooks, args, evaluate_in_block
-        )
-        return operation.apply([*consts, *args]), None
 
     hooked, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], name)
     same = [v.aval for v in hooked.outvars] == [v.aval for v in jaxpr.outvars]

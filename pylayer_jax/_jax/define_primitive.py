@@ -6,7 +6,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,11 @@ import jax.numpy as jnp
 from .imports import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_rules, mlir, partial_eval
 from .jaxprs import effects_of_own_refs
 from .masks import merge, select
-from .tracers import is_of_current_trace
+from .tracers import differs_between_examples, shared_by_examples
 from .types import has_tangent, mapped_type, tangent_type, typeof, with_varying_axes
+
+# The names of mapped axes that the running code does not use. It is part of jit's cache key.
+shared_axes: Final = jax.make_user_context(frozenset())
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
 
@@ -108,7 +111,8 @@ def register(
     def batch_rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
         __tracebackhide__ = True
         # JAX calls a batching rule even if nothing is mapped, when the axis is named.
-        if all(d is None for d in dims) and not (uses_axis is not None and uses_axis(axis, **params)):
+        uses = uses_axis is not None and axis.name not in shared_axes.value and uses_axis(axis, **params)
+        if all(d is None for d in dims) and not uses:
             values = bind(*args, **params)
             return values, [None] * len(values)
         return batch(axis, args, dims, **params)
@@ -199,11 +203,12 @@ def vmap_as_needed(
     axis: Any,
     function: Callable[..., Sequence[Any]],
     in_axes: Sequence[Any],
-    always: Callable[[int], Sequence[bool]],
+    also_mapped: Callable[[list[bool]], Sequence[bool]],
 ) -> Callable[..., tuple[list[Any], list[Any]]]:
     """`jax.vmap` of a function, without the results that are the same for all examples: those stay as they are.
 
-    It returns the results, and where each has the mapped axis: 0 or None; 0 for those in the mask `always(count)`.
+    It returns the results, and where each has the mapped axis: 0 or None. From the mask of the results that differ
+    between examples, `also_mapped` makes that of results that are mapped as well.
     """
 
     def mapped(*args: Any) -> tuple[list[Any], list[Any]]:
@@ -215,9 +220,11 @@ def vmap_as_needed(
             __tracebackhide__ = True
             results = function(*args)
             # Each value tells whether it is mapped. The operands do not: axis_index has none, and its result is mapped.
-            pairs = zip(always(len(results)), results, strict=True)
-            is_mapped[:] = [every or is_of_current_trace(x) for every, x in pairs]
-            shared[:] = [None if is_one else x for is_one, x in zip(is_mapped, results, strict=True)]
+            differ = [differs_between_examples(x) for x in results]
+            is_mapped[:] = [d or also for d, also in zip(differ, also_mapped(differ), strict=True)]
+            shared[:] = [
+                None if is_one else shared_by_examples(x) for is_one, x in zip(is_mapped, results, strict=True)
+            ]
             return select(results, is_mapped)
 
         found = vmap_over(axis, one, tuple(in_axes), 0)(*args)
@@ -230,18 +237,17 @@ def vmap_to(
     axis: Any,
     function: Callable[..., Sequence[Any]],
     in_axes: Sequence[Any],
-    is_mapped: Callable[[int], Sequence[bool]],
+    is_mapped: Callable[[], Sequence[bool]],
 ) -> Callable[..., list[Any]]:
-    """`jax.vmap` of a function, whose results have the mapped axis in front where the mask `is_mapped(count)` is set.
+    """`jax.vmap` of a function, whose results have the mapped axis in front where a mask of them is set.
 
-    The others have to be the same for all examples.
+    `is_mapped` gives the mask when the function has run. The other results have to be the same for all examples.
     """
 
     def mapped(*args: Any) -> list[Any]:
         __tracebackhide__ = True
-        found, dims = vmap_as_needed(axis, function, in_axes, is_mapped)(*args)
-        mask = is_mapped(len(found))
-        return [x if d is None or is_one else x[0] for x, d, is_one in zip(found, dims, mask, strict=True)]
+        found, dims = vmap_as_needed(axis, function, in_axes, lambda _: is_mapped())(*args)
+        return [x if d is None or is_one else x[0] for x, d, is_one in zip(found, dims, is_mapped(), strict=True)]
 
     return mapped
 

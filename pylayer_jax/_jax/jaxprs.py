@@ -25,7 +25,7 @@ from .imports import (
     summarize,
     wrap_init,
 )
-from .probes import AXIS_EFFECT, UNSPECIFIED_SHARDING
+from .probes import UNSPECIFIED_SHARDING
 
 # The lines that JAX shows for an operation (in errors about tracers, in profiles) are those of users.
 for _part in Path(__file__).parents[1].iterdir():
@@ -109,11 +109,6 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def is_literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
-
-
-def names_axis(equation: Any, axis: Any) -> bool:
-    """Whether an equation asks for the index along the mapped axis, or communicates over it."""
-    return any(isinstance(e, AXIS_EFFECT) and e.name == axis.name for e in equation.effects)
 
 
 def dependence(jaxpr: Any, inputs: Sequence[bool], variables: Sequence[Any] = ()) -> list[bool]:

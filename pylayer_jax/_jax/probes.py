@@ -77,7 +77,7 @@ with eval_context():
     EVAL_TRACE: type[Any] = type(current_trace())
 STAGED = _seen("jax.jit", lambda f, x: jax.jit(f)(x))
 MAPPED = _seen("jax.vmap", lambda f, x: jax.vmap(f)(x), below="val")
-FORWARD = _seen("jax.jvp", lambda f, x: jax.jvp(f, (x,), (x,)))
+FORWARD = _seen("jax.jvp", lambda f, x: jax.jvp(f, (x,), (x,)), below="primal")
 REVERSE = _seen("jax.vjp and jax.linearize", lambda f, x: (jax.vjp(f, x), jax.linearize(f, x)), below="primal")
 TRANSPOSED = _seen("jax.linear_transpose", lambda f, x: jax.linear_transpose(f, x))  # noqa: PLW0108 - may be missing
 JET = _seen("jax.experimental.jet", lambda f, x: jet(f, (x,), ((x,),), factorial_scaled=False))
@@ -89,11 +89,17 @@ def _check_apart(_: Any) -> None:
         _check(all(sum(issubclass(c, other) for other in classes) == 1 for c in classes), classes)
 
 
-def _equation_classes(_: Any) -> tuple[type[Any], type[Any]]:
-    (equation,) = jax.make_jaxpr(jax.jit(lambda: jax.lax.axis_index("i")), axis_env=[("i", 1)])().eqns
-    (effect,), (sharding,) = equation.effects, equation.params["out_shardings"]
-    _check(effect.name == "i" and not isinstance(sharding, jax.sharding.Sharding), (effect, sharding))
-    return type(effect), type(sharding)
+def _check_map(x: Any) -> None:
+    found: list[Any] = []
+    jax.vmap(lambda y: found.append((current_trace().axis_data.name, y.batch_dim)), axis_name="i")(x)
+    _check(found == [("i", 0)], found)
+
+
+def _unspecified_sharding(x: Any) -> type[Any]:
+    (equation,) = jax.make_jaxpr(jax.jit(lambda y: y))(x).eqns
+    (sharding,) = equation.params["out_shardings"]
+    _check(not isinstance(sharding, jax.sharding.Sharding), sharding)
+    return type(sharding)
 
 
 def _traced_for_jit(x: Any) -> str:
@@ -103,8 +109,9 @@ def _traced_for_jit(x: Any) -> str:
 
 
 _learn("classes that tell transformations apart", _check_apart)
+_learn("the name and the place of a mapped axis", _check_map)
 JIT = _learn("what a trace says that stages a function for jax.jit", _traced_for_jit)
-AXIS_EFFECT, UNSPECIFIED_SHARDING = _learn("the effects and shardings of an equation", _equation_classes)
+UNSPECIFIED_SHARDING = _learn("the shardings of an equation", _unspecified_sharding)
 
 
 def checkpoint() -> Checkpoint:

@@ -78,7 +78,8 @@ class RuleFunction:
 
     def batch_run(self, axis: Any, dims: Sequence[Any]) -> BatchRun:
         """`run` for a batch of examples, whose operands have the mapped axis at `dims`."""
-        return vmap_as_needed(axis, self.run, dims, self.always_mapped)
+        is_any = any(d is not None for d in dims)
+        return vmap_as_needed(axis, self.run, dims, lambda differ: self.also_mapped(differ, is_any))
 
     def batched(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Values]:
         """A staged function for a batch; what it closes over, its first operands; where its values are mapped."""
@@ -87,9 +88,13 @@ class RuleFunction:
         consts = batched.with_jaxpr(types)
         return batched, consts, batched.out_dims
 
-    def always_mapped(self, values: int) -> list[bool]:
-        """A mask of that many values: those that are mapped as soon as one operand is."""
-        return [True] * values
+    def also_mapped(self, differ: list[bool], is_any: bool) -> list[bool]:
+        """A mask of the values that a batch maps; those in the mask `differ` are mapped anyway.
+
+        `is_any`: whether an operand is mapped; else the axis has a name, by which `run` or `rule` may use it.
+        """
+        del is_any
+        return [True] * len(differ)
 
     def uses_axis(self, axis: Any) -> bool:
         """Whether `run` or `rule` may use a mapped axis that no operand has."""
@@ -134,7 +139,7 @@ class BatchedFunction(RuleFunction):
             moves[:] = [t is not None for t in out_tangents]
             return [*values, *select(out_tangents, moves)]
 
-        def is_mapped(_: int) -> list[bool]:
+        def is_mapped() -> list[bool]:
             # A tangent as its value, and a value as in the batch that is not differentiated.
             of_values = [True] * len(moves) if self.jaxpr is None else [d is not None for d in self.out_dims]
             return [*of_values, *select(of_values, moves)]
@@ -150,8 +155,8 @@ class BatchedFunction(RuleFunction):
         __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.call_staged, tuple(self.dims), 0)(*args)
 
-    def always_mapped(self, values: int) -> list[bool]:
-        return self.inner.always_mapped(values)
+    def also_mapped(self, differ: list[bool], is_any: bool) -> list[bool]:
+        return self.inner.also_mapped(differ, is_any)
 
     def uses_axis(self, axis: Any) -> bool:
         return self.inner.uses_axis(axis)
@@ -256,6 +261,8 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, function: Rul
         values = call(BatchedFunction(function, axis, dims), args)
         return values, [0] * len(values)
     batched, consts, out_dims = function.batched(axis, dims, [typeof(x) for x in args])
+    if all(d is None for d in (*dims, *out_dims)):  # the axis has a name, and is not used
+        return call(function, args), out_dims
     return call(batched, [*consts, *args]), out_dims
 
 

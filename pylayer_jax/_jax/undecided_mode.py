@@ -107,7 +107,7 @@ class BatchedUndecidedRule(UndecidedRule):
         __tracebackhide__ = True
         own = operands[len(self.moving) - len(self.inner.moving) :]
         one_example = functools.partial(self.inner.results, is_reverse)
-        return vmap_to(self.axis, one_example, self.dims, lambda _: self.is_mapped)(*own)
+        return vmap_to(self.axis, one_example, self.dims, lambda: self.is_mapped)(*own)
 
 
 undecided_p = PrimitiveWithObject("undecided", "undecided")
