@@ -64,6 +64,8 @@ def points(tree: ast.Module) -> list[tuple[int, str, Callable[[Any], ast.AST]]]:
         parts: list[ast.AST | None] = []
         if isinstance(node, (ast.Raise, ast.JoinedStr)):
             parts = [node]
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__tracebackhide__":
+            parts = [node]  # changes what pytest shows of a traceback
         elif isinstance(node, (ast.AnnAssign, ast.arg)):
             parts = [node.annotation]
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
