@@ -238,7 +238,7 @@ for _name in ("jit", "closed_call", "custom_jvp_call", "remat2", "shard_map"):
 add_rule("custom_vjp_call", _zero_if(lambda _, operands: operands))
 add_rule(
     "call_hi_primitive",  # the same under jax_custom_vjp3, but other calls too
-    _zero_if(lambda e, operands: operands if custom_function_name(e) else [_UNKNOWN]),
+    _zero_if(lambda e, operands: operands if custom_function_name(e.primitive, e.params) else [_UNKNOWN]),
 )
 
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pylayer_jax._jax.custom_vjp import custom_function_name
 from pylayer_jax._jax.define_primitive import PrimitiveWithObject
 from pylayer_jax._jax.identity_primitives import holds_hooks_block
 from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
@@ -77,7 +78,7 @@ class HooksTrace(PassThroughTrace):
                 with set_current_trace(self.parent_trace):
                     return primitive.bind(*tracers, **{**params, "jaxpr": jaxpr})
         is_named = primitive.name in _JITTED or isinstance(primitive, PrimitiveWithObject)
-        shown = params["name"] if is_named else ""
+        shown = params["name"] if is_named else custom_function_name(primitive, params) or ""
         return self._process(bind, primitive.name, tracers, runs_again=True, shown=shown)
 
     def _applies(self) -> bool:

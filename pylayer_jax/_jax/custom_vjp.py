@@ -69,12 +69,12 @@ def is_symbolic_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
-def custom_function_name(equation: Any) -> str | None:
-    """The name of the `custom_vjp` function that an equation applies, if it applies one."""
-    if equation.primitive.name == "custom_vjp_call":
-        return equation.params["call_jaxpr"].debug_info.func_name
-    if equation.primitive.name == "call_hi_primitive":  # the same under jax_custom_vjp3
-        traced = getattr(equation.params["_prim"], "traced", None)
+def custom_function_name(primitive: Any, params: dict[str, Any]) -> str | None:
+    """The name of the `custom_vjp` function that an operation applies, if it applies one."""
+    if primitive.name == "custom_vjp_call":
+        return params["call_jaxpr"].debug_info.func_name
+    if primitive.name == "call_hi_primitive":  # the same under jax_custom_vjp3
+        traced = getattr(params["_prim"], "traced", None)
         return getattr(traced, "fun_name", None)
     return None
 
@@ -83,6 +83,7 @@ def custom_function_in(jaxpr: Any) -> str | None:
     """The name of the first `custom_vjp` function that a jaxpr applies, at any depth; None if there is none."""
     for equation in jaxpr.eqns:
         names = (custom_function_in(inner) for inner in inner_jaxprs(equation.params))
-        if (name := custom_function_name(equation) or next(filter(None, names), None)) is not None:
+        name = custom_function_name(equation.primitive, equation.params) or next(filter(None, names), None)
+        if name is not None:
             return name
     return None
