@@ -259,11 +259,6 @@ def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     return moved if dim is not None else with_varying_axes(moved, mapped_type(axis, typeof(value)))
 
 
-def is_named(axis: Any, **_: Any) -> bool:
-    """Whether the mapped axis that a batching rule was given has a name, so that collectives may reach it."""
-    return type(axis.name) is not object
-
-
 # -- lowering -------------------------------------------------------------------------------------
 
 

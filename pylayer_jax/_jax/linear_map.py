@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .define_primitive import PrimitiveWithObject, batch_axis_to_front, is_named, register, vmap_over
+from .define_primitive import PrimitiveWithObject, batch_axis_to_front, register, vmap_over
+from .tracers import is_named
 from .types import mapped_type, tangent_type, typeof, zeros_of
 
 Values = list[Any]

@@ -25,7 +25,6 @@ import jax
 from .define_primitive import (
     PrimitiveWithObject,
     held_object,
-    is_named,
     is_undefined,
     lower_jaxpr,
     register,
@@ -36,7 +35,7 @@ from .define_primitive import (
 from .imports import eval_jaxpr, mlir, partial_eval
 from .jaxprs import effects_of_own_refs, has_equation, stage
 from .masks import merge, scatter, select
-from .tracers import applied_to
+from .tracers import applied_to, is_named
 from .types import full_cotangent, has_tangent, typeof
 
 Values = list[Any]

@@ -186,9 +186,14 @@ def trace_of_known_values(values: Sequence[Any]) -> Any:
     return trace
 
 
+def is_named(axis: Any, **_: Any) -> bool:
+    """Whether a mapped axis, as a batching rule is given it, has a name, so that collectives may reach it."""
+    return type(axis.name) is not object
+
+
 def axes_shared_by(values: Sequence[Any]) -> frozenset[Any]:
     """The names of the mapped axes along which the examples share all of `values`."""
-    traces = [t for t in active_traces() if isinstance(t, MAPPED.trace)]
+    traces = [t for t in active_traces() if isinstance(t, MAPPED.trace) and is_named(t.axis_data)]
     maps = [trace for x in values for trace in _maps_of(x)] if traces else ()
     return frozenset(t.axis_data.name for t in traces if not any(t is m for m in maps))
 

@@ -144,3 +144,17 @@ def test_layers_in_methods_count_once_where_examples_share_their_operands(inner,
     np.testing.assert_allclose(jax.grad(found)(b), jax.grad(plain)(b), rtol=1e-5)
     second = SECOND["grad of grad"]
     np.testing.assert_allclose(second(found)(b), second(plain)(b), rtol=1e-4)
+
+
+def test_backward_runs_once_in_maps_without_a_name():
+    calls = []
+
+    class Counts(Tanh):
+        @staticmethod
+        def backward(ctx, dy):
+            calls.append(None)
+            return Tanh.backward(ctx, dy)
+
+    jax.grad(SHARING["the outer map"](Counts.apply))(jnp.float32(0.3))
+    jax.grad(lambda b: jax.vmap(lambda x: x * jax.vmap(lambda z: Counts.apply(z * b))(Z))(X).sum())(jnp.float32(0.3))
+    assert len(calls) == 2
