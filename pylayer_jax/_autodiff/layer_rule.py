@@ -7,18 +7,15 @@ from typing import Any, NamedTuple
 
 from pylayer_jax._jax import rule_function
 from pylayer_jax._jax.custom_vjp import custom_vjp, is_symbolic_zero
-from pylayer_jax._jax.define_primitive import shared_axes
 from pylayer_jax._jax.identity_primitives import map_all_outputs
 from pylayer_jax._jax.imports import eval_context
+from pylayer_jax._jax.mapped_axes import axes_shared_by, is_mapped, is_mapped_along, shared_axes
 from pylayer_jax._jax.masks import scatter, select
 from pylayer_jax._jax.rule_function import BatchRun
 from pylayer_jax._jax.run_log import NO_RESIDUAL, RunLog
 from pylayer_jax._jax.tracers import (
     NEEDS_VALUES,
-    axes_shared_by,
     is_differentiated,
-    is_mapped,
-    is_mapped_along,
     is_rematerialization_tracer,
     is_staging,
     is_tracer,

@@ -3,6 +3,7 @@
 - `imports`: the only importer of names of JAX that may move between versions.
 - `probes`: the classes of tracers and traces, learned from what a traced function sees.
 - `tracers`: facts about tracers, and about the traces that are active.
+- `mapped_axes`: which values `jax.vmap` maps, and along which axes.
 - `types`: shapes, dtypes, weak types, shardings; zeros of a type.
 - `masks`: lists of values and masks.
 - `jaxprs`: making jaxprs, reading and changing them.

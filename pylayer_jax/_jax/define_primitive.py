@@ -6,19 +6,16 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .imports import DebugInfo, Jaxpr, Primitive, ad, batching, eval_jaxpr, jet_rules, mlir, partial_eval
 from .jaxprs import effects_of_own_refs
+from .mapped_axes import differs_between_examples, shared_axes, shared_by_examples
 from .masks import merge, select
-from .tracers import differs_between_examples, shared_by_examples
 from .types import has_tangent, mapped_type, tangent_type, typeof, with_varying_axes
-
-# The names of mapped axes that the running code does not use. It is part of jit's cache key.
-shared_axes: Final = jax.make_user_context(frozenset())
 
 is_undefined = ad.is_undefined_primal  # marks the arguments for which a transpose rule must produce cotangents
 

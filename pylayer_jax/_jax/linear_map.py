@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .define_primitive import PrimitiveWithObject, batch_axis_to_front, register, vmap_over
-from .tracers import is_named
+from .mapped_axes import is_named
 from .types import mapped_type, tangent_type, typeof, zeros_of
 
 Values = list[Any]

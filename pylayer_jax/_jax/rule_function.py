@@ -34,8 +34,9 @@ from .define_primitive import (
 )
 from .imports import eval_jaxpr, mlir, partial_eval
 from .jaxprs import effects_of_own_refs, has_equation, stage
+from .mapped_axes import is_named
 from .masks import merge, scatter, select
-from .tracers import applied_to, is_named
+from .tracers import applied_to
 from .types import full_cotangent, has_tangent, typeof
 
 Values = list[Any]

@@ -45,24 +45,9 @@ def is_tracer(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_mapped(value: Any) -> bool:
-    """Whether `jax.vmap` maps a value; not one that all examples share, as custom_vjp functions return it."""
-    return isinstance(value, MAPPED.tracer) and value.batch_dim is not None
-
-
 def is_of_current_trace(value: Any) -> bool:
     """Whether the running transformation made a value."""
     return is_tracer(value) and value._trace is trace_below(current_trace())
-
-
-def differs_between_examples(value: Any) -> bool:
-    """Whether the running `jax.vmap` maps a value."""
-    return is_mapped(value) and is_of_current_trace(value)
-
-
-def shared_by_examples(value: Any) -> Any:
-    """A value that the running `jax.vmap` does not map, as the code around the map knows it."""
-    return value.val if isinstance(value, MAPPED.tracer) and is_of_current_trace(value) else value
 
 
 def _example_of(value: Any) -> Any:
@@ -70,18 +55,6 @@ def _example_of(value: Any) -> Any:
     while isinstance(value, MAPPED.tracer):
         value = value.val
     return value
-
-
-def _maps_of(value: Any) -> list[Any]:
-    """The trace of each `jax.vmap` that maps a value, or what a differentiation of it stands for."""
-    maps: list[Any] = []
-    while isinstance(value, (MAPPED.tracer, REVERSE.tracer, FORWARD.tracer)):
-        if isinstance(value, MAPPED.tracer):
-            maps += [value._trace] if is_mapped(value) else []
-            value = value.val
-        else:
-            value = value.primal
-    return maps
 
 
 def is_differentiated(value: object) -> bool:
@@ -184,22 +157,6 @@ def trace_of_known_values(values: Sequence[Any]) -> Any:
     while isinstance(trace, TRANSPOSED.trace) and not any(map(is_unknown, values)):
         trace = trace.parent_trace
     return trace
-
-
-def is_named(axis: Any, **_: Any) -> bool:
-    """Whether a mapped axis, as a batching rule is given it, has a name, so that collectives may reach it."""
-    return type(axis.name) is not object
-
-
-def axes_shared_by(values: Sequence[Any]) -> frozenset[Any]:
-    """The names of the mapped axes along which the examples share all of `values`."""
-    traces = [t for t in active_traces() if isinstance(t, MAPPED.trace) and is_named(t.axis_data)]
-    maps = [trace for x in values for trace in _maps_of(x)] if traces else ()
-    return frozenset(t.axis_data.name for t in traces if not any(t is m for m in maps))
-
-
-def is_mapped_along(value: Any, axes: frozenset[Any]) -> bool:
-    return any(trace.axis_data.name in axes for trace in _maps_of(value))
 
 
 def is_leaked(value: Any) -> bool:
