@@ -39,7 +39,7 @@ def map_all_outputs(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
 
 def _map_all_outputs_batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, count: int) -> Any:
     moved = [batch_axis_to_front(axis, x, d) for x, d in zip(args[-count:], dims[-count:], strict=True)]
-    # Bound again: a map around this one has a place of its own for its axis.
+    # The primitive is bound again, so that a `jax.vmap` around this one moves its own axis to the front too.
     return map_all_outputs_p.bind(*args[:-count], *moved, count=count), [0] * count
 
 

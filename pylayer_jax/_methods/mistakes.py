@@ -218,7 +218,7 @@ class Attributes:
         return tracers_in(held, but=[*(self._layer.__mro__ if self._layer else ()), *map(type, held)])
 
     def _own(self) -> list[tuple[str, object]]:
-        """What the class has beside the methods, functions and classes that it had before."""
+        """The attributes of the class, but for the methods, functions and classes that it had before the method ran."""
         return [
             (f"{base.__name__}.{name}", x)
             for base in self._bases

@@ -1,4 +1,4 @@
-"""Maps within maps, of staged layers: each has a place of its own for its axis, and may share what another one maps."""
+"""Staged layers within two `jax.vmap`: each maps an axis of its own, and its examples may share what the other maps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.kit.layers import Tanh
+from tests.kit.layers import ForwardTanh, Tanh
 from tests.kit.modes import SECOND
 
 # The sizes of all axes are equal: then nothing but the numbers shows that two were exchanged.
@@ -24,7 +24,7 @@ STAGED = {
 
 
 class Two(PyLayer):
-    """Its first output depends on the first argument alone."""
+    """A layer whose first output does not depend on the second argument."""
 
     @staticmethod
     def forward(ctx, x, s):
@@ -86,10 +86,6 @@ def test_which_axis_is_which(layer, staged, out_axes):
 
 
 # -- a named axis, of which the examples share the operands of a layer -----------------------------
-
-
-class ForwardTanh(Tanh):
-    forward_mode = True
 
 
 class MappedTanh(Tanh):

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pylayer_jax import PyLayer, saved_tensors_hooks
-from tests.kit.layers import bits
+from tests.kit.layers import Tanh, bits
 
 
 def sine():
@@ -52,18 +52,6 @@ def test_a_sharding_constraint_in_a_block_is_obeyed():
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     double = bits()(lambda x: jax.lax.with_sharding_constraint(x * jnp.sin(x), sharded))
     assert jax.jit(double)(jnp.ones(8)).sharding.device_set == sharded.device_set
-
-
-class Tanh(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * (1 - ctx.saved_tensor()[0] ** 2)
 
 
 def test_a_checkpointed_block_around_a_shard_map_in_eager_mode():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from tests.kit.layers import Multiply, Tanh, bits
+from tests.kit.layers import ForwardTanh, Multiply, Tanh, bits
 
 from .spy import GRADIENTS, X, in_block, tanh_slope, tanh_sum
 
@@ -32,10 +32,6 @@ def test_unpack_must_return_what_was_packed(bad, got, operation):
     for differentiate in GRADIENTS:
         with pytest.raises(ValueError, match=message):
             differentiate(loss)(X)
-
-
-class ForwardTanh(Tanh):
-    forward_mode = True
 
 
 @jax.custom_vjp

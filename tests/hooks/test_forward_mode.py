@@ -8,16 +8,12 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from tests.kit.layers import Tanh
+from tests.kit.layers import ForwardTanh, Tanh
 
 from .spy import in_block
 
 X = jnp.array([[0.3, -0.5, 1.2], [0.8, 0.1, -0.7]])
 W = jnp.linspace(-1.0, 1.0, 9).reshape(3, 3)
-
-
-class ForwardTanh(Tanh):
-    forward_mode = True
 
 
 class PushedTanh(Tanh):
