@@ -1,13 +1,13 @@
 """Custom gradients for JAX, written the way Paddle and PyTorch users write them."""
 
-from ._hooks.block import disable_saved_tensors_hooks, saved_tensors_hooks
+from ._context import PyLayerContext
+from ._function import Function, FunctionCtx
+from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
 from ._layer import PyLayer
-from ._methods.context import PyLayerContext
-from ._methods.once_differentiable import once_differentiable
-from ._report.report import saved_tensors_report
-from ._torch_function import Function, FunctionCtx
+from ._once_differentiable import once_differentiable
+saved_tensors_report = None  # TODO
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "Function",

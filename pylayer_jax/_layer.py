@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import weakref
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
 
-from pylayer_jax._jax.custom_vjp import call_with_symbolic_zeros
-from pylayer_jax._jax.tracers import applied_to, nothing_is_traced
-from pylayer_jax._trees.closures import is_live, is_live_constant
-from pylayer_jax._trees.opaque import Static
-
-from ._autodiff.layer_call import LayerCall, in_backward, null_context
-from ._autodiff.layer_rule import call_without_custom_vjp, compile_layer
-from ._autodiff.ref_call import check_refs
-from ._autodiff.run_forward import forward_only
-from ._autodiff.transpose_backward import NoForwardModeError
-from ._hooks.open_blocks import Hooks, outside_hooks_trace
-from ._methods.apply_descriptor import Apply
-from ._methods.arguments import bind, call_of_apply
-from ._methods.context import PyLayerContext
-from ._methods.declarations import check_declarations
-
-# The `jax.custom_vjp` functions of each class that was applied: for calls without a Ref, and with one. Not an
-# attribute, which a class made from the members of another one would take over; and not made with the class, since an
-# unpickled one gets its members later.
-_rules: weakref.WeakKeyDictionary[type, dict[bool, Callable[..., tuple[Any, ...]]]] = weakref.WeakKeyDictionary()
-
-
-def _rule_of(layer: type[PyLayer], takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
-    rules = _rules.setdefault(layer, {})
-    if takes_refs not in rules:
-        rules.setdefault(takes_refs, compile_layer(layer, takes_refs))  # another thread may have been first
-    return rules[takes_refs]
+from . import _hooks
+from ._apply import Apply
+from ._arguments import bind, call_of_apply
+from ._call import LayerCall, in_backward
+from ._context import PyLayerContext
+from ._declarations import check_declarations
+from ._errors import NoForwardModeError
+from ._jax.rule_function import apply, forbid_derivative
+from ._jax.tracers import is_differentiated, is_in_forward_mode, is_unknown, nothing_is_traced, surroundings
+from ._layer_rule import Application, EagerLayer, front_of, ref_error
 
 
 class PyLayer:
@@ -184,39 +167,68 @@ class PyLayer:
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
         """
         __tracebackhide__ = True
+        arguments, tensors = bind(cls.__qualname__, cls._forward_with_ctx(), args, kwargs)
+        call = LayerCall(cls, arguments)
         if nothing_is_traced():
-            return forward_only(cls, args, kwargs)
-        return _run_traced(cls, args, kwargs)
+            run = call.run_forward(tensors, [False] * len(tensors))
+            return run.kept.outputs.skeleton.fill(run.outputs)
+        return _apply_traced(call, tensors)
 
 
-def _run_traced(layer: type[PyLayer], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
+    """Apply a layer where a transformation is active: see NOTE [orders] in `_layer_rule.py`.
+
+    | situation                                                     | what is bound                          |
+    |---------------------------------------------------------------|----------------------------------------|
+    | most layers                                                   | the front, a custom_vjp function       |
+    | forward mode or a `vmap` of its own; within a `backward`;     | the function with its rule: staged     |
+    |   forward over reverse; jax.linear_transpose; an eager        |   where a jaxpr is made, else on       |
+    |   shard_map, which has no rule for custom_vjp functions       |   concrete values                      |
+    | an argument is a `jax.Ref`                                    | a front of its own, first order only   |
+    """
     __tracebackhide__ = True
-    arguments = bind(layer.__qualname__, layer._forward_with_ctx(), args, kwargs)
-    tensors = arguments.take_tensors()
-    applied, refs = applied_to(tensors), arguments.refs
-    without_custom_vjp = layer._has_forward_mode() or in_backward.value or applied.is_transposed
-    if refs or not without_custom_vjp:
+    layer, around = call.layer, surroundings()
+    call.pair = _hooks.pair_to_pack_with()
+    takes_refs = call.arguments.ref_mask is not None
+    has_forward_mode = layer._has_forward_mode() or in_backward.value
+    if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # In code that was staged before it is differentiated, JAX says so, without a name.
-        if applied.is_in_forward_mode:
-            raise NoForwardModeError(arguments.layer, refs)
-        # A second derivative of another kind than those that `jax.custom_vjp` has.
-        without_custom_vjp = applied.is_in_forward_over_reverse or layer._has_vmap_method()
-    call = LayerCall(layer, arguments, Hooks.captured(tensors), applied.is_deferred)
-    check_refs(call, tensors)
-    # NOTE [hidden tensors]. Staging would take the numbers from `forward`. In eager mode a value that is differentiated
-    # is no reason for it, since it is perhaps not used; where it is, JAX refuses it.
-    may_be_staged = without_custom_vjp or applied.is_staged or not applied.is_differentiated
-    call.reaches_traced_values = bool(call.names_closed_over(is_live if may_be_staged else is_live_constant))
-    try:
-        # A layer packs its saved tensors itself.
-        with null_context if call.hooks is None else outside_hooks_trace():
-            if not refs and (without_custom_vjp or call.reaches_traced_values):
-                values = call_without_custom_vjp(call, tensors, applied.is_transposed)
+        raise NoForwardModeError(call.name, call.arguments.ref_names())
+    is_deferred = around.will_be_differentiated_later(tensors)
+    if takes_refs:
+        _check_refs(call, tensors, is_deferred)
+    is_unusual = around.is_unusual or any(map(is_unknown, tensors))
+    has_front = takes_refs or not (
+        has_forward_mode or layer._has_vmap_method() or around.is_forward_over_reverse or is_unusual
+    )
+    # The block's trace must not take the equations of a layer for operations: a layer packs its residuals itself.
+    with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
+        try:
+            if has_front:
+                values = front_of(layer, takes_refs)(Application(call, is_deferred), *tensors)
+            elif around.is_staged or is_unusual:
+                _, values = Application(call, is_deferred).bind(tensors)
             else:
-                values = call_with_symbolic_zeros(_rule_of(layer, bool(refs)), Static(call), tensors)
-    except jax.errors.UnexpectedTracerError as error:
-        raise call.closed_over_error() from error
-    outputs = call.outputs
-    assert outputs is not None
-    values = [jax.lax.stop_gradient(x) if i in outputs.non_differentiable else x for i, x in enumerate(values)]
-    return outputs.skeleton.fill(values)
+                values = apply(EagerLayer(call), tensors)
+        except jax.errors.UnexpectedTracerError as error:
+            raise call.closed_over_error() from error
+    assert call.skeleton is not None
+    # A custom_vjp function makes tangents for outputs that are marked non-differentiable.
+    values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
+    return call.skeleton.fill(values)
+
+
+_NO_HOOKS = contextlib.nullcontext()
+
+
+def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
+    """Refuse a Ref whose content is differentiated, and a class with `vmap`, which would be passed over.
+
+    Raises:
+        TypeError: at once; or when a call that is staged is differentiated.
+    """
+    refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask or (), strict=True) if is_one]
+    if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
+        raise ref_error(call)
+    if is_deferred:  # only a later differentiation will know; the value is not read in the compiled program
+        forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

@@ -1,66 +1,123 @@
-"""A pair of saved-tensor hooks, or several of them one after another."""
+"""A pair of hooks, or several of them one after another, and what is known of tensors without holding them."""
 
 from __future__ import annotations
 
-import functools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
-from .derived_residuals import Errors
-from .function_keys import function_key
-from .host_store import HostStore, host_store_of
-from .pack_cache import PackCache
+from .host import store_of
 
 Hook = Callable[[Any], Any]
 
+# Which code keeps the error of a pair in proportion, so that a tensor may be computed again from a packed one. Code
+# that only moves values always does.
+MOVES: Final = 0
+SCALES: Final = 1  # and what multiplies by a number, or each row along the last axis by a number of its own
+OFFSETS: Final = 2  # and what adds a number: the error does not depend on the size of a value, or there is none
+
+
+class TensorInfo(NamedTuple):
+    """What a predicate `only` is told of a tensor; an empty string is not known."""
+
+    layer: str = ""  # the class that saved it
+    operation: str = ""  # the JAX operation that keeps it
+    name: str = ""  # of `saved_names` or `jax.ad_checkpoint.checkpoint_name`
+
 
 class Step(NamedTuple):
-    """A pack hook and an unpack hook, and what is known of them."""
+    """A pack hook and an unpack hook."""
 
     pack: Hook
     unpack: Hook
     host: bool = False
     differentiable: bool = False  # whether pack, then unpack, has the derivative of the identity
-    only: Hook | None = None  # a predicate: arrays for which it is False are not packed
-    errors: Errors = Errors()
-    is_last: bool = False  # whether no other step may follow in a chain, since what is packed is on the host
-    pack_part: Hook | None = None  # of an array that the step before made, if that differs from `pack`
+    only: Callable[[Any, TensorInfo], Any] | None = None  # arrays for which it is False are not packed
+    pack_part: Hook | None = None  # packs an array that the step before made, if not as `pack` does
     name: str = ""  # in a chain, for messages
 
-    def key(self) -> Any:
-        functions = (self.pack, self.unpack, self.only, self.pack_part)
-        return *map(function_key, functions), self.host, self.differentiable, self.errors
+
+class WeakTable:
+    """A table whose keys are objects, by identity. It holds no key."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Callable[[], Any], Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        entry = self._entries.get(id(key))
+        return entry[1] if entry is not None and entry[0]() is key else default
+
+    def put(self, key: Any, value: Any) -> None:
+        number, entries = id(key), self._entries
+        try:
+            entries[number] = weakref.ref(key, lambda _: entries.pop(number, None)), value
+        except TypeError:  # JAX has numbers without weak references
+            return
+
+    def forget(self, is_forgotten: Callable[[Any], bool]) -> None:
+        for number in [number for number, (_, value) in list(self._entries.items()) if is_forgotten(value)]:
+            self._entries.pop(number, None)
 
 
 class Pair:
     """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches."""
 
-    __slots__ = (
-        "__weakref__", "_hash", "cache", "differentiable", "errors", "host", "key", "only", "packed", "steps", "store",
-    )  # fmt: skip
-
-    def __init__(self, steps: Sequence[Step], only: Hook | None, packed: Counter[bool]) -> None:
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        key: Any,
+        *,
+        only: Callable[[Any, TensorInfo], Any] | None,
+        keeps: int,
+        packs_arguments: bool,
+    ) -> None:
         self.steps = tuple(steps)
-        self.only = only  # a predicate: tensors for which it is False are not packed
-        self.packed = packed  # how many tensors it has packed: staged ones under True
-        self.host = self.steps[-1].host
-        self.differentiable = all(step.differentiable for step in self.steps)
-        self.errors = functools.reduce(Errors.and_then, (step.errors for step in self.steps))
-        self.key = self._present_key()
-        self._hash = hash(self.key)
-        self.store: HostStore = host_store_of(self.key)
-        self.cache = PackCache()
-
-    def _present_key(self) -> Any:
-        return *(step.key() for step in self.steps), function_key(self.only)
-
-    def globals_changed(self) -> bool:
-        """Whether a variable that a hook reads was bound anew."""
-        return self.key != self._present_key()
+        self.key = key
+        self.only = only  # of the whole chain
+        self.keeps = keeps  # MOVES, SCALES or OFFSETS
+        self.packs_arguments = packs_arguments  # and not only what a block computes
+        self.host = any(step.host for step in steps)
+        self.differentiable = all(step.differentiable for step in steps)
+        self.n_packed: Counter[bool] = Counter()  # traced tensors under True
+        self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
+        self.store = store_of(key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pair) and self.key == other.key
 
     def __hash__(self) -> int:
-        return self._hash
+        return hash(self.key)
+
+
+class Identity:
+    """Compares an object that cannot be hashed by its identity."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def key_of(value: Any) -> Any:
+    """Return what two arguments are compared by: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    if isinstance(value, (bool, int, float, complex)):
+        return type(value), repr(value)
+    if isinstance(value, tuple):
+        return type(value), tuple(map(key_of, value))
+    try:
+        hash(value)
+    except TypeError:
+        return Identity(value)
+    return type(value), value

@@ -1,17 +1,10 @@
-"""Imports and helpers that depend on JAX's internals.
+"""Everything that knows how JAX works inside. No module here knows what a layer is.
 
-- `imports`: the only importer of names of JAX that may move between versions.
-- `probes`: the classes of tracers and traces, learned from what a traced function sees.
-- `tracers`: facts about tracers, and about the traces that are active.
-- `mapped_axes`: which values `jax.vmap` maps, and along which axes.
-- `types`: shapes, dtypes, weak types, shardings; zeros of a type.
-- `masks`: lists of values and masks.
-- `jaxprs`: making jaxprs, reading and changing them.
-- `define_primitive`: entering a primitive into the rule tables of JAX; mapping a function as a batching rule does.
-- `rule_function`: a function with its rule.
-- `linear_map`: a linear map with its transpose.
-- `undecided_mode`: a rule of its own for reverse mode, where JAX makes one jaxpr for both modes.
-- `custom_vjp`: functions with a rule for reverse mode; `run_log`: what each of their runs leaves.
-- `identity_primitives`: primitives that compute nothing.
-- `host_calls`: the primitive that runs a function on the host.
+- `imports`: names of JAX that may move between versions.
+- `tracers`: the active traces and the classes of tracers, learned by looking.
+- `types`, `masks`: types of arrays; lists with masks.
+- `jaxprs`: staging a function to a jaxpr, and evaluating a part of it.
+- `primitives`: how a primitive of ours is registered.
+- `rule_function`: a function with its rule, and a linear map with its transpose: the two primitives of the package.
+- `linearity`: the proof that a jaxpr is linear.
 """

@@ -8,14 +8,12 @@ from jax.core import ShapedArray, Trace, Tracer, eval_context, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 from jax.experimental import io_callback
 from jax.experimental.buffer_callback import buffer_callback
-from jax.experimental.jet import jet, jet_rules
 from jax.extend.core import (
     ClosedJaxpr,
     DebugInfo,
     Jaxpr,
     Literal,
     Primitive,
-    concrete_or_error,
     get_opaque_trace_state,
     jaxprs_in_params,
     primal_dtype_to_tangent_dtype,
@@ -24,7 +22,6 @@ from jax.extend.core import (
     unmapped_aval,
 )
 from jax.extend.linear_util import wrap_init
-from jax.extend.mlir.dialects import stablehlo
 from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.lax import convert_element_type_p
@@ -43,7 +40,6 @@ __all__ = [
     "batching",
     "buffer_callback",
     "checkpoint_name",
-    "concrete_or_error",
     "convert_element_type_p",
     "current",
     "eval_context",
@@ -51,14 +47,11 @@ __all__ = [
     "get_opaque_trace_state",
     "io_callback",
     "jaxprs_in_params",
-    "jet",
-    "jet_rules",
     "mlir",
     "partial_eval",
     "primal_dtype_to_tangent_dtype",
     "register_exclusion",
     "set_current_trace",
-    "stablehlo",
     "summarize",
     "take_current_trace",
     "unmapped_aval",

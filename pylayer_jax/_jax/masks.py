@@ -7,16 +7,16 @@ from typing import Any
 
 
 def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
-    """The values at the positions that are set."""
+    """Return the values at the positions that are set."""
     return [x for x, is_set in zip(values, mask, strict=True) if is_set]
 
 
 def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
-    """The values, in order, at the positions that are set; None elsewhere."""
+    """Return the values, in order, at the positions that are set; None elsewhere."""
     return merge(mask, values, [None] * len(mask))
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """`full` with the values of `if_set`, in order, at the positions that are set."""
+    """Return `full` with the values of `if_set`, in order, at the positions that are set."""
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]

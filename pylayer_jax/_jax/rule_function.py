@@ -1,18 +1,23 @@
-"""A function with its rule: what JAX differentiates by a Python function that stands beside it.
+"""A function with its rule, and a linear map with its transpose: the two primitives of the package.
 
-NOTE [function with its rule]
-A `RuleFunction` is what `jax.custom_jvp` makes: `run` computes, `rule` gives values and tangents, and a rule that
-applies the same function to its primals holds at the next order too. It stands here because jax 0.10 loses the rule of
-a `jax.custom_jvp` in a scan that is differentiated twice, without a word; `tests/autodiff/test_rule_function.py` has
-the case in plain JAX, and tells when JAX's own may take its place. This module knows nothing of layers.
+A `RuleFunction` is what `jax.custom_jvp` makes: `run` computes the values, `rule` gives values and tangents, and a rule
+that applies the same function to its primals holds at every order. The tangents are the results of a `LinearMap`, two
+Python functions, of which forward mode evaluates `push` and reverse mode calls `pull`; neither runs before JAX asks.
+For a layer that saves its output, where `pull` is its `backward`:
 
-What a transformation sees is one equation:
+    { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
-- evaluated, it is `run`; in staged code `run` is traced once, where it is applied, and the equation holds the jaxpr;
-  what `run` closes over becomes an operand;
-- differentiated, it is `rule`, in forward mode and in reverse mode, which transposes the tangents that `rule` returns;
-- mapped, it is the function of `vmap(run)` and `vmap(rule)`;
-- lowered, and where results are not used, it is its jaxpr.
+    and its derivative (jax.jvp, before anything is transposed or evaluated)
+
+    { lambda ; a:f32[3] c:f32[3]. let
+        b:f32[3] = rule_function[name=Tanh] a      <- the same function again: the rule holds at the next order too
+        d:f32[3] = linear_map[name=Tanh] b c       <- residuals, then tangents
+      in (b, d) }
+
+`jax.custom_jvp` cannot take the place of the first: jax 0.10 loses its rule, without a word, in a scan that is
+differentiated twice. tests/derivatives/test_rule_function.py has the case in plain JAX.
+
+This module knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -22,276 +27,269 @@ from typing import Any
 
 import jax
 
-from .define_primitive import (
-    PrimitiveWithObject,
-    held_object,
-    is_undefined,
-    lower_jaxpr,
-    register,
-    vmap_as_needed,
-    vmap_over,
-    vmap_to,
-)
-from .imports import eval_jaxpr, mlir, partial_eval
-from .jaxprs import effects_of_own_refs, has_equation, stage
-from .mapped_axes import is_named
-from .masks import merge, scatter, select
-from .tracers import applied_to
-from .types import full_cotangent, has_tangent, typeof
+from .imports import eval_jaxpr, mlir
+from .jaxprs import has_equation, lower_jaxpr, outside_effects, stage
+from .masks import merge, select
+from .primitives import ObjectPrimitive, batch_axis_to_front, vmap_over
+from .tracers import BATCHED, current_trace, is_batched
+from .types import has_tangent, mapped_type, tangent_type, typeof, zeros_of
 
 Values = list[Any]
-# From the operands to the values, and where each value has the mapped axis: 0, or None if all examples share it.
-BatchRun = Callable[..., tuple[Values, list[Any]]]
 
 
 class RuleFunction:
-    """A function of arrays, and the rule of its derivative. Holds no array; equations compare it by identity."""
+    """A function of arrays that has a rule for its derivative. Holds no array; equations compare it by identity."""
 
-    name: str  # as jaxprs and JAX's errors show it
-    jaxpr: Any  # None: `run` is called wherever a value is needed, and sees concrete values in eager mode
-    kind = "function"  # what it is to users, for messages
-
-    def __repr__(self) -> str:
-        return self.name
+    name: str  # as jaxprs and errors show it
+    jaxpr: Any = None  # None: `run` is called wherever a value is needed, and sees concrete values in eager mode
+    n_consts: int = 0  # the number of the first operands: values that the function closes over
 
     def run(self, *args: Any) -> Values:
+        """Compute the values."""
         __tracebackhide__ = True
         try:
             return eval_jaxpr(self.jaxpr, (), *args)
         except NotImplementedError:
-            # JAX runs no custom_vjp function with symbolic zeros in a shard_map in eager mode.
+            # JAX evaluates no custom_vjp function with symbolic zeros within an eager shard_map.
             if not has_equation(self.jaxpr, "shard_map"):
                 raise
             return jax.jit(lambda *args: eval_jaxpr(self.jaxpr, (), *args))(*args)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        """The values, and their tangents. None is a zero tangent; not all of those given are."""
+        """Compute the values and their tangents. None is a zero tangent; at least one is not None."""
         raise NotImplementedError
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """The cotangents of the operands that are None, from those of the values, by a jaxpr of the function."""
-        return scatter(transpose_jaxpr(jaxpr, args, cotangents), [x is None for x in args])
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """Return cotangents of the operands that are None, where the function is linear in these."""
+        raise TypeError(f"{self.name} cannot be transposed.")
 
-    def call_staged(self, *args: Any) -> Values:
-        """The values of a function without a jaxpr, by the same function with one."""
-        raise NotImplementedError
-
-    def batch_run(self, axis: Any, dims: Sequence[Any]) -> BatchRun:
-        """`run` for a batch of examples, whose operands have the mapped axis at `dims`."""
-        is_any = any(d is not None for d in dims)
-        return vmap_as_needed(axis, self.run, dims, lambda differ: self.also_mapped(differ, is_any))
-
-    def batched(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Values]:
-        """A staged function for a batch; what it closes over, its first operands; where its values are mapped."""
-        __tracebackhide__ = True
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        """Return the function of a batch, the values that it closes over (its first operands), and its out axes."""
         batched = BatchedFunction(self, axis, dims)
-        consts = batched.with_jaxpr(types)
+        consts = batched.stage(types)
         return batched, consts, batched.out_dims
 
-    def also_mapped(self, differ: list[bool], is_any: bool) -> list[bool]:
-        """A mask of the values that a batch maps; those in the mask `differ` are mapped anyway.
+    def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
+        """Return the function that computes the values of a batch, and the batch axis of each: 0 or None.
 
-        `is_any`: whether an operand is mapped; else the axis has a name, by which `run` or `rule` may use it.
+        NOTE [all outputs are batched]
+        If an operand is batched, each value that can have a tangent is. Otherwise the one cotangent of a value that
+        all examples share would reach `backward` once per example, and count as often. tests: test_nested_maps.py
         """
-        del is_any
-        return [True] * len(differ)
+        any_batched = any(d is not None for d in dims)
 
-    def uses_axis(self, axis: Any) -> bool:
-        """Whether `run` or `rule` may use a mapped axis that no operand has."""
-        return is_named(axis)
+        def run(*args: Any) -> tuple[Values, list[Any]]:
+            __tracebackhide__ = True
+            shared: Values = []
+            mask: list[bool] = []
+
+            def one(*args: Any) -> Values:
+                __tracebackhide__ = True
+                values, trace = self.run(*args), current_trace()
+                differs = [is_batched(x) and x._trace is trace for x in values]
+                all_batched = any_batched or any(differs)
+                mask[:] = [d or (all_batched and has_tangent(x)) for d, x in zip(differs, values, strict=True)]
+                # A batch tracer without a batch axis stands for the value that all examples share.
+                known = [x.val if isinstance(x, BATCHED.tracer) and x._trace is trace else x for x in values]
+                shared[:] = [None if is_one else x for is_one, x in zip(mask, known, strict=True)]
+                return select(values, mask)
+
+            found = vmap_over(axis, one, tuple(dims), 0)(*args)
+            return merge(mask, found, shared), [0 if is_one else None for is_one in mask]
+
+        return run
 
 
 class BatchedFunction(RuleFunction):
-    """A function for a batch of examples. Of those that were mapped several times, each map has one of these."""
+    """A function of a batch of examples. A batch of a batch is one of these around another."""
 
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
-        self.inner = inner
-        self.axis = axis
-        self.name, self.kind, self.jaxpr = inner.name, inner.kind, None
-        self.dims = list(dims)  # of the operands of the inner function, which stand behind those of the batch alone
-        self.out_dims: list[Any] = []  # of the values, if it is staged
-        self.closed_over = 0  # the number of operands of the batch alone
+        self.inner, self.axis, self.name = inner, axis, inner.name
+        self.dims = list(dims)  # of the operands of the inner function
+        self.out_dims: list[Any] = []
 
-    def run(self, *args: Any) -> Values:
+    def stage(self, types: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        if self.jaxpr is not None:
-            return super().run(*args)
-        values, _ = self.inner.batch_run(self.axis, self.dims)(*args)
-        return values
-
-    def with_jaxpr(self, types: Sequence[Any]) -> list[Any]:
-        """Stage the batch, for operands of these types. Returns what it closes over: its first operands."""
-        __tracebackhide__ = True
-        self.jaxpr, consts, self.out_dims = stage(self.inner.batch_run(self.axis, self.dims), types, self.name)
-        self.closed_over = len(consts)
+        run = self.inner.run_batch(self.axis, self.dims)
+        self.jaxpr, consts, self.out_dims = stage(run, types, self.name)
+        self.n_consts = len(consts)
         return consts
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        if any(t is not None for t in tangents[: self.closed_over]):
+        if any(t is not None for t in tangents[: self.n_consts]):
             raise TypeError(f"{self.name}: its code for a batch closes over a value that is differentiated.")
-        primals, tangents = primals[self.closed_over :], tangents[self.closed_over :]
-        moving, moves = [t is not None for t in tangents], list[bool]()
+        # A tangent has the batch axis of its value; a value without one has no tangent, or shares it.
+        rule = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), (self.out_dims, 0))
+        return rule(list(primals[self.n_consts :]), list(tangents[self.n_consts :]))
 
-        def rule(*args: Any) -> Values:
-            __tracebackhide__ = True
-            values, out_tangents = self.inner.rule(args[: len(primals)], scatter(args[len(primals) :], moving))
-            moves[:] = [t is not None for t in out_tangents]
-            return [*values, *select(out_tangents, moves)]
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self.inner.transpose(args, cotangents)
 
-        def is_mapped() -> list[bool]:
-            # A tangent as its value, and a value as in the batch that is not differentiated.
-            of_values = [True] * len(moves) if self.jaxpr is None else [d is not None for d in self.out_dims]
-            return [*of_values, *select(of_values, moves)]
 
-        run = vmap_to(self.axis, rule, self.dims + select(self.dims, moving), is_mapped)
-        found = run(*primals, *select(tangents, moving))
-        return found[: len(moves)], scatter(found[len(moves) :], moves)
+def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
+    """Bind a function: its values under all transformations that are active."""
+    __tracebackhide__ = True
+    return rule_function_p.bind(*operands, held=function)
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return self.inner.transpose(jaxpr, args, cotangents)
 
-    def call_staged(self, *args: Any) -> Values:
+# -- rule_function: operands -> values ----------------------------------------------------------------
+
+rule_function_p = ObjectPrimitive("rule_function")
+
+
+def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+    __tracebackhide__ = True
+    given = [t if t is not None and has_tangent(typeof(p)) else None for p, t in zip(primals, tangents, strict=True)]
+    if any(t is not None for t in given):
+        return function.rule(primals, given)
+    values = apply(function, primals)
+    return values, [None] * len(values)
+
+
+def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+    __tracebackhide__ = True
+    batched, consts, out_dims = function.batch(axis, dims, [typeof(x) for x in args])
+    if all(d is None for d in (*dims, *out_dims)):  # the axis has a name, and the function does not use it
+        return apply(function, args), out_dims
+    return apply(batched, [*consts, *args]), out_dims
+
+
+rule_function_p.register(
+    evaluate=lambda function, *args: function.run(*args),
+    abstract=lambda function, *_: ([v.aval for v in function.jaxpr.outvars], outside_effects(function.jaxpr)),
+    jvp=_jvp,
+    batch=_batch,
+    transpose=lambda function, args, cotangents: function.transpose(args, cotangents),
+    lower=lambda function, context, *args: lower_jaxpr(context, function.jaxpr, *args),
+)
+
+
+# -- linear_map: residuals, tangents -> tangents of the results ----------------------------------------
+
+linear_map_p = ObjectPrimitive("linear_map")
+
+
+class LinearMap:
+    """A map of tangents that is linear in them and depends on residuals. Holds no array; compared by identity."""
+
+    name: str
+    n_residuals: int
+    types: Sequence[Any]  # of the results
+    nonlinearity = "it is not linear in its residuals"  # for errors of a proof of linearity; continues "as"
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        """Compute the tangents of the results."""
+        raise NotImplementedError
+
+    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """Compute cotangents of the tangents from those of the results. None is a zero cotangent."""
+        raise NotImplementedError
+
+    def check_derivative(self) -> None:
+        """Raise if a derivative with respect to the residuals is forbidden."""
+
+
+class BatchedMap(LinearMap):
+    """A linear map of a batch: tangents and results have the batch axis in front."""
+
+    def __init__(self, inner: LinearMap, axis: Any, dims: Sequence[Any]) -> None:
+        self.inner, self.axis, self.name, self.nonlinearity = inner, axis, inner.name, inner.nonlinearity
+        self.dims = list(dims)  # of the residuals
+        self.n_residuals = inner.n_residuals
+        self.types = [mapped_type(axis, t) for t in inner.types]
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        return vmap_over(self.axis, self.inner.call_staged, tuple(self.dims), 0)(*args)
+        return vmap_over(self.axis, self.inner.push, (self.dims, 0), 0)(list(residuals), list(tangents))
 
-    def also_mapped(self, differ: list[bool], is_any: bool) -> list[bool]:
-        return self.inner.also_mapped(differ, is_any)
+    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        return vmap_over(self.axis, self.inner.pull, (self.dims, 0), 0)(list(residuals), list(cotangents))
 
-    def uses_axis(self, axis: Any) -> bool:
-        return self.inner.uses_axis(axis)
+    def check_derivative(self) -> None:
+        self.inner.check_derivative()
 
 
-class UsedPart(RuleFunction):
-    """A staged function without the results that nobody uses. Operands stay, since the rule needs them."""
+def apply_linear(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+    """Bind a linear map."""
+    __tracebackhide__ = True
+    return linear_map_p.bind(*residuals, *tangents, held=linear)
 
-    def __init__(self, whole: RuleFunction, used: Sequence[bool]) -> None:
-        self.whole = whole
-        self.used = list(used)
-        self.name, self.kind = whole.name, whole.kind
-        self.jaxpr, _ = partial_eval.dce_jaxpr(whole.jaxpr, self.used, instantiate=True)
+
+def _push(linear: LinearMap, *args: Any) -> Values:
+    __tracebackhide__ = True
+    return linear.push(args[: linear.n_residuals], args[linear.n_residuals :])
+
+
+def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+    __tracebackhide__ = True
+    n = linear.n_residuals
+    nonzero = [t is not None for t in tangents]
+    if any(nonzero[:n]):
+        linear.check_derivative()
+        return jax.jvp(
+            lambda *moving: _push(linear, *merge(nonzero, moving, primals)),
+            select(primals, nonzero),
+            select(tangents, nonzero),
+        )
+    # Linear in the other operands. The result is bound again, so that reverse mode can transpose it.
+    pairs = zip(primals[n:], tangents[n:], strict=True)
+    full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
+    return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
+
+
+def _transpose_linear(linear: LinearMap, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    __tracebackhide__ = True
+    n = linear.n_residuals
+    if all(c is None for c in cotangents):
+        return [None] * len(args)
+    return [*[None] * n, *linear.pull(args[:n], cotangents)]
+
+
+def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
+    __tracebackhide__ = True
+    n = linear.n_residuals
+    if all(d is None for d in dims):  # the axis has a name; a collective over it in `pull` is JAX's error
+        values = apply_linear(linear, args[:n], args[n:])
+        return values, [None] * len(values)
+    # A tangent that all examples share is repeated: the transpose of this sums the cotangents of the examples.
+    tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
+    values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
+    return values, [0] * len(values)
+
+
+def _lower_linear(linear: LinearMap, context: Any, *args: Any) -> Any:
+    return mlir.lower_fun(lambda *xs: _push(linear, *xs), multiple_results=True)(context, *args)
+
+
+linear_map_p.register(
+    evaluate=_push,
+    abstract=lambda linear, *_: (list(linear.types), frozenset()),
+    jvp=_jvp_linear,
+    batch=_batch_linear,
+    transpose=_transpose_linear,
+    lower=_lower_linear,
+)
+
+
+# -- forbid_derivative: values -> values --------------------------------------------------------------
+
+
+class Forbidden(RuleFunction):
+    """The identity, whose derivative is an error. It is linear, so that it can be transposed."""
+
+    def __init__(self, types: Sequence[Any], error: Callable[[], Exception]) -> None:
+        self.name, self.error = "forbid_derivative", error
+        self.jaxpr, _, _ = stage(lambda *xs: (list(xs), None), types, self.name)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
-        values, out_tangents = self.whole.rule(primals, tangents)
-        return select(values, self.used), select(out_tangents, self.used)
+        raise self.error()
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return self.whole.transpose(jaxpr, args, cotangents)
-
-    def batched(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Values]:
-        __tracebackhide__ = True
-        whole, consts, out_dims = self.whole.batched(axis, dims, types)
-        return UsedPart(whole, self.used), consts, select(out_dims, self.used)
-
-    def uses_axis(self, axis: Any) -> bool:
-        return self.whole.uses_axis(axis)
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return list(cotangents)
 
 
-rule_function_p = PrimitiveWithObject("rule_function", "function")
-
-
-def call(function: RuleFunction, args: Sequence[Any]) -> Values:
-    """The values of a function, under all transformations that are active."""
-    __tracebackhide__ = True
-    # JAX hands an operation on values that it does not differentiate to the trace below, and asks no rule.
-    if function.jaxpr is None and applied_to(args).is_deferred:
-        return function.call_staged(*args)
-    return rule_function_p.bind(*args, function=function)
-
-
-def transpose_jaxpr(jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-    """The transpose of a jaxpr that is linear in the arguments that are None: one value for each of these."""
-    __tracebackhide__ = True
-    unknown = [x is None for x in args]
-
-    def linear(*values: Any) -> Values:
-        __tracebackhide__ = True
-        return eval_jaxpr(jaxpr, (), *merge(unknown, values, args))
-
-    given = [full_cotangent(c, v.aval) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]
-    return list(jax.linear_transpose(linear, *select([v.aval for v in jaxpr.invars], unknown))(given))
-
-
-def nonzero_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> list[bool]:
-    """A mask of the primals whose tangent is not zero."""
-    return [t is not None and has_tangent(typeof(p)) for p, t in zip(primals, tangents, strict=True)]
-
-
-def effects_of(jaxpr: Any) -> frozenset[Any]:
-    return frozenset(jaxpr.effects) - effects_of_own_refs()  # a Ref that it makes ends with it
-
-
-def _evaluate(*args: Any, function: RuleFunction) -> Values:
-    __tracebackhide__ = True
-    return function.run(*args)
-
-
-def jaxpr_of(function: RuleFunction, types: Sequence[Any]) -> Any:
-    """The jaxpr of a function; of one without, that of `run`, with what it closes over as its first inputs."""
-    # Such a function stands in a jaxpr where a hooks block or JAX stages an operation that was applied in eager mode.
-    if function.jaxpr is not None:
-        return function.jaxpr
-    return stage(lambda *args: (function.run(*args), None), types, function.name)[0]
-
-
-def _types(*types: Any, function: RuleFunction) -> tuple[list[Any], Any]:
-    jaxpr = jaxpr_of(function, types)
-    return [v.aval for v in jaxpr.outvars], effects_of(jaxpr)
-
-
-def _lower(context: Any, *args: Any, function: RuleFunction) -> Any:
-    if function.jaxpr is None:
-        return mlir.lower_fun(function.run, multiple_results=True)(context, *args)
-    return lower_jaxpr(context, function.jaxpr, *args)
-
-
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, function: RuleFunction) -> tuple[Values, Values]:
-    __tracebackhide__ = True
-    nonzero = nonzero_tangents(primals, tangents)
-    if not any(nonzero):
-        values = call(function, primals)
-        return values, [None] * len(values)
-    return function.rule(primals, [t if moves else None for t, moves in zip(tangents, nonzero, strict=True)])
-
-
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, function: RuleFunction) -> tuple[Values, list[Any]]:
-    __tracebackhide__ = True
-    if function.jaxpr is None:
-        values = call(BatchedFunction(function, axis, dims), args)
-        return values, [0] * len(values)
-    batched, consts, out_dims = function.batched(axis, dims, [typeof(x) for x in args])
-    if all(d is None for d in (*dims, *out_dims)):  # the axis has a name, and is not used
-        return call(function, args), out_dims
-    return call(batched, [*consts, *args]), out_dims
-
-
-def _transpose(cotangents: Sequence[Any], *args: Any, function: RuleFunction) -> Values:
-    return function.transpose(function.jaxpr, [None if is_undefined(x) else x for x in args], cotangents)
-
-
-def _drop_unused(used: Sequence[bool], equation: Any) -> tuple[list[bool], Any]:
-    function: RuleFunction = held_object(equation)
-    if function.jaxpr is None:
-        return [True] * len(equation.invars), equation
-    part = UsedPart(function, used)
-    left = equation.replace(
-        outvars=select(equation.outvars, used),
-        params=equation.params | rule_function_p.holding(part),
-        effects=effects_of(part.jaxpr),
-    )
-    return [True] * len(equation.invars), left
-
-
-register(
-    rule_function_p,
-    evaluate=_evaluate,
-    abstract=_types,
-    jvp=_jvp,
-    transpose=_transpose,
-    batch=_batch,
-    bind=lambda *args, function: call(function, args),
-    uses_axis=lambda axis, *, function: function.uses_axis(axis),
-    lower=_lower,
-    drop_unused=_drop_unused,
-)
+def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
+    """Return the values; a derivative that goes through one of them raises the exception that `error` makes."""
+    return apply(Forbidden([typeof(x) for x in values], error), values) if values else []

@@ -1,25 +1,19 @@
-"""Facts about tracers, and about the traces that are active."""
+"""The traces that are active and the tracers that they make.
+
+JAX gives these classes no public names. Each is learned at import from what a transformed function sees: `jax.vmap`
+(and so on) runs a function that notes the class of its argument and of the current trace. All of it happens in
+`jax.eval_shape`, which compiles nothing and starts no backend. If JAX is not as expected, the import fails.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from .imports import Trace, Tracer, concrete_or_error, eval_context, get_opaque_trace_state
-from .probes import (
-    EVAL_TRACE,
-    FORWARD,
-    JET,
-    JIT,
-    MAPPED,
-    REVERSE,
-    STAGED,
-    TRANSPOSED,
-    checkpoint,
-    current_trace,
-)
+from .imports import Trace, Tracer, eval_context, get_opaque_trace_state, take_current_trace
 
 # Raised where traced code asks for a number.
 NEEDS_VALUES = (
@@ -28,81 +22,153 @@ NEEDS_VALUES = (
     jax.errors.TracerIntegerConversionError,
 )
 
+
+# -- classes, learned by looking -------------------------------------------------------------------
+
+
+class TransformClasses(NamedTuple):
+    """The classes of one transformation."""
+
+    tracer: type[Any]  # of the arguments of a transformed function
+    trace: type[Any]  # the current trace while the function runs
+
+
+def current_trace() -> Any:
+    with take_current_trace() as trace:
+        return trace
+
+
+def learn(what: str, look: Callable[[Any], Any]) -> Any:
+    """Return what `look` finds, given a staged array.
+
+    Raises:
+        ImportError: if `look` fails; it names the versions of JAX that were tested.
+    """
+    found: list[Any] = []
+    try:
+        # The package may be imported within a function that is traced.
+        with eval_context(), jax.disable_jit(False):
+            jax.eval_shape(lambda x: found.append(look(x)), jax.ShapeDtypeStruct((1,), np.float32))
+        return found[0]
+    except Exception as error:
+        raise ImportError(
+            f"pylayer_jax cannot find {what} in jax {jax.__version__} ({type(error).__name__}: {error}). It was tested "
+            "with jax 0.10.2 and 0.12.0. Install one of these, or a newer pylayer_jax."
+        ) from error
+
+
+def expect(condition: bool, found: object) -> None:
+    if not condition:
+        raise TypeError(f"found {found}")
+
+
+def _classes_of(name: str, transform: Callable[[Any, Any], object], value_below: str | None = None) -> TransformClasses:
+    """Learn the classes of a transformation. `value_below` is the tracer's attribute that holds the value below it."""
+
+    def look(x: Any) -> TransformClasses:
+        outer, found = current_trace(), set[TransformClasses]()
+
+        def transformed(y: Any) -> Any:
+            trace = current_trace()
+            expect(y._trace is trace and trace.parent_trace is outer, f"{type(trace)}, not within {outer}")
+            expect(value_below is None or getattr(y, value_below) is x, f"another {value_below} of {type(y)}")
+            found.add(TransformClasses(type(y), type(trace)))
+            return y
+
+        transform(transformed, x)
+        expect(len(found) == 1, found or "no call of the function")
+        return found.pop()
+
+    return learn(f"the tracers and traces of {name}", look)
+
+
 with eval_context():
-    # Within `eval_context` no trace is active, even if this module is imported inside a trace.
+    EVAL_TRACE: type[Any] = type(current_trace())
     _NO_TRACE = get_opaque_trace_state(convention="nnx")
+STAGED = _classes_of("jax.jit", lambda f, x: jax.jit(f)(x))
+BATCHED = _classes_of("jax.vmap", lambda f, x: jax.vmap(f)(x), value_below="val")
+FORWARD = _classes_of("jax.jvp", lambda f, x: jax.jvp(f, (x,), (x,)), value_below="primal")
+REVERSE = _classes_of("jax.vjp and jax.linearize", lambda f, x: (jax.vjp(f, x), jax.linearize(f, x)), "primal")
+PARTIAL = _classes_of("jax.linear_transpose", lambda f, x: jax.linear_transpose(f, x))  # noqa: PLW0108
 
 
-def nothing_is_traced() -> bool:
-    # The only public way to ask whether any transformation is active; a third of a microsecond.
-    return get_opaque_trace_state(convention="nnx") == _NO_TRACE
+def _sharding_of_jit(x: Any) -> type[Any]:
+    (equation,) = jax.make_jaxpr(jax.jit(lambda y: y))(x).eqns
+    (sharding,) = equation.params["out_shardings"]
+    expect(not isinstance(sharding, jax.sharding.Sharding), sharding)
+    return type(sharding)
 
 
-# -- one value ------------------------------------------------------------------------------------
+UNSPECIFIED_SHARDING = learn("the shardings of a jitted function that places nothing", _sharding_of_jit)
+
+
+def _check_classes(x: Any) -> None:
+    kinds = (STAGED, BATCHED, FORWARD, REVERSE, PARTIAL)
+    for classes in ([k.tracer for k in kinds], [EVAL_TRACE, *(k.trace for k in kinds)]):
+        expect(all(sum(issubclass(c, other) for other in classes) == 1 for c in classes), classes)
+    found: list[Any] = []
+    jax.vmap(lambda y: found.append((current_trace().axis_data.name, y.batch_dim)), axis_name="i")(x)
+    expect(found == [("i", 0)], found)
+
+
+learn("classes that tell transformations apart, and the axis of jax.vmap", _check_classes)
+
+
+# -- values ------------------------------------------------------------------------------------------
 
 
 def is_tracer(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_of_current_trace(value: Any) -> bool:
-    """Whether the running transformation made a value."""
-    return is_tracer(value) and value._trace is trace_below(current_trace())
+def is_batched(value: Any) -> bool:
+    """Return whether the innermost `jax.vmap` that made a tracer gives each example a value of its own."""
+    return isinstance(value, BATCHED.tracer) and value.batch_dim is not None
 
 
-def _example_of(value: Any) -> Any:
-    """The value that `jax.vmap` maps."""
-    while isinstance(value, MAPPED.tracer):
+def whole_batch(value: Any) -> Any:
+    """Return the batch that a value is an example of, at any number of `jax.vmap`; any other value itself."""
+    while isinstance(value, BATCHED.tracer):
         value = value.val
     return value
 
 
-def is_differentiated(value: object) -> bool:
-    """Whether `jax.grad`, `jax.vjp`, `jax.linearize` or `jax.jvp` differentiates a value, or a batch of it."""
-    return isinstance(_example_of(value), (REVERSE.tracer, FORWARD.tracer))
+def is_unknown(value: Any) -> bool:
+    """Return whether a value, or the batch that it is an example of, is unknown while JAX finds a linear function."""
+    value = whole_batch(value)
+    return isinstance(value, PARTIAL.tracer) and not value.is_known()
 
 
-def is_reverse_mode_tracer(value: object) -> bool:
-    return isinstance(_example_of(value), REVERSE.tracer)
+def is_differentiated(value: Any) -> bool:
+    """Return whether a value, or the batch that it is an example of, is being differentiated."""
+    return isinstance(whole_batch(value), (FORWARD.tracer, REVERSE.tracer))
 
 
-def is_rematerialization_tracer(value: object) -> bool:
-    """With JAX_REMAT3 a forward rule runs before the differentiation, and JAX reports every input as perturbed."""
-    return isinstance(value, checkpoint().tracers)
+def is_in_forward_mode(value: Any) -> bool:
+    """Return whether `jax.jvp` differentiates a value, or the batch that it is an example of."""
+    return isinstance(whole_batch(value), FORWARD.tracer)
 
 
-def is_unknown(value: object) -> bool:
-    """Whether `jax.linear_transpose` traces a value, or a batch of it, to transpose what is computed from it."""
-    return isinstance(_example_of(value), TRANSPOSED.tracer)
+def is_in_reverse_mode(value: Any) -> bool:
+    """Return whether `jax.vjp` or `jax.linearize` differentiates a value, or the batch that it is an example of."""
+    return isinstance(whole_batch(value), REVERSE.tracer)
 
 
-def is_staged(value: object) -> bool:
-    """Whether a value (or the value that `jax.vmap` maps) stands in a jaxpr that is being made."""
-    return isinstance(_example_of(value), STAGED.tracer)
+def is_staged(value: Any) -> bool:
+    """Return whether a value, or the batch that it is an example of, belongs to a jaxpr that is being made."""
+    return isinstance(whole_batch(value), STAGED.tracer)
 
 
-def is_staged_below(value: Any) -> bool:
-    """Whether the primal value below one reverse-mode differentiation (and `jax.vmap`) is staged."""
-    value = _example_of(value)
-    return is_staged(value.primal if isinstance(value, REVERSE.tracer) else value)
+# -- traces ------------------------------------------------------------------------------------------
 
 
-def is_differentiated_twice(value: Any) -> bool:
-    """Whether a reverse-mode differentiation stands within another differentiation of the same value."""
-    value = _example_of(value)
-    return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
-
-
-def concrete_value(value: Any) -> Any:
-    """The number below any stack of differentiations; raises ConcretizationTypeError under jit and vmap."""
-    return concrete_or_error(None, value, "pylayer_jax needs the value")
-
-
-# -- the traces -----------------------------------------------------------------------------------
+def nothing_is_traced() -> bool:
+    """Return whether no transformation is active; the only public way to ask, at a third of a microsecond."""
+    return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
 class PassThroughTrace(Trace):
-    """The base of a trace that stands before another trace and makes no tracers of its own."""
+    """Base class of a trace that stands over another trace and makes no tracers of its own."""
 
     __slots__ = ("parent_trace",)
 
@@ -110,12 +176,12 @@ class PassThroughTrace(Trace):
         super().__init__()
         self.parent_trace = parent_trace
         self.requires_low = parent_trace.requires_low
-        # What libraries compare to see whether a value belongs to the running transformation (flax.nnx): it is that of
-        # the trace below, since this one transforms nothing.
+        # flax.nnx compares these to see whether a value belongs to the current transformation; this trace transforms
+        # nothing, so it has that of its parent. tests/ecosystem/test_flax_nnx.py
         if hasattr(parent_trace, "_weakref"):
             self._weakref = parent_trace._weakref
 
-    def process_call(self, *args: Any) -> Any:  # jax 0.10, of the part of a checkpointed loop that is known
+    def process_call(self, *args: Any) -> Any:  # jax 0.10, for the known part of a checkpointed loop
         return self.parent_trace.process_call(*args)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
@@ -135,13 +201,14 @@ class PassThroughTrace(Trace):
 
 
 def trace_below(trace: Any) -> Any:
+    """Return the first trace that transforms something: `trace` itself, or one further out."""
     while isinstance(trace, PassThroughTrace):
         trace = trace.parent_trace
     return trace
 
 
 def active_traces() -> list[Any]:
-    """The current trace, and those further out."""
+    """Return the current trace and those further out, without traces that transform nothing."""
     traces: list[Any] = []
     trace = current_trace()
     while trace is not None:
@@ -151,111 +218,59 @@ def active_traces() -> list[Any]:
     return traces
 
 
-def trace_of_known_values(values: Sequence[Any]) -> Any:
-    """The current trace; or the one further out to which `values` belong, if jax.linearize runs a jvp rule here."""
+class Surroundings(NamedTuple):
+    """The transformations in which code runs."""
+
+    is_staged: bool  # an active trace makes a jaxpr
+    differentiations: list[Any]  # traces of differentiations within that jaxpr, innermost first
+    is_forward_over_reverse: bool  # jax.jvp differentiates outside of a reverse-mode differentiation
+    is_differentiated: bool  # any differentiation is active
+    is_unusual: bool  # a trace that is neither staging nor eager, as that of an eager jax.shard_map
+
+    @property
+    def is_forward_mode(self) -> bool:
+        """The innermost differentiation is `jax.jvp`."""
+        return bool(self.differentiations) and isinstance(self.differentiations[0], FORWARD.trace)
+
+    def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
+        """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
+        return self.is_staged and not any(
+            is_differentiated(x) and any(whole_batch(x)._trace is t for t in self.differentiations) for x in values
+        )
+
+
+_DIFFERENTIATIONS = (FORWARD.trace, REVERSE.trace)
+_USUAL = (EVAL_TRACE, BATCHED.trace, PARTIAL.trace, *_DIFFERENTIATIONS)
+
+
+def surroundings() -> Surroundings:
+    """Look at the active traces once."""
+    is_staged = is_unusual = False
+    within: list[Any] = []
+    modes: list[bool] = []  # of all differentiations, innermost first: whether it is jax.jvp
+    for trace in active_traces():
+        if isinstance(trace, STAGED.trace):
+            is_staged = True
+        elif isinstance(trace, _DIFFERENTIATIONS):
+            modes.append(isinstance(trace, FORWARD.trace))
+            if not is_staged:
+                within.append(trace)
+        elif not isinstance(trace, _USUAL):
+            is_unusual = is_unusual or not is_staged
+    return Surroundings(is_staged, within, True in modes[1:] and not modes[0], bool(modes), is_unusual)
+
+
+def is_staging() -> bool:
+    """Return whether an active trace makes a jaxpr, at any level."""
+    return any(isinstance(trace, STAGED.trace) for trace in active_traces())
+
+
+def trace_of_primals(primals: Sequence[Any]) -> Any:
+    """Return the trace in which a jvp rule of a primitive computes with concrete primals.
+
+    JAX runs the rule in the trace that records what is linear; a method of the user must not see that trace.
+    """
     trace = current_trace()
-    while isinstance(trace, TRANSPOSED.trace) and not any(map(is_unknown, values)):
+    while isinstance(trace, PARTIAL.trace) and not any(map(is_unknown, primals)):
         trace = trace.parent_trace
     return trace
-
-
-def is_leaked(value: Any) -> bool:
-    """Whether a value belongs to a transformation that has ended, so that no operation can use it."""
-    # If a trace does not tell what is further out, nothing is known.
-    return is_of_no_active_trace(value) and isinstance(active_traces()[-1], EVAL_TRACE)
-
-
-def is_of_no_active_trace(value: Any) -> bool:
-    return is_tracer(value) and not any(value._trace is t for t in active_traces())
-
-
-def is_outside_transpose(value: Any) -> bool:
-    """Whether a value is further out than a jaxpr that JAX is making; if that is a transpose, JAX loses its constants.
-
-    That of `jax.checkpoint` keeps them, and what this package stages becomes part of the code around it.
-    """
-    keeping, outside = ("pylayer_jax", checkpoint().traced_for), False
-    for trace in active_traces() if is_tracer(value) else ():
-        if value._trace is trace:
-            return outside
-        info = trace.frame.debug_info if isinstance(trace, STAGED.trace) else None
-        outside = outside or (info is not None and info.traced_for not in keeping)
-    return False
-
-
-# The one of jax.linear_transpose also runs the jvp rules of a function that jax.linearize takes apart.
-_EAGER_TRACES = (EVAL_TRACE, *(kind.trace for kind in (FORWARD, REVERSE, MAPPED, TRANSPOSED, JET)))
-
-
-_DIFFERENTIATIONS = (REVERSE.trace, FORWARD.trace, JET.trace)
-_FORWARD_MODE = (FORWARD.trace, JET.trace)
-_IN_FORWARD_MODE = (FORWARD.tracer, JET.tracer)
-
-
-def is_differentiating() -> bool:
-    return any(isinstance(t, _DIFFERENTIATIONS) for t in active_traces())
-
-
-def is_forward_mode() -> bool:
-    """Whether `jax.jvp` differentiates the running code, on any level."""
-    return bool([t for t in active_traces() if isinstance(t, _FORWARD_MODE)])
-
-
-def is_staging(include_outer: bool = False) -> bool:
-    """Whether the running code becomes a jaxpr: in jit, scan, shard_map and the like; not in eager grad, jvp or vmap.
-
-    With `include_outer`, also if a trace further out stages, as in grad or vmap within jit.
-    """
-    for trace in active_traces():
-        if not isinstance(trace, _EAGER_TRACES):
-            return True
-        if not include_outer and not isinstance(trace, TRANSPOSED.trace):
-            return False
-    return False
-
-
-class Applied(NamedTuple):
-    """What the active transformations do with an operation on some tensors."""
-
-    is_differentiated: bool  # now, in either mode, by a transformation on any level
-    is_in_forward_mode: bool  # by `jax.jvp`, which is the innermost to differentiate; also inside `jax.vmap`
-    is_in_forward_over_reverse: bool  # the running code, as in `jax.jvp` of `jax.grad`
-    is_transposed: bool  # by `jax.linear_transpose`
-    is_staged: bool  # becomes an equation of a jaxpr here
-    is_deferred: bool  # is only staged here, so that JAX may differentiate it later, or several times
-
-
-def applied_to(tensors: Sequence[Any]) -> Applied:
-    """Look at an operation on these tensors, once for all questions."""
-    examples = [_example_of(x) for x in tensors]
-    differentiated = [x for x in examples if isinstance(x, (REVERSE.tracer, FORWARD.tracer))]
-    traces = active_traces()
-    # The traces within the one that makes the jaxpr, if one does.
-    staging = [i for i, t in enumerate(traces) if not isinstance(t, _EAGER_TRACES)][:1]
-    within = traces[: staging[0]] if staging else traces
-    modes = [isinstance(t, _FORWARD_MODE) for t in traces if isinstance(t, _DIFFERENTIATIONS)]
-    within_modes = [isinstance(t, _FORWARD_MODE) for t in within if isinstance(t, _DIFFERENTIATIONS)]
-    in_forward_mode = [x for x in examples if isinstance(x, _IN_FORWARD_MODE)]
-    differentiated_within = [x for x in differentiated for t in within if x._trace is t]
-    return Applied(
-        is_differentiated=bool(differentiated),
-        is_in_forward_mode=within_modes[:1] == [True] and bool(in_forward_mode),
-        is_in_forward_over_reverse=True in modes and not modes[0],
-        is_transposed=bool([x for x in examples if isinstance(x, TRANSPOSED.tracer)]),
-        is_staged=bool(staging) and not [t for t in within if not isinstance(t, TRANSPOSED.trace)],
-        # A differentiation outside of the jaxpr that is being made sees the jaxpr as a whole, later.
-        is_deferred=bool(staging) and not differentiated_within,
-    )
-
-
-def is_in_eager_loop() -> bool:
-    """Whether the running code is being staged for a loop, or the like, that runs in eager mode."""
-    staging = [t for t in active_traces() if isinstance(t, STAGED.trace)]
-    return bool(staging) and staging[-1].frame.debug_info.traced_for != JIT
-
-
-def is_rematerialized() -> bool:
-    """Whether the running code is being staged for `jax.checkpoint`, on any level."""
-    staging = (t.frame.debug_info for t in active_traces() if isinstance(t, STAGED.trace))
-    name = checkpoint().traced_for
-    return any(info is not None and info.traced_for == name for info in staging)

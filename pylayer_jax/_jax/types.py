@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .imports import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
-from .tracers import is_staged, is_tracer
 
 typeof = jax.typeof
 
@@ -22,7 +21,7 @@ def tangent_type(aval: Any) -> Any:
 
 
 def has_tangent(value: Any) -> bool:
-    """Whether a value (or a type) can have a tangent that is not zero: floating-point and complex numbers can."""
+    """Return whether a value (or a type) can have a nonzero tangent: floating-point and complex numbers can."""
     return _dtype_has_tangent(value.dtype)
 
 
@@ -33,13 +32,15 @@ def _dtype_has_tangent(dtype: Any) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Whether a value is a `jax.Array`; `isinstance` takes six times as long for a tracer."""
+    """Return whether a value is a `jax.Array`; `isinstance` takes six times as long for a tracer."""
     return (isinstance(value, Tracer) and type(value.aval) is ShapedArray) or isinstance(value, jax.Array)
 
 
 def is_ref(value: object) -> bool:
-    """Whether a value is a `jax.Ref`; `isinstance` takes ten times as long for a tracer."""
-    return not is_array(value) and isinstance(value, jax.Ref)
+    """Return whether a value is a `jax.Ref`; `isinstance`, which goes through a metaclass, comes last."""
+    if value is None or callable(value) or isinstance(value, (int, float, str)) or is_array(value):
+        return False
+    return isinstance(value, jax.Ref)
 
 
 def is_key(value: Any) -> bool:
@@ -48,24 +49,24 @@ def is_key(value: Any) -> bool:
 
 
 def zeros_of(aval: Any) -> jax.Array:
-    """Zeros that keep the sharding and the varying axes of `aval`, which `jnp.zeros` would lose."""
+    """Make zeros with the sharding and the varying axes of `aval`, which `jnp.zeros` would lose."""
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def full_cotangent(cotangent: Any, aval: Any) -> Any:
-    """The cotangent of a value of type `aval`, which may be None for zero, as a vjp function takes it."""
+    """Return the cotangent of a value of type `aval` as a vjp function takes it; None stands for zero."""
     if not has_tangent(aval):
         return np.zeros(aval.shape, jax.dtypes.float0)
     return zeros_of(tangent_type(aval)) if cotangent is None else cotangent
 
 
 def as_array(value: Any, aval: Any) -> Any:
-    """A Python number, which JAX hands on unchanged, as an array of its type; anything else unchanged."""
+    """Convert a Python number, which JAX hands on unchanged, to an array of its type; return anything else as it is."""
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Tensors as JAX arrays; JAX arrays, and Refs, stay the same objects."""
+    """Convert tensors to JAX arrays; JAX arrays and Refs stay the same objects."""
     return [x if is_array(x) or isinstance(x, jax.Ref) else _from_numpy(x) for x in tensors]
 
 
@@ -77,7 +78,7 @@ def _from_numpy(tensor: Any) -> jax.Array:
 
 
 def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:
-    """The type of an array of `aval` with the mapped axis at `dim`."""
+    """Return the type of a batch of arrays of type `aval`, with the batch axis at `dim`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
     # Within a shard_map, each device along the axes of `spmd_axis_name` has examples of its own.
     own = [name for name in axis.spmd_name or () if name in manual_axes() and name not in varying_axes(aval)]
@@ -87,18 +88,12 @@ def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:
     return mapped.update(manual_axis_type=typeof(varying).manual_axis_type)  # as it is, without check_vma
 
 
-# -- sharding -------------------------------------------------------------------------------------
+# -- meshes ----------------------------------------------------------------------------------------
 
 
-def with_type(value: jax.Array, aval: Any) -> jax.Array:
-    """`value` with the weak type, the varying axes and the explicit sharding of a type of its shape and dtype."""
-    found = typeof(value)
-    value = with_varying_axes(value, aval)
-    if is_staged(value) and found.sharding != aval.sharding and not aval.sharding.mesh.empty:
-        value = jax.sharding.reshard(value, aval.sharding)
-    if found.weak_type != aval.weak_type:  # no public function sets the weak type of an array
-        value = convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
-    return value
+def varying_axes(aval: Any) -> frozenset[Any]:
+    """Return the mesh axes of an enclosing shard_map over which a value differs from device to device."""
+    return aval.manual_axis_type.varying
 
 
 def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
@@ -106,25 +101,26 @@ def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
     return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
 
 
-def varying_axes(aval: Any) -> frozenset[Any]:
-    """The mesh axes of an enclosing shard_map over which a value differs from device to device."""
-    return aval.manual_axis_type.varying
-
-
 def manual_axes() -> tuple[Any, ...]:
-    """The mesh axes of the enclosing shard_maps: the devices along them run the same code on their own shards."""
+    """Return the mesh axes of the enclosing shard_maps, along which each device has a shard of its own."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def explicit_sharding(value: Any) -> Any:
-    """The sharding if it is part of the type (AxisType.Explicit), or None. A reshape then has to name its result's."""
+    """Return the sharding if it is part of the type (AxisType.Explicit), or None."""
     sharding = typeof(value).sharding
     return sharding if any(axis is not None for axis in sharding.spec) else None
 
 
+def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
+    """Return, for each axis of an array, the axes of the mesh that its `NamedSharding` cuts it along."""
+    entries = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+
+
 def shard_counts(value: Any) -> list[int]:
-    """Into how many pieces each axis of an array is cut; or may be cut, where only the compiler will know."""
-    if not is_tracer(value):
+    """Return into how many pieces each axis is cut; or may be cut, where only the compiler will know."""
+    if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
     sharding = typeof(value).sharding
     mesh = sharding.mesh
@@ -139,7 +135,13 @@ def shard_counts(value: Any) -> list[int]:
     return [count(n, names) for n, names in zip(value.shape, mesh_axes_of(sharding, value.ndim), strict=True)]
 
 
-def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
-    """For each axis of an array of this rank, the axes of the mesh that its `NamedSharding` cuts it along."""
-    entries = (*sharding.spec, *(None for _ in range(ndim - len(sharding.spec))))
-    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+def with_type(value: jax.Array, aval: Any) -> jax.Array:
+    """Return `value` with the weak type, the varying axes and the explicit sharding of a type of its shape and dtype."""
+    if typeof(value) == aval:
+        return value
+    value = with_varying_axes(value, aval)
+    if isinstance(value, Tracer) and typeof(value).sharding != aval.sharding and not aval.sharding.mesh.empty:
+        value = jax.sharding.reshard(value, aval.sharding)
+    if typeof(value).weak_type != aval.weak_type:  # no public function sets the weak type of an array
+        value = convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None)
+    return value

@@ -1,0 +1,288 @@
+"""One call of a layer: running `forward`, `backward`, `jvp` and `vmap` of its class."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ._arguments import Arguments
+from ._context import ContextState, Kept, KeptTree, Phase, backward_context, keep
+from ._gradients import argument_tangents, match_gradients, match_tangents
+from ._jax.primitives import batch_axis_to_front
+from ._jax.tracers import is_staging, surroundings
+from ._jax.types import as_array
+from ._messages import add_note, describe, innermost, plural, source_of
+from ._outputs import Outputs
+from ._trees import Skeleton, is_tensor
+
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
+# True while a `backward` runs that may be transposed, or differentiated in forward mode. A layer that it applies is then
+# no `jax.custom_vjp` function, which allows neither. It is part of jit's cache key, as a jitted function may apply one.
+in_backward: Final = jax.make_user_context(False)
+
+_null_context: Final = contextlib.nullcontext()
+
+
+class Run(NamedTuple):
+    """Result of running `forward`: what it left for `backward`, its outputs, and the residuals."""
+
+    kept: Kept
+    outputs: list[Any]
+    residuals: list[Any]
+
+
+class VmapInfo(NamedTuple):
+    """The batch, as a layer's `vmap` gets it."""
+
+    batch_size: int  # examples
+    randomness: str  # "error", as torch calls it: JAX draws from keys, which are arguments like others
+
+
+class LayerCall:
+    """The class of a layer, the arguments of one call without tensors, and the pair of hooks that packs its residuals."""
+
+    __slots__ = ("arguments", "layer", "marked", "name", "pair", "skeleton")
+
+    def __init__(self, layer: Any, arguments: Arguments) -> None:
+        self.layer = layer
+        self.name = arguments.layer
+        self.arguments = arguments
+        # JAX may run a fwd rule long after the block was left, so the call holds the pair that was active.
+        self.pair: Any = None
+        # Of the outputs; set by the run of `forward` that made them.
+        self.skeleton: Skeleton | None = None
+        self.marked: frozenset[int] = frozenset()
+
+    @property
+    def source(self) -> str:
+        """The class, and where its `forward` is defined; JAX's errors name staged code by it."""
+        return source_of(self.name, self.layer.forward)
+
+    def scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
+        """Name the operations of a method `Tanh/forward` in compiled programs and profiles."""
+        # An operation of eager mode is compiled by itself, without the scopes around it.
+        return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staging() else _null_context
+
+    # -- forward ---------------------------------------------------------------------------------------
+
+    def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
+        """Run `forward` and record what it keeps. `needs` is `ctx.needs_input_grad`, per tensor."""
+        __tracebackhide__ = True
+        return self.record(self.layer._forward_with_ctx(), tensors, needs)
+
+    def record(self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
+        """Run a function of the context and the arguments as `forward`."""
+        __tracebackhide__ = True
+        layer, arguments = self.layer, self.arguments
+        state = ContextState(self.name, Phase.FORWARD, lambda: arguments.needs(needs), tensors)
+        ctx = layer._context(state)
+        try:
+            with self.scope("forward"):
+                result = arguments.call("forward", forward, ctx, tensors)
+        except Exception as error:
+            add_note(error, self.name, "forward")
+            raise
+        finally:
+            state.phase = Phase.RETURNED
+        run = Run(*keep(ctx, result, layer))
+        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
+        return run
+
+    def closed_over_error(self) -> Exception:
+        """Make the error for a differentiated value that `forward` reaches other than by an argument."""
+        function = innermost(self.layer.forward)
+        variables = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        cells = zip(variables, getattr(function, "__closure__", None) or (), strict=False)
+        names = [name for name, cell in cells if is_tensor(_contents(cell))]
+        found = f" ({', '.join(names)})" if names else ""
+        return jax.errors.UnexpectedTracerError(
+            f"{self.name}.forward uses a traced value that it closes over{found}, or that an object holds which is no "
+            "pytree. Its gradient would be lost, since backward returns gradients for the arguments of forward alone. "
+            f"Pass it as an argument: {self.name}.apply(..., {names[0] if names else 'value'}); a type that holds "
+            "arrays becomes a pytree by jax.tree_util.register_dataclass."
+        )
+
+    # -- backward --------------------------------------------------------------------------------------
+
+    def run_backward(
+        self, kept: Kept, residuals: Sequence[Any], needs: Sequence[bool], cotangents: Sequence[Any]
+    ) -> list[Any]:
+        """Return gradients of all tensors of the call by `backward`; None is a zero cotangent or gradient."""
+        __tracebackhide__ = True
+        layer, outputs, arguments = self.layer, kept.outputs, self.arguments
+        cotangents = [
+            as_array(c, t) if has else None
+            for c, t, has in zip(cotangents, outputs.types, outputs.has_tangent, strict=True)
+        ]
+        if all(c is None for c in cotangents):
+            return [None] * len(arguments.types)
+        is_conjugated = layer.complex_convention == "paddle"
+        if is_conjugated:
+            cotangents = _conjugated(cotangents)
+        given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
+        ctx = self._context(needs, residuals, kept.saved, kept.attributes)
+        around = surroundings()
+        # In a first derivative in eager mode a `jax.custom_vjp` is faster, and each user context compiles anew.
+        may_be_transposed = around.is_staged or around.is_differentiated
+        try:
+            with in_backward(True) if may_be_transposed else _null_context, self.scope("backward"):
+                result = layer.backward(ctx, *given)
+        except Exception as error:
+            count = len(outputs.groups)
+            expected = (
+                f"forward returned {plural(count, 'output', 'outputs')}, so backward takes ctx and "
+                f"{plural(len(given), 'cotangent', 'cotangents')}"
+            )
+            self._raise_arity_error(error, "backward", layer.backward, (ctx, *given), expected)
+            missing = "" if kept.materialize or "None" not in str(error) else (
+                ", where a cotangent is None: no gradient came for it, and forward called "
+                "ctx.set_materialize_grads(False). Test it with `is None`, or remove that call to get zeros"
+            )  # fmt: skip
+            add_note(error, self.name, "backward", missing)
+            raise
+        gradients = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
+        return _conjugated(gradients) if is_conjugated else gradients
+
+    def run_jvp(
+        self, kept: Kept, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
+    ) -> list[Any]:
+        """Return tangents of the outputs that can have one, by the `jvp` of the class, from tangents of all tensors."""
+        __tracebackhide__ = True
+        jvp = self.layer._jvp_method()
+        ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
+        given = argument_tangents(self.arguments, tangents, kept.materialize)
+        try:
+            with self.scope("jvp"):
+                result = jvp(ctx, *given)
+        except Exception as error:
+            names = self.arguments.names()
+            expected = f"the call has {plural(len(names), 'argument', 'arguments')}, so jvp takes ctx and as many tangents"
+            self._raise_arity_error(error, "jvp", jvp, (ctx, *given), expected)
+            add_note(error, self.name, "jvp")
+            raise
+        return match_tangents(result, kept.outputs, self.name)
+
+    def _context(
+        self, needs: Sequence[bool], residuals: Sequence[Any], saved: KeptTree | None, attributes: dict[str, KeptTree]
+    ) -> Any:
+        return backward_context(
+            self.layer._context,
+            self.name,
+            lambda: self.arguments.needs(self.arguments.can_get_gradient(needs)),
+            lambda: None if saved is None else saved.fill(residuals),
+            {name: tree.fill(residuals) for name, tree in attributes.items()},
+        )
+
+    def _raise_arity_error(
+        self, error: Exception, method: str, function: Callable[..., Any], args: Sequence[Any], expected: str
+    ) -> None:
+        """Raise a TypeError if a method failed because its parameters do not take `args`."""
+        if not isinstance(error, TypeError):
+            return
+        code = getattr(innermost(function), "__code__", None)
+        if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
+            return  # the method itself raised it
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):  # not callable, or an object of C
+            return
+        try:
+            signature.bind(*args)
+        except TypeError as misfit:
+            raise TypeError(
+                f"{self.name}.{method}: {expected}. It is defined with the parameters {signature}: {misfit}. The first "
+                "parameter is ctx."
+            ) from error
+
+    # -- vmap --------------------------------------------------------------------------------------------
+
+    def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
+        """Run the `vmap` of the class. Return the outputs of the batch, with the batch axis in front.
+
+        `dims` says where each tensor has the batch axis; None if all examples share the tensor.
+
+        Raises:
+            ValueError: if `vmap` does not return a pair, or its out_dims do not fit the outputs.
+        """
+        __tracebackhide__ = True
+        arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
+
+        def vmap(_: Any, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            return self.layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
+
+        try:
+            with self.scope("vmap"):
+                result = arguments.call("vmap", vmap, None, tensors)
+        except Exception as error:
+            add_note(error, self.name, "vmap")
+            raise
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(
+                f"{self.name}.vmap returned {describe(result)}; expected a pair (outputs, out_dims): what forward "
+                "returns for the whole batch, and where each output has the mapped axis."
+            )
+        _, arrays, self.skeleton = Outputs.of(self.name, result[0])
+        out_dims = _dims(self.name, *result)
+        for i, (array, dim) in enumerate(zip(arrays, out_dims, strict=True)):
+            if dim is not None and (not -array.ndim <= dim < array.ndim or array.shape[dim] != axis.size):
+                raise ValueError(
+                    f"{self.name}.vmap: out_dims says that output {i}, of shape {tuple(array.shape)}, has the "
+                    f"mapped axis of size {axis.size} at {dim}."
+                )
+        return [
+            batch_axis_to_front(axis, x, d) if d is None else jnp.moveaxis(x, d, 0)
+            for x, d in zip(arrays, out_dims, strict=True)
+        ]
+
+    def check_batch(self, axis: Any, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
+        """Refuse outputs of the `vmap` of the class that do not have the types of `forward`, with the batch axis."""
+        found = [(x.dtype, x.shape) for x in outputs]
+        wanted = [(t.dtype, (axis.size, *t.shape)) for t in expected]
+        if found != wanted:
+            raise ValueError(
+                f"{self.name}.vmap: expected outputs of dtypes and shapes {_listed(wanted)} (with the batch axis moved "
+                f"to the front), as forward returns them for one example; got {_listed(found)}."
+            )
+
+
+def _listed(types: Sequence[tuple[Any, Any]]) -> str:
+    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in types)
+
+
+def _conjugated(values: Sequence[Any]) -> list[Any]:
+    return [jnp.conj(x) if x is not None and jnp.iscomplexobj(x) else x for x in values]
+
+
+def _contents(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty cell
+        return None
+
+
+def _dims(layer: str, outputs: Any, out_dims: Any) -> list[int | None]:
+    """Return one entry of out_dims per output tensor. In out_dims, an int or None stands for a whole subtree."""
+
+    def is_none(x: Any) -> bool:
+        return x is None
+
+    try:
+        per_leaf = jax.tree.broadcast(out_dims, outputs, is_leaf=is_none)
+        leaves = jax.tree.leaves(outputs, is_leaf=is_none)
+        dims = jax.tree.leaves(per_leaf, is_leaf=is_none)
+        if len(leaves) != len(dims) or not all(d is None or isinstance(d, int) for d in dims):
+            raise ValueError
+    except ValueError:
+        raise ValueError(
+            f"{layer}.vmap: expected out_dims of the structure of the outputs, {jax.tree.structure(outputs)}, with an "
+            f"int or None for each; got {out_dims!r}."
+        ) from None
+    return [d for x, d in zip(leaves, dims, strict=True) if is_tensor(x)]

@@ -1,0 +1,394 @@
+"""The context, and what one run of `forward` leaves on it for `backward`."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import enum
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._jax.tracers import current_trace, is_tracer
+from ._jax.types import as_arrays, is_array, is_ref
+from ._messages import describe, plural
+from ._outputs import Outputs
+from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
+
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
+
+class Phase(enum.Enum):
+    """Where in its life a context is; it takes values and flags only in `FORWARD`."""
+
+    FORWARD = "in forward"
+    RETURNED = "after forward"
+    BACKWARD = "in backward"
+
+
+class ContextState:
+    """The private half of a context: everything but the attributes that the user sets."""
+
+    __slots__ = (
+        "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies", "phase", "saved",
+        "saved_for_jvp",
+    )  # fmt: skip
+
+    def __init__(self, layer: str, phase: Phase, needs: Callable[[], tuple[bool, ...]], inputs: Any = ()) -> None:
+        self.layer = layer
+        self.phase = phase
+        self.needs = needs  # makes needs_input_grad
+        self.inputs = inputs
+        self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # each NumPy array that is saved, and its copy
+        self.saved: tuple[Any, ...] | None = None
+        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # makes `saved` when `backward` asks for it
+        self.saved_for_jvp: tuple[Any, ...] | None = None
+        self.marked: list[Any] = []
+        self.must_return: list[tuple[Any, str, str]] = []  # a value that has to be an output, the call, the advice
+        self.materialize = True
+
+    def read_saved(self) -> tuple[Any, ...] | None:
+        if self.load is not None:
+            self.saved, self.load = self.load(), None
+        return self.saved
+
+
+class PyLayerContext:
+    """Carries values and flags from `forward` to `backward` of one application of a layer.
+
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.save_for_backward(x)   # tensors
+            ctx.scale = scale          # anything else
+            return x * scale
+
+    Arrays anywhere inside an attribute (in lists, dicts or any other pytree) are kept like saved tensors; every other
+    object arrives in `backward` unchanged. A NumPy array is copied when it is saved or set: a later change in place
+    cannot reach `backward`, where the array arrives as a `jax.Array`.
+    """
+
+    __slots__ = ("__dict__", "_state")
+
+    _state: ContextState
+
+    def __init__(self, state: ContextState) -> None:
+        object.__setattr__(self, "_state", state)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):
+            instead = ", or keep tensors with ctx.save_for_backward(...)" if name == "saved_tensors" else ""
+            raise AttributeError(
+                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. "
+                f"Choose another attribute name{instead}."
+            )
+        object.__setattr__(self, name, own_copy(value, self._state, f"ctx.{name} = ..."))
+
+    def __getattr__(self, name: str) -> Any:
+        state, known = self._state, getattr(type(self), name, None)
+        if isinstance(known, property):  # it raised an AttributeError, as that of an unpack hook
+            return known.__get__(self)
+        if state.phase is Phase.BACKWARD:
+            advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
+        else:
+            advice = f"{state.layer} has not set it yet"
+        if name in ("mark_dirty", "save_for_forward"):
+            advice += f". The context of a pylayer_jax.Function has {name}"
+        elif hasattr(jax.Array, name):
+            advice += ". It is an attribute of arrays. Is ctx, which comes first, missing in the parameters?"
+        raise AttributeError(f"ctx.{name} does not exist: {advice}.")
+
+    def __repr__(self) -> str:
+        state = self._state
+        # Saved tensors that were not read yet are not unpacked only to be counted.
+        parts = [] if state.load else [f"{plural(len(state.saved or ()), 'value', 'values')} saved"]
+        parts += [f"ctx.{name}" for name in vars(self)]
+        return f"<{type(self).__name__} of {state.layer}, {state.phase.value}{': ' * bool(parts)}{', '.join(parts)}>"
+
+    def __dir__(self) -> list[str]:
+        return [*(name for name in dir(type(self)) if name[0] != "_"), *vars(self)]
+
+    # -- saving ---------------------------------------------------------------------------------
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
+
+        In a second derivative a saved output carries the layer's own rule, and a saved input its own derivative, also
+        if `forward` returns it. Any other tensor is differentiated through `forward`, from inputs and outputs. An
+        output that is marked non-differentiable is a constant. Of one object that is returned twice, the last position
+        carries the rule. None, Python numbers and other statics pass through unchanged, and a pytree is one entry. A
+        `jax.Ref` argument is kept as the reference that it is: `backward` reads what it holds by then.
+
+        Raises:
+            RuntimeError: when called outside `forward`, or a second time.
+            ValueError: for a `jax.Ref` that is no argument.
+        """
+        state = self._state_in_forward("save_for_backward")
+        if state.saved is not None:
+            raise RuntimeError(
+                f"ctx.save_for_backward was called twice in {state.layer}.forward. Save everything in one call: "
+                "ctx.save_for_backward(a, b, ...)."
+            )
+        state.saved = tuple([own_copy(x, state, "ctx.save_for_backward(...)") for x in tensors])
+
+    def saved_tensor(self) -> tuple[Any, ...] | None:
+        """Return the tuple that was saved, or None if nothing was saved (as in Paddle)."""
+        return self._state.read_saved()
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """The tuple that was saved, or `()` if nothing was saved (as in torch)."""
+        return self._state.read_saved() or ()
+
+    # -- flags ----------------------------------------------------------------------------------
+
+    def mark_not_inplace(self, *inputs: Any) -> None:
+        """Accept code written for Paddle: JAX arrays never change in place.
+
+        Raises:
+            RuntimeError: when called outside `forward`.
+            ValueError: for a value that is not a tensor argument of `forward`.
+        """
+        state = self._state_in_forward("mark_not_inplace")
+        for i, value in enumerate(inputs):
+            if not all(is_tensor(x) and contains(state.inputs, x) for x in split(value)[0] or [None]):
+                raise ValueError(
+                    f"ctx.mark_not_inplace in {state.layer}.forward: argument {i} ({describe(value)}) is not a "
+                    "tensor input of forward. Pass the arguments of forward themselves."
+                )
+
+    def mark_non_differentiable(self, *outputs: Any) -> None:
+        """Let no gradient flow through these outputs, under any transform.
+
+        `backward` still gets a cotangent for each: zeros, or None with `set_materialize_grads(False)`.
+
+        Raises:
+            RuntimeError: when called outside `forward`.
+            ValueError: (when `forward` returns) for a value that is not among its outputs.
+        """
+        state, advice = self._state_in_forward("mark_non_differentiable"), "Mark the very values that forward returns."
+        for leaf in [x for value in outputs for x in (split(value)[0] or [value])]:
+            state.marked.append(leaf)
+            state.must_return.append((leaf, "mark_non_differentiable", advice))
+
+    def set_materialize_grads(self, flag: bool) -> None:
+        """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
+
+        In a call that takes a `jax.Ref`, JAX does not tell which are missing: they come as zeros.
+
+        Raises:
+            RuntimeError: when called outside `forward`.
+        """
+        self._state_in_forward("set_materialize_grads").materialize = bool(flag)
+
+    def set_grad_in_dtype_consistent(self, flag: bool) -> None:
+        """Accept code written for Paddle. True is how JAX works: a cotangent has the dtype of its output.
+
+        Raises:
+            RuntimeError: when called outside `forward`.
+            ValueError: for False.
+        """
+        state = self._state_in_forward("set_grad_in_dtype_consistent")
+        if not flag:
+            raise ValueError(
+                f"ctx.set_grad_in_dtype_consistent(False) in {state.layer}.forward: in JAX a cotangent always has the "
+                "dtype of its output, so that backward cannot get another one. Remove the call; cast in backward what "
+                "shall be computed in another dtype."
+            )
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        """One bool per argument of the call: whether its gradient is needed.
+
+        Exact in eager mode, and in `backward` unless one jitted function is differentiated in several ways. In a
+        `forward` that is traced it is True for every argument that can have a gradient.
+        """
+        return self._state.needs()
+
+    # -- for the package ------------------------------------------------------------------------
+
+    def _contents(self) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
+        """Return everything that `backward` can read: the saved tensors and the attributes."""
+        return self._state.read_saved(), dict(vars(self))
+
+    def _with_contents(self, saved: tuple[Any, ...] | None, attributes: dict[str, Any]) -> PyLayerContext:
+        """Make a context for `backward` with the flags of this one."""
+        return backward_context(type(self), self._state.layer, self._state.needs, lambda: saved, attributes)
+
+    def _state_in_forward(self, call: str) -> ContextState:
+        state = self._state
+        if state.phase is not Phase.FORWARD:
+            place = "backward" if state.phase is Phase.BACKWARD else "code that ran after forward had returned"
+            raise RuntimeError(
+                f"ctx.{call} was called in {place} of {state.layer}; it works only inside forward. "
+                "Move the call into forward."
+            )
+        return state
+
+
+def backward_context(
+    kind: type[PyLayerContext],
+    layer: str,
+    needs: Callable[[], tuple[bool, ...]],
+    load: Callable[[], tuple[Any, ...] | None],
+    attributes: dict[str, Any],
+) -> PyLayerContext:
+    """Make the context that `backward` gets; `load` gives the saved tensors."""
+    state = ContextState(layer, Phase.BACKWARD, needs)
+    state.load = load
+    ctx = kind(state)
+    vars(ctx).update(attributes)
+    return ctx
+
+
+def own_copy(value: Any, state: ContextState, call: str) -> Any:
+    """Return `value` with its NumPy arrays copied; a `jax.Ref` that is no argument of `forward` is refused."""
+    if is_array(value) or isinstance(value, (int, float, str, type(None))):
+        return value
+    arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf))
+    if not arrays:
+        return value  # the same object, so that a container stays the object that the user holds
+    for i, array in enumerate(arrays):
+        if not is_ref(array):
+            arrays[i] = array.copy()
+            state.numpy_copies.append((array, arrays[i]))
+        elif not contains(state.inputs, array):
+            raise ValueError(
+                f"{call} in {state.layer}: JAX keeps no jax.Ref for backward but an argument of forward. If forward "
+                "made the Ref, keep its value: ref[...]. Otherwise pass it as an argument."
+            )
+    return rest.fill(arrays)
+
+
+# -- what a run of `forward` keeps ------------------------------------------------------------------------
+
+
+class KeptTree:
+    """A value that `forward` kept: its skeleton, and the index of each of its tensors among the residuals."""
+
+    __slots__ = ("indices", "skeleton")
+
+    def __init__(self, skeleton: Skeleton, indices: list[int]) -> None:
+        self.skeleton = skeleton
+        self.indices = indices
+
+    def fill(self, residuals: Sequence[Any]) -> Any:
+        """Make the value. Containers are made anew, so that each run of `backward` starts from the same ones."""
+        # JAX hands on some constants as NumPy arrays.
+        return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), _copy_container)
+
+
+# Containers that are no pytrees to JAX.
+_CONTAINERS = (dict, set, collections.deque, bytearray)
+
+
+def _copy_container(static: Any) -> Any:
+    return copy.copy(static) if isinstance(static, _CONTAINERS) else static
+
+
+class Kept:
+    """What one run of `forward` left for `backward`, without arrays. Compared by identity."""
+
+    __slots__ = ("attributes", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
+
+    def __init__(self, outputs: Outputs, materialize: bool) -> None:
+        self.outputs = outputs
+        self.materialize = materialize
+        self.saved: KeptTree | None = None  # of save_for_backward
+        self.n_saved = 0  # the number of residuals that save_for_backward saved; they are the first
+        self.saved_for_jvp: KeptTree | None = None  # None if it is the same as `saved`
+        self.attributes: dict[str, KeptTree] = {}
+
+    def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None] = lambda i: f"saved[{i}]") -> list[str]:
+        """Return a name for each residual, or an empty one. `name_of_saved` names the i-th value that was saved."""
+        names = [""] * n_residuals
+        if self.saved is not None:
+            for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
+                entry, rest = path[1:].split("]", 1)
+                if not names[i] and (name := name_of_saved(int(entry))) is not None:
+                    names[i] = name + rest
+        others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
+        for start, tree in [*others.items(), ("saved_for_forward", self.saved_for_jvp)]:
+            for path, i in zip(tree.skeleton.tensor_paths(), tree.indices, strict=True) if tree else ():
+                names[i] = names[i] or start + path
+        return names
+
+
+def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any], list[Any]]:
+    """Return what a context holds after `forward` returned `result`, the outputs, and the residuals.
+
+    Each tensor is one residual. Saved tensors and attributes share none where hooks may pack the former.
+    """
+    state = ctx._state
+    tensors, outputs, skeleton = Outputs.of(state.layer, result)
+    for value, call, advice in state.must_return:
+        if not contains(tensors, value):
+            raise ValueError(
+                f"ctx.{call} in {state.layer}.forward: {describe(value)} is not an output of forward. {advice}"
+            )
+    marked = frozenset([i for i, x in enumerate(tensors) if contains(state.marked, x)]) if state.marked else frozenset()
+    kept = Kept(Outputs(result, skeleton, outputs, marked), state.materialize)
+    output_of = _numpy_outputs(state, tensors, outputs)
+    residuals: list[Any] = []
+    indices: dict[int, int] = {}
+
+    def keep_value(value: Any, name: str) -> KeptTree:
+        found, rest = split(value, is_tensor_or_ref)
+        if len(rest.leaves) > len(found):
+            _refuse_closures(rest, name, state.layer)
+        for i, tensor in enumerate(found):
+            found[i] = tensor = output_of.get(id(tensor), tensor) if output_of else tensor
+            if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
+                residuals.append(tensor)
+        return KeptTree(rest, [indices[id(x)] for x in found])
+
+    if state.saved is not None:
+        kept.saved = keep_value(state.saved, "ctx.save_for_backward")
+        kept.n_saved = len(residuals)
+        indices = {}
+    kept.attributes = {name: keep_value(value, f"ctx.{name}") for name, value in vars(ctx).items()}
+    if state.saved_for_jvp is not None and layer._jvp_method() is not None:
+        kept.saved_for_jvp = keep_value(state.saved_for_jvp, "ctx.save_for_forward")
+    return kept, outputs, as_arrays(residuals)
+
+
+def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
+    """Return, by the identity of each NumPy value that may be kept, the output that it is."""
+    found = {id(x): y for x, y in zip(tensors, outputs, strict=True) if x is not y}
+    for array, own in state.numpy_copies if found else ():
+        # An array that changed in place after it was kept is another value.
+        if id(array) in found and array.tobytes() == own.tobytes():
+            found[id(own)] = found[id(array)]
+    return found
+
+
+def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
+    """Refuse a function that closes over values of the trace in which `forward` runs: they end with it."""
+    trace = current_trace()
+    for path, leaf in skeleton.paths():
+        held: list[Any] = []
+        function = leaf
+        while isinstance(function, functools.partial):
+            held += [*function.args, *function.keywords.values()]
+            function = function.func
+        if isinstance(function, types.FunctionType):
+            held += [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
+            held += function.__defaults__ or ()
+        if any(is_tracer(x) and x._trace is trace for x in held):
+            raise ValueError(
+                f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be kept "
+                "for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and build the "
+                "function in backward."
+            )
+
+
+def _has_contents(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+

@@ -1,0 +1,32 @@
+"""Exceptions of the package and messages that several modules raise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ._jax.linearity import NotLinearError
+
+__all__ = ["NoForwardModeError", "NotLinearError", "OnceDifferentiableError"]
+
+
+class OnceDifferentiableError(RuntimeError):
+    """A second derivative goes through a `backward` that is marked @once_differentiable."""
+
+
+class NoForwardModeError(TypeError):
+    """A layer has no rule for forward mode."""
+
+    def __init__(self, layer: str, refs: Sequence[str] = ()) -> None:
+        if refs:
+            reason = (
+                f"the call takes a jax.Ref ({', '.join(refs)}). If the layer only reads it, pass its value: ref[...]."
+            )
+        else:
+            reason = (
+                "it defines backward alone. Add forward_mode = True to the class, which derives the rule from a "
+                "backward that is linear in its cotangents; or a static jvp(ctx, *tangents)."
+            )
+        super().__init__(
+            f"{layer} has no rule for forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize): {reason} "
+            "Or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
+        )

@@ -1,0 +1,178 @@
+"""The dialect of `torch.autograd.Function`: only the differences from `PyLayer`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ._apply import Apply
+from ._arguments import signature_of
+from ._context import PyLayerContext, own_copy
+from ._layer import PyLayer
+from ._messages import describe
+from ._trees import is_tensor
+
+
+class FunctionCtx(PyLayerContext):
+    """The context of a `Function`: the context of a `PyLayer`, and the calls that only torch has."""
+
+    __slots__ = ()
+
+    def save_for_backward(self, *tensors: Any) -> None:
+        """Keep tensors and Nones for `backward`, where `ctx.saved_tensors` returns them. The last call counts.
+
+        Raises:
+            RuntimeError: when called outside `forward` and `setup_context`.
+            TypeError: for anything but a tensor or None.
+        """
+        state = self._state_in_forward("save_for_backward")
+        self._check_tensors("save_for_backward", tensors)
+        state.saved = None
+        super().save_for_backward(*tensors)
+
+    def save_for_forward(self, *tensors: Any) -> None:
+        """Keep tensors and Nones for `jvp`, where `ctx.saved_tensors` returns them. The last call counts.
+
+        Without this call, `jvp` gets the tensors of `save_for_backward`. In a class without `jvp` the call keeps
+        nothing.
+
+        Raises:
+            RuntimeError: when called outside `forward` and `setup_context`.
+            TypeError: for anything but a tensor or None.
+        """
+        state = self._state_in_forward("save_for_forward")
+        self._check_tensors("save_for_forward", tensors)
+        state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
+
+    def mark_dirty(self, *tensors: Any) -> None:
+        """Accepted for outputs of `forward`. JAX arrays never change in place; a changed tensor is a new array.
+
+        Raises:
+            RuntimeError: when called outside `forward` and `setup_context`.
+            ValueError: (when `forward` returns) for a value that is not among its outputs.
+        """
+        advice = (
+            "JAX arrays never change in place; what would change is a new array, which forward has to return: "
+            "x = x.at[...].set(...); ctx.mark_dirty(x); return x."
+        )
+        self._state_in_forward("mark_dirty").must_return.extend((x, "mark_dirty", advice) for x in tensors)
+
+    def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
+        for i, value in enumerate(values):
+            if value is not None and not is_tensor(value):
+                is_box = hasattr(type(value), "__jax_array__")
+                advice = "Save its array: param[...]" if is_box else "Keep it as an attribute: ctx.name = value"
+                raise TypeError(
+                    f"ctx.{call} in {self._state.layer}: expected tensors or None, but argument {i} is "
+                    f"{describe(value)}. {advice}."
+                )
+
+
+class Function(PyLayer):
+    """A custom gradient written for `torch.autograd.Function`, with jax.numpy in place of torch operations.
+
+    Both styles work: `forward(ctx, ...)`, and `forward(...)` with `setup_context(ctx, inputs, output)`. It differs
+    from `PyLayer` as torch does from Paddle:
+
+    - `backward` receives one cotangent per output (None for an output that is no tensor), and returns one gradient per
+      argument of the call; more Nones may follow. With `setup_context`, defaults count as arguments of the call.
+    - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
+    - Complex gradients follow torch's convention.
+    - `vjp` is another name for `backward`.
+
+    It differs from torch as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes only outputs; a
+    tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`.
+
+    A second derivative has all its terms, or is an error, where torch drops a term in silence. A saved value that is
+    neither input nor output is differentiated as `forward` computes it; torch takes it for a constant. With
+    `once_differentiable` a second derivative raises; `torch.autograd.grad` leaves out the term that goes through it.
+    `jax.lax.stop_gradient` on what is saved, or on what `backward` returns, gives torch's numbers.
+    """
+
+    complex_convention = "paddle"
+    _context = FunctionCtx
+    _torch_convention = True
+    _forward_and_setup: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
+    _parameters: ClassVar[inspect.Signature]
+
+    if TYPE_CHECKING:  # with a context, or without one
+
+        @staticmethod
+        def forward(*args: Any, **kwargs: Any) -> Any: ...
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "vjp" in vars(cls):
+            if vars(cls).get("backward", vars(cls)["vjp"]) is not vars(cls)["vjp"]:
+                raise RuntimeError(f"{cls.__qualname__} defines both backward and vjp, which are the same. Keep one.")
+            cls.backward = vars(cls)["vjp"]
+        super().__init_subclass__(**kwargs)
+        if cls._has_setup_context():
+            cls._parameters = signature_of(cls.forward)
+            if "ctx" in cls._parameters.parameters:
+                raise TypeError(
+                    f"{cls.__qualname__} defines setup_context, so that its forward takes no ctx: remove that "
+                    "parameter and keep things on ctx in setup_context; or remove setup_context."
+                )
+            cls._forward_and_setup = staticmethod(_with_setup_context(cls))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
+        """Keep on `ctx` the values that `backward` needs, if `forward` takes no context.
+
+        `inputs` are the arguments of `forward`, defaults included, and `output` is its result. An output that is an
+        input is that very object, and counts as the input if it is saved; torch refuses to save it as an output.
+        """
+        raise NotImplementedError("setup_context is called only where a class overrides it.")
+
+    @Apply
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""
+        __tracebackhide__ = True
+        if cls._has_setup_context() and (kwargs or len(args) < len(cls._parameters.parameters)):
+            args, kwargs = cls._with_defaults(args, kwargs)
+        return super().apply(*args, **kwargs)
+
+    @classmethod
+    def _with_defaults(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        try:
+            bound = cls._parameters.bind(*args, **kwargs)
+        except TypeError:
+            return args, kwargs  # for PyLayer.apply to refuse
+        bound.apply_defaults()
+        return bound.args, bound.kwargs
+
+    @classmethod
+    def _has_setup_context(cls) -> bool:
+        return cls.setup_context is not Function.setup_context and cls.forward is not PyLayer.forward
+
+    @classmethod
+    def _forward_with_ctx(cls) -> Callable[..., Any]:
+        return cls._forward_and_setup if cls._has_setup_context() else cls.forward
+
+    @classmethod
+    def _setup_with(cls, output: Any) -> Callable[..., Any]:
+        """Return a `forward(ctx, ...)` that only runs `setup_context`, on an output that is known."""
+
+        def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            cls.setup_context(ctx, (*args, *kwargs.values()), output)
+            return output
+
+        return forward
+
+
+def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
+    @functools.wraps(layer.forward)
+    def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        output = layer.forward(*args, **kwargs)
+        layer.setup_context(ctx, (*args, *kwargs.values()), output)
+        return output
+
+    signature = layer._parameters
+    context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # pyright: ignore[reportAttributeAccessIssue]
+    return forward

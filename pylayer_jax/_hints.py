@@ -1,0 +1,96 @@
+"""Hints for code that uses a name of a torch or Paddle tensor, or needs a number that traced code does not have."""
+
+from __future__ import annotations
+
+import re
+import types
+from typing import Any, Final
+
+import jax
+
+from ._jax.tracers import NEEDS_VALUES
+from ._trees import is_tensor
+
+# The 45 names that are used most: names, a colon, and JAX's way.
+_TABLE: Final = """
+numel nelement: x.size
+dim ndimension: x.ndim
+size: x.shape[0] for x.size(0), x.shape for x.size()
+view: x.reshape(a, b)
+unsqueeze: jnp.expand_dims(x, axis)
+permute: jnp.transpose(x, axes)
+transpose: jnp.swapaxes(x, 1, 2) for x.transpose(1, 2)
+expand expand_as: jnp.broadcast_to(x, shape)
+chunk: jnp.array_split(x, sections, axis)
+t: x.T
+to type cast: x.astype(dtype)
+float: x.astype(jnp.float32)
+double: x.astype(jnp.float64)
+half: x.astype(jnp.float16)
+bfloat16: x.astype(jnp.bfloat16)
+int long: x.astype(jnp.int32)
+bool: x.astype(jnp.bool)
+clone: x itself, which never changes; jnp.copy(x) is a second array
+contiguous: x itself: JAX lays out arrays by itself
+detach data: jax.lax.stop_gradient(x)
+cpu cuda: nothing, or jax.device_put(x, device): JAX places arrays by itself
+numpy: np.asarray(x), outside of traced code; jax.pure_callback runs host code in traced code
+exp sqrt log tanh abs sign: of jax.numpy, as jnp.exp(x)
+sigmoid relu: of jax.nn, as jax.nn.relu(x)
+pow: x ** n
+mul add sub div: an operator: x * y, x + y, x - y, x / y
+mm bmm matmul: x @ y
+norm: jnp.linalg.norm(x.ravel(), p)
+clamp: jnp.clip(x, low, high)
+masked_fill: jnp.where(mask, value, x)
+gather: jnp.take_along_axis(x, index, axis)
+scatter_add index_add: x.at[index].add(y)
+index_select: jnp.take(x, index, axis)
+topk: jax.lax.top_k(x, k)
+requires_grad stop_gradient: ctx.needs_input_grad[i] tells it; jax.lax.stop_gradient(x) cuts a gradient
+grad: a gradient is what backward returns and jax.grad hands on
+backward: y, pull = jax.vjp(f, x), then pull(dy)
+new_zeros new_ones: jnp.zeros(shape, x.dtype), jnp.ones(shape, x.dtype)
+"""
+_IN_JAX: Final = {
+    name: text for names, _, text in (line.partition(": ") for line in _TABLE.strip().splitlines())
+    for name in names.split()
+}  # fmt: skip
+
+
+def hint(error: Exception, layer: str, method: str) -> str:
+    """Return how to write the code of a method that raised `error`; empty if there is no hint."""
+    if isinstance(error, NEEDS_VALUES):
+        return (
+            f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or jax.lax.cond "
+            "in place of if, jnp in place of np, and a Python number in place of an array. Host code runs in "
+            "jax.pure_callback, which has derivatives of every order in a layer."
+        )
+    if isinstance(error, AttributeError):
+        return _hint_for_attribute(error)
+    if isinstance(error, TypeError):
+        if "does not support item assignment" in str(error) or "immutable" in str(error):
+            return "Arrays never change in place: y = x.at[i].set(value)."
+        if found := re.search(r"unexpected keyword argument '(dim|keepdim)'", str(error)):
+            return f"{found[1]} is of torch or Paddle. In JAX: {'axis' if found[1] == 'dim' else 'keepdims'}."
+        if "'int' object is not callable" in str(error):
+            return "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
+    return ""
+
+
+def _hint_for_attribute(error: AttributeError) -> str:
+    owner: Any = error.obj
+    if isinstance(owner, types.ModuleType):
+        is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
+    else:
+        is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
+    # Where code sets an attribute of a traced array, Python 3.11 tells neither the name nor the object.
+    written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
+    name = (error.name if is_numeric else None) or (written and written[1])
+    if not name:
+        return ""
+    if name.endswith("_") and not name.startswith("_"):
+        return f"x.{name} changes x in place, and arrays never change. In JAX: y = ..., a new array."
+    if name in _IN_JAX:
+        return f"{name} is of torch or Paddle. In JAX: {_IN_JAX[name]}."
+    return f"An array takes no attributes under jit: keep it on the context, ctx.{name} = value." if written else ""

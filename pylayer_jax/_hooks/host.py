@@ -1,0 +1,234 @@
+"""Hooks that run on the host whenever a program runs, and what compiled programs hold for them.
+
+A pack hook with `host=True` gets a NumPy array. The program keeps a number for what it returned:
+
+    token:uint32[] = host_call[name=pack_hook] x:f32[8,3]
+    x:f32[8,3]     = host_call[name=unpack_hook] token
+
+NOTE [host packs]
+XLA hands the number to `unpack` once, or more often where JAX moved the packing of an unchanging tensor out of a loop,
+or never, where `backward` does not run. Nothing tells that the last time has come. What was unpacked at least once is
+therefore dropped when the same device packs at the same place again, since a new forward pass has begun then. What was
+never unpacked stays until the hooks are closed or the program is collected.
+
+NOTE [host calls]
+`io_callback` hands over arrays that JAX is still copying. On CPU the copy needs a thread of the pool whose threads the
+callbacks occupy, so that a program stops for ever if many of them run at once and the arrays are large. There
+`buffer_callback` reads an array in place; other devices have threads of their own for callbacks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax._hints import hint
+from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, mlir
+from pylayer_jax._jax.masks import merge
+from pylayer_jax._jax.primitives import ObjectPrimitive
+from pylayer_jax._jax.tracers import is_staging
+from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
+
+# Python may collect an object at any line, and the finalizer of what a hook packed may close a pair of hooks: one lock
+# for all stores, which its thread may take again, can wait neither for itself nor for another one.
+_lock = threading.RLock()
+
+
+class HostStore:
+    """Everything that equal pairs of hooks hold for compiled programs, which they share."""
+
+    def __init__(self) -> None:
+        self._sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add_site(self, site: PackSite) -> None:
+        with _lock:
+            self._sites.add(site)
+
+    def add_owner(self, hooks: Any) -> None:
+        """Keep everything until `hooks` is closed."""
+        with _lock:
+            self._owners.add(hooks)
+
+    def close(self, hooks: Any) -> None:
+        """Drop everything if no other owner is left."""
+        with _lock:
+            self._owners.discard(hooks)
+            dropped = [] if len(self._owners) else [site.release() for site in self._sites]
+        del dropped  # outside the lock, since its finalizers may run any code
+
+
+_stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
+
+
+def store_of(key: Any) -> HostStore:
+    with _lock:
+        return _stores.get(key) or _stores.setdefault(key, HostStore())
+
+
+class PackSite:
+    """The place in a program where one tensor is packed: once per execution, or once per iteration of a loop."""
+
+    def __init__(
+        self, store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], tensor: Any, where: str
+    ) -> None:
+        self._pack, self._unpack, self._where = pack, unpack, where
+        self._type = typeof(tensor)
+        self._next = 0
+        self._held: dict[int, Any] = {}  # what pack returned, by number
+        self._used: dict[int, set[int]] = {}  # the numbers that each device has unpacked
+        store.add_site(self)
+
+    def token(self, tensor: Any) -> jax.Array:
+        """Return the number under which the host keeps a traced tensor."""
+        device = _device_index()
+        token = _host_call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor, device)
+        return with_varying_axes(token, typeof(device))
+
+    def restored(self, token: Any) -> jax.Array:
+        """Return the tensor of a traced number."""
+        device = _device_index()
+        value = _host_call("unpack_hook", self._get, self._type, token, device)
+        return with_varying_axes(value, typeof(device))
+
+    def _put(self, tensor: Any, device: Any) -> np.uint32:
+        with self._naming("pack_hook", int(device)):
+            packed = self._pack(np.asarray(tensor))
+        with _lock:
+            dropped = [self._held.pop(number, None) for number in self._used.pop(int(device), ())]
+            number, self._next = self._next, (self._next + 1) % 2**32
+            self._held[number] = packed
+        del dropped  # outside the lock, since its finalizers may run any code
+        return np.uint32(number)
+
+    def _get(self, token: Any, device: Any) -> np.ndarray:
+        number = int(token)
+        with _lock:
+            is_held, packed = number in self._held, self._held.get(number)
+            self._used.setdefault(int(device), set()).add(number)
+        if not is_held:
+            raise RuntimeError(
+                f"what pack_hook returned for {self._where} is no longer held: the forward of this program ran again "
+                "after it was used, or the hooks were closed. Run backward before the next forward of the same jitted "
+                "function."
+            )
+        with self._naming("unpack_hook", int(device)):
+            return np.asarray(self._unpack(packed))
+
+    @contextlib.contextmanager
+    def _naming(self, hook: str, device: int) -> Generator[None]:
+        """Name the hook and the tensor in an exception. The execution is lost: all that it packed counts as used."""
+        try:
+            yield
+        except Exception as error:
+            with _lock:
+                self._used.setdefault(device, set()).update(self._held)
+            # XLA hands on the text of one exception, without notes and causes, but with its traceback.
+            advice = hint(error, "", hook)
+            message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
+            raise RuntimeError(message).with_traceback(error.__traceback__) from error
+
+    def release(self) -> Any:
+        """Return everything, which is held no longer."""
+        held, self._held, self._used = self._held, {}, {}
+        return held
+
+
+def _device_index() -> Any:
+    """Return the index of this device among those of the enclosing shard_maps."""
+    axes = manual_axes()
+    return jax.lax.axis_index(axes) if axes else np.int32(0)
+
+
+# -- host_call: arrays -> an array, by a function of NumPy arrays --------------------------------------
+
+_host_call_p = ObjectPrimitive("host_call")
+
+
+class _HostFunction:
+    def __init__(self, name: str, run: Callable[..., Any], result: Any) -> None:
+        self.name, self.run = name, run
+        self.result = ShapedArray(result.shape, result.dtype)
+
+
+def _host_call(name: str, run: Callable[..., Any], result: Any, *args: Any) -> jax.Array:
+    return _host_call_p.bind(*args, held=_HostFunction(name, run, result))[0]
+
+
+@functools.cache
+def _effects() -> Any:
+    # JAX must not leave the call out, repeat it or move it; the effect that says so has no public name.
+    return jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
+
+
+def _jvp(*_: Any) -> Any:
+    raise TypeError(
+        "a derivative goes through a hook that runs on the host, which JAX cannot differentiate. Pass "
+        "differentiable=True only for hooks that are traced (without host=True)."
+    )
+
+
+def _batch(function: _HostFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    is_batched = [d is not None for d in dims]
+    batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
+
+    def one(xs: Sequence[Any]) -> Any:
+        return _host_call_p.bind(*merge(is_batched, xs, args), held=function)
+
+    if is_staging():
+        values = jax.lax.map(one, batches)
+    else:  # a loop would be compiled, which JAX keeps with the function and all that it holds
+        results = [one([x[i] for x in batches]) for i in range(axis.size)]
+        values = [jnp.stack(xs) for xs in zip(*results, strict=True)]
+    return values, [0] * len(values)
+
+
+def _by_io_callback(function: _HostFunction, *args: Any) -> list[Any]:
+    return [io_callback(function.run, jax.ShapeDtypeStruct(function.result.shape, function.result.dtype), *args)]
+
+
+def _by_buffer_callback(function: _HostFunction, *args: Any) -> list[Any]:
+    result, dtypes = function.result, [x.dtype for x in args]
+
+    def run(_: Any, out: Any, *buffers: Any) -> None:
+        # XLA uses the memory again after the call: these are copies.
+        arrays = [np.array(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
+        np.asarray(out)[...] = function.run(*arrays)
+
+    call = buffer_callback(run, jax.ShapeDtypeStruct(result.shape, _in_bytes(result.dtype)), has_side_effect=True)
+    return [call(*(x.astype(_in_bytes(x.dtype)) for x in args)).astype(result.dtype)]
+
+
+def _in_bytes(dtype: Any) -> Any:
+    """Return a dtype for the same numbers, of which XLA does not pack several into one byte, as it packs int4."""
+    if jax.dtypes.itemsize_bits(dtype) >= 8:
+        return dtype
+    return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
+
+
+def _lower(function: _HostFunction, context: Any, *args: Any) -> Any:
+    module = context.module_context
+    # Where the compiler divides the program among devices, it has to know that one of them runs the function.
+    one_device = getattr(module.axis_context, "num_devices", 1) == 1  # 1 within a shard_map
+    on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
+    call = _by_buffer_callback if one_device and on_cpu else _by_io_callback
+    return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
+
+
+_host_call_p.register(
+    # JAX hands on some constants as numbers of NumPy, of a dtype that it does not have.
+    evaluate=lambda function, *args: [jnp.asarray(function.run(*(np.asarray(jnp.asarray(x)) for x in args)))],
+    abstract=lambda function, *_: ([function.result], _effects()),
+    jvp=_jvp,
+    batch=_batch,
+    transpose=_jvp,
+    lower=_lower,
+)

@@ -1,0 +1,67 @@
+"""Functions that compute nothing. Each returns some of its operands and changes how a transformation treats them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from .jaxprs import stage
+from .rule_function import RuleFunction, Values, apply
+from .types import typeof
+
+
+class _Identity(RuleFunction):
+    def __init__(self, name: str, operands: Sequence[Any]) -> None:
+        self.name = name
+        self.jaxpr, _, _ = stage(lambda *xs: (self.values(xs), None), [typeof(x) for x in operands], name)
+
+    def values(self, operands: Sequence[Any]) -> Values:
+        raise NotImplementedError
+
+
+class _Barrier(_Identity):
+    def values(self, operands: Sequence[Any]) -> Values:
+        return list(jax.lax.optimization_barrier(tuple(operands)))
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        return apply(self, primals), list(tangents)
+
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return list(cotangents)
+
+
+def barrier(values: Sequence[Any]) -> Values:
+    """Return the values; XLA computes none of them before it has all, and does not look through.
+
+    `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for that.
+    """
+    return apply(_Barrier("barrier", values), values)
+
+
+class _WithTangent(_Identity):
+    def values(self, operands: Sequence[Any]) -> Values:
+        return [operands[1]]
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        return apply(self, primals), [tangents[0]]
+
+
+def with_tangent(tensor: Any, value: Any) -> Any:
+    """Return `value`, with the tangent of `tensor`."""
+    return apply(_WithTangent("with_tangent", (tensor, value)), (tensor, value))[0]
+
+
+class _Mark(_Identity):
+    def values(self, operands: Sequence[Any]) -> Values:
+        return list(operands)
+
+
+def leave_mark(name: str) -> None:
+    """Leave an equation without operands in the jaxpr that is being made, which `has_mark` finds."""
+    apply(_Mark(name, ()), ())
+
+
+def is_mark(function: object, name: str) -> bool:
+    return isinstance(function, _Mark) and function.name == name

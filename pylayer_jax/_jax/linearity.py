@@ -1,0 +1,289 @@
+"""A proof that a jaxpr is linear in some of its inputs, and the transpose of what is proved.
+
+JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
+exactly if it is zero at zero. Transposition also drops, without a word, a dependence that goes through integers, booleans
+or keys, which have no tangents. The proof follows four kinds of values through a jaxpr:
+
+    ZERO      known to be zero
+    CONSTANT  does not depend on the inputs in question
+    LINEAR    linear in them
+    a str     depends on them, and is not known to be linear: the name of the first operation of which this is so
+
+A table says what each operation makes of the kinds of its operands. An operation that is not in the table makes a
+CONSTANT of constants, and its own name of anything that depends on the inputs. A new operation of JAX is refused until
+it is in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from .imports import ClosedJaxpr, eval_jaxpr
+from .jaxprs import inner_jaxprs, is_literal
+from .masks import merge, scatter, select
+from .rule_function import linear_map_p, rule_function_p
+from .primitives import object_of
+from .types import full_cotangent, has_tangent
+
+Kind = str
+ZERO: Final = "\0zero"
+CONSTANT: Final = "\0constant"
+LINEAR: Final = "\0linear"
+_KNOWN: Final = (ZERO, CONSTANT, LINEAR)
+
+
+class NotLinearError(TypeError):
+    """A function that has to be transposed is not linear, or JAX cannot transpose it."""
+
+
+def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
+    """Return why a jaxpr may not be linear in the inputs that the mask sets; empty if it is proved to be.
+
+    `consts` are the values of the first inputs, as far as they are known.
+    """
+    kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
+    found = _why(evaluate_kinds(jaxpr, kinds))
+    if found and any(map(_is_zero, consts)):  # values are looked at only if the proof needs them
+        kinds[: len(consts)] = [ZERO if _is_zero(c) else k for c, k in zip(consts, kinds, strict=False)]
+        found = _why(evaluate_kinds(jaxpr, kinds))
+    return found
+
+
+def _why(kinds: Sequence[Kind]) -> str:
+    for kind in kinds:
+        if kind not in _KNOWN:
+            return f"it has the operation {kind}"
+    return "it returns a gradient that does not depend on them" if CONSTANT in kinds else ""
+
+
+def _is_zero(value: Any) -> bool:
+    try:
+        return not np.any(np.asarray(value))
+    except Exception:  # a tracer, a key
+        return False
+
+
+def evaluate_kinds(jaxpr: Any, kinds: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds of the outputs of a jaxpr, from those of its inputs."""
+    kind_of: dict[Any, Kind] = dict(zip(jaxpr.invars, kinds, strict=True))
+    kind_of |= dict.fromkeys(jaxpr.constvars, CONSTANT)
+
+    def read(atom: Any) -> Kind:
+        return (ZERO if _is_zero(atom.val) else CONSTANT) if is_literal(atom) else kind_of[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(a) for a in equation.invars]
+        name = equation.primitive.name
+        results = _RULES.get(name, _unknown)(equation, operands)
+        for variable, kind in zip(equation.outvars, results, strict=True):
+            lost = kind == LINEAR and not has_tangent(variable.aval)
+            kind_of[variable] = f"{name!r}, whose result has no tangent" if lost else kind
+    return [read(a) for a in jaxpr.outvars]
+
+
+# -- the table -----------------------------------------------------------------------------------------
+
+Rule = Callable[[Any, list[Kind]], list[Kind]]
+_RULES: dict[str, Rule] = {}
+
+
+def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
+    return [_combine(operands, f"{equation.primitive.name!r}")] * len(equation.outvars)
+
+
+def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
+    """Return the kind of a value computed from others by an operation that makes `if_linear` of a linear one."""
+    failed = next((k for k in kinds if k not in _KNOWN), None)
+    return failed or (if_linear if LINEAR in kinds else CONSTANT)
+
+
+def _sum(name: str, kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of a sum, or of anything else that is linear in all of its operands together."""
+    if all(k == ZERO for k in kinds):
+        return ZERO
+    hint = "; in place of [a, b] @ [b, a].T write a @ b.T + b @ a.T" if name in ("concatenate", "stack") else ""
+    affine = f"{name!r}, which adds a term that does not depend on them{hint}"
+    return _combine(kinds, affine if CONSTANT in kinds else LINEAR)
+
+
+def _linear_in_all(equation: Any, operands: list[Kind]) -> list[Kind]:
+    return [_sum(equation.primitive.name, operands)] * len(equation.outvars)
+
+
+def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
+    factors = operands[:2]
+    if ZERO in factors and not any(k not in _KNOWN for k in factors):
+        return [ZERO]
+    both = factors == [LINEAR, LINEAR]
+    return [_combine(factors, f"{equation.primitive.name!r} of two terms that depend on them" if both else LINEAR)]
+
+
+def _linear_in(positions: Sequence[int]) -> Rule:
+    """Linear in the operands at these positions together, and not in the others."""
+
+    def rule(equation: Any, operands: list[Kind]) -> list[Kind]:
+        name = equation.primitive.name
+        others = _combine([k for i, k in enumerate(operands) if i not in positions], f"{name!r}")
+        kind = others if others != CONSTANT else _sum(name, [operands[i] for i in positions])
+        return [kind] * len(equation.outvars)
+
+    return rule
+
+
+def _each(equation: Any, operands: list[Kind]) -> list[Kind]:
+    """Each result is the operand at its position."""
+    del equation
+    return operands
+
+
+for _name in (
+    "add", "add_any", "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "broadcast_in_dim",
+    "complex", "concatenate", "conj", "convert_element_type", "copy", "cumsum", "fft", "imag", "layout_constraint",
+    "name", "neg", "pad", "pbroadcast", "ppermute", "preduced", "psum", "psum_invariant", "pvary", "real",
+    "reduce_precision", "reduce_scatter", "reduce_sum", "reduce_window_sum", "reduced_vary_cast", "reshape", "reshard",
+    "rev", "sharding_constraint", "slice", "split", "squeeze", "stack", "sub", "tile", "transpose", "unreduced_psum",
+    "unreduced_reduce_scatter", "unstack", "vary_unreduced_cast", "with_memory_space_constraint",
+):  # fmt: skip
+    _RULES[_name] = _linear_in_all
+for _name in ("mul", "dot_general", "conv_general_dilated", "ragged_dot_general"):
+    _RULES[_name] = _product
+for _name, _positions in (
+    ("div", (0,)), ("dynamic_slice", (0,)), ("dynamic_update_slice", (0, 1)), ("scatter-add", (0, 2)),
+    ("scatter-mul", (0,)), ("scatter-sub", (0, 2)), ("select_and_gather_add", (0,)), ("select_and_scatter_add", (0,)),
+    ("triangular_solve", (1,)), ("tridiagonal_solve", (3,)),
+):  # fmt: skip
+    _RULES[_name] = _linear_in(_positions)
+for _name in ("device_put", "optimization_barrier"):
+    _RULES[_name] = _each
+_RULES["select_n"] = lambda e, operands: _linear_in(range(1, len(operands)))(e, operands)
+
+
+def _linear_solve(equation: Any, operands: list[Kind]) -> list[Kind]:
+    count = len(operands)
+    return _linear_in(range(count - len(equation.outvars), count))(equation, operands)
+
+
+def _gather(equation: Any, operands: list[Kind]) -> list[Kind]:
+    # An index out of bounds gives the fill value, which is NaN if none is named, as every user sees.
+    fill = equation.params.get("fill_value")
+    is_linear = fill is None or fill == 0 or np.isnan(fill)
+    return (_linear_in((0,)) if is_linear else _unknown)(equation, operands)
+
+
+def _scatter(equation: Any, operands: list[Kind]) -> list[Kind]:
+    # With a function for the updates, as in x.at[i].apply(f), it may compute anything.
+    return (_unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2)))(equation, operands)
+
+
+def _linear_map(equation: Any, operands: list[Kind]) -> list[Kind]:
+    linear = object_of(equation)
+    n = linear.n_residuals
+    residuals = _combine(operands[:n], linear.nonlinearity)
+    kind = residuals if residuals != CONSTANT else _sum(linear.name, operands[n:])
+    return [kind] * len(equation.outvars)
+
+
+def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
+    # A layer that `backward` applies counts as the linear map that its `forward` is.
+    function = object_of(equation)
+    return [
+        k if k in _KNOWN or k in operands else f"{k}, in {function.name}"
+        for k in evaluate_kinds(function.jaxpr, operands)
+    ]
+
+
+_RULES |= {
+    "custom_linear_solve": _linear_solve,
+    "gather": _gather,
+    "scatter": _scatter,
+    linear_map_p.name: _linear_map,
+    rule_function_p.name: _rule_function,
+}
+
+
+# -- calls, branches, loops -------------------------------------------------------------------------------
+
+
+def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
+    jaxpr = inner_jaxprs(equation.params)[0]
+    consts = [CONSTANT] * (len(jaxpr.invars) - len(operands))
+    return evaluate_kinds(jaxpr, consts + operands)[: len(equation.outvars)]
+
+
+def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
+    """Return the kinds of values that are one or the other."""
+    return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
+
+
+def _jaxpr(parameter: Any) -> Any:
+    return parameter.jaxpr if isinstance(parameter, ClosedJaxpr) else parameter
+
+
+def _cond(equation: Any, operands: list[Kind]) -> list[Kind]:
+    results = None
+    for branch in equation.params["branches"]:
+        found = evaluate_kinds(_jaxpr(branch), operands[1:])
+        results = found if results is None else _joined(results, found)
+    return [_combine([operands[0]], "'cond'") if operands[0] != CONSTANT else k for k in results or []]
+
+
+def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
+    params = equation.params
+    if "num_consts" in params:
+        consts, carries = params["num_consts"], params["num_carry"]
+    else:  # since jax 0.12
+        of_consts, of_carry, _ = params["ft_in"].unpack()
+        consts, carries = len(list(of_consts)), len(list(of_carry))
+    body, carry = _jaxpr(params["jaxpr"]), operands[consts : consts + carries]
+    while True:
+        results = evaluate_kinds(body, [*operands[:consts], *carry, *operands[consts + carries :]])
+        joined = _joined(carry, results[:carries])
+        if joined == carry:
+            return [*carry, *results[carries:]]
+        carry = joined
+
+
+def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
+    n_cond, n_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
+    condition, body = (_jaxpr(equation.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    carry = operands[n_cond + n_body :]
+    while True:
+        joined = _joined(carry, evaluate_kinds(body, [*operands[n_cond : n_cond + n_body], *carry]))
+        if joined == carry:
+            (goes_on,) = evaluate_kinds(condition, [*operands[:n_cond], *carry])
+            return carry if goes_on in (CONSTANT, ZERO) else [goes_on if k != CONSTANT else k for k in carry]
+        carry = joined
+
+
+_RULES |= dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint", "shard_map"), _call)
+_RULES |= {"cond": _cond, "scan": _scan, "while": _while}
+
+
+# -- the transpose ------------------------------------------------------------------------------------------
+
+
+def transpose_jaxpr(name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Transpose a jaxpr in the arguments that are None: return their cotangents from those of the outputs.
+
+    Raises:
+        NotLinearError: if the jaxpr is not proved to be linear in them, or if JAX cannot transpose it.
+    """
+    is_input = [x is None for x in args]
+    used = [c is not None and has_tangent(v.aval) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]
+    if not any(used):
+        return [None] * len(args)
+    jaxpr = jaxpr.replace(outvars=select(jaxpr.outvars, used))
+    if reason := why_not_linear(jaxpr, is_input):
+        raise NotLinearError(f"{name} is not linear, as {reason}.")
+
+    def linear(*values: Any) -> list[Any]:
+        __tracebackhide__ = True
+        return eval_jaxpr(jaxpr, (), *merge(is_input, values, args))
+
+    given = [full_cotangent(c, v.aval) for v, c in zip(jaxpr.outvars, select(cotangents, used), strict=True)]
+    types = select([v.aval for v in jaxpr.invars], is_input)
+    return scatter(jax.linear_transpose(linear, *types)(given), is_input)

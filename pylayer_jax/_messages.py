@@ -1,0 +1,72 @@
+"""How messages show values, counts and places."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from ._hints import hint
+from ._trees import is_tensor
+
+
+def describe(value: Any) -> str:
+    """Return how a message shows a value: its type, and dtype and shape of a tensor."""
+    if is_tensor(value):
+        return f"{type(value).__name__} of dtype {value.dtype} and shape {tuple(value.shape)}"
+    return f"{value!r} of type {type(value).__name__}" if len(repr(value)) < 60 else type(value).__name__
+
+
+def plural(count: int, one: str, many: str) -> str:
+    return f"{count} {one if count == 1 else many}"
+
+
+def name_meant(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that differs by one letter: wrong, missing, too many, or two that changed places."""
+
+    def is_near(other: str) -> bool:
+        same = [x == y for x, y in zip(name, other, strict=False)]
+        begin = [*same, False].index(False)
+        a, b = name[begin:], other[begin:]
+        return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
+
+    return next((other for other in known if other != name and is_near(other)), None)
+
+
+def innermost(function: Any) -> Any:
+    """Return the function inside of decorators, partials and methods."""
+    for _ in range(100):  # a wrapper may name itself
+        if hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        else:
+            break
+    return function
+
+
+def source_of(name: str, function: Callable[..., Any]) -> str:
+    """Return a name with the place where a function is defined, as in `Tanh at layers.py:12`."""
+    code = getattr(innermost(function), "__code__", None)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+def add_note(error: Exception, layer: str, method: str, where: str = "") -> None:
+    """Note in which method of a layer (in which hook, if `layer` is empty) an exception of the user happened."""
+    note = f"This happened in {layer and layer + '.'}{method}{where}."
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        note += (
+            " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
+            "as an argument of forward, or keep it with ctx.save_for_backward or as ctx.name = array."
+        )
+    notes = getattr(error, "__notes__", ())
+    if note in notes:
+        return
+    error.add_note(note)
+    if not any(other.startswith("This happened in") for other in notes) and (advice := hint(error, layer, method)):
+        error.add_note(advice)

@@ -1,0 +1,59 @@
+"""`once_differentiable`: a `backward` that must not be differentiated."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ._context import PyLayerContext
+from ._errors import OnceDifferentiableError
+from ._jax.masks import merge, select
+from ._jax.rule_function import forbid_derivative
+from ._jax.tracers import is_tracer
+from ._jax.types import has_tangent
+from ._trees import split
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def once_differentiable(backward: Method) -> Method:
+    """Decorate `backward` to say that its own derivative is not defined.
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx, dy): ...
+
+    For a `backward` in host code, or one whose derivative would be wrong.
+
+    Raises:
+        RuntimeError: if a second derivative goes through the decorated `backward`.
+    """
+    if isinstance(backward, (staticmethod, classmethod)):
+        found: Any = type(backward)(once_differentiable(backward.__func__))
+        return found
+
+    def second_derivative_error() -> OnceDifferentiableError:
+        return OnceDifferentiableError(
+            f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
+            "Remove the decorator if backward is made of differentiable operations."
+        )
+
+    def forbid(tree: Any) -> Any:
+        tensors, skeleton = split(tree)
+        may_move = [is_tracer(x) and has_tangent(x) for x in tensors]
+        forbidden = forbid_derivative(select(tensors, may_move), second_derivative_error)
+        return skeleton.fill(merge(may_move, forbidden, tensors)) if forbidden else tree
+
+    @functools.wraps(backward)
+    def guarded(*args: Any) -> Any:
+        __tracebackhide__ = True
+        first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
+        # The inputs are checked, and not the outputs, so that the error comes before any host code runs.
+        saved, attributes = forbid(args[first]._contents())
+        ctx = args[first]._with_contents(saved, attributes)
+        return backward(*args[:first], ctx, *forbid(args[first + 1 :]))
+
+    decorated: Any = guarded
+    decorated.second_derivative_error = second_derivative_error
+    return decorated

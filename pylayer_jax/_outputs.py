@@ -1,0 +1,81 @@
+"""The outputs of `forward`: their structure, their types, and the cotangents that fit them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ._jax.tracers import is_staging, is_tracer
+from ._jax.types import as_arrays, has_tangent, is_ref, typeof, zeros_of
+from ._messages import describe
+from ._trees import LEAF, Skeleton, split
+
+__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+
+
+class Outputs:
+    """The outputs of one run of `forward`, without its tensors."""
+
+    __slots__ = ("groups", "has_tangent", "is_sequence", "marked", "shardings", "skeleton", "types")
+
+    def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
+        self.skeleton = skeleton
+        # One cotangent for each element of a tuple or list, or one for any other result.
+        self.is_sequence = isinstance(result, (tuple, list))
+        if skeleton is LEAF:
+            self.groups = [LEAF]
+        else:
+            self.groups = [split(x)[1] for x in result] if self.is_sequence else [skeleton]
+        self.marked = marked  # indices of outputs that are marked non-differentiable
+        self.types = [typeof(x) for x in arrays]
+        self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
+        # JAX may place an array that is not committed on any device, and so its zeros.
+        self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
+
+    @staticmethod
+    def of(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
+        """Return the tensors of what a method returned, the same as JAX arrays, and the skeleton.
+
+        Raises:
+            ValueError: if there is no tensor, or a Ref.
+        """
+        tensors, skeleton = split(result)
+        if not tensors:
+            raise ValueError(
+                f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
+                "list or dict. Numbers are no tensors; jnp.asarray makes one of them."
+            )
+        if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
+            raise ValueError(
+                f"{layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
+                "Ref that it passed; return the value of another one: ref[...]."
+            )
+        return tensors, as_arrays(tensors), skeleton
+
+    def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
+        """Return the arguments of `backward`: one entry per top-level output that holds a tensor.
+
+        A missing cotangent is zeros or None. With `with_statics`, the other outputs have an entry too, which is None.
+        """
+        full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
+        entries: list[Any] = []
+        for group in self.groups:
+            if group.size:
+                entries.append(group.without_statics(full[: group.size]))
+                full = full[group.size :]
+            elif with_statics:
+                entries.append(None)
+        return entries
+
+    def _zeros(self, i: int) -> jax.Array:
+        aval, sharding = self.types[i], self.shardings[i]
+        return zeros_of(aval) if sharding is None or is_staging() else _zeros_maker(aval, sharding)()
+
+
+@functools.lru_cache(maxsize=256)
+def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
+    # Each device makes its own share. `jax.device_put` compares the values of all processes first.
+    return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)

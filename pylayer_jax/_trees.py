@@ -1,0 +1,247 @@
+"""Pytrees, taken apart into tensors and a skeleton.
+
+    >>> tensors, skeleton = split({"w": jnp.ones(3), "act": jnp.tanh, "n": 2})
+    >>> len(tensors), skeleton.size
+    (1, 1)
+    >>> skeleton.fill([jnp.zeros(3)])
+    {'w': Array([0., 0., 0.], dtype=float32), 'act': <...tanh...>, 'n': 2}
+
+The skeleton holds every other leaf as it is. Statics are never compared or hashed.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from ._jax.types import is_array, is_ref
+
+_NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
+_NOT_IN_JAX: Final = frozenset((np.void, np.record, np.longdouble, np.clongdouble))  # np.void: structured arrays
+_TENSOR: Final = object()  # in the leaves of a skeleton, where a tensor was
+
+
+def is_tensor(leaf: object) -> bool:
+    """Return whether a leaf is a `jax.Array`, or a NumPy array or scalar of numbers that JAX has."""
+    if is_array(leaf):
+        return True
+    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return is_numpy and leaf.dtype.kind in _NUMERIC_KINDS and leaf.dtype.type not in _NOT_IN_JAX
+
+
+def is_tensor_or_ref(leaf: object) -> bool:
+    return is_tensor(leaf) or is_ref(leaf)
+
+
+def unboxed(value: Any) -> Any:
+    """Return the array that a value stands for, as `flax.nnx.Param` does; any other value itself."""
+    is_box = not is_array(value) and hasattr(type(value), "__jax_array__")
+    return value.__jax_array__() if is_box else value
+
+
+def contains(values: Sequence[Any], wanted: object) -> bool:
+    """Return whether `wanted` itself, not an equal value, is among `values`."""
+    return any(value is wanted for value in values)
+
+
+class Skeleton:
+    """A pytree without its tensors. The skeleton of a bare tensor is always `LEAF`.
+
+    A dict among the leaves is a `_Dict`: JAX sorts the keys of a dict, and refuses those that cannot be sorted.
+    """
+
+    __slots__ = ("leaves", "size", "treedef")
+
+    def __init__(self, treedef: Any, leaves: list[Any], size: int) -> None:
+        self.treedef = treedef
+        self.leaves = leaves
+        self.size = size  # the number of tensors
+
+    @property
+    def is_container(self) -> bool:
+        """True if the tree is more than one leaf or None; an empty list is a container too."""
+        return self.treedef.num_nodes > 1 or type(self.leaves[0] if self.leaves else ()) in (_Dict, tuple)
+
+    def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
+        """Make the tree with `tensors`, in flattening order, where its own tensors were; `change` maps each static."""
+        if self is LEAF:
+            return tensors[0]
+        return self._fill(iter(tensors), change)
+
+    def _fill(self, rest: Iterator[Any], change: Callable[[Any], Any]) -> Any:
+        return self.treedef.unflatten(
+            [
+                next(rest) if x is _TENSOR else x.fill(rest, change) if type(x) is _Dict else change(x)
+                for x in self.leaves
+            ]
+        )
+
+    def without_statics(self, tensors: Sequence[Any]) -> Any:
+        """Make the tree with `tensors` where its own tensors were, and None for every static."""
+        return self.fill(tensors, lambda _: None)
+
+    def statics(self) -> list[Any]:
+        """Return all leaves that are no tensors, in flattening order."""
+        return [leaf for _, leaf in self.paths() if leaf is not _TENSOR] if self.leaves else []
+
+    def tensor_paths(self) -> list[str]:
+        """Return the path of each tensor, as in `['weights'][0]`; empty for a bare tensor."""
+        return [path for path, leaf in self.paths() if leaf is _TENSOR]
+
+    def paths(self) -> list[tuple[str, Any]]:
+        """Return the path of each leaf, and the leaf; a tensor is a placeholder."""
+        numbered = self.treedef.unflatten(list(map(_Numbered, range(len(self.leaves)))))
+        pairs, _ = jax.tree_util.tree_flatten_with_path(numbered)
+        found: list[tuple[str, Any]] = []
+        for path, number in pairs:
+            start, leaf = jax.tree_util.keystr(path), self.leaves[number.index]
+            inner = leaf.paths() if type(leaf) is _Dict else [("", leaf)]
+            found += [(start + rest, x) for rest, x in inner]
+        return found
+
+
+class _Numbered:
+    """Stands for the leaf of that index."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Dict:
+    """A dict as a leaf of a skeleton: it keeps the order of its keys, which need not be sortable."""
+
+    __slots__ = ("children", "keys", "like")
+
+    def __init__(self, like: Any, keys: list[Any], children: list[Skeleton]) -> None:
+        self.like = like  # an empty dict of the same kind
+        self.keys = keys
+        self.children = children
+
+    def fill(self, rest: Iterator[Any], change: Callable[[Any], Any]) -> Any:
+        filled = self.like.copy()
+        for key, child in zip(self.keys, self.children, strict=True):
+            filled[key] = next(rest) if child is LEAF else child._fill(rest, change)
+        return filled
+
+    def paths(self) -> list[tuple[str, Any]]:
+        pairs = zip(self.keys, self.children, strict=True)
+        return [(f"[{key!r}]{path}", leaf) for key, child in pairs for path, leaf in child.paths()]
+
+
+LEAF: Final = Skeleton(jax.tree_util.tree_structure(0), [_TENSOR], 1)
+
+
+@functools.cache
+def _tuple_of(count: int) -> Skeleton:
+    return Skeleton(jax.tree_util.tree_structure((0,) * count), [_TENSOR] * count, count)
+
+
+def _is_dict(node: Any) -> bool:
+    # JAX keeps the order of an OrderedDict, and takes other subclasses for leaves.
+    return type(node) is dict or type(node) is collections.defaultdict
+
+
+def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
+    """Return the tensors of a pytree (leaves for which `predicate` holds) in flattening order, and its skeleton."""
+    if predicate(tree):
+        return [tree], LEAF
+    if type(tree) is tuple and all(map(predicate, tree)):
+        return list(tree), _tuple_of(len(tree))
+    tensors: list[Any] = []
+    return tensors, _skeleton(tree, predicate, tensors)
+
+
+def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]) -> Skeleton:
+    """Make the skeleton of a tree and append its tensors to `tensors`."""
+    if predicate(tree):
+        tensors.append(tree)
+        return LEAF
+    leaves, treedef = jax.tree_util.tree_flatten(tree, is_leaf=_is_dict)
+    before = len(tensors)
+    for i, leaf in enumerate(leaves):
+        if predicate(leaf):
+            tensors.append(leaf)
+            leaves[i] = _TENSOR
+        elif _is_dict(leaf):
+            like = leaf.copy()
+            like.clear()
+            leaves[i] = _Dict(like, list(leaf), [_skeleton(x, predicate, tensors) for x in leaf.values()])
+    return Skeleton(treedef, leaves, len(tensors) - before)
+
+
+# -- two trees beside one another ----------------------------------------------------------------------
+
+
+def first_change(before: Any, after: Any) -> str | None:
+    """Return the path at which two trees hold different objects, as in `['w']`; None if they are the same.
+
+    Leaves are compared by identity, so that nothing of an array is read.
+    """
+    pairs = [dict(_leaves_by_path(tree)) for tree in (before, after)]
+    missing = object()
+    for path in {**pairs[0], **pairs[1]}:
+        if pairs[0].get(path, missing) is not pairs[1].get(path, missing):
+            return path
+    return None
+
+
+def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
+    tensors, skeleton = tree
+    rest = iter(tensors)
+    return [(path, next(rest) if leaf is _TENSOR else leaf) for path, leaf in skeleton.paths()]
+
+
+def collect_like(entry: Any, skeleton: Skeleton, where: str, describe: Callable[[Any], str]) -> list[Any]:
+    """Lay a tree that a user returned along a skeleton: one value per tensor of it, None for zero.
+
+    None in `entry` stands for a whole subtree.
+
+    Raises:
+        ValueError: if the structures differ; it begins with `where`.
+    """
+    model = skeleton.fill([_Numbered(i) for i in range(skeleton.size)])
+    found: list[Any] = [None] * skeleton.size
+    for index, value in _aligned(entry, model, "", where, describe):
+        found[index] = value
+    return found
+
+
+def _aligned(
+    entry: Any, model: Any, path: str, where: str, describe: Callable[[Any], str]
+) -> Iterator[tuple[int, Any]]:
+    if isinstance(model, _Numbered):
+        yield model.index, entry
+        return
+    children = _children(model)
+    if entry is None or children is None:  # zero for a whole subtree; a static has no gradient
+        return
+    if len(children) == 1 and hasattr(type(model), "__jax_array__") and is_tensor(unboxed(entry)):
+        yield from _aligned(unboxed(entry), children[0][1], path, where, describe)
+        return
+    same_kind = type(entry) is type(model) or (isinstance(entry, (list, tuple)) and isinstance(model, (list, tuple)))
+    of_entry = _children(entry) if same_kind or isinstance(entry, dict) and isinstance(model, dict) else None
+    keys = [key for key, _ in children]
+    if of_entry is None or {key for key, _ in of_entry} != set(keys):
+        raise ValueError(
+            f"{where}{f', at {path}' if path else ''}: expected {type(model).__name__} with {', '.join(keys) or 'nothing'}, "
+            f"or None for zero; got {describe(entry)}"
+            + (f" with {', '.join(key for key, _ in of_entry) or 'nothing'}." if of_entry is not None else ".")
+        )
+    values = dict(of_entry)
+    for key, child in children:
+        yield from _aligned(values[key], child, path + key, where, describe)
+
+
+def _children(node: Any) -> list[tuple[str, Any]] | None:
+    """Return the keys (as they stand in a path) and the values one level below; None for a leaf."""
+    if isinstance(node, dict):
+        return [(f"[{key!r}]", value) for key, value in node.items()]
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    if jax.tree_util.treedef_is_leaf(treedef):
+        return None
+    return [(jax.tree_util.keystr(path), value) for path, value in pairs]
