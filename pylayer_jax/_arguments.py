@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._jax.types import as_arrays, has_tangent, is_ref, typeof
+from ._jax.types import as_arrays, has_tangent, is_array, is_ref, typeof
 from ._messages import source_of
 from ._trees import LEAF, Skeleton, first_change, is_tensor_or_ref, split
 
@@ -59,15 +59,20 @@ class Arguments:
         """Return the arguments of a call and its tensors as JAX arrays."""
         arguments: list[Argument] = []
         tensors: list[Any] = []
+        has_ref = False
         for name, value in values:
+            if is_array(value):  # as most arguments are
+                arguments.append(Argument(name, LEAF, len(tensors)))
+                tensors.append(value)
+                continue
             found, skeleton = split(value, is_tensor_or_ref)
             arguments.append(Argument(name, skeleton, len(tensors)))
+            found = as_arrays(found)
+            has_ref = has_ref or any(map(is_ref, found))
             tensors += found
-        tensors = as_arrays(tensors)
         result = Arguments(layer, arguments, [typeof(x) for x in tensors], n_positional, keywords)
-        refs = [is_ref(x) for x in tensors]
-        if any(refs):
-            result.ref_mask = refs
+        if has_ref:
+            result.ref_mask = [is_ref(x) for x in tensors]
         return result, tensors
 
     def names(self) -> list[str]:

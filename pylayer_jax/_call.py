@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import Arguments
-from ._context import ContextState, Kept, KeptTree, Phase, backward_context, keep
+from ._context import ContextState, Kept, KeptTree, Phase, PyLayerContext, backward_context, keep
 from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.primitives import batch_axis_to_front
 from ._jax.tracers import is_staging, surroundings
-from ._jax.types import as_array
+from ._jax.types import as_array, is_array
 from ._messages import add_note, describe, innermost, plural, source_of
 from ._outputs import Outputs
 from ._trees import Skeleton, is_tensor
@@ -65,10 +65,10 @@ class LayerCall:
         """The class, and where its `forward` is defined; JAX's errors name staged code by it."""
         return source_of(self.name, self.layer.forward)
 
-    def scope(self, method: str) -> contextlib.AbstractContextManager[Any]:
+    def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
         """Name the operations of a method `Tanh/forward` in compiled programs and profiles."""
         # An operation of eager mode is compiled by itself, without the scopes around it.
-        return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staging() else _null_context
+        return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
     # -- forward ---------------------------------------------------------------------------------------
 
@@ -77,23 +77,37 @@ class LayerCall:
         __tracebackhide__ = True
         return self.record(self.layer._forward_with_ctx(), tensors, needs)
 
-    def record(self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run a function of the context and the arguments as `forward`."""
+    def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
+        """Run `forward` where nothing is differentiated, and return its outputs as it returned them."""
         __tracebackhide__ = True
-        layer, arguments = self.layer, self.arguments
-        state = ContextState(self.name, Phase.FORWARD, lambda: arguments.needs(needs), tensors)
-        ctx = layer._context(state)
+        ctx, result = self._call_forward(self.layer._forward_with_ctx(), tensors, [False] * len(tensors), False)
+        if is_array(result) and not ctx._state.must_return:  # nearly always
+            return result
+        kept, outputs, _ = keep(ctx, result, self.layer)
+        return kept.outputs.skeleton.fill(outputs)
+
+    def record(self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
+        """Run a function of the context and the arguments as `forward`, and record what it keeps."""
+        __tracebackhide__ = True
+        ctx, result = self._call_forward(forward, tensors, needs, is_staging())
+        run = Run(*keep(ctx, result, self.layer))
+        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
+        return run
+
+    def _call_forward(
+        self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
+    ) -> tuple[PyLayerContext, Any]:
+        __tracebackhide__ = True
+        state = ContextState(self.name, Phase.FORWARD, lambda: self.arguments.needs(needs), tensors)
+        ctx = self.layer._context(state)
         try:
-            with self.scope("forward"):
-                result = arguments.call("forward", forward, ctx, tensors)
+            with self.scope("forward", is_staged):
+                return ctx, self.arguments.call("forward", forward, ctx, tensors)
         except Exception as error:
             add_note(error, self.name, "forward")
             raise
         finally:
             state.phase = Phase.RETURNED
-        run = Run(*keep(ctx, result, layer))
-        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
-        return run
 
     def closed_over_error(self) -> Exception:
         """Make the error for a differentiated value that `forward` reaches other than by an argument."""
@@ -112,9 +126,17 @@ class LayerCall:
     # -- backward --------------------------------------------------------------------------------------
 
     def run_backward(
-        self, kept: Kept, residuals: Sequence[Any], needs: Sequence[bool], cotangents: Sequence[Any]
+        self,
+        kept: Kept,
+        residuals: Sequence[Any],
+        needs: Sequence[bool],
+        cotangents: Sequence[Any],
+        is_transposed: bool = False,
     ) -> list[Any]:
-        """Return gradients of all tensors of the call by `backward`; None is a zero cotangent or gradient."""
+        """Return gradients of all tensors of the call by `backward`; None is a zero cotangent or gradient.
+
+        `is_transposed`: whether JAX transposes what `backward` computes, in place of differentiating it.
+        """
         __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
         cotangents = [
@@ -128,12 +150,13 @@ class LayerCall:
             cotangents = _conjugated(cotangents)
         given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
+        backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         around = surroundings()
         # In a first derivative in eager mode a `jax.custom_vjp` is faster, and each user context compiles anew.
         may_be_transposed = around.is_staged or around.is_differentiated
         try:
-            with in_backward(True) if may_be_transposed else _null_context, self.scope("backward"):
-                result = layer.backward(ctx, *given)
+            with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", around.is_staged):
+                result = backward(ctx, *given)
         except Exception as error:
             count = len(outputs.groups)
             expected = (
@@ -159,7 +182,7 @@ class LayerCall:
         ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         try:
-            with self.scope("jvp"):
+            with self.scope("jvp", is_staging()):
                 result = jvp(ctx, *given)
         except Exception as error:
             names = self.arguments.names()
@@ -219,7 +242,7 @@ class LayerCall:
             return self.layer.vmap(VmapInfo(axis.size, "error"), in_dims, *args, **kwargs)
 
         try:
-            with self.scope("vmap"):
+            with self.scope("vmap", is_staging()):
                 result = arguments.call("vmap", vmap, None, tensors)
         except Exception as error:
             add_note(error, self.name, "vmap")

@@ -16,7 +16,7 @@ from ._context import PyLayerContext
 from ._declarations import check_declarations
 from ._errors import NoForwardModeError
 from ._jax.rule_function import apply, forbid_derivative
-from ._jax.tracers import is_differentiated, is_in_forward_mode, is_unknown, nothing_is_traced, surroundings
+from ._jax.tracers import is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced, surroundings
 from ._layer_rule import Application, EagerLayer, front_of, ref_error
 
 
@@ -169,10 +169,7 @@ class PyLayer:
         __tracebackhide__ = True
         arguments, tensors = bind(cls.__qualname__, cls._forward_with_ctx(), args, kwargs)
         call = LayerCall(cls, arguments)
-        if nothing_is_traced():
-            run = call.run_forward(tensors, [False] * len(tensors))
-            return run.kept.outputs.skeleton.fill(run.outputs)
-        return _apply_traced(call, tensors)
+        return call.run_undifferentiated(tensors) if nothing_is_traced() else _apply_traced(call, tensors)
 
 
 def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
@@ -188,6 +185,8 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     """
     __tracebackhide__ = True
     layer, around = call.layer, surroundings()
+    if not (around.is_staged or around.is_differentiated or any(map(is_tracer, tensors))):
+        return call.run_undifferentiated(tensors)  # jax.vmap does not map the arguments
     call.pair = _hooks.pair_to_pack_with()
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer._has_forward_mode() or in_backward.value

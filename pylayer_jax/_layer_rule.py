@@ -82,15 +82,16 @@ class LayerMap(LinearMap):
         self.name = call.name
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
 
-    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
         """Return gradients of all inputs from cotangents of all outputs."""
         __tracebackhide__ = True
         unpacked = self._unpacked(residuals, cotangents)
-        return self.call.run_backward(self.kept, unpacked, self.needs, cotangents)
+        return self.call.run_backward(self.kept, unpacked, self.needs, cotangents, is_transposed)
 
-    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
         __tracebackhide__ = True
-        return select(self.gradients(residuals, scatter(cotangents, self.kept.outputs.has_tangent)), self.needs)
+        full = scatter(cotangents, self.kept.outputs.has_tangent)
+        return select(self.gradients(residuals, full, is_transposed), self.needs)
 
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -102,14 +103,15 @@ class LayerMap(LinearMap):
 
         def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
             __tracebackhide__ = True
-            gradients = self.pull(residuals, cotangents)
+            gradients = self.pull(residuals, cotangents, is_transposed=True)
             nonzero = [g is not None for g in gradients]
             return select(gradients, nonzero), nonzero
 
         try:
             jaxpr, consts, nonzero = stage(nonzero_gradients, self.types, f"backward of {call.name}")
             args = [*consts, *[None] * len(self.types)]
-            found = transpose_jaxpr(f"{call.name}.backward", jaxpr, args, select(tangents, nonzero))
+            given = select(tangents, nonzero)
+            found = transpose_jaxpr(f"{call.name}.backward", jaxpr, args, given, "its cotangents")
         except NEEDS_VALUES as error:
             self._check_declared()
             error.add_note(
@@ -368,11 +370,10 @@ class EagerLayer(RuleFunction):
         except NEEDS_VALUES as error:
             raise host_code_error(self.call, error, primals) from error
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         __tracebackhide__ = True
         if self.call.layer._has_vmap_method() and any(d is not None for d in dims):
-            batched = EagerBatch(self, axis, dims)
-            return batched, [], batched.out_dims
+            return EagerBatch(self, axis, dims), [], None
         staged, consts = stage_layer(self.call, self.call.arguments.types)
         batched, more, out_dims = staged.batch(axis, [*(None for _ in consts), *dims], [*map(typeof, consts), *types])
         return batched, [*more, *consts], out_dims
@@ -383,12 +384,14 @@ class EagerBatch(RuleFunction):
 
     def __init__(self, inner: EagerLayer, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.dims, self.name = inner, axis, list(dims), inner.name
-        self.out_dims: list[Any] = []
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
-        values = self.inner.call.run_vmap(self.axis, self.dims, as_arrays(args))
-        self.out_dims[:] = [0] * len(values)
+        call = self.inner.call
+        values = call.run_vmap(self.axis, self.dims, as_arrays(args))
+        with contextlib.suppress(*NEEDS_VALUES):  # of host code, the outputs for one example are not known
+            expected, _ = stage_layer(LayerCall(call.layer, call.arguments), call.arguments.types)
+            call.check_batch(self.axis, values, expected.kept.outputs.types)
         return values
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:

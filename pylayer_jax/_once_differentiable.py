@@ -50,10 +50,11 @@ def once_differentiable(backward: Method) -> Method:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
         # The inputs are checked, and not the outputs, so that the error comes before any host code runs.
-        saved, attributes = forbid(args[first]._contents())
+        (saved, attributes), cotangents = forbid((args[first]._contents(), args[first + 1 :]))
         ctx = args[first]._with_contents(saved, attributes)
-        return backward(*args[:first], ctx, *forbid(args[first + 1 :]))
+        return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded
+    decorated.undecorated = backward
     decorated.second_derivative_error = second_derivative_error
     return decorated

@@ -1,7 +1,31 @@
-"""Stub while the hooks are built (helper: replace this file)."""
-import contextlib
-def pair_to_pack_with(): return None
-def layers_pack_themselves(): return contextlib.nullcontext()
-def pack(*a): raise NotImplementedError
-class saved_tensors_hooks: ...
-class disable_saved_tensors_hooks: ...
+"""Saved-tensor hooks: packing the tensors that are kept for backward.
+
+- `pair`: a pair of hooks, of one step or more, and what it is compared by.
+- `host`: hooks that run on the host, and what compiled programs hold for them.
+- `active`: the blocks that are open in this thread.
+- `pack_array`: packing one tensor.
+- `derive`: which tensors follow from others that are kept.
+- `residuals`: packing all residuals of a layer or an operation.
+- `operations`: the trace that meets every operation of a block, and one operation as a function with its rule.
+- `block`: `saved_tensors_hooks` itself.
+
+A layer packs its own saved tensors with `pack`, by the pair that `pair_to_pack_with` returned where it was applied.
+"""
+
+from .active import hooks_suspended, layers_pack_themselves, pair_to_pack_with
+from .block import disable_saved_tensors_hooks, saved_tensors_hooks
+from .pack_array import PACK_SCOPE
+from .pair import TensorInfo
+from .residuals import PackedResiduals, pack
+
+__all__ = [
+    "PACK_SCOPE",
+    "PackedResiduals",
+    "TensorInfo",
+    "disable_saved_tensors_hooks",
+    "hooks_suspended",
+    "layers_pack_themselves",
+    "pack",
+    "pair_to_pack_with",
+    "saved_tensors_hooks",
+]

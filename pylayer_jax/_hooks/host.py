@@ -180,6 +180,10 @@ def _batch(function: _HostFunction, axis: Any, args: Sequence[Any], dims: Sequen
     is_batched = [d is not None for d in dims]
     batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
+    if not batches:  # the axis has a name
+        values = _host_call_p.bind(*args, held=function)
+        return values, [None] * len(values)
+
     def one(xs: Sequence[Any]) -> Any:
         return _host_call_p.bind(*merge(is_batched, xs, args), held=function)
 

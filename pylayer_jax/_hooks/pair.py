@@ -38,6 +38,14 @@ class Step(NamedTuple):
     name: str = ""  # in a chain, for messages
 
 
+def reference(value: Any) -> Callable[[], Any]:
+    """Return a weak reference to an array; JAX has numbers without, which are held."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
+
+
 class WeakTable:
     """A table whose keys are objects, by identity. It holds no key."""
 

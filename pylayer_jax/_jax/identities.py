@@ -7,8 +7,11 @@ from typing import Any
 
 import jax
 
+from .imports import partial_eval
 from .jaxprs import stage
-from .rule_function import RuleFunction, Values, apply
+from .masks import merge, select
+from .primitives import object_of_params
+from .rule_function import RuleFunction, Values, apply, rule_function_p
 from .types import typeof
 
 
@@ -38,6 +41,18 @@ def barrier(values: Sequence[Any]) -> Values:
     `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for that.
     """
     return apply(_Barrier("barrier", values), values)
+
+
+def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """Keep values that JAX knows apart from those that it transposes for: a barrier that mixes them is not linear."""
+    unknown = [not tracer.is_known() for tracer in tracers]
+    if not isinstance(object_of_params(params), _Barrier) or all(unknown) or not any(unknown):
+        return trace.default_process_primitive(rule_function_p, tracers, params)
+    known = [x.pval.get_known() for x in tracers if x.is_known()]
+    return merge(unknown, barrier(select(tracers, unknown)), merge([not u for u in unknown], known, tracers))
+
+
+partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
 
 
 class _WithTangent(_Identity):

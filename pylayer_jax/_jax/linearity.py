@@ -266,8 +266,12 @@ _RULES |= {"cond": _cond, "scan": _scan, "while": _while}
 # -- the transpose ------------------------------------------------------------------------------------------
 
 
-def transpose_jaxpr(name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+def transpose_jaxpr(
+    name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any], inputs: str = "its arguments"
+) -> list[Any]:
     """Transpose a jaxpr in the arguments that are None: return their cotangents from those of the outputs.
+
+    Errors call the jaxpr `name`, and the arguments that are None `inputs`.
 
     Raises:
         NotLinearError: if the jaxpr is not proved to be linear in them, or if JAX cannot transpose it.
@@ -278,7 +282,7 @@ def transpose_jaxpr(name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequ
         return [None] * len(args)
     jaxpr = jaxpr.replace(outvars=select(jaxpr.outvars, used))
     if reason := why_not_linear(jaxpr, is_input):
-        raise NotLinearError(f"{name} is not linear, as {reason}.")
+        raise NotLinearError(f"{name} is not linear in {inputs}, as {reason}.")
 
     def linear(*values: Any) -> list[Any]:
         __tracebackhide__ = True

@@ -102,7 +102,11 @@ def _object(key: Any) -> Any:
 
 def object_of(equation: Any) -> Any:
     """Return the object that an equation of an `ObjectPrimitive` holds."""
-    return _object(equation.params["held"])
+    return object_of_params(equation.params)
+
+
+def object_of_params(params: dict[str, Any]) -> Any:
+    return _object(params["held"])
 
 
 # -- batch axes --------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ This module knows nothing of layers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -63,8 +64,14 @@ class RuleFunction:
         """Return cotangents of the operands that are None, where the function is linear in these."""
         raise TypeError(f"{self.name} cannot be transposed.")
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        """Return the function of a batch, the values that it closes over (its first operands), and its out axes."""
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        return lower_jaxpr(context, self.jaxpr, *args)
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+        """Return the function of a batch, the values that it closes over (its first operands), and its out axes.
+
+        None for the out axes means that all values have the batch axis in front.
+        """
         batched = BatchedFunction(self, axis, dims)
         consts = batched.stage(types)
         return batched, consts, batched.out_dims
@@ -150,9 +157,10 @@ def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]
 def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
     batched, consts, out_dims = function.batch(axis, dims, [typeof(x) for x in args])
-    if all(d is None for d in (*dims, *out_dims)):  # the axis has a name, and the function does not use it
-        return apply(function, args), out_dims
-    return apply(batched, [*consts, *args]), out_dims
+    if out_dims is not None and all(d is None for d in (*dims, *out_dims)):
+        return apply(function, args), out_dims  # the axis has a name, and the function does not use it
+    values = apply(batched, [*consts, *args])
+    return values, [0] * len(values) if out_dims is None else out_dims
 
 
 rule_function_p.register(
@@ -161,7 +169,7 @@ rule_function_p.register(
     jvp=_jvp,
     batch=_batch,
     transpose=lambda function, args, cotangents: function.transpose(args, cotangents),
-    lower=lambda function, context, *args: lower_jaxpr(context, function.jaxpr, *args),
+    lower=lambda function, context, *args: function.lower(context, args),
 )
 
 
@@ -277,17 +285,21 @@ linear_map_p.register(
 
 
 class Forbidden(RuleFunction):
-    """The identity, whose derivative is an error. It is linear, so that it can be transposed."""
+    """The identity, whose derivative is an error."""
 
     def __init__(self, types: Sequence[Any], error: Callable[[], Exception]) -> None:
-        self.name, self.error = "forbid_derivative", error
-        self.jaxpr, _, _ = stage(lambda *xs: (list(xs), None), types, self.name)
+        self.name, self.error, self.jaxpr = "forbid_derivative", error, _identity(tuple(types))
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         raise self.error()
 
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return list(cotangents)
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        return args
+
+
+@functools.lru_cache(maxsize=256)
+def _identity(types: tuple[Any, ...]) -> Any:
+    return stage(lambda *xs: (list(xs), None), types, "forbid_derivative")[0]
 
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:

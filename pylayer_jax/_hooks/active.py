@@ -1,0 +1,141 @@
+"""The blocks of hooks that are open in this thread."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import sys
+import threading
+from collections.abc import Generator
+from typing import Any, Final
+
+import jax
+
+from pylayer_jax._jax.imports import set_current_trace
+from pylayer_jax._jax.tracers import current_trace, trace_below
+
+from .pair import Pair
+
+SUSPENDED: Final = "suspended"  # the active value where an operation around the running code packs what is kept
+
+# The innermost block. Part of the key of every cache of JAX, so that a function is traced again if it was compiled
+# without hooks, or with other hooks. Local to the thread.
+active: Final = jax.make_user_context(None)
+
+# The blocks that this asyncio task has entered, or inherited from the task that made it.
+_entered: Final[contextvars.ContextVar[tuple[Block, ...]]] = contextvars.ContextVar("entered", default=())
+
+
+class Disabled:
+    """The value of a block in which it is an error to enter a pair."""
+
+    def __init__(self, message: str) -> None:
+        self.message = message
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Disabled) and self.message == other.message
+
+    def __hash__(self) -> int:
+        return hash(self.message)
+
+
+class Block:
+    """One entry of a `with` block. For JAX's caches, blocks of equal pairs are equal."""
+
+    def __init__(self, value: Pair | Disabled) -> None:
+        self.value = value
+        self.is_left = False
+        self._task = _current_task()
+        self._thread = threading.get_ident()
+        self._contexts = contextlib.ExitStack()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Block) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash(self.value)
+
+    def enter(self, trace: Any = None) -> Block:
+        """Make this the innermost block; with a trace, the one that meets its operations."""
+        self._contexts.enter_context(active(self))
+        if trace is not None:
+            self._contexts.enter_context(set_current_trace(trace))
+        _entered.set((*_entered.get(), self))
+        return self
+
+    def leave(self) -> None:
+        """Restore the block around this one.
+
+        Raises:
+            RuntimeError: if this is not the innermost block of this thread. It is over all the same.
+        """
+        self.is_left, self._task = True, None
+        _entered.set(tuple(block for block in _entered.get() if block is not self))
+        innermost = active.value
+        if innermost is not self:
+            if isinstance(innermost, Block) and innermost.is_of_another_task():
+                raise innermost.other_task_error()
+            raise RuntimeError(
+                "a block of saved_tensors_hooks was left in another thread or another order than it was entered, which "
+                "a generator may do. Leave a block where it was entered, the innermost one first."
+            )
+        while isinstance(block := active.value, Block) and block.is_left and block._thread == threading.get_ident():
+            block._contexts.close()
+
+    def is_mine(self) -> bool:
+        """Return whether this thread and this asyncio task entered the block."""
+        return self._thread == threading.get_ident() and not self.is_of_another_task()
+
+    def is_of_another_task(self) -> bool:
+        """Return whether another asyncio task entered the block, and this one was not made inside it."""
+        is_mine = any(block is self for block in _entered.get()) or self._task is _current_task()
+        return self._task is not None and not is_mine
+
+    def other_task_error(self) -> RuntimeError:
+        met = _current_task()
+        here = "code outside of any task" if met is None else f"the asyncio task {met.get_name()!r}"
+        return RuntimeError(
+            f"a block of saved_tensors_hooks that the asyncio task {self._task.get_name()!r} entered is still open, and "
+            f"{here} runs in the same thread. A block belongs to the thread, so that it would pack what other tasks "
+            "save. Leave the block before each await, or give the tasks threads of their own (asyncio.to_thread)."
+        )
+
+
+def _current_task() -> Any:
+    asyncio = sys.modules.get("asyncio")  # without the import there is no task
+    try:
+        return None if asyncio is None else asyncio.current_task()
+    except RuntimeError:  # no event loop runs
+        return None
+
+
+def innermost_block() -> Block | None:
+    """Return the innermost open block of this thread, if hooks are not suspended.
+
+    Raises:
+        RuntimeError: if another asyncio task entered it.
+    """
+    block = active.value
+    if not isinstance(block, Block) or block.is_left:
+        return None
+    if block.is_of_another_task():
+        raise block.other_task_error()
+    return block
+
+
+def pair_to_pack_with() -> Pair | None:
+    """Return the pair that packs what is saved here; None if there is none, or it is disabled or suspended."""
+    block = innermost_block()
+    return block.value if block is not None and isinstance(block.value, Pair) else None
+
+
+def hooks_suspended() -> contextlib.AbstractContextManager[None]:
+    """Pack nothing in here: the caller packs, or runs a hook."""
+    return active(SUSPENDED)
+
+
+@contextlib.contextmanager
+def layers_pack_themselves() -> Generator[None]:
+    """Apply a layer in the trace below that of a block, which would take the layer for an operation."""
+    with set_current_trace(trace_below(current_trace())):
+        yield

@@ -1,0 +1,276 @@
+"""`saved_tensors_hooks` and `disable_saved_tensors_hooks`."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+
+import numpy as np
+
+from pylayer_jax._messages import plural
+
+from .active import Block, Disabled, active, pair_to_pack_with
+from .operations import enter_block
+from .pair import MOVES, Hook, Pair, Step, TensorInfo, key_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+_TAKES = {
+    "pack_hook": "the tensor that is saved, and returns what is kept of it",
+    "unpack_hook": "the value that pack_hook returned, and returns the tensor",
+    "only": "a tensor (or a tensor, and where it comes from), and returns whether it is packed",
+}
+
+
+def _misfit(hook: Callable[..., Any], n_arguments: int = 1) -> TypeError | None:
+    """Return why a function cannot be called with so many arguments; None if it can, or if that cannot be known."""
+    try:
+        # A decorator of Python may change the arguments.
+        signature = inspect.signature(hook, follow_wrapped=not inspect.isfunction(hook))
+    except (TypeError, ValueError):  # an object of C
+        return None
+    try:
+        signature.bind(*[None] * n_arguments)
+    except TypeError as error:
+        return error
+    return None
+
+
+def check_hooks(owner: str, **functions: Any) -> None:
+    """Check that hooks are functions that take what they are given.
+
+    Raises:
+        TypeError: if one is not.
+    """
+    for name, hook in functions.items():
+        if not callable(hook):
+            raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
+        misfit = _misfit(hook)
+        if misfit is not None and not (name == "only" and _misfit(hook, 2) is None):
+            raise TypeError(f"{owner}: {name} takes one argument, {_TAKES[name]}; {hook!r} does not: {misfit}.")
+
+
+def predicate(only: Callable[..., Any] | None) -> Callable[[Any, TensorInfo], Any] | None:
+    """Return a predicate of (array, info) for one of an array alone, or of both."""
+    if only is None:
+        return None
+    takes_info = not isinstance(only, type) and _misfit(only) is not None
+    return only if takes_info else lambda array, _: only(array)
+
+
+def _shown(value: Any) -> str:
+    """Return an argument in one line; a function or a dtype by its name."""
+    name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
+    return " ".join(repr(value).split()) if name is None else str(name)
+
+
+def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[str, Any]) -> saved_tensors_hooks:
+    return kind(*args, **kwargs)
+
+
+class _PairClass(abc.ABCMeta):
+    """The class of the classes of pairs: `with quantize_saved:` enters a class, and is an error that says so."""
+
+    if not TYPE_CHECKING:  # a type checker flags it
+
+        def __enter__(cls) -> None:
+            raise TypeError(f"{cls.__name__} in `with` is the class. Make a pair of it: with {cls.__name__}(...):")
+
+        def __exit__(cls, *_: object) -> None: ...
+
+
+class _MadeWith(metaclass=_PairClass):
+    """Remembers the arguments of `__init__`, also those of a subclass.
+
+    A base of its own: where a class has both, `inspect.signature` reads `__new__` and not `__init__`.
+    """
+
+    _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self._made_with = (args, kwargs)
+        return self
+
+
+class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and torch
+    """Pack the tensors that are saved for backward inside a block or a function, and unpack them for backward.
+
+        def pack(x):
+            return x.astype(jnp.bfloat16)
+
+        def unpack(packed):
+            return packed.astype(jnp.float32)
+
+        def loss(w, x):
+            with saved_tensors_hooks(pack, unpack):
+                return jnp.sum(jnp.tanh(x @ w))
+
+        jax.grad(loss)(w, x)
+
+    The pair reaches every tensor that `save_for_backward` saves in a layer, and the residuals of every JAX operation in
+    the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once, and
+    one that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around the
+    differentiated code: inside the function that `jax.grad` gets, or around a function that is decorated. A block
+    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, but not its plain
+    operations, because JAX does not show them. `repr` of a pair tells how many tensors it has packed: none if the block
+    stands in the wrong place, or around a program that was compiled in a block of an equal pair.
+
+    In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
+    the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
+    like any other code; with `host=True` they run on the host, with NumPy arrays.
+
+    Derivatives of every order treat pack and unpack as the identity, as torch does; tensors that only a second
+    derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
+    differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Forward mode
+    passes through a block; in staged code it may read tensors that were packed and unpacked. Arrays on `ctx`
+    attributes, constants and PRNG keys are not packed.
+
+    A block belongs to the thread: leave it before each `await`. A copied or unpickled object is a new one, made with
+    the same arguments.
+
+    Args:
+        pack_hook: from a tensor to anything: JAX keeps arrays in any pytree; other objects are held by reference.
+        unpack_hook: from the result of `pack_hook` to a tensor of the same shape and dtype. It is called when
+            `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the weak
+            type and the sharding.
+        host: run both hooks on the host, with NumPy arrays, also in compiled programs; a program for several devices
+            gathers each tensor for that. In eager mode the result of `pack_hook` is dropped with the function that
+            `jax.vjp` returned; in a compiled program after its use, when the same place of the program packs again, on
+            `close()`, or with the program. Not under `jax.checkpoint`, which refuses effects.
+        differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
+            cast, a transfer; not rounding).
+        only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`), or of
+            an array and where it comes from: `info.layer`, `info.operation`, `info.name`. A tensor for which it is
+            False is not packed: JAX keeps it as without hooks.
+
+    Raises:
+        TypeError: for hooks that are not callable or do not take one argument, and for a hook that needs values in
+            traced code without `host`.
+        ValueError: if `unpack_hook` returns another shape or dtype.
+        RuntimeError: on entry, inside `disable_saved_tensors_hooks`; on exit, without an entry; and for a layer or an
+            operation in the block of another asyncio task.
+    """
+
+    def __init__(
+        self,
+        pack_hook: Hook,
+        unpack_hook: Hook,
+        *,
+        host: bool = False,
+        differentiable: bool = False,
+        only: Callable[..., Any] | None = None,
+    ) -> None:
+        given = {} if only is None else {"only": only}
+        check_hooks(type(self).__name__, pack_hook=pack_hook, unpack_hook=unpack_hook, **given)
+        self._set_up([Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(only), self._pack_part)])
+
+    # What a ready pair says of its hooks.
+    _keeps = MOVES  # which code keeps its error in proportion
+    _packs_arguments = True  # what came into a block from outside
+    _pack_part: Hook | None = None  # packs an array that a pair before it in a chain made
+    _is_last = False  # nothing can follow it in a chain
+
+    def _set_up(self, steps: Sequence[Step], only: Callable[..., Any] | None = None) -> None:
+        args, kwargs = self._made_with
+        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound.apply_defaults()
+        self._steps = tuple(steps)
+        self._open: list[Block] = []
+        self._was_entered = False
+        self._pair = Pair(
+            steps,
+            self._key(bound),
+            only=predicate(only),
+            keeps=self._keeps,
+            packs_arguments=self._packs_arguments,
+        )
+
+    def _key(self, bound: inspect.BoundArguments) -> Any:
+        """Return what jit compares pairs by: the class, and the arguments that it was made with."""
+        return type(self), tuple((name, key_of(x)) for name, x in bound.arguments.items() if name != "kwargs")
+
+    def __repr__(self) -> str:
+        args, kwargs = self._made_with
+        made = inspect.signature(type(self)).bind(*args, **kwargs)
+        made.apply_defaults()
+        shown = [f"{name}={_shown(x)}" for name, x in made.arguments.items() if x is not None and x is not False]
+        text = f"{type(self).__name__}({', '.join(shown)})"
+        if not self._was_entered:
+            return text
+        n_packed = self._pair.n_packed
+        traced = f", {n_packed[True]} of them traced" if n_packed[True] else ""
+        return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{traced}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Open blocks belong to a thread, and what programs hold belongs to a process: a copy has neither.
+        return _make, (type(self), *self._made_with)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Return `function` with a block around its code."""
+        if not callable(function):
+            raise TypeError(f"{type(self).__name__} decorates a function, got {function!r}. Or use it in `with`.")
+        if any(test(function) for test in _RUNS_LATER):
+            raise TypeError(
+                f"{type(self).__name__} decorates a function that runs when it is called, and {function!r} runs later. "
+                "Put `with` around what is differentiated inside of it."
+            )
+
+        @functools.wraps(function)
+        def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
+            __tracebackhide__ = True
+            with self:
+                return function(*args, **kwargs)
+
+        return hooked
+
+    def __enter__(self) -> Self:
+        block = active.value
+        if isinstance(block, Block) and isinstance(block.value, Disabled) and not block.is_of_another_task():
+            raise RuntimeError(block.value.message)
+        self._was_entered = True
+        self._pair.store.add_owner(self)
+        self._open.append(enter_block(self._pair))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+        __tracebackhide__ = True
+        # One object may be entered by several threads and tasks.
+        blocks = [block for block in self._open if block.is_mine()] or self._open
+        if not blocks:
+            raise RuntimeError(f"{type(self).__name__}: __exit__ without __enter__. Use `with`, which calls both.")
+        block = blocks[-1]
+        self._open = [other for other in self._open if other is not block]
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
+            block.leave()
+
+    def close(self) -> None:
+        """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails.
+
+        Equal pairs share what they hold, until the last one that was entered and is still there is closed. Without
+        `close`, a program holds what its last run packed until it runs again, or until JAX lets it go. That the pair is
+        collected drops nothing, since JAX returns from a call before the program has run.
+        """
+        self._pair.store.close(self)
+
+
+@contextlib.contextmanager
+def disable_saved_tensors_hooks(message: str) -> Generator[None]:
+    """Make it an error to enter a pair of hooks inside a block or a decorated function.
+
+    Raises:
+        RuntimeError: with `message`, if a pair is entered inside, or is active outside.
+    """
+    if pair_to_pack_with() is not None:
+        raise RuntimeError(message)
+    block = Block(Disabled(message)).enter()
+    try:
+        yield
+    finally:
+        block.leave()

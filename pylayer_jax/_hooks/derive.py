@@ -1,0 +1,204 @@
+"""Which tensors follow from others that are kept, so that they are computed again and not packed.
+
+An operation leaves residuals such as y and 1 - y of a tanh, the zeros of a selection, or a mask as large as what it
+masks. A recorder sees the equations of the forward pass of one operation, and `follow` walks back through those that
+keep the error of a packed value in proportion. For `y * y * 3` of a kept y:
+
+    code = [mul (root 0, root 0), mul (step 0, 3.0)]        roots = [y]
+
+A comparison of floating-point numbers is never computed again from a packed value: `x == max(x)` would become False
+everywhere. tests: test_derived.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
+from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, with_users_line
+from pylayer_jax._jax.tracers import PassThroughTrace, is_tracer
+from pylayer_jax._jax.types import typeof
+
+from .pair import OFFSETS, SCALES
+
+MOVE_NAMES: Final = frozenset(
+    ("broadcast_in_dim", "copy", "copy_p", "expand_dims", "iota", "reshape", "rev", "squeeze", "transpose")
+)
+_OF_INTEGERS: Final = frozenset(("add", "and", "eq", "ge", "gt", "le", "lt", "mul", "ne", "not", "or", "sub", "xor"))
+_LONGEST_OPENED: Final = 8  # equations; a longer jitted function stays one operation
+
+
+class Origin(NamedTuple):
+    """The equation that made a value."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: Sequence[Any]
+    value: Any  # held, so that its id stays its own
+
+
+class Recorder(PassThroughTrace):
+    """Binds operations to the trace below, and remembers what made the result of each one that has one."""
+
+    __slots__ = ("origins",)
+
+    def __init__(self, parent_trace: Any) -> None:
+        super().__init__(parent_trace)
+        self.origins: dict[int, Origin] = {}  # by the identity of the value
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        if primitive.name == "jit" and (opened := small_jaxpr(params)) is not None:
+            with set_current_trace(self):
+                return eval_jaxpr(*opened, *tracers)
+        with set_current_trace(self.parent_trace):
+            result = primitive.bind(*tracers, **params)
+        if not primitive.multiple_results and not any(result is x for x in tracers):
+            self.origins[id(result)] = Origin(primitive, params, tracers, result)
+        return result
+
+
+def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """Return the jaxpr and constants of a small jitted function, such as those of jax.numpy; None for another one."""
+    jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
+    is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not any(inner_jaxprs(e.params) for e in jaxpr.eqns)
+    return (with_users_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
+
+
+# -- code ----------------------------------------------------------------------------------------------
+
+ROOT, STEP, CONSTANT = range(3)
+
+
+class Instruction(NamedTuple):
+    """One equation of a code; each input is (ROOT or STEP, an index), or (CONSTANT, a number)."""
+
+    primitive: Any
+    params: dict[str, Any]
+    inputs: Sequence[tuple[int, Any]]
+
+    def moved(self, root_of: Sequence[tuple[int, Any]], n_before: int) -> Instruction:
+        """Return the instruction with other inputs for roots, behind `n_before` other instructions."""
+        inputs = [
+            root_of[x] if kind == ROOT else (kind, x + n_before if kind == STEP else x) for kind, x in self.inputs
+        ]
+        return Instruction(self.primitive, self.params, inputs)
+
+
+Code = Sequence[Instruction]
+
+
+def evaluate(code: Code, roots: Sequence[Any]) -> Any:
+    """Return what a code computes from its roots: the first root if the code is empty."""
+    values: list[Any] = []
+    for primitive, params, inputs in code:
+        operands = [roots[x] if kind == ROOT else values[x] if kind == STEP else x for kind, x in inputs]
+        result = primitive.bind(*operands, **params)
+        values.append(result[0] if primitive.multiple_results else result)
+    return values[-1] if values else roots[0]
+
+
+def follow(
+    tensor: Any,
+    origins: dict[int, Origin],
+    is_known: Callable[[Any], bool],
+    is_constant: Callable[[Any], bool],
+    keeps: int,
+) -> tuple[Code, list[Any]]:
+    """Return the code of a tensor and the values that it begins with, of which as many as possible are known.
+
+    The code is empty if nothing is known of the tensor.
+    """
+    roots: list[Any] = []
+    made: list[Origin] = []
+    _follow_back(tensor, origins, is_known, is_constant, keeps, roots, made)
+
+    def reference(x: Any) -> tuple[int, Any]:
+        for kind, values in ((ROOT, roots), (STEP, [origin.value for origin in made])):
+            for i, value in enumerate(values):
+                if value is x:
+                    return kind, i
+        return CONSTANT, x
+
+    return [Instruction(o.primitive, o.params, [reference(x) for x in o.inputs]) for o in made], roots
+
+
+# Not a nested function: one that calls itself is a reference cycle, which would hold the arrays for a while.
+def _follow_back(
+    value: Any,
+    origins: dict[int, Origin],
+    is_known: Callable[[Any], bool],
+    is_constant: Callable[[Any], bool],
+    keeps: int,
+    roots: list[Any],
+    made: list[Origin],
+) -> None:
+    """Add to `roots` what a value follows from, and to `made` what is made of them, in order."""
+    if is_constant(value) or any(value is x for x in roots) or any(value is origin.value for origin in made):
+        return
+    origin = None if is_known(value) else origins.get(id(value))
+    if origin is None or not _keeps_errors(origin, origins, keeps):
+        roots.append(value)
+        return
+    for x in origin.inputs:
+        _follow_back(x, origins, is_known, is_constant, keeps, roots, made)
+    made.append(origin)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is one number that is known, and no array that may change from one run to the next."""
+    return np.ndim(value) == 0 and not is_tracer(value)
+
+
+def _keeps_errors(origin: Origin, origins: dict[int, Origin], keeps: int) -> bool:
+    """Return whether an equation keeps the errors of its inputs in proportion."""
+    name, inputs = origin.primitive.name, origin.inputs
+    if name in MOVE_NAMES or name == "neg":
+        return True
+    if name in _OF_INTEGERS and all(map(_is_integer, inputs)):
+        return True
+    if name == "convert_element_type":
+        return _is_integer(inputs[0]) or np.can_cast(typeof(inputs[0]).dtype, origin.params["new_dtype"])
+    if (name in ("mul", "div") and keeps >= SCALES) or (name in ("add", "sub") and keeps >= OFFSETS):
+        return any(_is_constant_along_rows(x, origins) for x in (inputs[1:] if name == "div" else inputs))
+    if name == "one_minus_square":
+        return keeps >= OFFSETS
+    return keeps >= SCALES and (name == "square" or (name == "integer_pow" and origin.params["y"] in (2, 3)))
+
+
+def adds_a_number(name: str, args: Sequence[Any]) -> bool:
+    """Return whether an operation adds a scalar, so that its result may follow from a tensor that is kept."""
+    return name in ("add", "sub") and any(np.size(x) == 1 for x in args)
+
+
+def _is_integer(value: Any) -> bool:
+    dtype = typeof(value).dtype
+    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _is_constant_along_rows(value: Any, origins: dict[int, Origin]) -> bool:
+    shape = np.shape(value)
+    if not shape or shape[-1] == 1:
+        return True
+    origin = origins.get(id(value))
+    if origin is None or origin.primitive.name != "broadcast_in_dim":
+        return False
+    operand, dimensions = np.shape(origin.inputs[0]), origin.params["broadcast_dimensions"]
+    return not dimensions or dimensions[-1] != len(shape) - 1 or operand[-1] == 1
+
+
+def is_larger(values: Sequence[Any], tensor: Any) -> bool:
+    """Return whether values may take more bytes than a tensor."""
+    try:
+        return sum(_bytes(x) for x in values if typeof(x).ndim) > _bytes(tensor)
+    except jax.errors.InconclusiveDimensionOperation:  # symbols of `jax.export`
+        return True
+
+
+def _bytes(tensor: Any) -> int:
+    aval = typeof(tensor)
+    return aval.size * aval.dtype.itemsize

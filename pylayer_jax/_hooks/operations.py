@@ -1,0 +1,439 @@
+"""Plain JAX operations inside a block of hooks.
+
+A trace that stands over the current one meets every operation of the block. If an operation is, or may later be,
+differentiated, it is bound as a function whose rule is `jax.vjp` of the operation, with packed residuals:
+
+    c = sin a          becomes    c = rule_function[name=sin] a
+
+    and its derivative            c, r = sin a, cos a;  p = pack r;  tangent of c = linear_map[name=sin] p (tangent of a)
+
+An operation is anything that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
+Within it hooks are suspended: its residuals are packed once, as those of the whole. Only a staged scan, and a jitted
+function that holds one, is staged again with packing inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+
+from pylayer_jax._jax.identities import is_mark, leave_mark
+from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
+from pylayer_jax._jax.jaxprs import (
+    as_parameter,
+    has_equation,
+    inner_jaxprs,
+    jaxpr_and_consts,
+    scan_counts,
+    stage,
+)
+from pylayer_jax._jax.masks import merge, scatter, select
+from pylayer_jax._jax.primitives import object_of, vmap_over
+from pylayer_jax._jax.rule_function import BatchedFunction, LinearMap, RuleFunction, Values, apply, apply_linear, rule_function_p
+from pylayer_jax._jax.tracers import (
+    REVERSE,
+    PassThroughTrace,
+    current_trace,
+    is_differentiated,
+    is_in_reverse_mode,
+    is_staged,
+    is_unknown,
+    nothing_is_traced,
+    trace_below,
+    trace_of_primals,
+    whole_batch,
+)
+from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
+
+from .active import Block, active, hooks_suspended, innermost_block
+from .derive import CONSTANT as CONSTANT_INPUT
+from .derive import MOVE_NAMES, ROOT, Instruction, Recorder, adds_a_number, is_number, small_jaxpr
+from .pair import OFFSETS, Pair, TensorInfo, WeakTable
+from .residuals import PackedResiduals, Residual, Root, pack
+
+Bind = Callable[..., Any]
+
+# Their vjp keeps no array, so that there is nothing to pack.
+_WITHOUT_RESIDUALS: Final = MOVE_NAMES | frozenset(
+    (
+        "add", "add_any", "concatenate", "convert_element_type", "device_put", "name", "neg", "new_ref", "pad", "pcast",
+        "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
+    )
+)  # fmt: skip
+# What they make of a value that came into a block from outside still counts as such.
+_PASSING_ON: Final = MOVE_NAMES | frozenset(
+    (
+        "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
+        "stop_gradient",
+    )
+)  # fmt: skip
+_JITTED: Final = ("jit", "pjit")
+_MARK: Final = "hooks_block"  # staged code that holds a block of its own within another block
+
+# Where a value of a block comes from.
+OUTSIDE, CONSTANT, COMPUTED = range(3)
+
+
+class Operation(RuleFunction):
+    """One operation of a block, as a function whose derivative keeps packed residuals.
+
+    Its last operands are not those of the operation itself: residuals that came into the block from outside follow
+    from them.
+    """
+
+    def __init__(self, name: str, pair: Pair, run: Bind, stays: dict[int, Residual], names: Sequence[str]) -> None:
+        self.name = name
+        self._pair, self._run = pair, run
+        self._stays = stays  # how the operands at some positions are kept that are not packed
+        self._names = names  # of each operand, for `only`
+        self.jaxpr = None
+
+    def stage(self, args: Sequence[Any]) -> Values:
+        """Stage the operation, so that it may run any number of times. Returns the values that it closes over."""
+        n, types = len(self._names), [typeof(x) for x in args]
+        self.jaxpr, consts, _ = stage(lambda *args: (self._run(*args[:n]), None), types, self.name)
+        self.n_consts = len(consts)
+        return consts
+
+    def run(self, *args: Any) -> Values:
+        return self._run(*args[: len(self._names)]) if self.jaxpr is None else super().run(*args)
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        return _batch_once(self, axis, dims) if self.jaxpr is None else super().batch(axis, dims, types)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        n = self.n_consts + len(self._names)
+        nonzero = [t is not None and i < n for i, t in enumerate(tangents)]
+        given = select(tangents, nonzero)
+        if not given:
+            values = apply(self, primals)
+            return values, [None] * len(values)
+        run = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
+        if not any(is_unknown(t) or is_staged(t) for t in given):  # forward mode keeps nothing
+            with hooks_suspended():
+                values, found = jax.jvp(run, select(primals, nonzero), given)
+            return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
+        with set_current_trace(trace_below(trace_of_primals(primals))):
+            recorder = Recorder(current_trace())
+            with hooks_suspended(), set_current_trace(recorder):
+                values, pullback = jax.vjp(run, *select(primals, nonzero))
+            leaves, treedef = jax.tree_util.tree_flatten(pullback)
+            residuals = as_arrays(leaves)  # JAX keeps some constants as array types of its own
+            packed, arrays, values = pack(
+                self._pair,
+                residuals,
+                values,
+                f"the operation {self.name}, residual",
+                lambda i: TensorInfo(operation=self.name, name=self._name_of(residuals[i], primals)),
+                origins=recorder.origins,
+                known=self._known(primals),
+                operands=primals,
+            )
+        linear = _PackedPullback(self.name, packed, treedef, [typeof(x) for x in values])
+        found = apply_linear(linear, arrays, given)
+        return values, scatter(found, [has_tangent(typeof(v)) for v in values])
+
+    def _known(self, primals: Sequence[Any]) -> list[tuple[Any, Residual]]:
+        """Return the operands that are not packed, and how they are kept."""
+        args = primals[self.n_consts :]
+        found = [(x, Residual.of(x)) for x in primals[: self.n_consts]]
+        for i, residual in self._stays.items():
+            roots = [Root(None, [args[number] for number in root.arrays]) for root in residual.roots]
+            found.append((args[i], Residual(roots, residual.code)))
+        return found
+
+    def _name_of(self, residual: Any, primals: Sequence[Any]) -> str:
+        return next((name for x, name in zip(primals[self.n_consts :], self._names, strict=False) if x is residual), "")
+
+
+class _OperationOfBatch(BatchedFunction):
+    """An operation whose Python function JAX calls once, for a batch. All values are batched."""
+
+    n_consts = 0
+
+    def run(self, *args: Any) -> Values:
+        values = vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
+        self.out_dims[:] = [0] * len(values)
+        return values
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        values, found = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), 0)(list(primals), list(tangents))
+        self.out_dims[:] = [0] * len(values)
+        return values, found
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        return _batch_once(self, axis, dims)
+
+
+def _batch_once(function: RuleFunction, axis: Any, dims: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+    batched = _OperationOfBatch(function, axis, dims)
+    batched.out_dims = [0]  # of the values, as soon as the function has run
+    return batched, [], batched.out_dims
+
+
+class _PackedPullback(LinearMap):
+    """packed residuals, tangents of the operands -> tangents of the values."""
+
+    def __init__(self, name: str, packed: PackedResiduals, pullback: Any, value_types: Sequence[Any]) -> None:
+        self.name = name
+        self.n_residuals = packed.n_arrays
+        self.types = [tangent_type(t) for t in value_types if has_tangent(t)]
+        self._packed = packed
+        self._pullback = pullback  # the treedef of the function that `jax.vjp` returned
+        self._value_types = value_types
+
+    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        unpacked = self._packed.unpack(residuals, cotangents)
+        pullback = jax.tree_util.tree_unflatten(self._pullback, list(unpacked))
+        return self._call(pullback, unpacked.cotangents)
+
+    def _call(self, pullback: Any, cotangents: Sequence[Any]) -> Values:
+        given = iter(cotangents)
+        full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in self._value_types]
+        with hooks_suspended(), set_current_trace(trace_below(current_trace())):
+            return list(pullback(full))
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types)
+        pullback = jax.tree_util.tree_unflatten(self._pullback, list(self._packed.unpack(residuals, ())))
+        transposed = jax.linear_transpose(lambda *cotangents: self._call(pullback, cotangents), *types)
+        return list(transposed(list(tangents)))
+
+
+class HooksTrace(PassThroughTrace):
+    """The current trace of a block of hooks."""
+
+    __slots__ = ("block", "names", "outer", "outside", "pair", "sources")
+
+    def __init__(self, pair: Pair) -> None:
+        current = current_trace()
+        super().__init__(trace_below(current))  # only the innermost pair applies
+        self.outer = current if isinstance(current, HooksTrace) else None
+        self.pair = pair
+        self.block: Block | None = None
+        self.sources = WeakTable()  # CONSTANT or COMPUTED; of other values OUTSIDE
+        self.outside = WeakTable()  # how values follow from others that came into the block from outside
+        self.names = WeakTable()  # of `checkpoint_name`
+
+    # -- what JAX calls ------------------------------------------------------------------------------
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        def bind(*args: Any, **changed: Any) -> Any:
+            found = primitive.bind(*args, **{**params, **changed})
+            return found if primitive.multiple_results else [found]
+
+        name = primitive.name
+        shown = params["name"] if name in _JITTED or primitive is rule_function_p else _custom_name(name, params)
+        values = self._process(bind, name, tracers, params, shown or name, primitive)
+        if name == "name":
+            self.names.put(values[0], params["name"])
+        return values if primitive.multiple_results else values[0]
+
+    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
+
+    def process_custom_vjp_call(
+        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
+    ) -> Any:
+        return self._process_call("process_custom_vjp_call", (primitive, fun, fwd, bwd), tracers, params)
+
+    def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
+        def bind(*args: Any) -> Any:
+            return getattr(current_trace(), method)(*functions, args, **params)
+
+        name = functions[0].name
+        return self._process(bind, name, tracers, {}, getattr(functions[1], "__name__", name))
+
+    def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        result: Any = None  # a tree of JAX's own, which is no pytree
+
+        def bind(*args: Any) -> Any:
+            nonlocal result
+            result = current_trace().process_shard_map(primitive, fun, args, **params)
+            return list(result.vals)
+
+        values = self._process(bind, primitive.name, tracers, {}, primitive.name)
+        return result.update(values)
+
+    # -- one operation -------------------------------------------------------------------------------
+
+    def _process(
+        self,
+        bind: Bind,
+        name: str,
+        args: Sequence[Any],
+        params: dict[str, Any],
+        shown: str,
+        primitive: Any = None,
+    ) -> Values:
+        with set_current_trace(self.parent_trace):
+            if active.value is not self.block or self.block.is_left:
+                # Suspended; or a trace within this one has ended, or hands on what was packed in a block within it.
+                return bind(*args)
+            innermost_block()  # raises in another asyncio task
+            sources = list(map(self._source, args))
+            values = self._bind(bind, name, args, params, shown, sources)
+        source = _source_of_results(name, params, sources, args)
+        self.mark(values, source)
+        if source == OUTSIDE and primitive is not None and len(values) == 1 and not self.pair.packs_arguments:
+            given = [(CONSTANT_INPUT, x) if is_number(x) else (ROOT, i) for i, x in enumerate(args)]
+            parts = [self.outside.get(x) or Residual.of(x) for x in args]
+            instruction = Instruction(primitive, params, given)
+            self.outside.put(values[0], Residual.computed([instruction], parts))
+        return values
+
+    def _bind(
+        self, bind: Bind, name: str, args: Sequence[Any], params: dict[str, Any], shown: str, sources: Sequence[int]
+    ) -> Values:
+        if any(_holds_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)):
+            return bind(*args)
+        is_reverse = any(map(is_in_reverse_mode, args))
+        is_forward = any(map(is_differentiated, args)) and not is_reverse
+        is_differentiable = is_reverse or any(map(is_staged, args))
+        is_linear = any(map(is_unknown, args))  # which JAX transposes by itself
+        keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
+        if keeps_nothing or is_forward or is_linear or not is_differentiable or not all(map(_is_plain_array, args)):
+            # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
+            with hooks_suspended():
+                return bind(*args)
+        if (inside := self._packing_inside(bind, name, params, args, sources)) is not None:
+            return inside
+        if name == "while":  # has no reverse mode
+            with hooks_suspended():
+                return bind(*args)
+        stays, extra = self._what_stays(args, sources)
+        operation = Operation(shown, self.pair, bind, stays, [self.names.get(x, "") for x in args])
+        args = [*args, *extra]
+        # JAX calls the Python function of some operations only once.
+        consts = [] if is_reverse and name != "shard_map" else operation.stage(args)
+        jaxpr = operation.jaxpr
+        if jaxpr is not None and (_holds_block(jaxpr) or not any(has_tangent(v.aval) for v in jaxpr.outvars)):
+            return operation.run(*consts, *args)
+        return apply(operation, [*consts, *args])
+
+    def _packing_inside(
+        self, bind: Bind, name: str, params: dict[str, Any], args: Sequence[Any], sources: Sequence[int]
+    ) -> Values | None:
+        """Bind a staged scan, or a jitted function with a loop, in which each iteration packs; None for others.
+
+        Packed as a whole, a scan would stack the residuals of all iterations first.
+        """
+        if name not in ("scan", *_JITTED) or not any(map(_is_staged_below, args)):
+            return None
+        if any(map(_is_differentiated_twice, args)):  # packed within, residuals of a scan have no second derivative
+            return None
+        jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
+        if name != "scan" and not (has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")):
+            return None
+        if name == "scan":
+            n_consts, n_carry = scan_counts(params)
+            sources = [*sources[:n_consts], *[COMPUTED] * n_carry, *sources[n_consts + n_carry :]]
+
+        def body(*args: Any) -> tuple[list[Any], None]:
+            trace = HooksTrace(self.pair)
+            trace.block = Block(self.pair).enter(trace)
+            for x, source in zip(args, sources, strict=True):
+                trace.mark([x], source)
+            try:
+                return eval_jaxpr(jaxpr, consts, *args), None
+            finally:
+                trace.block.leave()
+
+        hooked, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], name)
+        if closed_over or [v.aval for v in hooked.outvars] != [v.aval for v in jaxpr.outvars]:
+            return None
+        return bind(*args, jaxpr=as_parameter(hooked))
+
+    def _what_stays(self, args: Sequence[Any], sources: Sequence[int]) -> tuple[dict[int, Residual], Values]:
+        """Return how operands are kept that are not packed, with positions for arrays, and the further operands."""
+        operands, stays = list(args), dict[int, Residual]()
+        for i, (x, source) in enumerate(zip(args, sources, strict=True)):
+            if source == COMPUTED or (source == OUTSIDE and self.pair.packs_arguments):
+                continue
+            residual = self.outside.get(x) or Residual.of(x)
+            roots: list[Root] = []
+            for root in residual.roots:
+                (value,) = root.arrays
+                if not any(value is other for other in operands):
+                    operands.append(value)
+                roots.append(Root(None, [next(j for j, other in enumerate(operands) if other is value)]))
+            stays[i] = Residual(roots, residual.code)
+        return stays, operands[len(args) :]
+
+    # -- where values come from ----------------------------------------------------------------------
+
+    def _source(self, value: Any) -> int:
+        return self.sources.get(value, CONSTANT if is_number(value) else OUTSIDE)
+
+    def mark(self, values: Sequence[Any], source: int) -> None:
+        """Remember where the values come from."""
+        if source != OUTSIDE:
+            for value in values:
+                self.sources.put(value, source)
+        if self.outer is not None:
+            self.outer.mark(values, source)
+
+
+def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int], args: Sequence[Any]) -> int:
+    """Return where the results of an operation come from, given this of its operands."""
+    if all(source == CONSTANT for source in sources):
+        return CONSTANT
+    floats = [s for s, x in zip(sources, args, strict=True) if has_tangent(typeof(x))] or sources
+    if COMPUTED in floats:
+        return COMPUTED
+    if name in _PASSING_ON:
+        return OUTSIDE
+    opened = small_jaxpr(params) if name in _JITTED else None
+    only_moves = opened is not None and all(
+        e.primitive.name in _PASSING_ON or not any(has_tangent(v.aval) for v in e.outvars) for e in opened[0].eqns
+    )
+    return OUTSIDE if only_moves else COMPUTED
+
+
+def _is_plain_array(value: Any) -> bool:
+    return isinstance(typeof(value), ShapedArray)  # not a Ref or a token
+
+
+def _closes_over_ref(jaxpr: Any) -> bool:
+    """Return whether a `jax.Ref` is a constant of a jaxpr, and so is no operand of the equation that holds it."""
+    return not all(isinstance(v.aval, ShapedArray) for v in jaxpr.constvars)
+
+
+def _is_staged_below(value: Any) -> bool:
+    """Return whether the primal value below one reverse-mode differentiation is staged."""
+    value = whole_batch(value)
+    return is_staged(value.primal if isinstance(value, REVERSE.tracer) else value)
+
+
+def _is_differentiated_twice(value: Any) -> bool:
+    """Return whether a reverse-mode differentiation stands within another differentiation of the same value."""
+    value = whole_batch(value)
+    return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
+
+
+def _custom_name(name: str, params: dict[str, Any]) -> str:
+    return params["call_jaxpr"].debug_info.func_name if name == "custom_vjp_call" else ""
+
+
+def _holds_block(jaxpr: Any) -> bool:
+    """Return whether a jaxpr holds a block of its own."""
+    return any(
+        (e.primitive is rule_function_p and is_mark(object_of(e), _MARK)) or any(map(_holds_block, inner_jaxprs(e.params)))
+        for e in jaxpr.eqns
+    )
+
+
+def enter_block(pair: Pair) -> Block:
+    """Enter a block of a pair, which the caller leaves."""
+    if innermost_block() is not None and not isinstance(current_trace(), HooksTrace):
+        leave_mark(_MARK)  # only the innermost pair applies, also where an operation around this code would pack
+    if nothing_is_traced():
+        return Block(pair).enter()
+    trace = HooksTrace(pair)
+    trace.block = Block(pair).enter(trace)
+    return trace.block

@@ -1,0 +1,206 @@
+"""Packing one tensor, and unpacking it.
+
+    packed, arrays = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; arrays: bf16[8,64]
+    packed.unpack(arrays)                                                 # f32[8,64]
+
+NOTE [derivatives of packed tensors]
+Pack and unpack count as the identity in derivatives of higher order, whatever the pair does to values. If an outer
+differentiation is under way, the tensor therefore stays beside its packed form, only for its tangent; its value is never
+read there, so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later (the
+body of a scan, `jax.grad` of `jax.jit`), nothing tells whether a derivative of higher order follows, and a tensor that
+stays would cost the memory that packing saves. Therefore it does not stay. A second derivative then goes through the
+hooks themselves if the pair is `differentiable`, and is an error otherwise. tests: test_orders.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, Final
+
+import jax
+import numpy as np
+
+from pylayer_jax._jax.identities import with_tangent
+from pylayer_jax._jax.rule_function import forbid_derivative
+from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_staged, is_tracer
+from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
+from pylayer_jax._messages import add_note, describe
+from pylayer_jax._trees import Skeleton, is_tensor, split
+
+from .host import PackSite
+from .pair import Hook, Pair, Step, TensorInfo
+
+PACK_SCOPE: Final = "pack_hook"  # the named scope of what pack hooks do in traced code
+
+
+class PackedTensor:
+    """One packed tensor, without its arrays."""
+
+    __slots__ = ("__weakref__", "_array", "_pair", "keeps_original")
+
+    def __init__(self, pair: Pair, array: _PackedArray, keeps_original: bool) -> None:
+        self._pair, self._array = pair, array
+        self.keeps_original = keeps_original  # the tensor itself is the first array, for its tangent
+
+    def unpack(self, arrays: Sequence[Any]) -> Any:
+        """Return the tensor, by the unpack hooks."""
+        if not self.keeps_original:
+            return self._array.restored(arrays)
+        return with_tangent(arrays[0], self._array.restored(arrays[1:]))
+
+
+def pack_tensor(
+    pair: Pair, tensor: Any, where: str, info: TensorInfo
+) -> tuple[PackedTensor | None, list[Any]]:
+    """Pack one tensor. Returns its packed form (None: it stays as it is), and the arrays that JAX has to keep."""
+    steps = _chosen(pair.steps, tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
+    if not steps:
+        return None, [tensor]
+    pair.n_packed[is_staged(tensor)] += 1
+    if not is_tracer(tensor):
+        array, arrays = _pack(pair, steps, tensor, where, info)
+        return PackedTensor(pair, array, keeps_original=False), arrays
+    value, keeps_original = tensor, has_tangent(tensor) and is_differentiated(tensor)
+    if keeps_original:
+        value = jax.lax.stop_gradient(tensor)
+    elif has_tangent(tensor) and not pair.differentiable:
+        (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
+    with jax.named_scope(PACK_SCOPE):
+        array, arrays = _pack(pair, steps, as_array(value, typeof(tensor)), where, info)
+    return PackedTensor(pair, array, keeps_original), [tensor, *arrays] if keeps_original else arrays
+
+
+def _second_derivative_error(where: str) -> TypeError:
+    return TypeError(
+        f"a second derivative goes through {where}, which a pack hook packed inside of staged code (a jitted function, "
+        "the body of a scan) that was differentiated from outside. Put the hooks block around that code instead, into "
+        "the function that jax.grad differentiates; or, where JAX can differentiate the hooks with the derivative of "
+        "the identity, pass saved_tensors_hooks(..., differentiable=True)."
+    )
+
+
+def _is_chosen(only: Any, array: Any, where: str, info: TensorInfo) -> bool:
+    if only is None:
+        return True
+    with _running("only", where):
+        return bool(only(array, info))
+
+
+def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo) -> Sequence[Step]:
+    """Return the steps from the first one that packs an array."""
+    first = (i for i, s in enumerate(steps) if _is_chosen(s.only, array, _in_step(where, s), info))
+    return () if is_key(array) else steps[next(first, len(steps)) :]
+
+
+def _in_step(where: str, step: Step) -> str:
+    return f"{where}, in {step.name}" if step.name else where
+
+
+class _PackedArray:
+    """One array, packed by a step of a pair and by those behind it; without the arrays that are kept for it."""
+
+    __slots__ = ("_is_numpy", "_parts", "_sharding", "_skeleton", "_type", "_unpack", "_where")
+
+    def __init__(
+        self,
+        array: Any,
+        unpack: Hook,
+        skeleton: Skeleton,
+        parts: Sequence[tuple[_PackedArray | None, slice]],
+        where: str,
+    ) -> None:
+        self._is_numpy = not is_array(array)
+        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
+        # Without a sharding of its own, JAX may place an array on any device.
+        self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
+        self._unpack = unpack
+        self._skeleton = skeleton  # of what the pack hook returned
+        self._parts = parts  # for each array in it, how the next step packed it (None: not), and where its arrays are
+        self._where = where
+
+    def restored(self, arrays: Sequence[Any]) -> Any:
+        parts = [arrays[at.start] if part is None else part.restored(arrays[at]) for part, at in self._parts]
+        with _running("unpack_hook", self._where):
+            value = self._unpack(self._skeleton.fill(parts))
+        value = checked(value, self._type, self._where)
+        if self._is_numpy:
+            return np.asarray(value)
+        (value,) = as_arrays([value])
+        if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
+            value = jax.device_put(value, self._sharding)
+        return with_type(value, self._type)
+
+
+def checked(value: Any, expected: Any, where: str) -> Any:
+    """Return the result of an unpack hook, if it has the dtype and shape of the packed tensor."""
+    if not is_tensor(value) or value.shape != expected.shape or value.dtype != expected.dtype:
+        raise ValueError(
+            f"unpack_hook returned {describe(value)} for {where}: expected dtype {expected.dtype} and shape "
+            f"{tuple(expected.shape)}, as they were packed. Return a tensor of that dtype and shape."
+        )
+    return value
+
+
+def _pack(
+    pair: Pair, steps: Sequence[Step], array: Any, where: str, info: TensorInfo, is_part: bool = False
+) -> tuple[_PackedArray, list[Any]]:
+    """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
+
+    `is_part`: the step before made the array.
+    """
+    step, later = steps[0], steps[1:]
+    here = _in_step(where, step)
+    packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
+    steps_of: dict[int, Sequence[Step]] = {}  # by the identity of an array in `packed`, the steps that pack it
+
+    def is_kept(leaf: Any) -> bool:
+        if not is_tensor(leaf):
+            return False
+        offered = later if is_tracer(leaf) == is_tracer(array) else ()
+        steps_of[id(leaf)] = _chosen(offered, leaf, where, info)
+        # A NumPy array stays on the host, and is released with the vjp function, as every other object is.
+        return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
+
+    leaves, skeleton = split(packed, is_kept)
+    parts: list[tuple[_PackedArray | None, slice]] = []
+    arrays: list[Any] = []
+    for leaf in leaves:
+        part, kept = None, [leaf]
+        if next_steps := steps_of[id(leaf)]:
+            part, kept = _pack(pair, next_steps, leaf, where, info, is_part or leaf is not array)
+        parts.append((part, slice(len(arrays), len(arrays) + len(kept))))
+        arrays += kept
+    return _PackedArray(array, unpack, skeleton, parts, here), arrays
+
+
+def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:
+    """Return what the pack hook of a step makes of an array, and the function that makes the array of it again."""
+    pack, unpack = (is_part and step.pack_part) or step.pack, step.unpack
+    if step.host and is_tracer(array):
+        expected = typeof(array)
+        site = PackSite(pair.store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
+        return site.token(array), site.restored
+    with _running("pack_hook", where):
+        return pack(np.asarray(array) if step.host else as_arrays([array])[0]), unpack
+
+
+_TO_DO: Final = {
+    "pack_hook": "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True).",
+    "unpack_hook": "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True).",
+    "only": "It may read the shape, dtype and sharding of a tensor.",
+}
+
+
+@contextlib.contextmanager
+def _running(hook: str, where: str) -> Generator[None]:
+    """Run a hook of the user: its exceptions say where they happened, and what to do."""
+    try:
+        yield
+    except NEEDS_VALUES as error:
+        raise TypeError(
+            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). {_TO_DO[hook]}"
+        ) from error
+    except Exception as error:
+        add_note(error, "", hook, f", for {where}")
+        raise

@@ -1,0 +1,267 @@
+"""All residuals of a layer or an operation: packed, computed again from others, or left as they are.
+
+    packed, arrays, outputs = pack(pair, [y, 2 * y, w], [y], "Tanh, saved tensor", info)
+
+`arrays` are what JAX keeps now, each distinct one once; `packed` says without arrays how a tensor is made of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from pylayer_jax._jax.identities import barrier
+from pylayer_jax._jax.imports import set_current_trace
+from pylayer_jax._jax.tracers import current_trace, is_staged, is_staging, is_tracer, trace_below, trace_of_primals
+from pylayer_jax._jax.types import as_arrays, is_key, is_ref
+
+from .active import SUSPENDED, active, hooks_suspended
+from .derive import ROOT, STEP, Code, Origin, evaluate, follow, is_larger, is_number
+from .pack_array import PackedTensor, pack_tensor
+from .pair import Pair, TensorInfo, reference
+
+
+class Root:
+    """A tensor that is packed, or left as it is (None), with its arrays."""
+
+    __slots__ = ("arrays", "packed")
+
+    def __init__(self, packed: PackedTensor | None, arrays: list[Any]) -> None:
+        self.packed, self.arrays = packed, arrays
+
+
+class Residual(NamedTuple):
+    """How a tensor is kept: as a root, or by code that computes it from roots."""
+
+    roots: Sequence[Root]
+    code: Code = ()
+
+    @staticmethod
+    def of(tensor: Any) -> Residual:
+        """Return the residual of a tensor that is not packed."""
+        return Residual([Root(None, [tensor])])
+
+    @staticmethod
+    def computed(code: Code, parts: Sequence[Residual]) -> Residual:
+        """Return the residual that a code computes from others."""
+        roots: list[Root] = []
+        steps: list[Any] = []
+        references: list[tuple[int, Any]] = []  # to each of the parts
+        for part in parts:
+            for root in part.roots:
+                if not any(root is other for other in roots):
+                    roots.append(root)
+            own = [(ROOT, next(i for i, other in enumerate(roots) if other is root)) for root in part.roots]
+            n_before = len(steps)
+            steps += [instruction.moved(own, n_before) for instruction in part.code]
+            references.append((STEP, len(steps) - 1) if part.code else own[0])
+        n_before = len(steps)
+        return Residual(roots, [*steps, *(instruction.moved(references, n_before) for instruction in code)])
+
+
+class _WeakResidual:
+    """A residual as a pair remembers it: it holds no array, and nothing that a hook made."""
+
+    def __init__(self, residual: Residual) -> None:
+        self.trace = weakref.ref(current_trace())  # a traced value belongs to the one jaxpr in which it was made
+        self.code = residual.code
+        self.roots = [
+            (root.packed and weakref.ref(root.packed), list(map(reference, root.arrays))) for root in residual.roots
+        ]
+
+    def get(self) -> Residual | None:
+        if self.trace() is not current_trace():
+            return None
+        roots: list[Root] = []
+        for packed, arrays in self.roots:
+            root = Root(packed and packed(), [array() for array in arrays])
+            if (packed is not None and root.packed is None) or any(x is None for x in root.arrays):
+                return None
+            roots.append(root)
+        return Residual(roots, self.code)
+
+
+class PackedResiduals:
+    """How each tensor of a layer or operation is made of the arrays that JAX keeps. Holds no array."""
+
+    def __init__(self, pair: Pair, residuals: Sequence[Residual]) -> None:
+        self.pair = pair
+        self.arrays: list[Any] = []  # until `pack` returns
+        self.owners: list[int] = []  # the tensor that each array was packed from, or the first of several
+        numbers: dict[int, int] = {}
+        self.tensors: list[tuple[list[tuple[PackedTensor | None, list[int]]], Code]] = []
+        for i, residual in enumerate(residuals):
+            for x in (x for root in residual.roots for x in root.arrays):
+                if id(x) not in numbers:
+                    numbers[id(x)] = len(numbers)
+                    self.arrays.append(x)
+                    self.owners.append(i)
+            roots = [(root.packed, [numbers[id(x)] for x in root.arrays]) for root in residual.roots]
+            self.tensors.append((roots, residual.code))
+        self.n_arrays = len(self.arrays)
+
+    def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
+        """Return the tensors, each unpacked when it is first read, and in staged code not before the cotangents."""
+        return UnpackedTensors(self, arrays, cotangents)
+
+
+class UnpackedTensors(Sequence[Any]):
+    """The tensors of a layer or an operation, each unpacked when it is first read."""
+
+    def __init__(self, packed: PackedResiduals, arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        self._packed, self._arrays = packed, arrays
+        self.cotangents = list(cotangents)  # behind the barriers
+        self._roots: dict[tuple[int, ...], Any] = {}
+        self._tensors: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._packed.tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index not in self._tensors:
+            roots, code = self._packed.tensors[index]
+            with set_current_trace(trace_below(current_trace())), hooks_suspended():
+                values = [self._root(packed, numbers) for packed, numbers in roots]
+                self._tensors[index] = evaluate(code, values)
+        return self._tensors[index]
+
+    def _root(self, packed: PackedTensor | None, numbers: Sequence[int]) -> Any:
+        key = (*numbers, -1 if packed is None else id(packed))
+        if key not in self._roots:
+            arrays = [self._arrays[i] for i in numbers]
+            self._roots[key] = arrays[0] if packed is None else self._unpacked(packed, arrays)
+        return self._roots[key]
+
+    def _unpacked(self, packed: PackedTensor, arrays: Sequence[Any]) -> Any:
+        present = [i for i, c in enumerate(self.cotangents) if c is not None]
+        if any(map(is_staged, arrays)) and present:
+            # Otherwise XLA may unpack as early as it packs, and hold all unpacked tensors until backward begins. It
+            # waits only if the cotangents that it returns are used.
+            values = barrier([*arrays, *(self.cotangents[i] for i in present)])
+            arrays = values[: len(arrays)]
+            for i, cotangent in zip(present, values[len(arrays) :], strict=True):
+                self.cotangents[i] = cotangent
+        try:
+            return packed.unpack(as_arrays(arrays))  # JAX hands on some constants as numbers
+        except Exception:
+            # What is broken must not serve the next operation that keeps the tensor.
+            self._packed.pair.residuals.forget(lambda weak: any(r and r() is packed for r, _ in weak.roots))
+            raise
+
+
+Info = Callable[[int], TensorInfo] | tuple[str, Sequence[str]]
+
+
+def pack(
+    pair: Pair,
+    tensors: Sequence[Any],
+    outputs: Sequence[Any],
+    owner: str,
+    info: Info,
+    *,
+    origins: dict[int, Origin] | None = None,
+    known: Sequence[tuple[Any, Residual]] = (),
+    operands: Sequence[Any] = (),
+) -> tuple[PackedResiduals, list[Any], list[Any]]:
+    """Pack the tensors that a layer or an operation keeps.
+
+    Args:
+        pair: the pair of the block in which it was applied.
+        tensors: what it keeps.
+        outputs: what it returns.
+        owner: its name and the kind of the tensors, for messages: "Tanh, saved tensor".
+        info: what `only` is told of each tensor: a function of its index, or the class of the layer and the names.
+        origins: what made these values, as far as it was recorded.
+        known: tensors that are not packed, and how they are kept.
+        operands: the arguments of an operation.
+
+    Returns:
+        How the tensors are kept; the arrays that JAX has to keep; and the outputs.
+    """
+    with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
+        if active.value is SUSPENDED:  # an operation around this one packs what is kept
+            packed = PackedResiduals(pair, list(map(Residual.of, tensors)))
+        else:
+            tell = info if callable(info) else lambda i: TensorInfo(layer=info[0], name=info[1][i] if info[1] else "")
+            packing = _Packing(pair, owner, tell, origins or {}, known, operands)
+            with hooks_suspended():
+                packed = PackedResiduals(pair, [packing.residual(x, i) for i, x in enumerate(tensors)])
+                packing.remember(outputs)
+    arrays, packed.arrays = packed.arrays, []
+    return packed, arrays, list(outputs)
+
+
+class _Packing:
+    """Packs the tensors of one layer or operation, each distinct one once."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        owner: str,
+        tell: Callable[[int], TensorInfo],
+        origins: dict[int, Origin],
+        known: Sequence[tuple[Any, Residual]],
+        operands: Sequence[Any],
+    ) -> None:
+        self._pair, self._owner, self._tell, self._origins = pair, owner, tell, origins
+        self._operands = {id(x) for x in operands}
+        # By the identity of a tensor; with the tensor, so that its id stays its own.
+        self._found: dict[int, tuple[Any, Residual]] = {}
+        self._unpacked = {id(tensor): residual for tensor, residual in known}
+        self._is_staging = is_staging()
+
+    def residual(self, tensor: Any, index: int) -> Residual:
+        """Return how a tensor is kept. It is packed if it does not follow from others that are no larger."""
+        found = self._known(tensor) or self._derived(tensor, index)
+        if found is None:
+            packed, arrays = pack_tensor(self._pair, tensor, f"{self._owner} {index}", self._tell(index))
+            if packed is not None and any(map(is_staged, arrays)):
+                # Otherwise XLA may see unpack(pack(x)) as a whole and keep x: two casts cancel out there.
+                arrays = barrier(arrays)
+            found = Residual([Root(packed, list(arrays))])
+        self._found[id(tensor)] = tensor, found
+        return found
+
+    def _known(self, tensor: Any) -> Residual | None:
+        if id(tensor) in self._found:
+            return self._found[id(tensor)][1]
+        weak = self._pair.residuals.get(tensor)
+        found = None if weak is None else weak.get()
+        if found is None:
+            found = self._unpacked.get(id(tensor))
+        if found is None and self._stays(tensor):
+            found = Residual.of(tensor)
+        if found is not None:
+            self._found[id(tensor)] = tensor, found
+        return found
+
+    def _stays(self, tensor: Any) -> bool:
+        # A hook could hardly read a PRNG key, and what it made of a Ref would be no Ref. A program holds its constants
+        # anyway, and XLA would run the hooks on them while it compiles, for seconds.
+        return is_ref(tensor) or is_key(tensor) or (self._is_staging and not is_tracer(tensor))
+
+    def _is_constant(self, value: Any) -> bool:
+        return is_number(value) and id(value) not in self._operands
+
+    def _derived(self, tensor: Any, index: int | None = None) -> Residual | None:
+        """Return the residual of a tensor that follows from known ones; with an index, also from others."""
+        if self._is_constant(tensor):
+            return None
+        is_known = lambda x: self._known(x) is not None  # noqa: E731
+        code, roots = follow(tensor, self._origins, is_known, self._is_constant, self._pair.keeps)
+        missing = [root for root in roots if self._known(root) is None]
+        if not code or (missing and (index is None or is_larger(missing, tensor))):
+            return None
+        return Residual.computed(code, [self.residual(root, index or 0) for root in roots])
+
+    def remember(self, outputs: Sequence[Any]) -> None:
+        """Remember what was packed, and which outputs follow from it, for the operations that keep the same tensors."""
+        for output in outputs:
+            if id(output) not in self._found and (found := self._derived(output)) is not None:
+                self._found[id(output)] = output, found
+        for tensor, residual in self._found.values():
+            if any(root.packed is not None for root in residual.roots):
+                self._pair.residuals.put(tensor, _WeakResidual(residual))
+
+

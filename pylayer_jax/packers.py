@@ -1,0 +1,611 @@
+"""Ready pairs of saved-tensor hooks. Use each like `saved_tensors_hooks`, as a block or as a decorator:
+
+    with quantize_saved(bits=8):
+        loss = model(params, x)
+
+They pack what the block computes. What comes into the block from outside (weights, inputs), and what follows from that
+by slicing, reshaping or casting, stays as it is, as with `jax.checkpoint`; `arguments=True` packs it too. So put the
+block around the whole loss. Integers, complex numbers and PRNG keys pass unchanged, and so does what the predicate
+`only` is False for, as in `cast_saved(only=lambda x: x.ndim > 1)`. Every tensor comes back with its dtype, sharding and
+weak type.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import math
+import os
+import shutil
+import tempfile
+import threading
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from ._hooks.block import check_hooks, saved_tensors_hooks
+from ._hooks.pair import OFFSETS, SCALES, Step
+from ._jax.tracers import is_tracer
+from ._jax.types import explicit_sharding, shard_counts
+
+try:
+    import fcntl
+except ImportError:  # Windows, where the files of a killed process stay
+    fcntl = None
+
+Only = Callable[..., Any]
+
+__all__ = ["cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+class _ReadyPair(saved_tensors_hooks):
+    _packs_arguments = False
+
+    def _refuse_function(self, argument: Any) -> None:
+        if callable(argument) and not isinstance(argument, type):
+            name, packer = getattr(argument, "__name__", "the function"), type(self).__name__
+            raise TypeError(f"{packer} got {name} itself. Write it with parentheses, as in @{packer}() above a function.")
+
+
+class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
+    """Keep saved tensors in host memory.
+
+    In eager mode a tensor becomes a NumPy array. In traced code it moves to the host memory space of its device
+    (`jax.memory.Space.Host`), if the device has one; so does an array of several processes in eager mode.
+
+    Args:
+        pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
+        arguments: pack what comes into the block from outside, too.
+        only: a predicate, as that of `saved_tensors_hooks`.
+    """
+
+    _keeps = OFFSETS
+    _is_last = True  # JAX computes on the device only
+
+    def __init__(self, pin_memory: bool = False, *, arguments: bool = False, only: Only | None = None) -> None:
+        self._refuse_function(pin_memory)
+
+        def move(x: Any) -> Any:
+            if is_tracer(x):
+                return _OnHost(_to_host(x), placed=True)
+            # No process can read all of an array that is spread over several. A constant of JAX's own is on no device.
+            if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
+                return _OnHost(_to_host(x), placed=x.committed)
+            return np.asarray(x)
+
+        def unpack(packed: Any) -> Any:
+            if not isinstance(packed, _OnHost):
+                return packed
+            # A transfer commits an array to its device; only a NumPy array leaves the device open again.
+            return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
+
+        self._pack_part = move
+        self._packs_arguments = bool(arguments)
+        super().__init__(lambda x: move(x) if _is_float(x) else x, unpack, differentiable=True, only=only)
+
+
+class _OnHost(NamedTuple):
+    array: Any
+    placed: bool  # True for traced and committed arrays: a transfer brings them back, not NumPy
+
+
+# These functions are jitted because eager shard_map refuses the transfer itself.
+@jax.jit
+def _to_host(x: jax.Array) -> jax.Array:
+    # Without `src`, the transpose would leave a cotangent on the host.
+    return jax.device_put(x, jax.memory.Space.Host, src=jax.memory.Space.Device)
+
+
+@jax.jit
+def _to_device(x: jax.Array) -> jax.Array:
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
+    """Keep saved tensors in a narrower floating-point type, and bool arrays as bits.
+
+    Tensors of this width or a smaller one pass unchanged. With bfloat16 a value changes by at most 1 part in 256.
+
+    Args:
+        dtype: the floating-point type of the kept tensors, of at least 16 bits.
+        arguments: pack what comes into the block from outside, too.
+        only: a predicate, as that of `saved_tensors_hooks`.
+
+    Raises:
+        TypeError: if `dtype` is not a floating-point type, or has 8 bits.
+    """
+
+    _keeps = SCALES
+
+    def __init__(self, dtype: Any = jnp.bfloat16, *, arguments: bool = False, only: Only | None = None) -> None:
+        self._refuse_function(dtype)
+        try:
+            narrow = jnp.dtype(dtype)
+        except TypeError:
+            narrow = None
+        if narrow is None or not jnp.issubdtype(narrow, jnp.floating):
+            got = repr(dtype) if narrow is None else narrow
+            raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {got}.")
+        if narrow.itemsize < 2:
+            raise TypeError(
+                f"cast_saved: {narrow} has a range that saved tensors leave (that of float8_e4m3fn ends at 448; what is "
+                "beyond becomes NaN). Use quantize_saved(8), which scales each block of values and takes as many bits."
+            )
+
+        def pack(x: Any) -> Any:
+            if x.dtype == np.bool_:
+                return _pack_bits(x)
+            return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
+
+        def unpack(packed: Any) -> Any:
+            if isinstance(packed, _Bits):
+                return _unpack_bits(packed)
+            return packed.array.astype(packed.dtype) if isinstance(packed, _Cast) else packed
+
+        self._packs_arguments = bool(arguments)
+        super().__init__(pack, unpack, differentiable=True, only=only)
+
+
+class _Cast(NamedTuple):
+    array: Any
+    dtype: Any
+
+
+class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
+    """Keep saved tensors as small integers, with a scale and an offset for each block of values, and bools as bits.
+
+    A value v of a block with finite values from a to b is kept as (v - a) / s, s = (b - a) / (2^bits - 2), rounded to
+    an integer. It therefore changes by at most s / 2 (by less than s if rounding is stochastic), and by the rounding of
+    this arithmetic, which is at most 4 machine epsilons of the largest of the block. A block that spans less than
+    2^bits times the smallest normal number comes back as its smallest value. This is uniform quantization by group, as
+    in Chen et al., "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (2021). Finite
+    values come back from a to b. Infinities and NaN come back as NaN and do not change the other values of their block.
+
+    The blocks divide the last axis evenly, within a shard, so that nothing is padded or communicated: a block has as
+    many values as the largest divisor of the axis tells that is not above `block_size`. A tensor passes unchanged if it
+    would not become smaller, as one whose last axis is very short.
+
+    Args:
+        bits: bits per value, 8 or 4.
+        block_size: the largest number of values that share a scale; of an axis with small divisors only, whose length
+            is a large prime number perhaps, all of them.
+        stochastic: round up with the probability that leaves no bias, by a hash of the value and its place in the
+            block: one program packs the same tensor the same way each time. By default with 4 bits only, where training
+            suffers from a bias; with 8 bits the nearest integer is closer.
+        arguments: pack what comes into the block from outside, too.
+        only: a predicate, as that of `saved_tensors_hooks`.
+
+    Raises:
+        ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
+    """
+
+    _keeps = OFFSETS
+
+    def __init__(
+        self,
+        bits: int = 8,
+        block_size: int = 128,
+        stochastic: bool | None = None,
+        *,
+        arguments: bool = False,
+        only: Only | None = None,
+    ) -> None:
+        self._refuse_function(bits)
+        if bits not in (8, 4):
+            raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
+        if block_size < 2 or block_size % 2:
+            raise ValueError(f"quantize_saved: block_size must be a positive even number, got {block_size!r}.")
+        rounds_stochastically = bits == 4 if stochastic is None else bool(stochastic)
+
+        def pack(x: Any) -> Any:
+            if x.dtype == np.bool_:
+                return _pack_bits(x)
+            length = _block_length(x, block_size) if _is_float(x) and x.ndim and x.size else 1
+            # A block keeps two numbers of 4 bytes.
+            if 8 + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
+                return x
+            sharding = explicit_sharding(x)
+            return _Quantized(*_quantize(x, bits, rounds_stochastically, length, sharding), length, x.dtype, sharding)
+
+        def unpack(packed: Any) -> Any:
+            if isinstance(packed, _Bits):
+                return _unpack_bits(packed)
+            return _dequantize(*packed[:3], bits, *packed[3:]) if isinstance(packed, _Quantized) else packed
+
+        self._packs_arguments = bool(arguments)
+        super().__init__(pack, unpack, only=only)
+
+
+# -- blocks along an axis, within shards -----------------------------------------------------------------
+
+
+def _block_length(x: Any, largest: int) -> int:
+    """Return how many values along the last axis share a scale: a divisor of what a shard has of it."""
+    length = x.shape[-1]
+    if not isinstance(length, int):  # a symbol of `jax.export`
+        return 1
+    own = length // shard_counts(x)[-1]
+    divisors = [n for n in range(1, own + 1) if own % n == 0] if own <= largest else _divisors(own)
+    below = max(n for n in divisors if n <= largest)
+    return below if below >= min(own, largest // 8) else min(n for n in divisors if n > largest)
+
+
+@functools.cache
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return [*small, *(number // n for n in small)]
+
+
+def _divided(x: jax.Array, axis: int, length: int, sharding: Any) -> jax.Array:
+    """Divide an axis into blocks: [..., n, ...] becomes [..., n / length, length, ...]."""
+    shape = (*x.shape[:axis], x.shape[axis] // length, length, *x.shape[axis + 1 :])
+    return _reshaped(x, shape, sharding, lambda names: (*names[: axis + 1], None, *names[axis + 1 :]))
+
+
+def _joined(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
+    """Join the blocks of an axis again."""
+    shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
+    return _reshaped(x, shape, sharding, lambda names: names)
+
+
+def _reshaped(x: jax.Array, shape: Any, sharding: Any, names_of: Callable[[Any], Any]) -> jax.Array:
+    if sharding is None:
+        return jnp.reshape(x, shape)
+    names = (*sharding.spec, *[None] * (max(len(shape), x.ndim) - 1 - len(sharding.spec)))
+    return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*names_of(names))))
+
+
+# -- bits ------------------------------------------------------------------------------------------------
+
+
+class _Bits(NamedTuple):
+    array: Any  # uint8
+    axis: int
+    sharding: Any
+
+
+def _pack_bits(x: Any) -> Any:
+    """Pack 8 bools into a byte, along the last axis of which a shard has a multiple of 8; if there is one."""
+    for axis in reversed(range(x.ndim)):
+        length = x.shape[axis]
+        if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
+            sharding = explicit_sharding(x)
+            return _Bits(_to_bits(x, axis, sharding), axis, sharding)
+    return x
+
+
+def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Return an array and the numbers from 0 to 7 along an axis."""
+    x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
+    return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _to_bits(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
+    x, places = _with_places(_divided(x, axis, 8, sharding), axis + 1)
+    return jnp.sum(x.astype(jnp.uint8) << places, axis=axis + 1, dtype=jnp.uint8)
+
+
+def _unpack_bits(packed: _Bits) -> jax.Array:
+    return _from_bits(*packed)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
+    bits, places = _with_places(jnp.expand_dims(array, axis + 1), axis + 1)
+    return _joined((bits >> places) & 1 != 0, axis, sharding)
+
+
+# -- quantization ----------------------------------------------------------------------------------------
+
+
+class _Quantized(NamedTuple):
+    values: Any  # uint8[..., blocks, length], or two values in each for 4 bits
+    low: Any  # the smallest and the largest value of each block
+    high: Any
+    length: int
+    dtype: Any
+    sharding: Any  # of the tensor, if it is explicit
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _quantize(
+    x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
+    x, largest, mark, place = _depending_on(
+        x, jnp.asarray(jnp.inf, x.dtype), jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32)
+    )
+    finite = jnp.isfinite(x)
+    low, high = _smallest_and_largest(x, finite, largest)
+    steps, half = 2**bits - 2, _half_step(low, high, bits)
+    inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
+    exact = (x * 0.5 - _in_blocks(low * 0.5, x)) * _in_blocks(inverse, x)
+    # Rounding may lead to the next larger integer.
+    values = jnp.minimum(jnp.floor(exact + _dither(x, place)) if stochastic else jax.lax.round(exact, _TO_EVEN), steps)
+    values = jnp.where(finite, values.astype(jnp.uint8), mark)  # the largest integer means NaN
+    if bits == 4:
+        if length % 2:
+            values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
+        values = values[..., ::2] | (values[..., 1::2] << 4)
+    return values, low, high
+
+
+_TO_EVEN: Final = jax.lax.RoundingMethod.TO_NEAREST_EVEN
+
+
+def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
+    """Repeat one number of each block for all values of the block."""
+    return jax.lax.broadcast_in_dim(numbers, x.shape, range(x.ndim - 1))
+
+
+def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
+    """Return a value and constants, which seem to depend on it.
+
+    JAX moves out of a scan what is the same in each iteration, and would keep such a constant in the shape of the value;
+    and XLA would quantize a constant value while it compiles, for seconds. tests: test_memory_of_a_compiled_scan
+    """
+    return jax.lax.optimization_barrier((x, *constants))
+
+
+def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
+    """Return a number from 0 to 1 for each value, from a hash of the value and of its place in the block."""
+    # Of the rank of x, since jax_numpy_rank_promotion may forbid another one.
+    place = jnp.expand_dims(place * jnp.uint32(0x9E3779B9), range(x.ndim - 1))
+    mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ place) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
+    return ((mixed ^ (mixed >> 13)) >> 8).astype(x.dtype) * 2.0**-24
+
+
+def _smallest_and_largest(x: jax.Array, finite: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return those of the finite values in each block; inf and -inf for a block without any, which is NaN as a whole."""
+    # One reduction with two results: XLA would compute, and keep, what it reads for each of two.
+    return jax.lax.reduce(
+        (jnp.where(finite, x, largest), jnp.where(finite, x, -largest)),
+        (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
+        lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
+        (x.ndim - 1,),
+    )
+
+
+def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
+    # The difference of two values may be more than the largest finite number; that of their halves is not.
+    return (high * 0.5 - low * 0.5) / (2**bits - 2)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _dequantize(
+    values: jax.Array, low: jax.Array, high: jax.Array, bits: int, length: int, dtype: Any, sharding: Any
+) -> jax.Array:
+    if bits == 4:
+        values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)[..., :length]
+    low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
+    x = values.astype(low.dtype)
+    half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
+    # Rounding must not lead out of the block: what was positive, or less than 1, stays so.
+    x = jax.lax.clamp(low, low + x * half + x * half, high)
+    x = jnp.where(values == 2**bits - 1, nan, x)
+    return _joined(x, x.ndim - 2, sharding).astype(dtype)
+
+
+# -- files -----------------------------------------------------------------------------------------------
+
+
+class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
+    """Keep saved tensors in files, one file per tensor, also in compiled programs.
+
+    The process keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode with
+    the function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On
+    `close()` the files of compiled programs are removed, but not what a function of eager `jax.vjp` still holds.
+    Objects with the same directory share the files of compiled programs, which stay until the last of them is closed.
+    When the process ends, all files are removed; those of a process that was killed, by the next one that uses the
+    directory (not on Windows).
+
+    Args:
+        directory: the files are written to a folder of this process in this directory. It is made if it does not exist.
+        arguments: pack what comes into the block from outside, too.
+        only: a predicate, as that of `saved_tensors_hooks`.
+
+    Raises:
+        OSError: if the directory cannot be written to; if it is full, in the forward pass. The unfinished file is
+            removed, and tensors that were saved before stay readable. In the backward pass, if a file was deleted or
+            changed, or cannot be read.
+    """
+
+    _keeps = OFFSETS
+    _is_last = True
+
+    def __init__(
+        self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None
+    ) -> None:
+        self._refuse_function(directory)
+        folder = _folder_of(os.path.abspath(os.fspath(directory)))
+        self._pack_part = functools.partial(_File, folder)
+        self._packs_arguments = bool(arguments)
+        super().__init__(
+            lambda x: _File(folder, x) if _is_float(x) else x,
+            lambda packed: packed.read() if isinstance(packed, _File) else packed,
+            host=True,
+            only=only,
+        )
+
+
+class _Folder:
+    """A folder of this process in the directory of the user; removed when no hooks and no files use it.
+
+    NOTE [folders of dead processes]
+    A process that is killed cannot remove its files. Each process keeps a lock on its folder, which the operating
+    system releases with the process. Another process that makes a folder in the same directory removes the folders
+    that are not locked. A folder gets its name only after it is locked. Where locks do not work, nothing is removed.
+    """
+
+    def __init__(self, directory: str) -> None:
+        try:
+            os.makedirs(directory, exist_ok=True)
+            for name in os.listdir(directory):
+                old = os.path.join(directory, name)
+                if name.startswith(_PREFIX) and (lock := _locked(old)) is not None:
+                    _remove(old, lock)
+            made = tempfile.mkdtemp(prefix=".", dir=directory)
+            lock = _locked(made)
+            self.path = os.path.join(directory, _PREFIX + os.path.basename(made)[1:])
+            os.rename(made, self.path)
+        except OSError as error:
+            raise _unwritable_error(error, directory, "a folder") from error
+        weakref.finalize(self, _in_process, os.getpid(), _remove, self.path, lock)
+
+
+class _File:
+    """One tensor in a file; the file is removed with this object."""
+
+    __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
+
+    def __init__(self, folder: _Folder, x: np.ndarray) -> None:
+        self._folder = folder  # which lives as long as its files
+        self._shape, self._dtype = x.shape, x.dtype
+        content = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
+        self._checksum = zlib.crc32(content)
+        try:
+            handle, self._path = tempfile.mkstemp(dir=folder.path)
+            weakref.finalize(self, _in_process, os.getpid(), _unlink, self._path)
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+        except OSError as error:
+            raise _unwritable_error(error, folder.path, f"{x.nbytes} bytes") from error
+
+    def read(self) -> np.ndarray:
+        number, what = errno.EIO, "holds other bytes than those that were written"
+        try:
+            content = np.fromfile(self._path, dtype=np.uint8)
+            if zlib.crc32(content.data) == self._checksum:
+                return content.view(self._dtype).reshape(self._shape)
+        except OSError as error:
+            number, what = error.errno, f"cannot be read ({error.strerror})"
+        raise OSError(
+            number,
+            f"save_on_disk: the file of a tensor of dtype {self._dtype} and shape {self._shape} {what}. Something else "
+            "changed it; give save_on_disk a directory of its own",
+            self._path,
+        )
+
+
+_PREFIX: Final = "saved_tensors-"
+_folders: weakref.WeakValueDictionary[str, _Folder] = weakref.WeakValueDictionary()
+_folders_lock = threading.RLock()  # a finalizer may make a folder at any line
+
+
+def _folder_of(directory: str) -> _Folder:
+    """Return the folder of this process in a directory; one for all hooks that use the directory."""
+    with _folders_lock:
+        return _folders.get(directory) or _folders.setdefault(directory, _Folder(directory))
+
+
+def _locked(folder: str) -> int | None:
+    """Return a locked descriptor of a folder; None if it cannot be locked, or another process has locked it."""
+    if fcntl is None:
+        return None
+    descriptor = None
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if descriptor is not None:
+            os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove(folder: str, lock: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(OSError):  # the folder may have been removed before
+        os.unlink(path)
+
+
+def _in_process(process: int, remove: Any, *args: Any) -> None:
+    if os.getpid() == process:  # a forked process inherits the finalizers, but the files belong to its parent
+        remove(*args)
+
+
+def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
+    advice = "Choose a directory that is writable and has room"
+    return OSError(error.errno, f"save_on_disk could not write {what} ({error.strerror}). {advice}", directory)
+
+
+# -- chains ----------------------------------------------------------------------------------------------
+
+
+class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
+    """Pack with the first pair, then pack what it returned with the second, and so on; unpack in reverse.
+
+        chain(quantize_saved(8), save_on_cpu())
+        chain(cast_saved(), save_on_disk("saved"))
+
+    The second pair packs each array that the first one returned, wherever it is in a pytree; numbers, strings and other
+    objects stay as they are, and so does an array that the second pair does not pack. From a float32 tensor of shape
+    [1024, 1024], `quantize_saved(8)` makes three arrays: integers of shape [1024, 8, 128], and the least and the
+    largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays.
+    Without a pair before them they move no integer tensor, nor one that the pairs before them left unchanged.
+    `cast_saved` halves the float32 arrays of a pair before it.
+
+    To JAX a chain is one pair: blocks, nesting, caches and `close()` are as for any other. Each pair checks that it
+    gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are, and packs what
+    comes into the block from outside if all of them do.
+
+    Args:
+        pairs: ready ones, `saved_tensors_hooks`, or chains. A chain of one pair packs as this pair does. `save_on_cpu`,
+            `save_on_disk` and other pairs with `host=True` come last. The predicate `only` of a pair sees what this
+            pair would pack.
+        only: a predicate of the tensor that is saved.
+
+    Raises:
+        TypeError: for an argument that is no pair, or for none; at the place of use, what the hooks of a pair raise,
+            with its number and arguments in the message.
+        ValueError: if another pair follows one that must come last, or if a chain with `only` is in another chain.
+    """
+
+    def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
+        if not pairs:
+            raise TypeError("chain takes one pair of hooks or more, got none.")
+        if only is not None:
+            check_hooks("chain", only=only)
+        steps: list[Step] = []
+        for number, pair in enumerate(list[Any](pairs), 1):
+            if not isinstance(pair, saved_tensors_hooks):
+                hint = " Write it with parentheses." if isinstance(pair, type) else ""
+                raise TypeError(f"chain: argument {number} must be a pair of hooks, got {pair!r}.{hint}")
+            if pair._pair.only is not None:
+                raise ValueError(
+                    f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
+                    "predicate to the outer chain or to one of the pairs."
+                )
+            if number > 1 and (pairs[number - 2]._is_last or pairs[number - 2]._pair.host):
+                raise ValueError(
+                    f"chain: {pairs[number - 2]!r} must come last, since what it packs is on the host, where "
+                    f"{pair!r} could not pack it in a compiled program. Change the order."
+                )
+            own = f"pair {number} of the chain, {pair!r}"
+            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._steps]
+        self._keeps = min(pair._keeps for pair in pairs)
+        self._packs_arguments = all(pair._packs_arguments for pair in pairs)
+        self._is_last = pairs[-1]._is_last or pairs[-1]._pair.host
+        self._set_up(steps, only)
+
+    def __repr__(self) -> str:
+        args, kwargs = self._made_with
+        return f"chain({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
