@@ -5,7 +5,7 @@ from ._function import Function, FunctionCtx
 from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
 from ._layer import PyLayer
 from ._once_differentiable import once_differentiable
-saved_tensors_report = None  # TODO
+from ._report import saved_tensors_report
 
 __version__ = "0.4.0"
 

@@ -23,8 +23,9 @@ from ._trees import Skeleton, is_tensor
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
-# True while a `backward` runs that may be transposed, or differentiated in forward mode. A layer that it applies is then
-# no `jax.custom_vjp` function, which allows neither. It is part of jit's cache key, as a jitted function may apply one.
+# True while a `backward` runs that may be transposed, or differentiated in forward mode. A layer that it applies then
+# has no `jax.custom_vjp` function in front, which allows neither. It is part of jit's cache key, as a jitted function
+# may apply a layer.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
@@ -46,7 +47,7 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """The class of a layer, the arguments of one call without tensors, and the pair of hooks that packs its residuals."""
+    """The class of a layer, the arguments of one call without tensors, and the pair of hooks of its block."""
 
     __slots__ = ("arguments", "layer", "marked", "name", "pair", "skeleton")
 
@@ -186,7 +187,9 @@ class LayerCall:
                 result = jvp(ctx, *given)
         except Exception as error:
             names = self.arguments.names()
-            expected = f"the call has {plural(len(names), 'argument', 'arguments')}, so jvp takes ctx and as many tangents"
+            expected = (
+                f"the call has {plural(len(names), 'argument', 'arguments')}, so jvp takes ctx and as many tangents"
+            )
             self._raise_arity_error(error, "jvp", jvp, (ctx, *given), expected)
             add_note(error, self.name, "jvp")
             raise

@@ -302,7 +302,9 @@ class Kept:
         self.saved_for_jvp: KeptTree | None = None  # None if it is the same as `saved`
         self.attributes: dict[str, KeptTree] = {}
 
-    def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None] = lambda i: f"saved[{i}]") -> list[str]:
+    def names(
+        self, n_residuals: int, name_of_saved: Callable[[int], str | None] = lambda i: f"saved[{i}]"
+    ) -> list[str]:
         """Return a name for each residual, or an empty one. `name_of_saved` names the i-th value that was saved."""
         names = [""] * n_residuals
         if self.saved is not None:
@@ -339,8 +341,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
         found, rest = split(value, is_tensor_or_ref)
         if len(rest.leaves) > len(found):
             _refuse_closures(rest, name, state.layer)
-        for i, tensor in enumerate(found):
-            found[i] = tensor = output_of.get(id(tensor), tensor) if output_of else tensor
+        found = [output_of.get(id(x), x) for x in found] if output_of else found
+        for tensor in found:
             if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
                 residuals.append(tensor)
         return KeptTree(rest, [indices[id(x)] for x in found])
@@ -390,5 +392,3 @@ def _has_contents(cell: Any) -> bool:
         return cell.cell_contents is not cell
     except ValueError:
         return False
-
-

@@ -62,8 +62,8 @@ def hint(error: Exception, layer: str, method: str) -> str:
     """Return how to write the code of a method that raised `error`; empty if there is no hint."""
     if isinstance(error, NEEDS_VALUES):
         return (
-            f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or jax.lax.cond "
-            "in place of if, jnp in place of np, and a Python number in place of an array. Host code runs in "
+            f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "
+            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. Host code runs in "
             "jax.pure_callback, which has derivatives of every order in a layer."
         )
     if isinstance(error, AttributeError):

@@ -201,12 +201,17 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         has_forward_mode or layer._has_vmap_method() or around.is_forward_over_reverse or is_unusual
     )
     # The block's trace must not take the equations of a layer for operations: a layer packs its residuals itself.
+    application = Application(call, is_deferred)
     with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
         try:
+            if has_front and is_deferred and not takes_refs:
+                # JAX has no derivative for a custom_vjp function that closes over traced values.
+                _, consts = application.stage(tensors)
+                has_front = not consts
             if has_front:
-                values = front_of(layer, takes_refs)(Application(call, is_deferred), *tensors)
+                values = front_of(layer, takes_refs)(application, *tensors)
             elif around.is_staged or is_unusual:
-                _, values = Application(call, is_deferred).bind(tensors)
+                _, values = application.bind(tensors, packs=True)
             else:
                 values = apply(EagerLayer(call), tensors)
         except jax.errors.UnexpectedTracerError as error:

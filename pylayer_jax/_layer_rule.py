@@ -26,6 +26,7 @@ a class with forward mode, within a `backward` (which may be transposed), and fo
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import types
 import weakref
@@ -76,7 +77,9 @@ class LayerMap(LinearMap):
 
     nonlinearity = "a layer whose saved tensors depend on them"
 
-    def __init__(self, call: LayerCall, kept: Kept, n_residuals: int, needs: Sequence[bool], packed: Any = None) -> None:
+    def __init__(
+        self, call: LayerCall, kept: Kept, n_residuals: int, needs: Sequence[bool], packed: Any = None
+    ) -> None:
         self.call, self.kept, self.n_residuals, self.packed = call, kept, n_residuals, packed
         self.needs = list(needs)  # which inputs have a tangent
         self.name = call.name
@@ -226,6 +229,7 @@ class StagedLayer(RuleFunction):
     def __init__(self, call: LayerCall, jaxpr: Any, n_consts: int, kept: Kept, positions: list[int]) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts, self.positions = call, kept, jaxpr, n_consts, positions
         self.name = call.name
+        self.unpacked: StagedLayer | None = None  # set if this one packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
         # Other saved tensors depend on these outputs through the rule, not through the code of `forward`.
         last = {v: i for i, v in enumerate(jaxpr.outvars[: self.n_outputs]) if not is_literal(v)}
@@ -236,9 +240,19 @@ class StagedLayer(RuleFunction):
         known = [*inputs, *values]
         return [known[i] for i in self.positions]
 
+    def packing(self) -> StagedLayer:
+        """Return a copy whose residuals are packed the first time that it is differentiated."""
+        if self.call.pair is None:
+            return self
+        copied = copy.copy(self)
+        copied.unpacked = self
+        return copied
+
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        return self.differentiate(primals, tangents, packs=False)
+        if self.unpacked is None:
+            return self.differentiate(primals, tangents, packs=False)
+        return self.unpacked.differentiate(primals, tangents, packs=True)
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Compute values and tangents; with `packs`, from residuals that are packed."""
@@ -252,7 +266,10 @@ class StagedLayer(RuleFunction):
         linear, outputs, residuals = differentiated(self.call, run, needs, packs)
         pushed = apply_linear(linear, residuals, select(tangents[n:], needs)) if linear.types else []
         of_outputs = scatter(pushed, self.kept.outputs.has_tangent)
-        return [*outputs, *values[self.n_outputs :]], [*of_outputs, *self._code_tangents(primals, tangents, values, of_outputs)]
+        return [*outputs, *values[self.n_outputs :]], [
+            *of_outputs,
+            *self._code_tangents(primals, tangents, values, of_outputs),
+        ]
 
     def _code_tangents(
         self, primals: Sequence[Any], tangents: Sequence[Any], values: Sequence[Any], of_outputs: Sequence[Any]
@@ -317,6 +334,8 @@ def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLay
         return values, (kept, [position[id(x)] for x in residuals])
 
     jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+    if any(map(is_differentiated, consts)):
+        raise call.closed_over_error()
     return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
 
 
@@ -368,7 +387,8 @@ class EagerLayer(RuleFunction):
         try:
             return stage_layer(self.call, [typeof(x) for x in primals])
         except NEEDS_VALUES as error:
-            raise host_code_error(self.call, error, primals) from error
+            refuse_host_code(self.call, error, primals)
+            raise
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         __tracebackhide__ = True
@@ -402,9 +422,7 @@ class EagerBatch(RuleFunction):
 # -- residuals: packed by hooks, named for checkpoints -----------------------------------------------------------
 
 
-def differentiated(
-    call: LayerCall, run: Run, needs: Sequence[bool], packs: bool
-) -> tuple[LayerMap, Values, Values]:
+def differentiated(call: LayerCall, run: Run, needs: Sequence[bool], packs: bool) -> tuple[LayerMap, Values, Values]:
     """Return the linear map of a run of `forward`, the outputs, and the residuals of the map."""
     __tracebackhide__ = True
     kept, outputs, residuals = run
@@ -443,17 +461,15 @@ def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
     return None if make_error is None else make_error()
 
 
-def host_code_error(call: LayerCall, error: Exception, primals: Sequence[Any]) -> Exception:
-    """Make the error for a `forward` that needs numbers where it has to be traced."""
+def refuse_host_code(call: LayerCall, error: Exception, primals: Sequence[Any]) -> None:
+    """Raise the error for a second derivative of a `forward` that needs numbers, and so cannot be traced."""
     if not any(map(is_differentiated, primals)):
-        return error
-    if (forbidden := once_differentiable_error(call.layer)) is not None:
-        return forbidden
-    return TypeError(
+        return
+    raise once_differentiable_error(call.layer) or TypeError(
         f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). Write "
         "forward with jax.numpy; or call host code by jax.pure_callback, which works at every order. Decorate backward "
         "with @once_differentiable if second derivatives are not meant."
-    )
+    ) from error
 
 
 # -- the custom_vjp function in front of a class -------------------------------------------------------------------
@@ -471,23 +487,26 @@ class Application:
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by the types of the inputs, if it closes over nothing
         self.maps: list[LayerMap] = []  # of each run of the fwd rule
 
-    def bind(self, tensors: Sequence[Any]) -> tuple[StagedLayer, Values]:
-        """Return `forward` as a function with its rule, and its values."""
+    def stage(self, tensors: Sequence[Any]) -> tuple[StagedLayer, Values]:
+        """Stage `forward` for tensors of these types, once. Return the values that it closes over, too."""
         __tracebackhide__ = True
         key = tuple([typeof(x) for x in tensors])
         if (staged := self.staged.get(key)) is not None:
-            return staged, apply(staged, tensors)
+            return staged, []
         try:
             staged, consts = stage_layer(self.call, key)
         except NEEDS_VALUES as error:
-            error = host_code_error(self.call, error, tensors)
-            raise error from None if isinstance(error, NEEDS_VALUES) else error.__cause__
-        if not consts:
+            refuse_host_code(self.call, error, tensors)
+            raise
+        if not consts:  # otherwise they belong to the trace that is active now
             self.staged[key] = staged
-        try:
-            return staged, apply(staged, [*consts, *tensors])
-        except jax.errors.UnexpectedTracerError as error:
-            raise self.call.closed_over_error() from error
+        return staged, consts
+
+    def bind(self, tensors: Sequence[Any], packs: bool = False) -> tuple[StagedLayer, Values]:
+        """Return `forward` as a function with its rule, and its values."""
+        __tracebackhide__ = True
+        staged, consts = self.stage(tensors)
+        return staged, apply(staged.packing() if packs else staged, [*consts, *tensors])
 
 
 jax.tree_util.register_static(Application)
@@ -589,9 +608,9 @@ def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, .
 
 def ref_error(call: LayerCall) -> TypeError:
     return TypeError(
-        f"{call.name}.apply takes a jax.Ref ({', '.join(call.arguments.ref_names())}). Such a call has a first derivative "
-        "in reverse mode only: no second derivative, no forward mode, no vmap method, no gradient of what the Ref holds. "
-        "Where the Ref is only read, pass its value: ref[...]."
+        f"{call.name}.apply takes a jax.Ref ({', '.join(call.arguments.ref_names())}). Such a call has a first "
+        "derivative in reverse mode only: no second derivative, no forward mode, no vmap method, no gradient of what the "
+        "Ref holds. Where the Ref is only read, pass its value: ref[...]."
     )
 
 

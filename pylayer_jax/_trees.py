@@ -224,13 +224,13 @@ def _aligned(
         yield from _aligned(unboxed(entry), children[0][1], path, where, describe)
         return
     same_kind = type(entry) is type(model) or (isinstance(entry, (list, tuple)) and isinstance(model, (list, tuple)))
-    of_entry = _children(entry) if same_kind or isinstance(entry, dict) and isinstance(model, dict) else None
+    of_entry = _children(entry) if same_kind or (isinstance(entry, dict) and isinstance(model, dict)) else None
     keys = [key for key, _ in children]
     if of_entry is None or {key for key, _ in of_entry} != set(keys):
+        got = "" if of_entry is None else f" with {', '.join(key for key, _ in of_entry) or 'nothing'}"
         raise ValueError(
-            f"{where}{f', at {path}' if path else ''}: expected {type(model).__name__} with {', '.join(keys) or 'nothing'}, "
-            f"or None for zero; got {describe(entry)}"
-            + (f" with {', '.join(key for key, _ in of_entry) or 'nothing'}." if of_entry is not None else ".")
+            f"{where}{f', at {path}' if path else ''}: expected the structure of {type(model).__name__} with "
+            f"{', '.join(keys) or 'nothing'}, or None for zero; got {describe(entry)}{got}."
         )
     values = dict(of_entry)
     for key, child in children:

@@ -31,7 +31,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._hooks.block import check_hooks, saved_tensors_hooks
-from ._hooks.pair import OFFSETS, SCALES, Step
+from ._hooks.pair import OFFSETS, SCALES, Step, key_of
 from ._jax.tracers import is_tracer
 from ._jax.types import explicit_sharding, shard_counts
 
@@ -55,7 +55,9 @@ class _ReadyPair(saved_tensors_hooks):
     def _refuse_function(self, argument: Any) -> None:
         if callable(argument) and not isinstance(argument, type):
             name, packer = getattr(argument, "__name__", "the function"), type(self).__name__
-            raise TypeError(f"{packer} got {name} itself. Write it with parentheses, as in @{packer}() above a function.")
+            raise TypeError(
+                f"{packer} got {name} itself. Write it with parentheses, as in @{packer}() above a function."
+            )
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -324,17 +326,14 @@ def _quantize(
     x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
-    x, largest, mark, place = _depending_on(
-        x, jnp.asarray(jnp.inf, x.dtype), jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32)
-    )
-    finite = jnp.isfinite(x)
-    low, high = _smallest_and_largest(x, finite, largest)
+    low, high = _smallest_and_largest(x)
+    low, mark, place = _depending_on(low, jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32))
     steps, half = 2**bits - 2, _half_step(low, high, bits)
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
     exact = (x * 0.5 - _in_blocks(low * 0.5, x)) * _in_blocks(inverse, x)
     # Rounding may lead to the next larger integer.
     values = jnp.minimum(jnp.floor(exact + _dither(x, place)) if stochastic else jax.lax.round(exact, _TO_EVEN), steps)
-    values = jnp.where(finite, values.astype(jnp.uint8), mark)  # the largest integer means NaN
+    values = jnp.where(jnp.isfinite(x), values.astype(jnp.uint8), mark)  # the largest integer means NaN
     if bits == 4:
         if length % 2:
             values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
@@ -368,13 +367,20 @@ def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
     return ((mixed ^ (mixed >> 13)) >> 8).astype(x.dtype) * 2.0**-24
 
 
-def _smallest_and_largest(x: jax.Array, finite: jax.Array, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return those of the finite values in each block; inf and -inf for a block without any, which is NaN as a whole."""
+
+    def finite_or(value: jax.Array, end: float) -> jax.Array:
+        return jnp.where(jnp.isfinite(value), value, end)
+
     # One reduction with two results: XLA would compute, and keep, what it reads for each of two.
     return jax.lax.reduce(
-        (jnp.where(finite, x, largest), jnp.where(finite, x, -largest)),
+        (x, x),
         (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
-        lambda a, b: (jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1])),
+        lambda a, b: (
+            jnp.minimum(finite_or(a[0], jnp.inf), finite_or(b[0], jnp.inf)),
+            jnp.maximum(finite_or(a[1], -jnp.inf), finite_or(b[1], -jnp.inf)),
+        ),
         (x.ndim - 1,),
     )
 
@@ -426,9 +432,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     _keeps = OFFSETS
     _is_last = True
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None
-    ) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
         self._refuse_function(directory)
         folder = _folder_of(os.path.abspath(os.fspath(directory)))
         self._pack_part = functools.partial(_File, folder)
@@ -604,7 +608,12 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         self._keeps = min(pair._keeps for pair in pairs)
         self._packs_arguments = all(pair._packs_arguments for pair in pairs)
         self._is_last = pairs[-1]._is_last or pairs[-1]._pair.host
+        self._only = only
         self._set_up(steps, only)
+
+    def _key(self, bound: Any) -> Any:
+        keys = [pair._pair.key for pair in bound.arguments["pairs"]]
+        return keys[0] if len(keys) == 1 and self._only is None else (chain, *keys, key_of(self._only))
 
     def __repr__(self) -> str:
         args, kwargs = self._made_with

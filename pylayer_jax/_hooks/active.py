@@ -42,12 +42,13 @@ class Disabled:
 class Block:
     """One entry of a `with` block. For JAX's caches, blocks of equal pairs are equal."""
 
-    def __init__(self, value: Pair | Disabled) -> None:
+    def __init__(self, value: Pair | Disabled, trace: Any = None) -> None:
         self.value = value
         self.is_left = False
+        self._trace = trace  # that meets the operations of the block
         self._task = _current_task()
         self._thread = threading.get_ident()
-        self._contexts = contextlib.ExitStack()
+        self._contexts: list[Any] = []
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Block) and self.value == other.value
@@ -55,11 +56,13 @@ class Block:
     def __hash__(self) -> int:
         return hash(self.value)
 
-    def enter(self, trace: Any = None) -> Block:
-        """Make this the innermost block; with a trace, the one that meets its operations."""
-        self._contexts.enter_context(active(self))
-        if trace is not None:
-            self._contexts.enter_context(set_current_trace(trace))
+    def enter(self) -> Block:
+        """Make this the innermost block."""
+        self._contexts = [active(self)]
+        if self._trace is not None:
+            self._contexts.append(set_current_trace(self._trace))
+        for context in self._contexts:
+            context.__enter__()
         _entered.set((*_entered.get(), self))
         return self
 
@@ -72,15 +75,21 @@ class Block:
         self.is_left, self._task = True, None
         _entered.set(tuple(block for block in _entered.get() if block is not self))
         innermost = active.value
-        if innermost is not self:
-            if isinstance(innermost, Block) and innermost.is_of_another_task():
-                raise innermost.other_task_error()
-            raise RuntimeError(
-                "a block of saved_tensors_hooks was left in another thread or another order than it was entered, which "
-                "a generator may do. Leave a block where it was entered, the innermost one first."
-            )
-        while isinstance(block := active.value, Block) and block.is_left and block._thread == threading.get_ident():
-            block._contexts.close()
+        if innermost is self and (self._trace is None or current_trace() is self._trace):
+            while self._contexts:
+                self._contexts.pop().__exit__(None, None, None)
+            return
+        if innermost is not self and isinstance(innermost, Block) and innermost.is_of_another_task():
+            raise innermost.other_task_error()
+        raise RuntimeError(
+            "a block of saved_tensors_hooks was left in another thread, order or transformation than it was entered, as a "
+            "generator may do. Leave a block where it was entered, the innermost one first."
+        )
+
+    def restore(self) -> None:
+        """Make the block around this one, which is left, the active one. JAX itself restores the trace."""
+        self._contexts.pop(0).__exit__(None, None, None)
+        self._contexts = []
 
     def is_mine(self) -> bool:
         """Return whether this thread and this asyncio task entered the block."""
@@ -110,23 +119,24 @@ def _current_task() -> Any:
 
 
 def innermost_block() -> Block | None:
-    """Return the innermost open block of this thread, if hooks are not suspended.
-
-    Raises:
-        RuntimeError: if another asyncio task entered it.
-    """
-    block = active.value
-    if not isinstance(block, Block) or block.is_left:
-        return None
-    if block.is_of_another_task():
-        raise block.other_task_error()
-    return block
+    """Return the innermost open block of this thread, if hooks are not suspended."""
+    while isinstance(block := active.value, Block) and block.is_left:
+        block.restore()
+    return block if isinstance(block, Block) else None
 
 
 def pair_to_pack_with() -> Pair | None:
-    """Return the pair that packs what is saved here; None if there is none, or it is disabled or suspended."""
+    """Return the pair that packs what is saved here; None if there is none, or it is disabled or suspended.
+
+    Raises:
+        RuntimeError: if another asyncio task entered the block.
+    """
     block = innermost_block()
-    return block.value if block is not None and isinstance(block.value, Pair) else None
+    if block is None or not isinstance(block.value, Pair):
+        return None
+    if block.is_of_another_task():
+        raise block.other_task_error()
+    return block.value
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from pylayer_jax._messages import plural
 
-from .active import Block, Disabled, active, pair_to_pack_with
+from .active import Block, Disabled, innermost_block, pair_to_pack_with
 from .operations import enter_block
 from .pair import MOVES, Hook, Pair, Step, TensorInfo, key_of
 
@@ -231,8 +231,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         return hooked
 
     def __enter__(self) -> Self:
-        block = active.value
-        if isinstance(block, Block) and isinstance(block.value, Disabled) and not block.is_of_another_task():
+        block = innermost_block()
+        if block is not None and isinstance(block.value, Disabled) and not block.is_of_another_task():
             raise RuntimeError(block.value.message)
         self._was_entered = True
         self._pair.store.add_owner(self)

@@ -33,6 +33,7 @@ from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.primitives import object_of, vmap_over
 from pylayer_jax._jax.rule_function import BatchedFunction, LinearMap, RuleFunction, Values, apply, apply_linear, rule_function_p
 from pylayer_jax._jax.tracers import (
+    BATCHED,
     REVERSE,
     PassThroughTrace,
     current_trace,
@@ -101,7 +102,10 @@ class Operation(RuleFunction):
         return self._run(*args[: len(self._names)]) if self.jaxpr is None else super().run(*args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return _batch_once(self, axis, dims) if self.jaxpr is None else super().batch(axis, dims, types)
+        return _batch(self, axis, dims, types)
+
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return _transpose(self, args, cotangents)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
@@ -129,15 +133,16 @@ class Operation(RuleFunction):
                 f"the operation {self.name}, residual",
                 lambda i: TensorInfo(operation=self.name, name=self._name_of(residuals[i], primals)),
                 origins=recorder.origins,
-                known=self._known(primals),
+                known=self._known(primals, dict(zip(map(id, leaves), residuals, strict=True))),
                 operands=primals,
             )
         linear = _PackedPullback(self.name, packed, treedef, [typeof(x) for x in values])
         found = apply_linear(linear, arrays, given)
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
-    def _known(self, primals: Sequence[Any]) -> list[tuple[Any, Residual]]:
-        """Return the operands that are not packed, and how they are kept."""
+    def _known(self, primals: Sequence[Any], array_of: dict[int, Any]) -> list[tuple[Any, Residual]]:
+        """Return the operands that are not packed, and how they are kept. `array_of`: by identity, for numbers of JAX."""
+        primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
         found = [(x, Residual.of(x)) for x in primals[: self.n_consts]]
         for i, residual in self._stays.items():
@@ -165,13 +170,37 @@ class _OperationOfBatch(BatchedFunction):
         return values, found
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return _batch_once(self, axis, dims)
+        return _batch(self, axis, dims, types)
 
 
-def _batch_once(function: RuleFunction, axis: Any, dims: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-    batched = _OperationOfBatch(function, axis, dims)
-    batched.out_dims = [0]  # of the values, as soon as the function has run
-    return batched, [], batched.out_dims
+class _StagedOperationOfBatch(BatchedFunction):
+    """An operation for a batch."""
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        return _batch(self, axis, dims, types)
+
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return _transpose(self, args, cotangents)
+
+
+def _batch(
+    function: RuleFunction, axis: Any, dims: Sequence[Any], types: Sequence[Any]
+) -> tuple[RuleFunction, Values, list[Any]]:
+    if function.jaxpr is None:
+        batched = _OperationOfBatch(function, axis, dims)
+        batched.out_dims = [0]  # of the values, as soon as the function has run
+        return batched, [], batched.out_dims
+    batched = _StagedOperationOfBatch(function, axis, dims)
+    return batched, batched.stage(types), batched.out_dims
+
+
+def _transpose(function: RuleFunction, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    """Return cotangents of the operands that are None: a block may stand in code that JAX transposes."""
+    missing = [x is None for x in args]
+    types = [v.aval for v in function.jaxpr.invars]
+    given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, function.jaxpr.outvars, strict=True)]
+    transposed = jax.linear_transpose(lambda *xs: function.run(*merge(missing, xs, args)), *select(types, missing))
+    return scatter(transposed(given), missing)
 
 
 class _PackedPullback(LinearMap):
@@ -215,7 +244,7 @@ class HooksTrace(PassThroughTrace):
         super().__init__(trace_below(current))  # only the innermost pair applies
         self.outer = current if isinstance(current, HooksTrace) else None
         self.pair = pair
-        self.block: Block | None = None
+        self.block = Block(pair, self)
         self.sources = WeakTable()  # CONSTANT or COMPUTED; of other values OUTSIDE
         self.outside = WeakTable()  # how values follow from others that came into the block from outside
         self.names = WeakTable()  # of `checkpoint_name`
@@ -275,7 +304,8 @@ class HooksTrace(PassThroughTrace):
             if active.value is not self.block or self.block.is_left:
                 # Suspended; or a trace within this one has ended, or hands on what was packed in a block within it.
                 return bind(*args)
-            innermost_block()  # raises in another asyncio task
+            if self.block.is_of_another_task():
+                raise self.block.other_task_error()
             sources = list(map(self._source, args))
             values = self._bind(bind, name, args, params, shown, sources)
         source = _source_of_results(name, params, sources, args)
@@ -310,11 +340,19 @@ class HooksTrace(PassThroughTrace):
         operation = Operation(shown, self.pair, bind, stays, [self.names.get(x, "") for x in args])
         args = [*args, *extra]
         # JAX calls the Python function of some operations only once.
-        consts = [] if is_reverse and name != "shard_map" else operation.stage(args)
+        consts = [] if self._differentiates(args) and name != "shard_map" else operation.stage(args)
         jaxpr = operation.jaxpr
         if jaxpr is not None and (_holds_block(jaxpr) or not any(has_tangent(v.aval) for v in jaxpr.outvars)):
             return operation.run(*consts, *args)
         return apply(operation, [*consts, *args])
+
+    def _differentiates(self, args: Sequence[Any]) -> bool:
+        """Return whether the trace below is that of a reverse-mode differentiation of some operands, or of batches."""
+        trace = self.parent_trace
+        while isinstance(trace, BATCHED.trace):
+            trace = trace.parent_trace
+        examples = list(map(whole_batch, args))
+        return any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples)
 
     def _packing_inside(
         self, bind: Bind, name: str, params: dict[str, Any], args: Sequence[Any], sources: Sequence[int]
@@ -336,9 +374,9 @@ class HooksTrace(PassThroughTrace):
 
         def body(*args: Any) -> tuple[list[Any], None]:
             trace = HooksTrace(self.pair)
-            trace.block = Block(self.pair).enter(trace)
             for x, source in zip(args, sources, strict=True):
                 trace.mark([x], source)
+            trace.block.enter()
             try:
                 return eval_jaxpr(jaxpr, consts, *args), None
             finally:
@@ -434,6 +472,4 @@ def enter_block(pair: Pair) -> Block:
         leave_mark(_MARK)  # only the innermost pair applies, also where an operation around this code would pack
     if nothing_is_traced():
         return Block(pair).enter()
-    trace = HooksTrace(pair)
-    trace.block = Block(pair).enter(trace)
-    return trace.block
+    return HooksTrace(pair).block.enter()

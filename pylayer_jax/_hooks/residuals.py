@@ -122,26 +122,36 @@ class UnpackedTensors(Sequence[Any]):
         if index not in self._tensors:
             roots, code = self._packed.tensors[index]
             with set_current_trace(trace_below(current_trace())), hooks_suspended():
-                values = [self._root(packed, numbers) for packed, numbers in roots]
+                # An array that is the tensor itself needs no barrier.
+                values = [self._root(packed, numbers, waits=bool(code)) for packed, numbers in roots]
                 self._tensors[index] = evaluate(code, values)
         return self._tensors[index]
 
-    def _root(self, packed: PackedTensor | None, numbers: Sequence[int]) -> Any:
-        key = (*numbers, -1 if packed is None else id(packed))
+    def _root(self, packed: PackedTensor | None, numbers: Sequence[int], waits: bool) -> Any:
+        key = (*numbers, -1 if packed is None else id(packed), waits and packed is None)
         if key not in self._roots:
             arrays = [self._arrays[i] for i in numbers]
-            self._roots[key] = arrays[0] if packed is None else self._unpacked(packed, arrays)
+            if packed is not None:
+                self._roots[key] = self._unpacked(packed, self._waiting(arrays))
+            else:
+                (self._roots[key],) = self._waiting(arrays) if waits else arrays
         return self._roots[key]
 
-    def _unpacked(self, packed: PackedTensor, arrays: Sequence[Any]) -> Any:
+    def _waiting(self, arrays: Sequence[Any]) -> Sequence[Any]:
+        """Return arrays that XLA does not read before the cotangents are there.
+
+        Otherwise it may unpack, and compute again, as early as it packs, and hold all tensors until backward begins. It
+        waits only if the cotangents that it returns are used.
+        """
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
-        if any(map(is_staged, arrays)) and present:
-            # Otherwise XLA may unpack as early as it packs, and hold all unpacked tensors until backward begins. It
-            # waits only if the cotangents that it returns are used.
-            values = barrier([*arrays, *(self.cotangents[i] for i in present)])
-            arrays = values[: len(arrays)]
-            for i, cotangent in zip(present, values[len(arrays) :], strict=True):
-                self.cotangents[i] = cotangent
+        if not present or not any(map(is_staged, arrays)):
+            return arrays
+        values = barrier([*arrays, *(self.cotangents[i] for i in present)])
+        for i, cotangent in zip(present, values[len(arrays) :], strict=True):
+            self.cotangents[i] = cotangent
+        return values[: len(arrays)]
+
+    def _unpacked(self, packed: PackedTensor, arrays: Sequence[Any]) -> Any:
         try:
             return packed.unpack(as_arrays(arrays))  # JAX hands on some constants as numbers
         except Exception:
@@ -239,7 +249,7 @@ class _Packing:
     def _stays(self, tensor: Any) -> bool:
         # A hook could hardly read a PRNG key, and what it made of a Ref would be no Ref. A program holds its constants
         # anyway, and XLA would run the hooks on them while it compiles, for seconds.
-        return is_ref(tensor) or is_key(tensor) or (self._is_staging and not is_tracer(tensor))
+        return is_ref(tensor) or is_key(tensor) or 0 in tensor.shape or (self._is_staging and not is_tracer(tensor))
 
     def _is_constant(self, value: Any) -> bool:
         return is_number(value) and id(value) not in self._operands

@@ -1,8 +1,8 @@
 """A proof that a jaxpr is linear in some of its inputs, and the transpose of what is proved.
 
 JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
-exactly if it is zero at zero. Transposition also drops, without a word, a dependence that goes through integers, booleans
-or keys, which have no tangents. The proof follows four kinds of values through a jaxpr:
+exactly if it is zero at zero. Transposition also drops, without a word, a dependence that goes through integers,
+booleans or keys, which have no tangents. The proof follows four kinds of values through a jaxpr:
 
     ZERO      known to be zero
     CONSTANT  does not depend on the inputs in question
@@ -25,8 +25,8 @@ import numpy as np
 from .imports import ClosedJaxpr, eval_jaxpr
 from .jaxprs import inner_jaxprs, is_literal
 from .masks import merge, scatter, select
-from .rule_function import linear_map_p, rule_function_p
 from .primitives import object_of
+from .rule_function import linear_map_p, rule_function_p
 from .types import full_cotangent, has_tangent
 
 Kind = str

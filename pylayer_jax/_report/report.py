@@ -1,42 +1,149 @@
-"""`saved_tensors_report`: trace `jax.vjp` of a function, and tell of each residual where it comes from."""
+"""`saved_tensors_report` and the report that it returns: one row per residual, or per group of equal ones."""
 
 from __future__ import annotations
 
 import collections
-import math
-from collections.abc import Callable, Iterable
+import dataclasses
+import html
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._jax.imports import ShapedArray
-from pylayer_jax._jax.run_log import is_run_number
-from pylayer_jax._jax.types import is_key, is_ref, mesh_axes_of
-from pylayer_jax._trees.messages import describe
-from pylayer_jax._trees.partition import is_tensor, split
+from pylayer_jax._jax.jaxprs import jaxpr_and_consts
+from pylayer_jax._jax.types import is_ref
+from pylayer_jax._messages import describe
+from pylayer_jax._trees import is_tensor, split
 
-from .provenance import Value, Values, source_of
-from .table import SavedTensor, SavedTensorsReport
+from .origins import Value, line_of, outputs_of
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that is kept for backward, or several that differ only in their values."""
+
+    kind: str  # "layer" saves it; "input" of the function, which exists anyway; "copy" of one; "operation"; "constant"
+    layer: str  # the class that saves it, also if it is an input; empty if no layer does
+    name: str  # saved[0], or its name in `saved_names` of the class; ctx.scale; of the operation, or of the input
+    shape: tuple[int, ...]
+    dtype: str
+    times: int  # how many are kept: by iterations of a scan, by calls from one line
+    bytes: int  # of all of them, before packing
+    packed_bytes: int  # that the vjp function holds for them
+    memory: str  # "device" or "host"
+    source: str  # file and line of the call of apply, or of the operation
+    note: str
+
+    def multiplied(self, count: int) -> SavedTensor:
+        """Return the row of `count` such tensors."""
+        sizes = {"bytes": count * self.bytes, "packed_bytes": count * self.packed_bytes}
+        return dataclasses.replace(self, times=count * self.times, **sizes)
+
+
+class SavedTensorsReport:
+    """The rows of a report, shown as a table."""
+
+    def __init__(self, rows: list[SavedTensor]) -> None:
+        self.rows = rows
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that the vjp function holds: those of all rows as they are packed, inputs and host memory included."""
+        return sum(r.packed_bytes for r in self.rows)
+
+    @property
+    def total_unpacked_bytes(self) -> int:
+        """What `total_bytes` would be if nothing was packed."""
+        return sum(r.bytes for r in self.rows)
+
+    @property
+    def input_bytes(self) -> int:
+        """The part of `total_bytes` that is inputs of the function as they are, which exist anyway."""
+        return sum(r.packed_bytes for r in self.rows if r.kind == "input")
+
+    @property
+    def host_bytes(self) -> int:
+        """The part of `total_bytes` in host memory."""
+        return sum(r.packed_bytes for r in self.rows if r.memory == "host")
+
+    def __repr__(self) -> str:
+        columns = [[title, *cells] for title, cells in self._columns().items()]
+        for column in columns:
+            is_number = column[0] in ("times", "bytes", "packed")
+            width = max(map(len, column))
+            column[:] = [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
+        lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+        return "\n".join([*lines, self._total()])
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        columns = self._columns()
+        body = "".join(line("td", row) for row in zip(*columns.values(), strict=True))
+        caption = f"<caption>{html.escape(self._total())}</caption>"
+        return f"<table>{caption}<thead>{line('th', list(columns))}</thead><tbody>{body}</tbody></table>"
+
+    def _columns(self) -> dict[str, list[str]]:
+        """Return the cells of each column, by its title; packed sizes only where something is packed."""
+        rows, is_packed = self.rows, any(r.packed_bytes != r.bytes for r in self.rows)
+        return {
+            "origin": [r.layer or r.kind for r in rows],
+            "name": [r.name for r in rows],
+            "type": [f"{r.dtype}[{','.join(map(str, r.shape))}]" for r in rows],
+            "times": [f"{r.times}" for r in rows],
+            "bytes": [f"{r.bytes:,}" for r in rows],
+            **({"packed": [f"{r.packed_bytes:,}" for r in rows]} if is_packed else {}),
+            "where": [r.source for r in rows],
+            "": [r.note for r in rows],
+        }
+
+    def _total(self) -> str:
+        kept, unpacked = self.total_bytes, self.total_unpacked_bytes
+        parts = [f"{kept:,} bytes are kept for backward", f"{unpacked:,} before packing" if unpacked != kept else ""]
+        places = {"in inputs of the function": self.input_bytes, "in host memory": self.host_bytes}
+        parts += [f"{size:,} of them {place}" if size else "" for place, size in places.items()]
+        return ", ".join(filter(None, parts))
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw one bar per row: the bytes that are kept. Needs matplotlib.
+
+        Returns:
+            The axes with the bars: `ax`, or new ones.
+        """
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            _, ax = plt.subplots(layout="constrained", figsize=(6.4, 1.2 + 0.25 * len(self.rows)))
+        names = [f"{r.layer or r.kind}  {r.name}  {r.source}".rstrip() for r in self.rows]
+        ax.barh(range(len(names)), [r.packed_bytes for r in self.rows])
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set_xlabel("bytes")
+        return ax
 
 
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
-    """List everything that `jax.vjp` of `fun(*args, **kwargs)` would hold for backward.
+    """List the residuals that `jax.vjp` of `fun(*args, **kwargs)` holds for backward.
 
-    `fun` is a function or a layer. The report traces `jax.vjp` of it and does not run it; arguments may therefore be
-    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks count, and so do the blocks of hooks
+        print(saved_tensors_report(lambda x: Tanh.apply(x * 2).sum(), jnp.ones((8, 4))))
+
+        origin  name      type          times  bytes  where
+        Tanh    saved[0]  float32[8,4]      1    128  model.py:12
+        128 bytes are kept for backward
+
+    `fun` is a function or a layer. `jax.vjp` of it is traced and does not run, so that arguments may be
+    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks apply, and so do the blocks of hooks
     inside `fun`, each as in a compiled program.
 
-    A row is a tensor that is kept, or several that differ only in their values: what a layer saves, by its class and
-    name (the one in `saved_names` of the class, if it has one); what a plain operation computes and a derivative keeps,
-    by the name of the operation; an input of `fun`, which exists anyway. What `jax.checkpoint` computes again is not
-    kept, and has no row. If several layers keep the same tensor, it has one row.
+    A row is one residual, or several that differ only in their values: a tensor that a layer saves, by its class and
+    name (the one in `saved_names` of the class, if it has one); a result of a plain operation, by the name of the
+    operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one row. A tensor that
+    `jax.checkpoint` computes again has none.
 
-    Bytes are those of the whole array, and those on each device as far as the sharding is known while `fun` is traced:
-    from the type of an array (explicit axes), from an argument that is kept as it is, and inside `jax.shard_map`, where
-    the type in a row is that of one device. With automatic axes, the compiler chooses the shardings of intermediates
-    after the trace: their bytes per device, and the total of them, are None. Of what hooks keep on the host
-    (`host=True`), only the number by which a program finds it counts.
+    Bytes are those of the whole array on all devices; inside `jax.shard_map` the type in a row is that of one device.
+    Hooks with `host=True` leave a number in the program, and only its bytes count.
 
     Raises:
         TypeError: if `fun` is no function, or if no argument holds a float array.
@@ -65,95 +172,55 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             return split(fun(*args, **kwargs))[0]
 
         _, pullback = jax.vjp(run, *(tensors[i] for i in differentiated))
-        return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # its state is kept anyway
+        return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds a Ref anyway
 
-    jaxpr = jax.make_jaxpr(residuals)(*tensors).jaxpr
-    values = Values()
-    names = [_name_of_input(path) for path in skeleton.tensor_paths()]
-    inputs = [values.new(v, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
-    kept = [v for v in dict.fromkeys(values.outputs(jaxpr, inputs)) if not is_run_number(v.aval)]
-    packed: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
-    for array in kept:
-        packed.setdefault(array.unpacked(), []).append(array)
-    arguments = dict(zip(inputs, tensors, strict=True))
-    rows = [_row(tensor, packed[tensor], arguments) for tensor in sorted(packed, key=lambda v: v.number)]
+    jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
+    names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
+    inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
+    # Without the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _layer_rule.py.
+    arrays = [value for value in dict.fromkeys(outputs_of(jaxpr, inputs)) if value.aval.size]
+    arrays_of: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
+    for array in arrays:
+        arrays_of.setdefault(array.unpacked(), []).append(array)
+    rows = [_row(tensor, arrays_of[tensor]) for tensor in sorted(arrays_of, key=lambda v: v.number)]
     return SavedTensorsReport([row.multiplied(count) for row, count in collections.Counter(rows).items()])
 
 
-def _name_of_input(path: str) -> str:
-    return path.replace("[0]", "args", 1) if path.startswith("[0]") else path.replace("[1]", "kwargs", 1)
-
-
-def _row(tensor: Value, arrays: list[Value], arguments: dict[Value, Any]) -> SavedTensor:
-    """The row of one tensor, from the arrays that it was packed to. The sharding of an argument is known."""
-    one, times_of_one = tensor.innermost()
-    times, shards = 1, 1
-    for array in arrays:
-        each, iterations = array.innermost()
-        times = max(times, iterations)
-        shards = max(shards, array.aval.size // max(1, iterations * each.aval.size))
-    on_device = _sum_on_device((i, _bytes_on_device(arguments.get(v, v.aval))) for v, i in map(Value.innermost, arrays))
-    kept, is_packed = sum(_bytes(array.aval) for array in arrays), arrays != [tensor]
-    steps = range(2, max(v.pack_step() for v in arrays) + 1)
-    between = [{v for array in arrays for v in array.sources(step) if v.kind != "constant"} for step in steps]
-    origin, layers = list(tensor.chain())[-1], [found for value in tensor.chain() for found in value.layers]
-    layer, name, equations = layers[0] if layers else ("", origin.name, origin.equations)
+def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
+    """Return the row of a tensor, from the arrays that it was packed to."""
+    one, times = tensor.innermost()
+    is_packed = arrays != [tensor]
+    size = packed_size = sum(map(_bytes, arrays))
+    if is_packed:
+        parts = [array.innermost() for array in arrays]
+        times *= max(n_iterations for _, n_iterations in parts)
+        # Each iteration packs a tensor, and each device its shard.
+        size = _bytes(tensor) * max(a.aval.size // part.aval.size for a, (part, _) in zip(arrays, parts, strict=True))
+    *_, origin = tensor.chain()
+    savers = [saver for value in tensor.chain() for saver in value.savers]
+    layer, name, equations = savers[0] if savers else ("", origin.name, origin.equations)
     is_input, is_from_input = not is_packed and tensor.kind == "input", origin.kind == "input"
     is_on_host = any(v.aval.memory_space == jax.memory.Space.Host for v in arrays)
     notes = {
-        f"the input {origin.name}": bool(layers) and is_from_input,
-        **{f"also {other}, {saved}": (other, saved) != (layer, name) for other, saved, _ in layers},
+        f"the input {origin.name}": bool(savers) and is_from_input,
+        **{f"also {other}, {saved}": (other, saved) != (layer, name) for other, saved, _ in savers},
         "in host memory": is_on_host,
         "packed on the host": any(v.innermost()[0].name == "host_call" for v in arrays),
     }
     return SavedTensor(
-        kind="input" if is_input else "layer" if layers else "copy" if is_from_input else origin.kind,
+        kind="input" if is_input else "layer" if savers else "copy" if is_from_input else origin.kind,
         layer=layer,
         name=name,
         shape=tuple(one.aval.shape),
         dtype=str(one.aval.dtype),
-        times=times * times_of_one if is_packed else times,
-        bytes=times * shards * _bytes(tensor.aval) if is_packed else kept,
-        bytes_per_device=_sum_on_device([(times, _bytes_on_device(arguments.get(tensor, tensor.aval)))])
-        if is_packed
-        else on_device,
-        packed_bytes=kept,
-        packed_bytes_per_device=on_device,
+        times=times,
+        bytes=size,
+        packed_bytes=packed_size,
         memory="host" if is_on_host else "device",
-        source=source_of(equations),
+        source=line_of(equations),
         note="; ".join(note for note, applies in notes.items() if applies),
-        bytes_after=(*(times * shards * sum(_bytes(v.aval) for v in values) for values in between), kept)
-        if steps
-        else (),
     )
 
 
-def _bytes(array: Any, shape: tuple[int, ...] | None = None) -> int:
-    """The bytes of an array or type, or of a part of this shape."""
-    shape = tuple(array.shape) if shape is None else shape
-    if is_key(array):
-        return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, array.dtype)).size * 4
-    return math.prod(shape) * array.dtype.itemsize
-
-
-def _sum_on_device(sizes: Iterable[tuple[int, int | None]]) -> int | None:
-    """The sum of numbers times bytes, if all of them are known."""
-    found = [None if size is None else times * size for times, size in sizes]
-    return None if None in found else sum(size or 0 for size in found)
-
-
-def _has_automatic_axes(mesh: Any) -> bool:
-    axes = zip(mesh.shape.values(), mesh.axis_types, strict=True)
-    return any(kind == jax.sharding.AxisType.Auto and size > 1 for size, kind in axes)
-
-
-def _bytes_on_device(array: Any) -> int | None:
-    """The bytes of the part on one device, by the sharding of an array or of a type; None: only the compiler knows."""
-    shape, sharding = tuple(array.shape), getattr(array, "sharding", None)
-    if isinstance(array, ShapedArray) and math.prod(shape) > 1 and _has_automatic_axes(array.sharding.mesh):
-        return None
-    if not isinstance(sharding, jax.sharding.NamedSharding):
-        return _bytes(array, shape if sharding is None else sharding.shard_shape(shape))
-    # `shard_shape` refuses the type of an array inside of a shard_map.
-    cuts = [math.prod(sharding.mesh.shape[name] for name in axes) for axes in mesh_axes_of(sharding, len(shape))]
-    return _bytes(array, tuple(-(-length // cut) for length, cut in zip(shape, cuts, strict=True)))
+def _bytes(value: Value) -> int:
+    return value.aval.size * value.aval.dtype.itemsize
