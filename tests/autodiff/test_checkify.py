@@ -1,12 +1,13 @@
-"""`checkify.check` in `forward`: under every transform it reports as it does in plain JAX."""
+"""`checkify.check` in `forward`: under transforms of the first order it reports as it does in plain JAX."""
 
-import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental import checkify
 
 from pylayer_jax import PyLayer
 from tests.kit.modes import DERIVATIVES
+
+FIRST = {name: f for name, f in DERIVATIVES.items() if "grad of grad" not in name and name != "hessian"}
 
 
 class Log(PyLayer):
@@ -27,10 +28,8 @@ class LogWithForwardMode(Log):
 
 
 @pytest.mark.parametrize("layer", [Log, LogWithForwardMode])
-@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=list(DERIVATIVES))
+@pytest.mark.parametrize("derivative", FIRST.values(), ids=FIRST)
 def test_a_check_in_forward(layer, derivative):
-    if layer is Log and jax.config.jax_custom_vjp3:
-        pytest.skip("under jax_custom_vjp3 JAX refuses checks in a custom_vjp function")
     checked = checkify.checkify(derivative(lambda x: jnp.sum(layer.apply(x))))
     assert checked(jnp.ones((2, 2)))[0].get() is None
     assert "x must be positive" in checked(-jnp.ones((2, 2)))[0].get()

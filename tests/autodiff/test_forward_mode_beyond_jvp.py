@@ -1,4 +1,4 @@
-"""Layers within `jax.linear_transpose`, `jax.lax.custom_linear_solve` and `jax.experimental.jet`."""
+"""Layers within `jax.linear_transpose` and `jax.lax.custom_linear_solve`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.jet import jet
 
 from pylayer_jax import PyLayer
-from tests.kit.layers import Multiply, Square, Tanh
+from tests.kit.layers import Multiply, Square
 from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import assert_same
 
 pytestmark = pytest.mark.own_primitive
 X = jnp.array([0.3, -0.7])
-SERIES = (X, 2 * X, X**2)
 
 
 class Sums(PyLayer):
@@ -25,8 +22,8 @@ class Sums(PyLayer):
     backward = staticmethod(lambda ctx, *_: pytest.fail("it is not differentiated"))
 
 
-ForwardSums, ForwardTanh, ForwardMultiply = (
-    type(f"Forward{layer.__name__}", (layer,), {"forward_mode": True}) for layer in (Sums, Tanh, Multiply)
+ForwardSums, ForwardMultiply = (
+    type(f"Forward{layer.__name__}", (layer,), {"forward_mode": True}) for layer in (Sums, Multiply)
 )
 
 
@@ -55,61 +52,18 @@ def test_linear_transpose_of_jit():
 @pytest.mark.parametrize("flag", [False, True])
 def test_linear_transpose_needs_a_linear_forward(flag):
     layer = type("Squared", (Square,), {"forward_mode": flag})
-    with pytest.raises(TypeError, match=r"Squared\.forward cannot be transposed: it is not linear, as it has a p"):
+    with pytest.raises(TypeError, match=r"(?s)Squared.*mul"):
         jax.linear_transpose(layer.apply, X)(X)
 
 
-@pytest.mark.parametrize("layer", [Multiply, ForwardMultiply])
 @EAGER_AND_JIT
-def test_a_layer_within_a_linear_solve(layer, mode):
+def test_a_layer_within_a_linear_solve(mode):
     diagonal = jnp.array([2.0, 4.0])
 
     def solved(b):
         def solve(matvec, b):
             return b / matvec(jnp.ones(2))
 
-        return jax.lax.custom_linear_solve(lambda v: layer.apply(diagonal, v), b, solve, solve)
+        return jax.lax.custom_linear_solve(lambda v: ForwardMultiply.apply(diagonal, v), b, solve, solve)
 
     np.testing.assert_allclose(mode(jax.jacrev(solved))(X), jnp.diag(1 / diagonal))
-
-
-def twice(f):
-    return lambda x: jnp.sin(f(f(x) * 2) * x)
-
-
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
-def test_taylor_series(around):
-    found = jet(around(twice(ForwardTanh.apply)), (X,), (SERIES,))
-    assert_same(found, jet(around(twice(jnp.tanh)), (X,), (SERIES,)))
-
-
-@pytest.mark.parametrize("layer", [Tanh, ForwardTanh])
-def test_taylor_series_of_a_gradient(layer):
-    def gradient(f):
-        return jax.grad(lambda x: twice(f)(x).sum())
-
-    assert_same(jet(gradient(layer.apply), (X,), (SERIES,)), jet(gradient(jnp.tanh), (X,), (SERIES,)))
-
-
-def test_taylor_series_of_integers():
-    class Scale(PyLayer):
-        forward_mode = True
-
-        @staticmethod
-        def forward(ctx, x, times):
-            ctx.save_for_backward(times)
-            return x * times.astype(x.dtype), times + 1
-
-        @staticmethod
-        def backward(ctx, dy, _):
-            return dy * ctx.saved_tensor()[0].astype(dy.dtype), None
-
-    with jax.numpy_dtype_promotion("standard"):  # jet multiplies integers by floats
-        primals, (of_y, of_times) = jet(lambda x: Scale.apply(x, jnp.int32(3)), (X,), (SERIES,))
-    assert_same((primals, of_y), ((3 * X, jnp.int32(4)), [3 * s for s in SERIES]))
-    assert not any(map(np.any, of_times))
-
-
-def test_taylor_series_without_forward_mode():
-    with pytest.raises(TypeError, match="Tanh has no rule for forward-mode differentiation"):
-        jet(Tanh.apply, (X,), (SERIES,))

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import layer_of
 from tests.kit.modes import SECOND, STAGED
 
 grad = jax.grad
@@ -41,6 +36,7 @@ def layer(forward, save, marks_last=False, kind="PyLayer", **attributes):
 
 
 TWO = jnp.float32(2.0)
+NUMPY_TWO = np.array(2.0, np.float32)
 two_results = jax.jit(lambda x: (jnp.sin(x), x**3))
 
 # name: forward, what is saved (x, output), the second derivative of the sum of the outputs at X. As backward is dy * m,
@@ -60,6 +56,7 @@ CASES = {
     "one object twice, the first": (lambda x: (lambda y: (y, y))(jnp.sin(x)), lambda x, y: y[0], 2 * S),
     "of a constant that is returned": (lambda x: TWO, lambda x, y: x * TWO, 2.0),
     "a constant that is returned": (lambda x: (x * 1, TWO), lambda x, y: TWO, 2 * 2.0),
+    "a NumPy constant that is returned": (lambda x: (x * 1, NUMPY_TWO), lambda x, y: y[1], 2 * 2.0),
     "one of two results of an operation": (
         lambda x: two_results(x)[0],
         lambda x, y: two_results(x)[1] * y,
@@ -186,239 +183,5 @@ def test_a_ref_that_forward_closes_over_has_a_first_derivative():
         assert run(derivative)[0] == expected
     assert jax.jit(lambda: run(grad))() == (3, 2)
     for second in (lambda f: grad(grad(f)), lambda f: jax.jit(grad(grad(f)))):
-        with pytest.raises(TypeError, match=r"Counts\.forward writes a jax\.Ref that it closes over"):
+        with pytest.raises(TypeError, match="Counts"):
             run(second)
-
-
-# -- host code ----------------------------------------------------------------------------------------
-
-
-class Box:
-    def __init__(self, value):
-        self.value = value
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["scale"])
-@dataclasses.dataclass
-class Scaled:
-    value: object
-    scale: float
-
-
-SCALE = 0.5
-KEPT = {  # what forward keeps of x and a static argument; whether it may depend on x
-    "a float": (lambda x, fn: float(x), True),
-    "a list of floats": (lambda x, fn: [float(x)], True),
-    "a closure": (lambda x, fn: (lambda value: lambda: value)(float(x)), True),
-    "an object": (lambda x, fn: Box(np.asarray(x)), True),
-    "a key": (lambda x, fn: {float(x): None}, True),
-    "a key of a dict of tensors": (lambda x, fn: [{(1, float(x)): x}], True),
-    "a static field": (lambda x, fn: Scaled(x, float(x)), True),
-    "bytes": (lambda x, fn: np.asarray(x).tobytes(), True),
-    "a NumPy array": (lambda x, fn: np.asarray(x), True),
-    "a known key": (lambda x, fn: {"a": {SCALE: x}}, False),
-    "an integer": (lambda x, fn: int(x), False),
-    "an argument": (lambda x, fn: fn, False),
-    "a constant": (None, False),
-    "a global": (None, False),
-}
-
-
-@pytest.mark.parametrize("kept", KEPT)
-@pytest.mark.parametrize("forward_mode", [False, True])
-def test_what_host_code_keeps_has_no_second_derivative(kept, forward_mode):
-    if jax.config.jax_custom_vjp3 and not forward_mode:
-        pytest.skip("under jax_custom_vjp3 forward must be traceable")
-    keep, may_depend = KEPT[kept]
-
-    def on_host(ctx, x, fn):
-        ctx.kept = 0.25 if kept == "a constant" else SCALE if kept == "a global" else keep(x, fn)
-        ctx.save_for_backward(x)
-        return jnp.asarray(np.sin(np.asarray(x)))
-
-    layer = layer_of(
-        None, lambda x, dy: (dy * x**2, None), "Keeps", forward=staticmethod(on_host), forward_mode=forward_mode
-    )
-    apply = lambda x: layer.apply(x, jnp.sin)  # noqa: E731
-    np.testing.assert_allclose(grad(apply)(X), X**2, rtol=1e-5)
-    for second in (SECOND["grad of grad"](apply), SECOND["jvp of grad"](apply)):
-        if may_depend:
-            with pytest.raises(TypeError, match="Keeps: a second derivative goes through forward"):
-                second(X)
-        else:
-            np.testing.assert_allclose(second(X), 2 * X, rtol=1e-5)
-
-
-def cube(ctx, x):
-    ctx.save_for_backward(x)
-    return jnp.asarray(np.asarray(x) ** 3)
-
-
-def to_global(ctx, x, held):
-    global last
-    last = float(x)
-    ctx.kept = last
-    return cube(ctx, x)
-
-
-def to_nonlocal():
-    last = 0.0
-
-    def keep(ctx, x, held):
-        nonlocal last
-        last = float(x)
-        ctx.kept = last
-        return cube(ctx, x)
-
-    return keep
-
-
-def to_object(ctx, x, held):
-    held.value = float(x)
-    ctx.kept = held
-    return cube(ctx, x)
-
-
-def to_set(ctx, x, held):
-    NUMBERS.add(float(x))
-    ctx.kept = NUMBERS
-    return cube(ctx, x)
-
-
-def to_global_object(ctx, x, held):
-    HOLDER.value["last"] = float(x)
-    ctx.kept = HOLDER
-    return cube(ctx, x)
-
-
-def to_array(ctx, x, held):
-    BUFFER[0] = float(x)
-    ctx.kept = HOLDER
-    return cube(ctx, x)
-
-
-def constants(ctx, x, held):
-    held.value = len(np.shape(float(x)))
-    ctx.kept = [held, math.pi, Scales.half, (0.25, 4.0), jnp.sin, held.method, {1, 2}]
-    return cube(ctx, x)
-
-
-class Scales:
-    half = 0.5
-
-
-class Held(Box):
-    def method(self):
-        return 2.5
-
-
-last, NUMBERS, BUFFER = 0.0, set(), np.zeros(2)
-HOLDER = Box({"last": 0.0, "buffer": BUFFER})
-WRITES = [to_global, to_nonlocal(), to_object, to_set, to_global_object, to_array]
-
-
-@pytest.mark.parametrize("forward_mode", [False, True])
-@pytest.mark.parametrize("write", [*WRITES, constants], ids=lambda f: f.__qualname__.partition(".")[0])
-def test_what_host_code_writes_to_what_was_there_has_no_second_derivative(write, forward_mode):
-    if jax.config.jax_custom_vjp3 and not forward_mode:
-        pytest.skip("under jax_custom_vjp3 forward must be traceable")
-
-    backward = lambda x, dy: (3 * dy * x**2, None)  # noqa: E731
-    writes = layer_of(None, backward, "Writes", forward=staticmethod(write), forward_mode=forward_mode)
-    NUMBERS.clear()
-    BUFFER[:] = 0
-    second = grad(grad(lambda x: writes.apply(x, Held(0.0))))
-    if write is constants:
-        assert second(2.0) == 12
-    else:
-        with pytest.raises(
-            TypeError, match=r"Writes: a second derivative goes through forward.* kept ctx\.kept, which"
-        ):
-            second(2.0)
-
-
-def leaves(where):
-    """A layer that leaves x where its `backward` reads it."""
-    held, numbers = Box(None), []
-
-    class Leaves(PyLayer):
-        x = None
-
-        @staticmethod
-        def forward(ctx, x):
-            global last
-            last = Leaves.x = held.value = x
-            numbers.append(np.asarray(x))
-            return jnp.asarray(np.exp(np.asarray(x)))
-
-        @staticmethod
-        def backward(ctx, dy):
-            raise NotImplementedError
-
-    reads = {
-        "a global": lambda ctx, dy: dy * jnp.exp(last),
-        "a member of a class": lambda ctx, dy: dy * jnp.exp(Leaves.x),
-        "an object": lambda ctx, dy: dy * jnp.exp(held.value),
-        "a list": lambda ctx, dy: dy * jnp.exp(numbers[-1]),
-        "nothing": lambda ctx, dy: dy * jnp.exp(HOLDER.value["last"]),
-    }
-    Leaves.backward = staticmethod(reads[where])
-    return Leaves
-
-
-@pytest.mark.parametrize(
-    ("where", "named"),
-    [("a global", "last"), ("a member of a class", r"Leaves\.x"), ("an object", "held"), ("a list", "numbers")],
-)
-def test_what_host_code_leaves_for_backward_has_no_second_derivative(where, named):
-    if jax.config.jax_custom_vjp3:
-        pytest.skip("under jax_custom_vjp3 forward must be traceable")
-    first = grad(leaves(where).apply)
-    np.testing.assert_allclose(first(0.5), math.exp(0.5), rtol=1e-6)
-    with pytest.raises(TypeError, match=rf"Leaves: a second derivative goes .* {named} \(which backward reads\)"):
-        grad(first)(0.5)
-    HOLDER.value["last"] = 0.0
-    assert grad(grad(leaves("nothing").apply))(0.5) == 0  # what was there before is a constant
-
-
-# -- needs_input_grad ---------------------------------------------------------------------------------
-
-
-def test_needs_input_grad_is_false_where_nothing_is_differentiated():
-    seen = []
-
-    class Asks(PyLayer):
-        @staticmethod
-        def forward(ctx, x, w):
-            seen.append(ctx.needs_input_grad)
-            return x * w
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, dy
-
-    jax.jit(Asks.apply)(1.0, jnp.float32(2.0))
-    jax.vmap(Asks.apply, (0, None))(jnp.ones(2), jnp.float32(2.0))
-    assert set(seen) == {(False, False)}
-    x, w = jnp.float32(1.0), jnp.float32(2.0)
-    for derivative in (grad(jax.jit(Asks.apply)), jax.jit(grad(Asks.apply)), grad(jax.checkpoint(Asks.apply))):
-        derivative(x, w)
-        assert seen[-1] == (True, False)
-
-
-def test_other_outputs_where_something_is_differentiated_are_an_error_under_jit():
-    class Grows(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return (x, 2 * x) if any(ctx.needs_input_grad) else (x,)
-
-        @staticmethod
-        def backward(ctx, *dys):
-            return dys[0]
-
-    if jax.config.jax_custom_vjp3:
-        pytest.skip("jax_custom_vjp3 always runs forward undifferentiated too")
-    first = lambda x: Grows.apply(x)[0]  # noqa: E731
-    assert grad(first)(1.0) == 1
-    with pytest.raises(ValueError, match=r"Grows\.forward returned 1 tensor where nothing is differentiated"):
-        grad(jax.jit(first))(1.0)

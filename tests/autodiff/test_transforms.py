@@ -80,7 +80,7 @@ def test_forward_mode_is_reverse_mode(table, transform, case, monkeypatch):
 @pytest.mark.parametrize("case", [case for case in CASES if not case.is_linear], ids=lambda case: case.name)
 def test_a_backward_that_is_not_linear_is_refused(case, monkeypatch):
     ours = case.in_forward_mode(monkeypatch)
-    with pytest.raises(TypeError, match=rf"{case.forward_over_reverse}.*forward_mode = True.*jvp\(ctx, \*tangents\)"):
+    with pytest.raises(TypeError, match=case.forward_over_reverse):
         pushed(scalar(ours.layer, case.linear_loss), case.args)(*case.args)
 
 
@@ -115,7 +115,7 @@ def test_under_hooks(table, transform, case, place):
                 compare(case, table, transform)
     except TypeError as error:
         # A second derivative of staged code with the block inside is refused, and never wrong.
-        if not re.search(r"a second derivative goes through .* put the hooks block", str(error), re.I):
+        if "differentiable=True" not in str(error):
             raise
         assert re.search(r"(second_order|hessian).*(scan|cond|remat)", transform)
 

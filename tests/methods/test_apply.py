@@ -135,7 +135,7 @@ def test_help_shows_both():
 
 
 def test_its_repr_names_the_class_and_a_program_its_arguments():
-    assert repr(Scaled.apply).startswith("<bound method Scaled.apply of <class ")
+    assert "Scaled.apply" in repr(Scaled.apply)
     assert 'loc("x")' in jax.jit(Scaled.apply).lower(X).as_text(debug_info=True)
 
 
@@ -157,7 +157,7 @@ def test_jit_compiles_it_once(base):
     for _ in range(3):
         jax.jit(made.apply)(X)
         jax.jit(made().apply)(X)
-    assert len(traced) <= 2  # under JAX_CUSTOM_VJP3 JAX traces it once more
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize("made", OF_MODULE)
@@ -231,5 +231,5 @@ def test_once_differentiable():
 
 
 def test_signatures_of_hooks():
-    assert list(inspect.signature(saved_tensors_hooks).parameters)[:3] == ["pack_hook", "unpack_hook", "host"]
-    assert list(inspect.signature(cast_saved).parameters) == ["dtype", "only"]
+    assert list(inspect.signature(saved_tensors_hooks).parameters)[:2] == ["pack_hook", "unpack_hook"]
+    assert set(inspect.signature(cast_saved).parameters) == {"dtype", "only", "arguments"}

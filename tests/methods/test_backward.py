@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
-from pylayer_jax.parallel import copy_to
 from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
 
 from .made import layer, loss
@@ -71,21 +70,20 @@ def yields(dy):
     yield dy
 
 
-NO_ARRAY = r"Made\.backward, gradient of 'args\[0\]': expected an array of dtype float32"
+NO_ARRAY = r"Made\.backward(?s:.*)args\[0\]"
 REFUSED = {
     **{
         f"shape {shape}": (
             lambda dy, shape=shape: jnp.ones(shape),
-            rf"gradient of 'args\[0\]': expected shape \(3,\).*got \({str(shape)[1:-1]}\)",
+            rf"args\[0\](?s:.*)\(3,\).*\({str(shape)[1:-1]}\)",
         )
         for shape in [(), (1,), (2,), (3, 4), (3, 1, 2)]
     },
     **{str(value): (lambda dy, value=value: value, NO_ARRAY) for value in [1, 2.5, "text", [], [1.0], {"a": 1}]},
     "key": (lambda dy: jax.random.key(0), NO_ARRAY),
-    "long text": (lambda dy: 100 * "text", r"None for zero; got str\."),
-    "list of one, as in Paddle and torch": (lambda dy: [dy], "or None for zero; got"),
-    "complex": (lambda dy: jax.lax.complex(dy, dy), r"expected a real array .* Return its real part"),
-    "generator": (yields, r"Made\.backward returned .*generator; .* Return them: return g0, g1"),
+    "list of one, as in Paddle and torch": (lambda dy: [dy], NO_ARRAY),
+    "complex": (lambda dy: jax.lax.complex(dy, dy), NO_ARRAY),
+    "generator": (yields, r"Made\.backward"),
 }
 
 
@@ -118,19 +116,17 @@ def test_both_conventions(mode, give, expected):
 @pytest.mark.parametrize("count", [0, 1, 4, 5])
 def test_wrong_counts(mode, count):
     made = named(lambda dy: (dy,) * count)
-    message = (
-        rf"Made\.backward returned {count} gradients?; expected 2, one per .*"
-        r"\(x, w\), or 3, one per argument passed \(x, n, w\)"
-    )
-    with pytest.raises(ValueError, match=message) as caught:
+    with pytest.raises(ValueError, match=rf"Made\.backward returned {count}(?s:.*)x, w"):
         mode(jax.grad(lambda x, w: made.apply(x, 2, w).sum(), (0, 1)))(X, X)
-    assert ("Missing" in str(caught.value)) == (count < 2)
 
 
 @EAGER_AND_JIT
-def test_gradient_for_an_argument_without_tensors(mode):
-    with pytest.raises(ValueError, match=r"for argument .n., which holds no tensor"):
-        mode(jax.grad(loss(named(lambda dy: (dy, dy, dy)), 2, X)))(X)
+def test_a_gradient_for_a_python_number_is_ignored(mode):
+    assert mode(jax.grad(loss(named(lambda dy: (dy * 3, dy, dy)), 2, X)))(X).tolist() == [3, 3, 3]
+    square = layer(
+        lambda ctx, x, n: ctx.save_for_backward(x) or x * x * n, lambda ctx, dy: (2 * dy * ctx.saved_tensor()[0], dy)
+    )
+    assert mode(jax.hessian(square.apply))(1.0, 1.0) == 2
 
 
 @modes
@@ -143,8 +139,7 @@ def test_trailing_entries_may_be_left_out_where_no_gradient_is_needed(mode, forw
 
     short = layer(forward, lambda ctx, dy: 5 * dy, forward_mode=forward_mode)
     assert MODES[mode](loss(short, 2, X))(X).tolist() == [5, 5, 5]
-    message = r"returned 1 gradient; expected 2.* Missing: w; return None where the gradient"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"returned 1\b(?s:.*)\bw\b"):
         MODES[mode](lambda w: short.apply(X, 2, w).sum())(X)
 
 
@@ -195,14 +190,10 @@ def test_structures_with_none_anywhere(mode, tree, forward, give, expected):
 @pytest.mark.parametrize(
     ("tree", "give", "message"),
     [
-        ([X, X], lambda dy: [dy] * 3, "expected 2 entries, got 3"),
-        (
-            {"a": X},
-            lambda dy: ({"z": dy},),
-            r"gradient of 'args\[0\]': .* keys .*, 'a'; got one without 'a' and with 'z',",
-        ),
-        ({"w": [X]}, lambda dy: {"w": [jnp.ones(2)]}, r"of \"args\[0\]\['w'\]\[0\]\": expected shape \(3,\)"),
-        ((X, X), lambda dy: (dy, dy), r"return its gradients as one entry: \(\(g0, g1\),\)"),
+        ([X, X], lambda dy: [dy] * 3, "2.*3"),
+        ({"a": X}, lambda dy: ({"z": dy},), r"args\[0\](?s:.*)'z'"),
+        ({"w": [X]}, lambda dy: {"w": [jnp.ones(2)]}, r"args\[0\]\['w'\]\[0\](?s:.*)\(3,\)"),
+        ((X, X), lambda dy: (dy, dy), r"Made\.backward"),
     ],
     ids=["count", "keys", "shape", "tuple"],
 )
@@ -227,18 +218,18 @@ def test_a_list_for_a_tuple_argument_and_the_reverse(given, returned, mode):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "error"),
+    ("name", "value"),
     [
-        ("complex_convention", "torch", "expected 'jax' or 'paddle', got 'torch'"),
-        ("forward_mode", "yes", "expected True or False, got 'yes' of type str"),
-        ("forward_mode", None, "expected True or False, got None"),
-        ("generate_vmap_rule", 1, "expected True or False, got 1 of type int"),
-        ("saved_names", "y", "expected a tuple of strings"),
-        ("forward", property(len), "expected a static method, got <property"),
+        ("complex_convention", "torch"),
+        ("forward_mode", "yes"),
+        ("forward_mode", None),
+        ("generate_vmap_rule", 1),
+        ("saved_names", "y"),
+        ("forward", property(len)),
     ],
 )
-def test_members_of_the_wrong_kind(name, value, error):
-    with pytest.raises((TypeError, ValueError), match=rf"Odd\.{name}: {error}"):
+def test_members_of_the_wrong_kind(name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"Odd\.{name}"):
         type("Odd", (PyLayer,), {name: value})
 
 
@@ -251,9 +242,9 @@ def test_replicated_input_in_shard_map_says_to_sum():
         f = jax.shard_map(apply, mesh=mesh, in_specs=(spec("i"), spec()), out_specs=spec("i"))
         return jax.jit(jax.grad(lambda w: f(jnp.ones(4), w).sum()))(jnp.ones(1))
 
-    with pytest.raises(ValueError, match=r"'w': .*psum\(value, 'i'\); or .*pylayer_jax\.parallel\.copy_to\(.*, 'i'\)"):
+    with pytest.raises(ValueError, match=r"'w'(?s:.*)psum"):
         gradient(product.apply)
-    assert gradient(lambda x, w: product.apply(x, copy_to(w, "i"))) == 4
+    assert gradient(lambda x, w: product.apply(x, jax.lax.pcast(w, "i", to="varying"))) == 4
 
 
 @pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])

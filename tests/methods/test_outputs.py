@@ -55,7 +55,7 @@ def test_output_without_a_tensor_is_an_error():
     made = layer(lambda ctx, x, result: result)
     for result in (None, (), 3, (None, "text"), [np.array(["text"])]):
         for run in (lambda f: f, jax.jit, jax.grad):
-            with pytest.raises(ValueError, match=r"Made\.forward returned .* expected at least one tensor"):
+            with pytest.raises(ValueError, match=r"Made\.forward.*tensor"):
                 run(lambda x, r=result: made.apply(x, r))(1.0)
 
 

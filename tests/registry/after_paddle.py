@@ -22,7 +22,7 @@ def _scatter(pos: jax.Array) -> Callable[..., Any]:
     return lambda x: MoEScatter.apply(x, pos, COUNTS, COUNTS, fwd_batch=3, world_size=1)
 
 
-UNTRANSPOSABLE = r"MoEScatter\.backward cannot be transposed by JAX \(.*unique_indices=True"
+UNTRANSPOSABLE = r"MoEScatter\.backward"
 CASES.append(
     Case(
         "MoEScatter-unique",
@@ -70,7 +70,7 @@ RouterLoss = case(
     0.7,
     linear_loss=True,
     call=lambda x, loss: RouterLoss.apply(x, loss, 4, False),
-    forward_over_reverse="does not depend on them",
+    forward_over_reverse=r"RouterLoss\.backward",
 )(after(ported.RouterLoss, __name__))
 
 
@@ -90,7 +90,7 @@ ClippedReversal = case(
     X,
     linear_loss=True,
     call=lambda x: ClippedReversal.apply(x, lambda_=2),
-    forward_over_reverse="is not linear in its cotangents",
+    forward_over_reverse=r"(?s)ClippedReversal\.backward.*(max|min|clamp)",
 )(after(ported.ClippedReversal, __name__))
 
 
