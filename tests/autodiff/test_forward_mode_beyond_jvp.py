@@ -13,7 +13,6 @@ from tests.kit.layers import Multiply, Square, Tanh
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import assert_same
 
-pytestmark = pytest.mark.own_primitive
 X = jnp.array([0.3, -0.7])
 SERIES = (X, 2 * X, X**2)
 
