@@ -1,49 +1,57 @@
-"""`python -m pylayer_jax check MODULE:LAYER SPEC...`: the report of `check_layer` from the shell."""
+"""`python -m pylayer_jax check MODULE:LAYER SPEC...` prints the report of `check_layer`.
+
+    check layers.py:Scale "f32[8,8]" 0.5 jax.numpy.tanh
+    ->  check_layer(Scale, <array of 8 x 8 random numbers>, 0.5, jax.numpy.tanh)
+
+Specs are read, never evaluated.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
-import importlib.util
-import os
-import shlex
+import pkgutil
+import re
 import sys
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax.testing import check_layer
-from pylayer_jax.testing._check_layer import PROPERTIES, LayerReport
 
-from .specs import DTYPES, ArraySpec, UnusableError, parse_arguments
-
-_LAYER: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh"
+_KINDS: Final = {"f": (16, 32, 64), "bf": (16,), "c": (64, 128), "i": (8, 16, 32, 64), "u": (8, 16, 32, 64)}
+_NAMES: Final = {"f": "float", "bf": "bfloat", "c": "complex", "i": "int", "u": "uint"}
+_DTYPES: Final = {f"{k}{n}": jnp.dtype(f"{_NAMES[k]}{n}") for k, sizes in _KINDS.items() for n in sizes}
+_DTYPES["bool"] = jnp.dtype("bool")
+_WIDE: Final = ("f64", "c128", "i64", "u64")  # need jax.enable_x64
+_TARGET: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh."
 _SPECS: Final = f"""\
-how an argument of the layer is written (SPEC):
-  "f32[8,8]" "f32[]"   an array of numbers between 0.2 and 1.2 in size, of either sign; zeros and ones for "i32[4]" and
-                       "bool[4]". The dtypes are {", ".join(DTYPES)}
+An argument of the layer (SPEC) is one of
+  "f32[8,8]" "f32[]"   an array: numbers between 0.2 and 1.2 in size, of either sign; zeros and ones for "i32[4]" and
+                       "bool[4]". The dtypes are {", ".join(_DTYPES)}
   "key[]"              a PRNG key
-  3 -0.5 True "'text'" a Python literal, for a static: numbers, True, False, None, strings (quoted for Python too)
-  jnp.tanh jax.nn.gelu a function or class, by its dotted name
-  "{{'w': f32[8,8], 'b': f32[8]}}" "[f32[8], f32[]]" "(f32[8], 3)"
-                       dicts, lists and tuples of these, nested as you like
-  scale=f32[] axis=-1  an argument by keyword
+  0.5 -3 None "'sum'"  a Python literal, which the layer gets unchanged; a string has quotes of its own
+  jax.numpy.tanh       a function, or any other object of a module, by its dotted name
 
-Write -- before the first SPEC if one begins with a minus and is not a number.
+For other arguments (keywords, dicts of arrays, special values) write a function that makes them from arrays and
+applies the layer, and check that. Write -- before the specs if one begins with a minus and is not a number.
 
-examples:
-  python -m pylayer_jax check layers.py:Scale "f32[8,8]" factor=0.5
-  python -m pylayer_jax check layers.py:Dense "{{'w': f32[8,4], 'b': f32[4]}}" "f32[3,8]"
-  python -m pylayer_jax check layers.py:Round "f32[8]" --reference layers.py:straight_through
+example: python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5
 """
 
 
+class UnusableError(Exception):
+    """An argument of the command that cannot be understood or found; the message says what was expected."""
+
+
 def check(arguments: list[str]) -> tuple[bool, str]:
-    """Whether the layer that the arguments name is right, and the report. Exits with 2 if an argument is not usable."""
+    """Return whether the layer has all properties, and the report. Exit with 2 if an argument is unusable."""
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax check",
         description="Check a layer under each transform of JAX, and its gradients against numerical ones.\n"
@@ -52,112 +60,88 @@ def check(arguments: list[str]) -> tuple[bool, str]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("layer", metavar="MODULE:LAYER", help="a layer class, or a function that applies one")
-    parser.add_argument("specs", metavar="SPEC", nargs="*", help="the arguments of the layer; see below")
+    parser.add_argument("specs", metavar="SPEC", nargs="*", help="an argument of the layer; see below")
     parser.add_argument(
         "--reference",
         metavar="MODULE:FUNCTION",
-        help="a function of the same arguments in plain JAX whose gradients are right; declares a gradient that is "
-        "meant to differ from that of forward, as that of a straight-through estimator",
+        help="plain JAX with the gradients that are meant, if they differ from those of forward (straight-through)",
     )
+    parser.add_argument("--skip", metavar="NAME", action="append", default=[], help="leave out a property; repeatable")
     parser.add_argument("--seed", type=int, default=0, help="seed of the numbers in the arrays (default: 0)")
-    parser.add_argument(
-        "--skip",
-        metavar="NAME",
-        action="append",
-        default=[],
-        help=f"a property that is not tested; may be repeated. The properties are {', '.join(PROPERTIES)}",
-    )
+    parser.add_argument("--rtol", type=float, help="relative tolerance, instead of one that fits the dtypes")
+    parser.add_argument("--atol", type=float, help="absolute tolerance, instead of one that fits the dtypes and sizes")
     parser.add_argument(
         "--no-float64",
         dest="float64",
         action="store_false",
-        help="compute numerical gradients in the dtypes given; for a layer that rounds to a narrower dtype internally",
+        help="compute numerical gradients in the dtypes given; for a layer that rounds to a narrower dtype inside",
     )
-    parser.add_argument("--rtol", type=float, help="relative tolerance, instead of one that fits the dtypes")
-    parser.add_argument("--atol", type=float, help="absolute tolerance, instead of one that fits the dtypes and sizes")
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
+    layer, specs, reference, seed = (options.pop(name) for name in ("layer", "specs", "reference", "seed"))
+    is_wide = any(spec.partition("[")[0] in _WIDE for spec in specs)
     try:
-        report = _report(options)
-    except UnusableError as error:
+        with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
+            options["reference"] = None if reference is None else _load(reference)
+            layer, rng = _load(layer), np.random.default_rng(seed)
+            report = check_layer(layer, *(_argument(spec, rng, seed) for spec in specs), **options, raises=False)
+    except (UnusableError, ValueError) as error:  # ValueError: nothing to differentiate, or --skip has an unknown name
         parser.error(str(error))
-    return report.passed, "\n".join([report.layer, *map(str, report.rows), *report.hints(_options)])
+    return report.passed, str(report)
 
 
-def _options(**arguments: Any) -> str:
-    """Arguments of `check_layer` as options of the command."""
-    words: list[str] = []
-    for name, value in arguments.items():
-        if name == "reference":
-            words.append("--reference MODULE:FUNCTION")
-        elif name == "float64":
-            words.append("--no-float64")
-        else:
-            words += [f"--{name} {shlex.quote(str(v))}" for v in (value if isinstance(value, list) else [value])]
-    return " ".join(words)
-
-
-def _report(options: argparse.Namespace) -> LayerReport:
-    specs = parse_arguments(options.specs)
-    arrays = [leaf for leaf in jax.tree_util.tree_leaves(specs) if isinstance(leaf, ArraySpec)]
-    with jax.enable_x64(True) if any(array.is_wide for array in arrays) else contextlib.nullcontext():
-        layer = _load(options.layer)
-        reference = None if options.reference is None else _load(options.reference)
-        rng = np.random.default_rng(options.seed)
-        args, kwargs = jax.tree_util.tree_map(
-            lambda leaf: leaf.make(rng, options.seed) if isinstance(leaf, ArraySpec) else leaf, specs
+def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
+    if array := re.fullmatch(r"(\w+)\[([\d\s,]*)\]", spec.strip()):
+        return _array(spec, array[1], tuple(map(int, re.findall(r"\d+", array[2]))), rng, seed)
+    try:
+        return ast.literal_eval(spec)
+    except (SyntaxError, ValueError, TypeError):
+        pass
+    if not re.fullmatch(r"\w+(\.\w+)+", spec):
+        hint = f" For a string, quote it twice: \"'{spec}'\"." if spec.isidentifier() else ""
+        raise UnusableError(
+            f'{spec}: expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 0.5 or None, or a '
+            f"dotted name such as jax.numpy.tanh.{hint}"
         )
-        try:
-            return check_layer(
-                layer,
-                *args,
-                kwargs=kwargs,
-                reference=reference,
-                skip=options.skip,
-                float64=options.float64,
-                rtol=options.rtol,
-                atol=options.atol,
-                raises=False,
-            )
-        except ValueError as error:  # no argument can be differentiated, or --skip has an unknown name
-            raise UnusableError(str(error)) from error
+    try:
+        return pkgutil.resolve_name(spec)
+    except Exception as error:  # importing a module may raise anything
+        raise UnusableError(f"{spec}: not found ({type(error).__name__}: {error}).") from error
+
+
+def _array(spec: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator, seed: int) -> jax.Array:
+    if dtype == "key" and not shape:
+        return jax.random.key(seed)
+    if dtype not in _DTYPES:
+        raise UnusableError(f'{spec}: expected one of {", ".join(_DTYPES)} before the shape, or "key[]".')
+    if not jnp.issubdtype(_DTYPES[dtype], jnp.inexact):
+        return jnp.asarray(rng.integers(0, 2, shape), _DTYPES[dtype])
+    real, imaginary = rng.uniform(0.2, 1.2, (2, *shape)) * rng.choice([-1.0, 1.0], (2, *shape))
+    return jnp.asarray(real + 1j * imaginary if dtype in ("c64", "c128") else real, _DTYPES[dtype])
 
 
 def _load(target: str) -> Any:
-    module_or_file, _, name = target.rpartition(":")
-    if not module_or_file or not name:
-        raise UnusableError(f"{target}: {_LAYER}.")
-    module = _module(module_or_file)
+    """Import the layer or function that `mypackage.layers:Tanh` or `layers.py:Tanh` names."""
+    module_name, _, name = target.rpartition(":")
+    if not module_name or not name:
+        raise UnusableError(f"{target}: {_TARGET}")
+    path = Path(module_name)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise UnusableError(f"{module_name}: no such file. {_TARGET}")
+        sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
     try:
-        found = attrgetter(name)(module)
+        module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
+    except Exception as error:  # importing a module may raise anything
+        raise UnusableError(
+            f"{module_name}: cannot be imported ({type(error).__name__}: {error}). {_TARGET}"
+        ) from error
+    try:
+        layer = attrgetter(name)(module)
     except AttributeError:
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
         raise UnusableError(
-            f"{target}: {module_or_file} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
+            f"{target}: {module_name} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
         ) from None
-    if not callable(getattr(found, "apply", None) if isinstance(found, type) else found):
-        raise UnusableError(f"{target}: expected a layer class or a function, got {found!r}.")
-    return found
-
-
-def _module(module_or_file: str) -> Any:
-    path = Path(module_or_file)
-    is_file = module_or_file.endswith(".py")
-    if is_file and not path.is_file():
-        raise UnusableError(f"{module_or_file}: no such file. {_LAYER}.")
-    # Python puts the same folder on the path for a script, or for -m.
-    sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())
-    try:
-        if not is_file:
-            return importlib.import_module(module_or_file)
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules.setdefault(path.stem, module)  # dataclasses and pickle look for the module there
-        spec.loader.exec_module(module)
-        return module
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UnusableError(f"{module_or_file}: cannot be imported ({reason}). {_LAYER}.") from error
-    finally:
-        sys.path.pop(0)
+    if not callable(getattr(layer, "apply", None) if isinstance(layer, type) else layer):
+        raise UnusableError(f"{target}: expected a layer class or a function, got {layer!r}.")
+    return layer

@@ -8,7 +8,6 @@ The modules, each of which imports only those above it:
 - `_other_values`: other values of the arguments, at which errors show that the given ones may hide;
 - `_central_differences`: numerical derivatives; `_numerical_gradients`: gradients against these, for `_gradcheck`;
 - `_equivalence`: outputs and derivatives against those of a reference in plain JAX;
-- `_parallel`: a function that runs on several devices against the same function on one;
 - `_layer_under_test`: a layer with its results in eager mode, and the comparison of runs with these: runs under jit,
   vmap, scan and other transforms come from `_transforms`, those of other cotangents from `_linear`, those where other
   gradients are taken from `_as_constant`, with the help of `_hidden_tensors`. `_forward_mode` compares tangents;
@@ -19,6 +18,5 @@ The modules, each of which imports only those above it:
 from ._check_layer import check_layer
 from ._equivalence import assert_equivalent
 from ._gradcheck import gradcheck, gradgradcheck
-from ._parallel import check_parallel
 
-__all__ = ["assert_equivalent", "check_layer", "check_parallel", "gradcheck", "gradgradcheck"]
+__all__ = ["assert_equivalent", "check_layer", "gradcheck", "gradgradcheck"]

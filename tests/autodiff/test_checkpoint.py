@@ -11,8 +11,6 @@ from pylayer_jax import Function, PyLayer
 from pylayer_jax.packers import cast_saved
 from tests.kit.layers import Multiply
 
-pytestmark = pytest.mark.checkpoint
-
 X = jnp.array([0.3, 0.7, 1.1])
 
 policies = jax.checkpoint_policies

@@ -11,7 +11,6 @@ from pylayer_jax import PyLayer
 from tests.kit.layers import Multiply, Square
 from tests.kit.modes import EAGER_AND_JIT
 
-pytestmark = pytest.mark.own_primitive
 X = jnp.array([0.3, -0.7])
 
 

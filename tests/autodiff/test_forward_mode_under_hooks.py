@@ -10,7 +10,6 @@ import pytest
 from pylayer_jax import Function, saved_tensors_hooks
 from tests.kit.layers import Multiply, bits, layer_of
 
-pytestmark = pytest.mark.own_primitive
 X = jnp.array([0.3, 0.7])
 
 

@@ -10,7 +10,6 @@ import pytest
 from pylayer_jax import Function, PyLayer
 from tests.kit.transforms import assert_same
 
-pytestmark = pytest.mark.own_primitive
 X = jnp.array([0.3, 0.7])
 
 

@@ -29,7 +29,6 @@ from tests.kit.transforms import (
 from tests.registry import CASES
 
 REVERSE = (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
-forward_mode = pytest.mark.own_primitive
 
 
 def crossed(*tables, where=meet):
@@ -70,13 +69,11 @@ def test_as_the_reference(table, transform, case):
 LINEAR = {case.name for case in CASES if case.is_linear}
 
 
-@forward_mode
 @crossed(FORWARD, where=lambda transform, case: case in LINEAR and meet(transform, case))
 def test_forward_mode_is_reverse_mode(table, transform, case, monkeypatch):
     compare(case.in_forward_mode(monkeypatch), table, transform)
 
 
-@forward_mode
 @pytest.mark.parametrize("case", [case for case in CASES if not case.is_linear], ids=lambda case: case.name)
 def test_a_backward_that_is_not_linear_is_refused(case, monkeypatch):
     ours = case.in_forward_mode(monkeypatch)
@@ -90,7 +87,6 @@ def some_with_forward_mode(transform, case):
     return transform not in SLOW | IMPLIED and case in {"DoubledTanh", "AskedLinear", "RouterLoss", "BackwardApplies"}
 
 
-@forward_mode
 @crossed(*REVERSE, where=some_with_forward_mode)
 def test_everything_else_is_as_without_it(table, transform, case, monkeypatch):
     compare(case.in_forward_mode(monkeypatch), table, transform)
@@ -120,7 +116,6 @@ def test_under_hooks(table, transform, case, place):
         assert re.search(r"(second_order|hessian).*(scan|cond|remat)", transform)
 
 
-@forward_mode
 @crossed(FIRST_ORDER, FORWARD, where=without_what_is_slow("DoubledTanh"))
 def test_forward_mode_under_hooks(table, transform, case, monkeypatch):
     ours, hooks = case.in_forward_mode(monkeypatch), bits()

@@ -48,9 +48,7 @@ AROUND = [lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))]
 @pytest.mark.parametrize("around", AROUND, ids=["jit of grad", "grad of jit"])
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_of_what_does_not_vary(name, around):
-    with pytest.warns(
-        UserWarning, match=r"Identity\.backward adds up over the mesh axis ranks .*copy_to\(x, 'ranks'\)"
-    ):
+    with pytest.warns(UserWarning, match=r"Identity\.backward adds up over the mesh axis ranks"):
         gradient(SUMS[name], around)
 
 

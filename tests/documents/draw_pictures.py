@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax._commands.demo import EXAMPLES, second
+from .second_derivatives import EXAMPLES, second
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 

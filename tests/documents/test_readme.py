@@ -10,8 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from pylayer_jax._commands import demo
 from tests.kit.skipped import how_to_run
+
+from .second_derivatives import EXAMPLES, second
 
 ROOT = Path(__file__).parents[2]
 README, REFERENCE = ROOT / "README.md", ROOT / "notebooks" / "reference.md"
@@ -86,14 +87,14 @@ def number(shown):
     return float(shown.replace("\N{MINUS SIGN}", "-"))
 
 
-def test_the_table_of_second_derivatives_has_the_numbers_of_the_demo():
+def test_the_table_of_second_derivatives():
     rows = [line.split("|") for line in README.read_text().splitlines() if re.match(r"\| of .* at \d", line)]
-    assert len(rows) == len(demo.EXAMPLES)
-    for (_, what, ours, plain, _), example in zip(rows, demo.EXAMPLES, strict=True):
+    assert len(rows) == len(EXAMPLES)
+    for (_, what, ours, plain, _), example in zip(rows, EXAMPLES, strict=True):
         assert f"at {example.x}" in what
         for shown, function in ((ours, example.layer), (plain, example.plain)):
-            assert number(shown) == pytest.approx(float(demo.second(function)(example.x)), abs=5e-5)
-        assert number(ours) == pytest.approx(example.by_rule, abs=5e-5)
+            assert number(shown) == pytest.approx(float(second(function)(example.x)), abs=5e-5)
+        assert number(ours) == pytest.approx(example.by_hand, abs=5e-5)
 
 
 def anchors(page):

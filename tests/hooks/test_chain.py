@@ -16,8 +16,6 @@ from tests.hooks.spy import TRANSFORMS, Spy, counted_step, in_block, tanh_slope,
 from tests.kit.case import grid
 from tests.kit.layers import Multiply, Tanh
 
-pytestmark = pytest.mark.own_primitive
-
 X, W = grid(8, 64), grid(64, 64, low=-0.2, high=0.3)
 
 

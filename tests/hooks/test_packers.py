@@ -26,8 +26,6 @@ from tests.kit.case import grid, numpy_grid
 from tests.kit.layers import Multiply, Square, Tanh
 from tests.kit.transforms import batched
 
-pytestmark = pytest.mark.own_primitive
-
 X = grid(8, 64)
 W = grid(64, 64, low=-0.2, high=0.3)
 

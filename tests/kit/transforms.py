@@ -33,8 +33,6 @@ KNOWN: dict[str, Any] = {}  # for some what gives the same numbers of plain JAX,
 _EXPECTED: dict[tuple[str, Callable[..., Any], str], Any] = {}
 # The transforms that every case meets in a bare `python -m pytest`; the main cases meet all there.
 CORE_TRANSFORMS = {"jit_of_grad", "jit_of_grad_of_grad", "jvp_of_grad"}
-# The cases that meet transforms with jax.checkpoint once more, where its new implementation is switched on.
-REMAT_CASES = {"DoubledTanh", "Trees", "AskedLinear", "LSQ"}
 
 
 def marks(transform: str, case: str) -> list[pytest.MarkDecorator]:
@@ -44,8 +42,6 @@ def marks(transform: str, case: str) -> list[pytest.MarkDecorator]:
         found.append(pytest.mark.slow)
     if case not in MAIN_CASES and transform not in CORE_TRANSFORMS:
         found.append(pytest.mark.crossed)
-    if "remat" in transform and case in REMAT_CASES:
-        found.append(pytest.mark.remat)
     return found
 
 

@@ -15,8 +15,6 @@ from tests.kit.transforms import assert_same
 
 from .made import layer, text_of
 
-pytestmark = pytest.mark.own_primitive
-
 X = jnp.array([0.3, -0.2, 1.2, 0.5])
 MANY = jnp.stack([X, X[::-1] * 0.5, X * X])
 WEIGHTS = jnp.arange(1.0, 5.0)

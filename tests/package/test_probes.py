@@ -211,7 +211,7 @@ for name in ("optax", "sklearn", "tqdm", "torch", "paddle", "equinox", "flax"):
 import jax
 import pylayer_jax
 
-for module in ("packers", "parallel", "testing"):
+for module in ("packers", "testing"):
     importlib.import_module(f"pylayer_jax.{module}")
 with socket.socket() as listener:
     listener.bind(("127.0.0.1", 0))
@@ -243,7 +243,7 @@ def test_the_import_under_a_trace_does_not_take_it_for_no_trace():
     assert run(IMPORTED_UNDER_JIT) == [True, 0]
 
 
-# Flags of JAX decide how a checkpoint runs. A backward that leaves out a gradient is right only where none is needed.
+# A backward that leaves out a gradient is right only where none is needed.
 IMPORTED_WITHIN = """
 import json
 
@@ -263,13 +263,9 @@ def gradient():
     return float(jax.grad(lambda x: jax.checkpoint(first.apply)(x, 3.0))(2.0))
 
 
-found = [gradient()]
-for flag in ("jax_remat3", "jax_custom_vjp3"):
-    jax.config.update(flag, True)
-    found.append(gradient())
-print(json.dumps(found))
+print(json.dumps(gradient()))
 """
 
 
-def test_flags_that_change_after_the_import_within_a_trace():
-    assert run(IMPORTED_WITHIN, JAX_CUSTOM_VJP3="0", JAX_REMAT3="0") == [5, 5, 5]
+def test_an_import_within_a_trace():
+    assert run(IMPORTED_WITHIN) == 5

@@ -22,7 +22,6 @@ SUBPACKAGES = (
     "_report",
     "__init__",
     "packers",
-    "parallel",
     "testing",
     "_commands",
     "__main__",

@@ -148,8 +148,6 @@ def test_what_a_policy_saves_is_counted():
         report = saved_tensors_report(jax.checkpoint(lambda x: NamedTanh.apply(x * 2).sum(), policy=policy), X)
         return [r.name for r in report.rows if r.layer]
 
-    if getattr(jax.config, "jax_remat3", False):
-        pytest.skip("JAX_REMAT3 makes residuals another way")
     assert names_under(policies.save_only_these_names("y")) == ["y"]
     assert names_under(policies.save_only_these_names("NamedTanh.saved[0]")) == []
 
