@@ -15,7 +15,7 @@ from ._arguments import Arguments
 from ._context import ContextState, Kept, KeptTree, Phase, PyLayerContext, backward_context, keep
 from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.primitives import batch_axis_to_front
-from ._jax.tracers import is_staging, surroundings
+from ._jax.tracers import is_differentiated, is_staging, surroundings
 from ._jax.types import as_array, is_array
 from ._messages import add_note, describe, innermost, plural, source_of
 from ._outputs import Outputs
@@ -87,6 +87,18 @@ class LayerCall:
         kept, outputs, _ = keep(ctx, result, self.layer)
         return kept.outputs.skeleton.fill(outputs)
 
+    def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
+        """Run `forward` on concrete values. A value that it closes over must not be differentiated further out.
+
+        Raises:
+            UnexpectedTracerError: if an output or a residual depends on such a value.
+        """
+        __tracebackhide__ = True
+        run = self.run_forward(tensors, needs)
+        if any(map(is_differentiated, [*run.outputs, *run.residuals])):
+            raise self.closed_over_error()
+        return run
+
     def record(self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
         """Run a function of the context and the arguments as `forward`, and record what it keeps."""
         __tracebackhide__ = True
@@ -110,19 +122,25 @@ class LayerCall:
         finally:
             state.phase = Phase.RETURNED
 
-    def closed_over_error(self) -> Exception:
-        """Make the error for a differentiated value that `forward` reaches other than by an argument."""
-        function = innermost(self.layer.forward)
-        variables = getattr(getattr(function, "__code__", None), "co_freevars", ())
-        cells = zip(variables, getattr(function, "__closure__", None) or (), strict=False)
-        names = [name for name, cell in cells if is_tensor(_contents(cell))]
+    def closed_over_error(self, method: str = "forward") -> Exception:
+        """Make the error for a differentiated value that a method reaches other than by an argument."""
+        names = [name for name, value in _closure(getattr(self.layer, method)).items() if is_tensor(value)]
         found = f" ({', '.join(names)})" if names else ""
         return jax.errors.UnexpectedTracerError(
-            f"{self.name}.forward uses a traced value that it closes over{found}, or that an object holds which is no "
+            f"{self.name}.{method} uses a traced value that it closes over{found}, or that an object holds which is no "
             "pytree. Its gradient would be lost, since backward returns gradients for the arguments of forward alone. "
             f"Pass it as an argument: {self.name}.apply(..., {names[0] if names else 'value'}); a type that holds "
             "arrays becomes a pytree by jax.tree_util.register_dataclass."
         )
+
+    def check_closure_of_backward(self) -> None:
+        """Refuse a differentiated value that `backward` closes over, where JAX runs it after the trace has ended.
+
+        There JAX takes the value for a constant, without a word (as of jax 0.12, also for a plain `jax.custom_vjp`).
+        tests: test_closed_over.py
+        """
+        if any(map(is_differentiated, _closure(self.layer.backward).values())):
+            raise self.closed_over_error("backward")
 
     # -- backward --------------------------------------------------------------------------------------
 
@@ -287,11 +305,15 @@ def _conjugated(values: Sequence[Any]) -> list[Any]:
     return [jnp.conj(x) if x is not None and jnp.iscomplexobj(x) else x for x in values]
 
 
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # an empty cell
-        return None
+def _closure(method: Any) -> dict[str, Any]:
+    """Return the variables that a method closes over."""
+    function = innermost(method)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    values: dict[str, Any] = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            values[name] = cell.cell_contents
+    return values
 
 
 def _dims(layer: str, outputs: Any, out_dims: Any) -> list[int | None]:

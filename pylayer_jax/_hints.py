@@ -75,6 +75,8 @@ def hint(error: Exception, layer: str, method: str) -> str:
             return f"{found[1]} is of torch or Paddle. In JAX: {'axis' if found[1] == 'dim' else 'keepdims'}."
         if "'int' object is not callable" in str(error):
             return "x.size is a number in JAX: x.shape[0] for x.size(0), x.shape for x.size()."
+    if isinstance(error, (TypeError, NotImplementedError)) and "view" in str(error):
+        return f"x.view takes a dtype in JAX: {_IN_JAX['view']} for x.view(a, b)."
     return ""
 
 

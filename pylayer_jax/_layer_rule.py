@@ -41,7 +41,7 @@ from . import _hooks
 from ._call import LayerCall, Run
 from ._context import Kept
 from ._errors import NotLinearError, OnceDifferentiableError
-from ._jax.imports import DebugInfo, SymbolicZero, checkpoint_name, eval_context, set_current_trace
+from ._jax.imports import DebugInfo, SymbolicZero, checkpoint_name, set_current_trace
 from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage
 from ._jax.linearity import transpose_jaxpr
 from ._jax.masks import merge, scatter, select
@@ -131,6 +131,7 @@ class LayerMap(LinearMap):
         return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
 
     def _check_declared(self) -> None:
+        __tracebackhide__ = True
         # Without forward mode this is a second derivative, and its own error comes before any other.
         if not self.call.layer.forward_mode:
             self.check_derivative()
@@ -153,6 +154,7 @@ class LayerMap(LinearMap):
         return NotLinearError(f"{message} {advice}")
 
     def check_derivative(self) -> None:
+        __tracebackhide__ = True
         # A transposed `backward` does not run as it was written, and cannot raise this itself.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
@@ -347,9 +349,7 @@ class EagerLayer(RuleFunction):
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
-        with eval_context():  # a value that is differentiated, which `forward` closes over, is JAX's error
-            arrays = as_arrays(args)
-            return self.call.run_forward(arrays, [False] * len(arrays)).outputs
+        return self.call.run_on_values(as_arrays(args), [False] * len(args)).outputs
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
@@ -372,7 +372,7 @@ class EagerLayer(RuleFunction):
         __tracebackhide__ = True
         call, layer = self.call, self.call.layer
         if not any(map(is_tracer, primals)):
-            return call.run_forward(primals, needs)
+            return call.run_on_values(primals, needs)
         if layer._has_setup_context() and layer._has_vmap_method() and not any(map(is_differentiated, primals)):
             # `forward` may be host code that only the `vmap` of the class can batch. `setup_context` keeps what
             # `backward` needs, from inputs and outputs.
@@ -433,7 +433,7 @@ def differentiated(call: LayerCall, run: Run, needs: Sequence[bool], packs: bool
             call.pair, residuals[: kept.n_saved], outputs, f"{call.name}, saved tensor", (call.layer.__name__, names)
         )
         residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
-    if call.layer.saved_names and any(map(is_tracer, residuals)):
+    if call.layer.saved_names:
         residuals, outputs = _named(call, kept, owners, residuals, outputs)
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
 
@@ -443,6 +443,12 @@ def _named(
 ) -> tuple[Values, Values]:
     """Name the residuals for the policies of `jax.checkpoint`."""
     given, layer = call.layer.saved_names, call.layer.__name__
+    n_values = len(kept.saved.skeleton.leaves) if kept.saved else 0
+    if given is not True and len(given) != n_values:
+        raise ValueError(
+            f"{call.name}.saved_names has {len(given)} names, but forward saved {n_values} values with "
+            "ctx.save_for_backward. Give one for each, None for a value without a name."
+        )
     names = kept.names(kept.n_saved, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
     named = list(residuals)
     for i, owner in enumerate(owners):
@@ -493,11 +499,7 @@ class Application:
         key = tuple([typeof(x) for x in tensors])
         if (staged := self.staged.get(key)) is not None:
             return staged, []
-        try:
-            staged, consts = stage_layer(self.call, key)
-        except NEEDS_VALUES as error:
-            refuse_host_code(self.call, error, tensors)
-            raise
+        staged, consts = stage_layer(self.call, key)
         if not consts:  # otherwise they belong to the trace that is active now
             self.staged[key] = staged
         return staged, consts
@@ -515,7 +517,7 @@ jax.tree_util.register_static(Application)
 def _primal(application: Application, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
     if not application.is_deferred and not any(map(is_tracer, tensors)):
-        return tuple(application.call.run_forward(as_arrays(tensors), [False] * len(tensors)).outputs)
+        return tuple(application.call.run_on_values(as_arrays(tensors), [False] * len(tensors)).outputs)
     staged, values = application.bind(tensors)
     return tuple(values[: staged.n_outputs])
 
@@ -527,9 +529,15 @@ def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tupl
     needs = [p.perturbed for p in primals]
     if not application.is_deferred and not any(map(is_tracer, tensors)):
         tensors = as_arrays(tensors)  # jax.grad(f)(2.0) hands on the Python number
-        run = call.run_forward(tensors, call.arguments.can_get_gradient(needs))
+        run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
     else:
-        staged, values = application.bind(tensors)
+        if application.is_deferred:
+            call.check_closure_of_backward()
+        try:
+            staged, values = application.bind(tensors)
+        except NEEDS_VALUES as error:
+            refuse_host_code(call, error, tensors)
+            raise
         run = Run(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
     return _remember(application, run, needs)
 

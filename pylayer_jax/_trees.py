@@ -87,7 +87,13 @@ class Skeleton:
 
     def statics(self) -> list[Any]:
         """Return all leaves that are no tensors, in flattening order."""
-        return [leaf for _, leaf in self.paths() if leaf is not _TENSOR] if self.leaves else []
+        found: list[Any] = []
+        for leaf in self.leaves:
+            if type(leaf) is _Dict:
+                found += [x for child in leaf.children for x in child.statics()]
+            elif leaf is not _TENSOR:
+                found.append(leaf)
+        return found
 
     def tensor_paths(self) -> list[str]:
         """Return the path of each tensor, as in `['weights'][0]`; empty for a bare tensor."""
@@ -95,14 +101,32 @@ class Skeleton:
 
     def paths(self) -> list[tuple[str, Any]]:
         """Return the path of each leaf, and the leaf; a tensor is a placeholder."""
-        numbered = self.treedef.unflatten(list(map(_Numbered, range(len(self.leaves)))))
-        pairs, _ = jax.tree_util.tree_flatten_with_path(numbered)
+        if self is LEAF:
+            return [("", _TENSOR)]
+        # A node may need the dict that it had, as jax.tree_util.Partial does.
+        places = [dict.fromkeys(x.keys) if type(x) is _Dict else _Numbered(i) for i, x in enumerate(self.leaves)]
+        pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(places), is_leaf=_is_dict)
         found: list[tuple[str, Any]] = []
-        for path, number in pairs:
-            start, leaf = jax.tree_util.keystr(path), self.leaves[number.index]
+        for (path, _), leaf in zip(pairs, self.leaves, strict=True):
+            start = jax.tree_util.keystr(path)
             inner = leaf.paths() if type(leaf) is _Dict else [("", leaf)]
             found += [(start + rest, x) for rest, x in inner]
         return found
+
+    def has_structure_of(self, other: Skeleton) -> bool:
+        """Return whether the nodes of two trees are equal, with the static data of each."""
+        try:
+            if self.treedef != other.treedef:
+                return False
+        except Exception:  # static data that cannot be compared
+            return True
+        pairs = zip(self.leaves, other.leaves, strict=True)
+        return all(
+            a.has_structure_of(b)
+            for x, y in pairs
+            if type(x) is _Dict and type(y) is _Dict
+            for a, b in zip(x.children, y.children, strict=False)
+        )
 
 
 class _Numbered:
@@ -187,7 +211,7 @@ def first_change(before: Any, after: Any) -> str | None:
     for path in {**pairs[0], **pairs[1]}:
         if pairs[0].get(path, missing) is not pairs[1].get(path, missing):
             return path
-    return None
+    return None if before[1].has_structure_of(after[1]) else ""
 
 
 def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
@@ -227,10 +251,10 @@ def _aligned(
     of_entry = _children(entry) if same_kind or (isinstance(entry, dict) and isinstance(model, dict)) else None
     keys = [key for key, _ in children]
     if of_entry is None or {key for key, _ in of_entry} != set(keys):
-        got = "" if of_entry is None else f" with {', '.join(key for key, _ in of_entry) or 'nothing'}"
+        got = "" if of_entry is None else f" with the {len(of_entry)} entries {', '.join(key for key, _ in of_entry)}"
         raise ValueError(
-            f"{where}{f', at {path}' if path else ''}: expected the structure of {type(model).__name__} with "
-            f"{', '.join(keys) or 'nothing'}, or None for zero; got {describe(entry)}{got}."
+            f"{where}{f', at {path}' if path else ''}: expected the structure of the argument, a {type(model).__name__} "
+            f"with the {len(keys)} entries {', '.join(keys)}, or None for zero; got {describe(entry)}{got}."
         )
     values = dict(of_entry)
     for key, child in children:

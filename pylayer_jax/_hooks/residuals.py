@@ -196,8 +196,9 @@ def pack(
             tell = info if callable(info) else lambda i: TensorInfo(layer=info[0], name=info[1][i] if info[1] else "")
             packing = _Packing(pair, owner, tell, origins or {}, known, operands)
             with hooks_suspended():
-                packed = PackedResiduals(pair, [packing.residual(x, i) for i, x in enumerate(tensors)])
-                packing.remember(outputs)
+                residuals = [packing.residual(x, i) for i, x in enumerate(tensors)]
+                outputs = packing.bind(outputs)
+            packed = PackedResiduals(pair, residuals)
     arrays, packed.arrays = packed.arrays, []
     return packed, arrays, list(outputs)
 
@@ -219,6 +220,7 @@ class _Packing:
         # By the identity of a tensor; with the tensor, so that its id stays its own.
         self._found: dict[int, tuple[Any, Residual]] = {}
         self._unpacked = {id(tensor): residual for tensor, residual in known}
+        self._new: list[Root] = []  # of what was packed here
         self._is_staging = is_staging()
 
     def residual(self, tensor: Any, index: int) -> Residual:
@@ -226,10 +228,9 @@ class _Packing:
         found = self._known(tensor) or self._derived(tensor, index)
         if found is None:
             packed, arrays = pack_tensor(self._pair, tensor, f"{self._owner} {index}", self._tell(index))
-            if packed is not None and any(map(is_staged, arrays)):
-                # Otherwise XLA may see unpack(pack(x)) as a whole and keep x: two casts cancel out there.
-                arrays = barrier(arrays)
             found = Residual([Root(packed, list(arrays))])
+            if packed is not None:
+                self._new += found.roots
         self._found[id(tensor)] = tensor, found
         return found
 
@@ -265,13 +266,24 @@ class _Packing:
             return None
         return Residual.computed(code, [self.residual(root, index or 0) for root in roots])
 
-    def remember(self, outputs: Sequence[Any]) -> None:
-        """Remember what was packed, and which outputs follow from it, for the operations that keep the same tensors."""
-        for output in outputs:
-            if id(output) not in self._found and (found := self._derived(output)) is not None:
-                self._found[id(output)] = output, found
+    def bind(self, outputs: Sequence[Any]) -> Sequence[Any]:
+        """Return the outputs; in staged code XLA packs before it goes on with them.
+
+        Otherwise it may see unpack(pack(x)) as a whole and keep x (two casts cancel out), or pack late. The operations
+        that keep the same tensors find what was packed, and which outputs follow from it.
+        """
+        bound = list(outputs)
+        if any(is_staged(x) for root in self._new for x in root.arrays):
+            values = iter(barrier([*outputs, *(x for root in self._new for x in root.arrays)]))
+            bound = [next(values) for _ in outputs]
+            for root in self._new:
+                root.arrays[:] = [next(values) for _ in root.arrays]
+        for old, new in zip(outputs, bound, strict=True):
+            found = self._found.get(id(old))
+            residual = self._derived(old) if found is None else found[1]
+            if residual is not None:
+                self._found[id(new)] = new, residual
         for tensor, residual in self._found.values():
             if any(root.packed is not None for root in residual.roots):
                 self._pair.residuals.put(tensor, _WeakResidual(residual))
-
-
+        return bound

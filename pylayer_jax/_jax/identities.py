@@ -12,13 +12,13 @@ from .jaxprs import stage
 from .masks import merge, select
 from .primitives import object_of_params
 from .rule_function import RuleFunction, Values, apply, rule_function_p
-from .types import typeof
+from .types import mapped_type, typeof
 
 
 class _Identity(RuleFunction):
-    def __init__(self, name: str, operands: Sequence[Any]) -> None:
-        self.name = name
-        self.jaxpr, _, _ = stage(lambda *xs: (self.values(xs), None), [typeof(x) for x in operands], name)
+    def __init__(self, name: str, types: Sequence[Any]) -> None:
+        self.name, self.types = name, types
+        self.jaxpr, _, _ = stage(lambda *xs: (self.values(xs), None), types, name)
 
     def values(self, operands: Sequence[Any]) -> Values:
         raise NotImplementedError
@@ -31,6 +31,10 @@ class _Barrier(_Identity):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         return apply(self, primals), list(tangents)
 
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        batched = [t if d is None else mapped_type(axis, t, d) for t, d in zip(self.types, dims, strict=True)]
+        return _Barrier(self.name, batched), [], list(dims)
+
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
 
@@ -40,7 +44,7 @@ def barrier(values: Sequence[Any]) -> Values:
 
     `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for that.
     """
-    return apply(_Barrier("barrier", values), values)
+    return apply(_Barrier("barrier", [typeof(x) for x in values]), values)
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
@@ -65,7 +69,7 @@ class _WithTangent(_Identity):
 
 def with_tangent(tensor: Any, value: Any) -> Any:
     """Return `value`, with the tangent of `tensor`."""
-    return apply(_WithTangent("with_tangent", (tensor, value)), (tensor, value))[0]
+    return apply(_WithTangent("with_tangent", [typeof(tensor), typeof(value)]), (tensor, value))[0]
 
 
 class _Mark(_Identity):

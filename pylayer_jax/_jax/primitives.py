@@ -80,16 +80,22 @@ class ObjectPrimitive(Primitive):
                 return values, [None] * len(values)
             return batch(_object(held), axis, args, dims)
 
-        self.def_impl(lambda *args, held, **_: evaluate(_object(held), *args))
+        def evaluate_rule(*args: Any, held: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            return evaluate(_object(held), *args)
+
+        def lower_rule(context: Any, *args: Any, held: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            return lower(_object(held), context, *args)
+
+        self.def_impl(evaluate_rule)
         self.def_effectful_abstract_eval(lambda *types, held, **_: abstract(_object(held), *types))
         ad.primitive_jvps[self] = jvp_rule
         ad.primitive_transposes[self] = transpose_rule
         # The "fancy" table hands over the name of the axis, which collectives inside a layer need.
         batching.fancy_primitive_batchers[self] = batch_rule
         # Every application has an object of its own, so that a cached lowering could never be hit.
-        mlir.register_lowering(
-            self, lambda context, *args, held, **_: lower(_object(held), context, *args), cacheable=False
-        )
+        mlir.register_lowering(self, lower_rule, cacheable=False)
 
 
 _held_objects: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

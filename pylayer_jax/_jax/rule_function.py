@@ -72,6 +72,7 @@ class RuleFunction:
 
         None for the out axes means that all values have the batch axis in front.
         """
+        __tracebackhide__ = True
         batched = BatchedFunction(self, axis, dims)
         consts = batched.stage(types)
         return batched, consts, batched.out_dims
@@ -163,8 +164,13 @@ def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequenc
     return values, [0] * len(values) if out_dims is None else out_dims
 
 
+def _run(function: RuleFunction, *args: Any) -> Values:
+    __tracebackhide__ = True
+    return function.run(*args)
+
+
 rule_function_p.register(
-    evaluate=lambda function, *args: function.run(*args),
+    evaluate=_run,
     abstract=lambda function, *_: ([v.aval for v in function.jaxpr.outvars], outside_effects(function.jaxpr)),
     jvp=_jvp,
     batch=_batch,
@@ -236,11 +242,12 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
     nonzero = [t is not None for t in tangents]
     if any(nonzero[:n]):
         linear.check_derivative()
-        return jax.jvp(
-            lambda *moving: _push(linear, *merge(nonzero, moving, primals)),
-            select(primals, nonzero),
-            select(tangents, nonzero),
-        )
+    
+        def push(*moving: Any) -> Values:
+            __tracebackhide__ = True
+            return _push(linear, *merge(nonzero, moving, primals))
+
+        return jax.jvp(push, select(primals, nonzero), select(tangents, nonzero))
     # Linear in the other operands. The result is bound again, so that reverse mode can transpose it.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
@@ -268,7 +275,8 @@ def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Seque
 
 
 def _lower_linear(linear: LinearMap, context: Any, *args: Any) -> Any:
-    return mlir.lower_fun(lambda *xs: _push(linear, *xs), multiple_results=True)(context, *args)
+    __tracebackhide__ = True
+    return mlir.lower_fun(functools.partial(_push, linear), multiple_results=True)(context, *args)
 
 
 linear_map_p.register(

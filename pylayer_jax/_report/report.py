@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax._jax.jaxprs import jaxpr_and_consts
+from pylayer_jax._jax.masks import merge, select
 from pylayer_jax._jax.types import is_ref
-from pylayer_jax._messages import describe
 from pylayer_jax._trees import is_tensor, split
 
 from .origins import Value, line_of, outputs_of
@@ -34,11 +34,6 @@ class SavedTensor:
     memory: str  # "device" or "host"
     source: str  # file and line of the call of apply, or of the operation
     note: str
-
-    def multiplied(self, count: int) -> SavedTensor:
-        """Return the row of `count` such tensors."""
-        sizes = {"bytes": count * self.bytes, "packed_bytes": count * self.packed_bytes}
-        return dataclasses.replace(self, times=count * self.times, **sizes)
 
 
 class SavedTensorsReport:
@@ -70,9 +65,8 @@ class SavedTensorsReport:
     def __repr__(self) -> str:
         columns = [[title, *cells] for title, cells in self._columns().items()]
         for column in columns:
-            is_number = column[0] in ("times", "bytes", "packed")
-            width = max(map(len, column))
-            column[:] = [cell.rjust(width) if is_number else cell.ljust(width) for cell in column]
+            justify = str.rjust if column[0] in ("times", "bytes", "packed") else str.ljust
+            column[:] = [justify(cell, max(map(len, column))) for cell in column]
         lines = ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
         return "\n".join([*lines, self._total()])
 
@@ -107,18 +101,13 @@ class SavedTensorsReport:
         return ", ".join(filter(None, parts))
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw one bar per row: the bytes that are kept. Needs matplotlib.
-
-        Returns:
-            The axes with the bars: `ax`, or new ones.
-        """
+        """Draw one bar per row, its bytes as packed, on `ax` or on new axes; return the axes. Needs matplotlib."""
         if ax is None:
             import matplotlib.pyplot as plt
 
             _, ax = plt.subplots(layout="constrained", figsize=(6.4, 1.2 + 0.25 * len(self.rows)))
         names = [f"{r.layer or r.kind}  {r.name}  {r.source}".rstrip() for r in self.rows]
-        ax.barh(range(len(names)), [r.packed_bytes for r in self.rows])
-        ax.set_yticks(range(len(names)), names)
+        ax.barh(range(len(names)), [r.packed_bytes for r in self.rows], tick_label=names)
         ax.invert_yaxis()
         ax.set_xlabel("bytes")
         return ax
@@ -133,45 +122,29 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         Tanh    saved[0]  float32[8,4]      1    128  model.py:12
         128 bytes are kept for backward
 
-    `fun` is a function or a layer. `jax.vjp` of it is traced and does not run, so that arguments may be
-    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Active hooks apply, and so do the blocks of hooks
-    inside `fun`, each as in a compiled program.
+    `fun` is a function or a layer. It is traced and does not run: arguments may be `jax.ShapeDtypeStruct`s. All float
+    arguments are differentiated. Hooks apply, those around the call and those inside `fun`, as in a compiled program.
 
     A row is one residual, or several that differ only in their values: a tensor that a layer saves, by its class and
-    name (the one in `saved_names` of the class, if it has one); a result of a plain operation, by the name of the
-    operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one row. A tensor that
-    `jax.checkpoint` computes again has none.
-
-    Bytes are those of the whole array on all devices; inside `jax.shard_map` the type in a row is that of one device.
-    Hooks with `host=True` leave a number in the program, and only its bytes count.
+    its name (from `saved_names` of the class, if it has one); a result of a plain operation, by the name of the
+    operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one row. Bytes are those
+    of the whole array on all devices. Hooks with `host=True` leave a number in the program, and only its bytes count.
 
     Raises:
-        TypeError: if `fun` is no function, or if no argument holds a float array.
+        TypeError: if no argument holds a float array.
     """
-    if not callable(fun):
-        raise TypeError(
-            f"saved_tensors_report: expected a function or a layer, got {describe(fun)}. Pass the function and its "
-            "arguments, as in saved_tensors_report(Tanh.apply, x) for Tanh.apply(x)."
-        )
-
-    def is_argument(leaf: object) -> bool:
-        return is_tensor(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
-
     fun = getattr(fun, "apply", fun) if isinstance(fun, type) else fun
-    tensors, skeleton = split((args, kwargs), is_argument)
-    differentiated = [i for i, t in enumerate(tensors) if jnp.issubdtype(t.dtype, jnp.inexact)]
-    if not differentiated:
+    tensors, skeleton = split((args, kwargs), lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
+    is_float = [jnp.issubdtype(t.dtype, jnp.inexact) for t in tensors]
+    if not any(is_float):
         raise TypeError("saved_tensors_report: none of the arguments holds a float array, so that nothing is saved.")
 
     def residuals(*tensors: Any) -> list[Any]:
-        def run(*values: Any) -> list[Any]:
-            filled = list(tensors)
-            for i, value in zip(differentiated, values, strict=True):
-                filled[i] = value
-            args, kwargs = skeleton.fill(filled)
+        def run(*floats: Any) -> list[Any]:
+            args, kwargs = skeleton.fill(merge(is_float, floats, tensors))
             return split(fun(*args, **kwargs))[0]
 
-        _, pullback = jax.vjp(run, *(tensors[i] for i in differentiated))
+        _, pullback = jax.vjp(run, *select(tensors, is_float))
         return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds a Ref anyway
 
     jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
@@ -182,44 +155,42 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     arrays_of: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
     for array in arrays:
         arrays_of.setdefault(array.unpacked(), []).append(array)
-    rows = [_row(tensor, arrays_of[tensor]) for tensor in sorted(arrays_of, key=lambda v: v.number)]
-    return SavedTensorsReport([row.multiplied(count) for row, count in collections.Counter(rows).items()])
+    counts = collections.Counter(_row(x, arrays_of[x]) for x in sorted(arrays_of, key=lambda x: x.number))
+    return SavedTensorsReport([_multiplied(row, count) for row, count in counts.items()])
 
 
 def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
     """Return the row of a tensor, from the arrays that it was packed to."""
+    is_packed, is_from_input = arrays != [tensor], tensor.kind == "input"
     one, times = tensor.innermost()
-    is_packed = arrays != [tensor]
-    size = packed_size = sum(map(_bytes, arrays))
-    if is_packed:
-        parts = [array.innermost() for array in arrays]
-        times *= max(n_iterations for _, n_iterations in parts)
-        # Each iteration packs a tensor, and each device its shard.
-        size = _bytes(tensor) * max(a.aval.size // part.aval.size for a, (part, _) in zip(arrays, parts, strict=True))
-    *_, origin = tensor.chain()
-    savers = [saver for value in tensor.chain() for saver in value.savers]
-    layer, name, equations = savers[0] if savers else ("", origin.name, origin.equations)
-    is_input, is_from_input = not is_packed and tensor.kind == "input", origin.kind == "input"
-    is_on_host = any(v.aval.memory_space == jax.memory.Space.Host for v in arrays)
+    # Each iteration packs a tensor, and each device its shard.
+    parts = [(a, *a.innermost()) for a in arrays if (a.copy_of or a) is not tensor]
+    layer, name, equations = (*tensor.savers, ("", tensor.name, tensor.equations))[0]
+    is_input = is_from_input and tensor.part is None and not is_packed
+    is_on_host = any(a.aval.memory_space == jax.memory.Space.Host for a in arrays)
     notes = {
-        f"the input {origin.name}": bool(savers) and is_from_input,
-        **{f"also {other}, {saved}": (other, saved) != (layer, name) for other, saved, _ in savers},
+        f"the input {tensor.name}": bool(tensor.savers) and is_from_input,
+        **{f"also {other}, {saved}": (other, saved) != (layer, name) for other, saved, _ in tensor.savers},
         "in host memory": is_on_host,
-        "packed on the host": any(v.innermost()[0].name == "host_call" for v in arrays),
+        "packed on the host": any(part.name == "host_call" for _, part, _ in parts),
     }
     return SavedTensor(
-        kind="input" if is_input else "layer" if savers else "copy" if is_from_input else origin.kind,
+        kind="input" if is_input else "layer" if layer else "copy" if is_from_input else tensor.kind,
         layer=layer,
         name=name,
         shape=tuple(one.aval.shape),
         dtype=str(one.aval.dtype),
-        times=times,
-        bytes=size,
-        packed_bytes=packed_size,
+        times=times * max((n_iterations for _, _, n_iterations in parts), default=1),
+        bytes=_bytes(tensor) * max((a.aval.size // part.aval.size for a, part, _ in parts), default=1),
+        packed_bytes=sum(map(_bytes, arrays)),
         memory="host" if is_on_host else "device",
         source=line_of(equations),
         note="; ".join(note for note, applies in notes.items() if applies),
     )
+
+
+def _multiplied(row: SavedTensor, n: int) -> SavedTensor:
+    return dataclasses.replace(row, times=n * row.times, bytes=n * row.bytes, packed_bytes=n * row.packed_bytes)
 
 
 def _bytes(value: Value) -> int:
