@@ -1,24 +1,23 @@
 """Checks of layers for a test suite: against numerical gradients, against a reference, and under each transform.
 
+A check is a generator of cases, and ends with a sentence about them. A case is what one way to run a layer gives, beside
+what it must equal; one function compares them, with a tolerance. `check_layer` runs a table of checks; `gradcheck`,
+`gradgradcheck` and `assert_equivalent` run some rows of it, on a function or on its gradient.
+
 The modules, each of which imports only those above it:
 
-- `_comparison`: arrays against expected ones, and the errors of the checkers;
-- `_flat_function`: a function at its arguments, as a function of a list of tensors;
-- `_runs`: its gradients in every way in which JAX may compute them, and the detection of leaked tracers;
+- `_internals`: what the checkers use of the rest of the package;
+- `_compare`: a case, a tolerance, and the comparison;
+- `_tensor_function`: a function at its arguments, as a function of the tensors in them;
+- `_subject`: such a function, or its gradient, with its results in eager mode;
 - `_other_values`: other values of the arguments, at which errors show that the given ones may hide;
-- `_central_differences`: numerical derivatives; `_numerical_gradients`: gradients against these, for `_gradcheck`;
-- `_equivalence`: outputs and derivatives against those of a reference in plain JAX;
-- `_parallel`: a function that runs on several devices against the same function on one;
-- `_layer_under_test`: a layer with its results in eager mode, and the comparison of runs with these: runs under jit,
-  vmap, scan and other transforms come from `_transforms`, those of other cotangents from `_linear`, those where other
-  gradients are taken from `_as_constant`, with the help of `_hidden_tensors`. `_forward_mode` compares tangents;
-- `_report`: the table of results, and the hints below it; `_progress` shows them as they come;
-- `_check_layer`: the table of all properties.
+- `_gradients`, `_runs`, `_transforms`, `_forward_mode`: the checks;
+- `_gradcheck`: `gradcheck`, `gradgradcheck` and `assert_equivalent`;
+- `_report`: a row per check, shown as it is done, and the hints below the table;
+- `_check_layer`: the table of all checks.
 """
 
 from ._check_layer import check_layer
-from ._equivalence import assert_equivalent
-from ._gradcheck import gradcheck, gradgradcheck
-from ._parallel import check_parallel
+from ._gradcheck import assert_equivalent, gradcheck, gradgradcheck
 
-__all__ = ["assert_equivalent", "check_layer", "check_parallel", "gradcheck", "gradgradcheck"]
+__all__ = ["assert_equivalent", "check_layer", "gradcheck", "gradgradcheck"]

@@ -1,17 +1,18 @@
-"""The report of `check_layer`: a row per property, and how a failure that is meant is declared."""
+"""The report of `check_layer`: a row per property, shown as it is done, and how a failure that is meant is declared."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
-from pylayer_jax._trees.messages import plural
-
-from ._comparison import MismatchError, first_line
-from ._linear import NotLinearError
-from ._other_values import OtherValuesError
+from ._compare import MismatchError, NotLinearError, OtherValuesError, first_line
+from ._internals import OnceDifferentiableError, plural
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -58,7 +59,7 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def hints(self, spelled: Callable[..., str] = python_arguments) -> list[str]:
-        """How failures that are meant are declared, in lines; empty if nothing failed that can be meant.
+        """Return lines that say how failures that are meant are declared; empty if nothing failed that can be meant.
 
         Args:
             spelled: how keyword arguments of `check_layer` are written.
@@ -70,7 +71,8 @@ class LayerReport:
         if any(row.kind is NameError and "axis name" in row.message for row in self.rows):
             hints.append(
                 "Does the layer communicate between devices? check_layer runs it on one. Then use "
-                "pylayer_jax.testing.check_parallel(Layer, reference,\nargs, mesh=mesh, in_specs=..., out_specs=...)."
+                "pylayer_jax.testing.assert_equivalent(\njax.shard_map(Layer.apply, mesh=mesh, in_specs=..., "
+                "out_specs=...), reference, args)."
             )
         if differ and not self.has_reference:
             hints.append(
@@ -123,5 +125,48 @@ def row_of(name: str, test: Callable[[], str]) -> Row:
 
 
 def _public_type(error: Exception) -> type:
-    """The type of an error, or the type that a private type of the library stands for."""
+    """Return the type of an error, or the public type that a private type of the library stands for."""
     return next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
+
+
+# -- rows as they are done ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress() -> Generator[Callable[[str], None]]:
+    """Give a function that shows a line in a terminal or notebook; elsewhere, and in a test, it does nothing.
+
+    The lines vanish at the end, since the report has them all.
+    """
+    shown: list[str] = []
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        yield shown.append
+    elif type(sys.stdout).__module__.startswith("ipykernel"):
+        # A display that is updated leaves nothing of its earlier states in the file of the notebook.
+        display = importlib.import_module("IPython.display").display
+        handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
+
+        def show(line: str) -> None:
+            shown.append(line)
+            handle.update({"text/plain": "\n".join(shown)}, raw=True)
+
+        try:
+            yield show
+        finally:
+            handle.update({"text/plain": ""}, raw=True)
+    elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        size = shutil.get_terminal_size()
+
+        def write(line: str) -> None:
+            shown.append(line)
+            encoding = sys.stdout.encoding or "utf-8"
+            sys.stdout.write(line[: size.columns - 1].encode(encoding, "replace").decode(encoding) + "\n")
+            sys.stdout.flush()
+
+        try:
+            yield write
+        finally:
+            up = min(len(shown), size.lines - 1)
+            sys.stdout.write(f"\x1b[{up}A\x1b[J" if up else "")
+    else:
+        yield shown.append

@@ -1,0 +1,235 @@
+"""Gradients against a reference, or against numerical derivatives; for the values given, and for others.
+
+Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h` with `h` the cube root of the machine epsilon,
+at which the errors of rounding and of truncation are of one size (Press et al., Numerical Recipes, 5.7). Outputs are
+summed with fixed random weights, so that errors at two of them do not cancel. Only gradients in float64 are compared
+with these; gradients in the dtypes of the arguments are compared with those in float64:
+
+    backward in float32  =  backward in float64  =  central differences in float64
+
+For complex arguments the gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._compare import Arrays, Case, MismatchError, OtherValuesError, compare, exact, first_line, largest
+from ._internals import has_tangent, plural
+from ._other_values import ways
+from ._subject import Cases, Subject, collect, named_outputs, on_one_device
+from ._tensor_function import in_double_precision, placed
+
+__tracebackhide__ = True  # pytest hides the frames of this module
+
+_WIDE = 1e-15  # more than the machine epsilon of float64
+
+
+def gradients(subject: Subject) -> Cases:
+    beside = _beside_numbers if subject.base_reference is None else _beside_reference
+    return (yield from _also_for_other_values(subject, beside))
+
+
+def second_order(subject: Subject) -> Cases:
+    return (yield from gradients(subject.second))
+
+
+def outputs(subject: Subject) -> Cases:
+    return (yield from _also_for_other_values(subject, _outputs_beside_reference))
+
+
+def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
+    """Yield the cases at the values given, and at the first other ones where all derivatives can be computed."""
+    sentence = yield from beside(subject)
+    finite, refusal = _where_finite(subject), ""
+    options = dataclasses.replace(subject.options, limit=1)  # one entry, and a random direction over all
+    for how, values in ways(subject.base.values, np.random.default_rng((options.seed, 1))):
+        try:
+            other = subject.at(values, options)
+            found = _where_finite(other)
+            if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
+                refusal = refusal or "it has results that are not finite"
+                continue
+            cases = list(beside(other))
+        except Exception as error:  # a layer may take only some values
+            refusal = refusal or f"{type(error).__name__}: {first_line(error)}"
+            continue
+        for case in cases:
+            yield dataclasses.replace(case, label=f"{case.label} for other values ({how})", error=OtherValuesError)
+        return f"{sentence}, and for other values ({how})"
+    return f"{sentence}; it takes no other values that were tried ({refusal})"
+
+
+def _where_finite(subject: Subject) -> list[np.ndarray]:
+    """Return where the outputs and the derivatives are finite."""
+    results = subject.outputs if subject.order == 0 else [*subject.base.run(), *subject.results.values()]
+    return [np.isfinite(exact(y)) for y in results if has_tangent(y)]
+
+
+# -- beside a reference ---------------------------------------------------------------------------
+
+
+def _beside_reference(subject: Subject) -> Cases:
+    if subject.order == 1:
+        yield from _outputs_beside_reference(subject)
+    assert subject.reference is not None
+    expected = subject.reference.gradients(on_one_device(subject.cotangents))
+    yield subject.case("", subject.gradients, expected, "by the reference")
+    return "match those of the reference"
+
+
+def _outputs_beside_reference(subject: Subject) -> Cases:
+    """Compare outputs and statics."""
+    assert subject.reference is not None
+    (got, statics), (expected, right) = subject.function.run_with_statics(), subject.reference.run_with_statics()
+    if len(got) != len(expected):
+        returned = plural(len(got), "tensor is", "tensors are")
+        raise MismatchError(f"{returned} returned, but {len(expected)} by the reference.")
+    if right and not (len(statics) == len(right) and all(map(_is_same_static, statics, right))):
+        raise MismatchError(f"the statics {statics!r} are returned, but {right!r} by the reference.")
+    yield subject.case("", named_outputs(got), named_outputs(expected), "by the reference")
+    return "match those of the reference"
+
+
+def _is_same_static(a: Any, b: Any) -> bool:
+    if type(a) is not type(b) or type(a).__eq__ is object.__eq__:  # two runs may return two objects, such as functions
+        return type(a) is type(b)
+    try:
+        return bool(a == b) or bool(a != a and b != b)  # NaN
+    except Exception:  # a static need not be comparable
+        return True
+
+
+# -- beside numerical derivatives -----------------------------------------------------------------
+
+
+def _beside_numbers(subject: Subject) -> Cases:
+    found = _in_float64(subject) if subject.options.float64 else None
+    if found is None:
+        return (yield from _numerical_cases(subject))
+    wide, cases, sentence = found
+    yield from cases
+    outputs = named_outputs(subject.outputs)
+    try:
+        compare(subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs)))
+    except MismatchError:  # in these dtypes it is another function, such as one that draws random numbers
+        return (yield from _numerical_cases(subject))
+    dtypes = dict.fromkeys(str(x.dtype) for x in subject.function.values if jnp.finfo(x.dtype).eps > _WIDE)
+    if not dtypes:
+        return sentence
+    label = f" in {', '.join(dtypes)}"
+    yield subject.case(label, subject.gradients, _cast(wide.gradients, subject.gradients), "in float64")
+    return f"{sentence},{label} too"
+
+
+def _in_float64(subject: Subject) -> tuple[Subject, list[Case], str] | None:
+    """Return the subject in float64 and complex128, with its cases and their sentence.
+
+    Returns:
+        None if the function refuses float64, or has another error, which the caller meets again.
+    """
+    with jax.enable_x64(True):
+        try:
+            function = subject.function.in_double_precision()
+            weights = {k: in_double_precision(w) for k, w in subject.cotangents.items()}
+            wide = dataclasses.replace(subject, function=function, outputs=function.run(), cotangents=weights)
+            return (wide, *collect(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
+        except Exception:
+            return None
+
+
+def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
+    return {name: np.asarray(x).astype(like[name].dtype) if has_tangent(x) else x for name, x in arrays.items()}
+
+
+def _numerical_cases(subject: Subject) -> Cases:
+    """Yield the gradients of each array at some entries, and along a random direction if these are not all."""
+    differences, rng = _CentralDifferences(subject), np.random.default_rng(subject.options.seed)
+    places = 0
+    for j, (name, gradient) in enumerate(subject.gradients.items()):
+        got, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
+        expected, errors = np.full(got.shape, np.nan, got.dtype), np.zeros(got.shape)
+        for index in _some_entries(got.shape, subject.options.limit, rng):
+            expected[index] = 0
+            for unit in (1, 1j) if np.iscomplexobj(got) else (1,):
+                direction = np.zeros_like(got)
+                direction[index] = unit
+                derivative, error, _ = differences.along(j, direction)
+                expected[index] += derivative * np.conj(unit)
+                errors[index] += error
+                places += 1
+        yield differences.case(name, np.where(np.isnan(expected), np.nan, got), expected, errors + noise)
+        if got.size > subject.options.limit:
+            direction = rng.normal(size=got.shape) + (1j * rng.normal(size=got.shape) if np.iscomplexobj(got) else 0)
+            derivative, error, step = differences.along(j, direction / np.linalg.norm(direction))
+            terms = np.real(got * step)
+            # The terms of a sum have errors of their own, and may cancel.
+            error += differences.rtol * float(np.linalg.norm(terms[np.isfinite(terms)]))
+            along = f"{name} along a random direction over all {got.size} entries"
+            yield differences.case(along, np.sum(terms), np.asarray(derivative), error + noise)
+    return f"match finite differences at {places} entries"
+
+
+def _some_entries(shape: tuple[int, ...], limit: int, rng: np.random.Generator) -> Iterator[tuple[int, ...]]:
+    size = int(np.prod(shape))
+    for entry in range(size) if size <= limit else np.sort(rng.choice(size, limit, replace=False)):
+        yield tuple(int(i) for i in np.unravel_index(entry, shape))
+
+
+class _CentralDifferences:
+    """Numerical derivatives of the weighted sum of the outputs of a subject, with their errors."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.values = list(map(exact, subject.function.values))
+        self.weights = {k: exact(w) for k, w in subject.cotangents.items()}
+        options, epsilon = subject.options, subject.epsilon
+        self.rtol = epsilon ** (1 / 3) if options.rtol is None else options.rtol
+        self.step = epsilon ** (1 / 3) if options.step is None else options.step
+
+    def case(self, name: str, got: Any, expected: np.ndarray, noise: Any) -> Case:
+        tolerance = dataclasses.replace(self.subject.tolerance, rtol=self.rtol, noise={name: noise})
+        return Case("", {name: np.asarray(got)}, {name: expected}, "numerically", tolerance)
+
+    def along(self, j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
+        """Return the derivative in a direction, how large its error may be, and the direction in the dtype given."""
+        value, moved = self.values[j], direction != 0
+        whole = largest(value)
+        half_steps = [max(1.0, largest(value[moved])) * direction]
+        if self.subject.options.step is None and whole:
+            # The function may change on the scale of 1, of the array, or of each entry.
+            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
+            half_steps += [whole * direction] if whole < 0.1 else []
+            half_steps += [own * direction] if np.min(own, where=moved, initial=whole) < min(0.1, whole) else []
+        return min((self._at(j, self.step * half_step) for half_step in half_steps), key=_relative_error)
+
+    def _at(self, j: int, half_step: np.ndarray) -> tuple[float, float, np.ndarray]:
+        function, epsilon, noise = self.subject.function, self.subject.epsilon, self.subject.tolerance.noise
+        values = function.values
+        ends = [placed(values[j], self.values[j] + sign * half_step) for sign in (-1, 1)]
+        low, high = (function.outputs([*values[:j], end, *values[j + 1 :]]) for end in ends)
+        step = exact(ends[1]) - exact(ends[0])
+        change = error = 0.0
+        for k, weight in self.weights.items():
+            lower, middle, upper = exact(low[k]), exact(self.subject.outputs[k]), exact(high[k])
+            change += float(np.sum(weight * (upper - lower)).real)
+            rounding = np.abs(weight) * (4 * epsilon * np.abs(upper) + noise.get(f"output {k}", 0.0))
+            error += float(np.sum(rounding, where=lower != upper))
+            # Half of the difference between the slopes on both sides of the middle, which a kink makes.
+            error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
+        length = float(np.linalg.norm(step))
+        return change / length, error / length, step / length
+
+
+def _relative_error(found: tuple[float, float, np.ndarray]) -> tuple[float, float]:
+    """Return how much of a derivative may be an error; if it may be nothing else, the size of the error."""
+    derivative, error, _ = found
+    if not np.isfinite(error):
+        return np.inf, np.inf
+    return error / max(abs(derivative), error) if error else 0.0, error
