@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from . import _forward_mode, _gradients, _runs, _transforms
 from ._compare import type_of
 from ._internals import is_ref, plural
 from ._report import LayerReport, Row, progress, row_of
-from ._subject import Cases, Options, Subject, named_outputs, run_check, subject_of
+from ._subject import Cases, Options, Subject, named_outputs, run_check
 from ._tensor_function import name_of, tensor_function
 
 __tracebackhide__ = True  # pytest hides the frames of this module
@@ -94,29 +92,18 @@ def check_layer(
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
     checks = {name: check for name, check in PROPERTIES.items() if name not in skip}
-    subject: Subject | None = None
-
-    def eager() -> str:
-        nonlocal subject
-        subject = subject_of(function, right, Options(rtol, atol, seed=seed, float64=float64))
-        return run_check(_eager(subject))
-
+    subject = Subject(function, right, Options(rtol, atol, seed=seed, float64=float64))
+    rows: list[Row] = []
     with progress() as show:
-        rows = [row_of("eager", eager)]
-        show(str(rows[0]))
-        for name, check in checks.items() if subject is not None and rows[0].passed else ():
-            rows.append(_row(name, check, subject))
+        for name, check in {"eager": _eager, **checks}.items():
+            rows.append(row_of(name, lambda check=check: run_check(check(subject))))
             show(str(rows[-1]))
-    has_failed = not all(row.passed for row in rows)
-    narrower = _narrower_dtypes(subject) if subject is not None and rows[0].passed and has_failed else ()
-    report = LayerReport(name_of(layer), tuple(rows), reference is not None, narrower)
+            if not rows[0].passed:
+                break
+    report = LayerReport(name_of(layer), tuple(rows), reference is not None)
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
     return report
-
-
-def _row(name: str, check: Callable[[Subject], Cases], subject: Subject) -> Row:
-    return row_of(name, lambda: run_check(check(subject)))
 
 
 def _eager(subject: Subject) -> Cases:
@@ -132,19 +119,6 @@ def _saved(subject: Subject) -> Cases:
     return f"{plural(len(kept), 'array', 'arrays')}, {size:,} bytes" + (
         f": {', '.join(map(type_of, kept))}" if kept else ""
     )
-
-
-def _narrower_dtypes(subject: Subject) -> tuple[str, ...]:
-    """Return the dtypes of saved arrays to which the arguments may have been rounded."""
-    given = {x.dtype for x in subject.function.tensors}
-    saved = dict.fromkeys(x.dtype for x in subject.function.residuals(subject.cotangents) if x.dtype not in given)
-    return tuple(str(dtype) for dtype in saved if _is_narrower(dtype, subject.epsilon))
-
-
-def _is_narrower(dtype: Any, epsilon: float) -> bool:
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return float(jnp.finfo(dtype).eps) > epsilon
-    return jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8
 
 
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {

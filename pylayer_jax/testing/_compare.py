@@ -122,8 +122,10 @@ def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
     if not (size and np.isfinite(size) and np.all(np.isfinite(got))):
         return ""
     ratio = np.sum(got * np.conj(expected)) / size
+    factor = ratio.real if abs(ratio.real) >= 1 else 1 / (ratio.real or np.inf)  # of one number: a whole one, such as 4
     is_constant = np.max(np.abs(got - ratio * expected)) <= 1e-3 * np.max(np.abs(ratio * expected))
-    if abs(ratio.imag) > 1e-3 * abs(ratio) or not is_constant or not 1e-3 < abs(ratio.real - 1):
+    is_chance = np.count_nonzero(expected) < 2 and abs(factor - round(factor)) > 1e-3
+    if not is_constant or is_chance or abs(ratio.imag) > 1e-3 * abs(ratio) or abs(ratio - 1) < 1e-3 or not factor:
         return ""
     return f" It is {ratio.real:.3g} times the right value everywhere."
 

@@ -32,31 +32,36 @@ _WIDE = 1e-15  # more than the machine epsilon of float64
 
 
 def gradients(subject: Subject) -> Cases:
-    beside = _beside_numbers if subject.base_reference is None else _beside_reference
-    return (yield from _also_for_other_values(subject, beside))
+    return (
+        yield from _also_for_other_values(
+            subject, _where_finite, _beside_reference if subject.reference else _beside_numbers
+        )
+    )
 
 
 def second_order(subject: Subject) -> Cases:
-    return (yield from gradients(subject.second))
+    return (yield from gradients(subject.derivative))
 
 
 def outputs(subject: Subject) -> Cases:
-    return (yield from _also_for_other_values(subject, _outputs_beside_reference))
+    return (yield from _also_for_other_values(subject, _where_outputs_finite, _outputs_beside_reference))
 
 
-def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
+def _also_for_other_values(
+    subject: Subject, where_finite: Callable[[Subject], list[np.ndarray]], beside: Callable[[Subject], Cases]
+) -> Cases:
     """Yield the cases at the values given, and at the first other ones where all derivatives can be computed."""
     sentence = yield from beside(subject)
-    finite, refusal = _where_finite(subject), ""
+    finite, refusal = where_finite(subject), ""
     options = dataclasses.replace(subject.options, limit=1)  # one entry, and a random direction over all
-    for how, values in ways(subject.base.values, np.random.default_rng((options.seed, 1))):
+    for how, values in ways(subject.root.function.values, np.random.default_rng((options.seed, 1))):
         try:
             other = subject.at(values, options)
-            found = _where_finite(other)
+            found = where_finite(other)
             if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
                 refusal = refusal or "it has results that are not finite"
                 continue
-            cases = list(beside(other))
+            cases = collect(beside(other))[0]
         except Exception as error:  # a layer may take only some values
             refusal = refusal or f"{type(error).__name__}: {first_line(error)}"
             continue
@@ -67,16 +72,22 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
 
 
 def _where_finite(subject: Subject) -> list[np.ndarray]:
-    """Return where the outputs and the derivatives are finite."""
-    results = subject.outputs if subject.order == 0 else [*subject.base.run(), *subject.results.values()]
-    return [np.isfinite(exact(y)) for y in results if has_tangent(y)]
+    return [*_where_outputs_finite(subject.root), *_where_outputs_finite(subject), *map(_is_finite, subject.grads)]
+
+
+def _where_outputs_finite(subject: Subject) -> list[np.ndarray]:
+    return [_is_finite(y) for y in subject.outputs if has_tangent(y)]
+
+
+def _is_finite(x: Any) -> np.ndarray:
+    return np.isfinite(exact(x))
 
 
 # -- beside a reference ---------------------------------------------------------------------------
 
 
 def _beside_reference(subject: Subject) -> Cases:
-    if subject.order == 1:
+    if subject.base is None:
         yield from _outputs_beside_reference(subject)
     assert subject.reference is not None
     expected = subject.reference.gradients(on_one_device(subject.cotangents))
@@ -137,8 +148,8 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case], str] | None:
     with jax.enable_x64(True):
         try:
             function = subject.function.in_double_precision()
-            weights = {k: in_double_precision(w) for k, w in subject.cotangents.items()}
-            wide = dataclasses.replace(subject, function=function, outputs=function.run(), cotangents=weights)
+            wide = Subject(function, None, subject.options)
+            wide.cotangents = {k: in_double_precision(w) for k, w in subject.cotangents.items()}
             return (wide, *collect(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
             return None
@@ -149,53 +160,61 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
 
 
 def _numerical_cases(subject: Subject) -> Cases:
-    """Yield the gradients of each array at some entries, and along a random direction if these are not all."""
-    differences, rng = _CentralDifferences(subject), np.random.default_rng(subject.options.seed)
-    places = 0
+    differences = _Differences(subject)
+    yield from directional_cases(
+        subject, differences.along, subject.options.limit, "numerically", subject.epsilon ** (1 / 3)
+    )
+    places = sum(min(x.size, subject.options.limit) for x in subject.grads)
+    return f"match finite differences at {places} entries"
+
+
+# From an array and a direction: the derivative, how large its error may be, and the direction that was taken.
+Derivative = Callable[[int, np.ndarray], tuple[float, float, np.ndarray]]
+
+
+def directional_cases(
+    subject: Subject, derivative: Derivative, limit: int, source: str, rtol: float | None = None
+) -> Iterator[Case]:
+    """Yield the gradient of each array at some entries, and along a random direction if these are not all.
+
+    `rtol` is the relative tolerance that fits the derivatives, if it is not that of the subject.
+    """
+    rng = np.random.default_rng(subject.options.seed + 1)
+    rtol = subject.rtol if rtol is None or subject.options.rtol is not None else rtol
     for j, (name, gradient) in enumerate(subject.gradients.items()):
         got, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
-        expected, errors = np.full(got.shape, np.nan, got.dtype), np.zeros(got.shape)
-        for index in _some_entries(got.shape, subject.options.limit, rng):
+        expected, errors = np.full(got.shape, np.nan, got.dtype), np.full(got.shape, noise)
+        for entry in range(got.size) if got.size <= limit else np.sort(rng.choice(got.size, limit, replace=False)):
+            index = np.unravel_index(entry, got.shape)
             expected[index] = 0
             for unit in (1, 1j) if np.iscomplexobj(got) else (1,):
                 direction = np.zeros_like(got)
                 direction[index] = unit
-                derivative, error, _ = differences.along(j, direction)
-                expected[index] += derivative * np.conj(unit)
+                found, error, _ = derivative(j, direction)
+                expected[index] += found * np.conj(unit)
                 errors[index] += error
-                places += 1
-        yield differences.case(name, np.where(np.isnan(expected), np.nan, got), expected, errors + noise)
-        if got.size > subject.options.limit:
+        arrays = {name: (np.where(np.isnan(expected), np.nan, got), expected, errors)} if limit else {}
+        if got.size > limit:
             direction = rng.normal(size=got.shape) + (1j * rng.normal(size=got.shape) if np.iscomplexobj(got) else 0)
-            derivative, error, step = differences.along(j, direction / np.linalg.norm(direction))
-            terms = np.real(got * step)
+            found, error, taken = derivative(j, direction / np.linalg.norm(direction))
+            terms = np.real(got * taken)
             # The terms of a sum have errors of their own, and may cancel.
-            error += differences.rtol * float(np.linalg.norm(terms[np.isfinite(terms)]))
+            error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * got.size**0.5
             along = f"{name} along a random direction over all {got.size} entries"
-            yield differences.case(along, np.sum(terms), np.asarray(derivative), error + noise)
-    return f"match finite differences at {places} entries"
+            arrays[along] = np.sum(terms), np.asarray(found), error
+        for key, (one, other, noise_of_one) in arrays.items():
+            tolerance = dataclasses.replace(subject.tolerance, rtol=rtol, noise={key: noise_of_one})
+            yield Case("", {key: one}, {key: other}, source, tolerance)
 
 
-def _some_entries(shape: tuple[int, ...], limit: int, rng: np.random.Generator) -> Iterator[tuple[int, ...]]:
-    size = int(np.prod(shape))
-    for entry in range(size) if size <= limit else np.sort(rng.choice(size, limit, replace=False)):
-        yield tuple(int(i) for i in np.unravel_index(entry, shape))
-
-
-class _CentralDifferences:
-    """Numerical derivatives of the weighted sum of the outputs of a subject, with their errors."""
+class _Differences:
+    """Central differences of the weighted sum of the outputs of a subject."""
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
         self.values = list(map(exact, subject.function.values))
         self.weights = {k: exact(w) for k, w in subject.cotangents.items()}
-        options, epsilon = subject.options, subject.epsilon
-        self.rtol = epsilon ** (1 / 3) if options.rtol is None else options.rtol
-        self.step = epsilon ** (1 / 3) if options.step is None else options.step
-
-    def case(self, name: str, got: Any, expected: np.ndarray, noise: Any) -> Case:
-        tolerance = dataclasses.replace(self.subject.tolerance, rtol=self.rtol, noise={name: noise})
-        return Case("", {name: np.asarray(got)}, {name: expected}, "numerically", tolerance)
+        self.step = subject.epsilon ** (1 / 3) if subject.options.step is None else subject.options.step
 
     def along(self, j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
         """Return the derivative in a direction, how large its error may be, and the direction in the dtype given."""

@@ -43,7 +43,6 @@ class LayerReport:
     layer: str
     rows: tuple[Row, ...]
     has_reference: bool = False
-    narrower: tuple[str, ...] = ()  # the dtypes of saved arrays that are narrower than those of the arguments
 
     @property
     def passed(self) -> bool:
@@ -83,7 +82,10 @@ class LayerReport:
         elif once:
             hints.append(f"Is the layer meant to have no second derivative? Then pass {spelled(skip=once)}.")
         if differ:
-            hints.append(self._hint_of_rounding(spelled, differ))
+            hints.append(
+                "Does it round what it saves, or compute in a narrower dtype? Then pass tolerances that allow for it, as in "
+                f"{spelled(rtol=0.03, atol=0.03)};\n{spelled(float64=False)}, or {spelled(skip=['second order'])}."
+            )
         if any(row.kind is OtherValuesError for row in self.rows):
             hints.append(
                 "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
@@ -95,16 +97,6 @@ class LayerReport:
                 f"{spelled(skip=['linear'])}."
             )
         return hints
-
-    def _hint_of_rounding(self, spelled: Callable[..., str], differ: list[str]) -> str:
-        tolerances = spelled(rtol=0.03, atol=0.03)
-        if not self.narrower:
-            return (
-                f"Does it round to a narrower dtype? Then pass {spelled(float64=False)}, or tolerances that allow for "
-                f"it, as in {tolerances}."
-            )
-        second = f"; and {spelled(skip=['second order'])}" if "second order" in differ else ""
-        return f"It saves {' and '.join(self.narrower)}. Is that rounding meant? Then pass {tolerances}{second}."
 
     def __repr__(self) -> str:
         failed = [row.name for row in self.rows if not row.passed]

@@ -163,22 +163,15 @@ def _jitted_without_leaks(subject: Subject) -> dict[str, Any]:
         if not isinstance(error, IndexError) and not str(error).startswith("Leaked trace"):
             raise
         # JAX also reports a tracer that is dropped a moment later, such as one in an object on a context.
-        before = _living_tracers()
+        before = {*map(id, _living_tracers())}
         with contextlib.suppress(jax.errors.UnexpectedTracerError):
             gradients = compute()
-            if not {*map(id, _living_tracers())} - {*map(id, before)}:
+            if not {*map(id, _living_tracers())} - before:
                 return gradients
-        how = "JAX cannot tell by what" if isinstance(error, IndexError) else _references(error)
+        how = "JAX cannot tell by what" if isinstance(error, IndexError) else " ".join(str(error).split())[:400]
         raise MismatchError(f"a tracer is leaked: {how}") from error
 
 
 def _living_tracers() -> list[Any]:
     gc.collect()
     return [x for x in gc.get_objects() if type(x).__name__.endswith("Tracer") and is_tracer(x)]
-
-
-def _references(error: Exception) -> str:
-    # The message gives the type of the tracer, its origin, and then a line per reference to it.
-    lines = [line.strip() for line in str(error).splitlines()[1:]]
-    kept = [line for line in lines if " is referred to by " in line]
-    return "; ".join(kept[:3]) or " ".join(lines)[:300]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,22 +30,55 @@ class Options:
     float64: bool = True
 
 
-@dataclasses.dataclass
 class Subject:
     """A function under test, and perhaps a reference whose outputs and derivatives are right.
 
-    `order` is the order of the derivatives that are compared. From 2 on, `function` is the gradient of `base`: it takes
-    the values and the cotangents of that.
+    The subject of second derivatives is `derivative`: its function is the gradient of that of its `base`, and takes the
+    values and the cotangents of that. Everything is computed when it is first asked for.
     """
 
-    base: TensorFunction
-    base_reference: TensorFunction | None
-    options: Options
-    order: int
-    function: TensorFunction
-    reference: TensorFunction | None
-    outputs: list[Any]
-    cotangents: Cotangents
+    def __init__(
+        self,
+        function: TensorFunction,
+        reference: TensorFunction | None,
+        options: Options,
+        base: Subject | None = None,
+    ) -> None:
+        self.function, self.reference, self.options, self.base = function, reference, options, base
+
+    @functools.cached_property
+    def derivative(self) -> Subject:
+        w = self.cotangents
+        reference = self.reference and self.reference.grad_function(on_one_device(w))
+        return Subject(self.function.grad_function(w), reference, self.options, self)
+
+    @property
+    def root(self) -> Subject:
+        return self if self.base is None else self.base.root
+
+    def at(self, values: Sequence[Any], options: Options) -> Subject:
+        """Return the subject at other values of the root."""
+        if self.base is not None:
+            return self.base.at(values, options).derivative
+        reference = self.reference and self.reference.with_values(list(map(gathered, values)))
+        return Subject(self.function.with_values(values), reference, options)
+
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        return self.function.run()
+
+    @functools.cached_property
+    def cotangents(self) -> Cotangents:
+        """Random cotangents of the outputs with a gradient; beside a reference, of all floating-point outputs."""
+        cotangents = random_cotangents(self.outputs, self.random(2))
+        if self.base is None and self.reference is None and cotangents:
+            cotangents = {k: cotangents[k] for k in self.function.run_differentiated()[1]}
+        if not cotangents:
+            raise ValueError(
+                "none of the outputs carries a gradient: each is an integer, is marked as not differentiable, or does "
+                "not depend on a differentiated argument."
+            )
+        return cotangents
 
     @functools.cached_property
     def grads(self) -> list[Any]:
@@ -63,6 +96,10 @@ class Subject:
     @functools.cached_property
     def epsilon(self) -> float:
         return self.function.epsilon(self.outputs)
+
+    @property
+    def rtol(self) -> float:
+        return self.epsilon**0.5 if self.options.rtol is None else self.options.rtol
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
@@ -84,46 +121,12 @@ class Subject:
         """Return a case of this subject; expected are, by default, its results in eager mode."""
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance, error)
 
-    def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return the subject at other values of the base."""
-        reference = self.base_reference and self.base_reference.with_values(list(map(gathered, values)))
-        return subject_of(self.base.with_values(values), reference, options, self.order)
-
-    @functools.cached_property
-    def second(self) -> Subject:
-        """The subject of second derivatives."""
-        return subject_of(self.base, self.base_reference, self.options, 2)
-
     def random(self, stream: int = 0) -> np.random.Generator:
-        """Return a generator of numbers other than those of the cotangents."""
-        return np.random.default_rng(self.options.seed).spawn(stream + 1)[stream]
+        """Return a generator; the numbers of two streams have nothing to do with each other."""
+        return np.random.default_rng(self.options.seed).spawn(3)[stream]
 
     def random_tangents(self, stream: int = 0) -> list[Any]:
         return [random_like(x, self.random(stream)) for x in self.function.values]
-
-
-def subject_of(base: TensorFunction, reference: TensorFunction | None, options: Options, order: int = 1) -> Subject:
-    """Run a function, differentiate it, and draw cotangents of the result.
-
-    Raises:
-        ValueError: if no output has a gradient.
-    """
-    function, own_reference, rng = base, reference, np.random.default_rng(options.seed)
-    outputs = function.run()
-    cotangents = random_cotangents(outputs, rng)
-    if reference is None and cotangents:
-        cotangents = {k: cotangents[k] for k in function.run_differentiated()[1]}
-    if order and not cotangents:
-        raise ValueError(
-            "none of the outputs carries a gradient: each is an integer, is marked as not differentiable, or does not "
-            "depend on a differentiated argument."
-        )
-    for _ in range(1, order):
-        function = function.grad_function(cotangents)
-        own_reference = own_reference and own_reference.grad_function(on_one_device(cotangents))
-        outputs = function.run()
-        cotangents = random_cotangents(outputs, rng)
-    return Subject(base, reference, options, order, function, own_reference, outputs, cotangents)
 
 
 def named_outputs(outputs: Sequence[Any]) -> Arrays:
@@ -140,19 +143,20 @@ def run_check(cases: Cases) -> str:
     Raises:
         MismatchError: about the first case that differs.
     """
-    while True:
-        try:
-            case = next(cases)
-        except StopIteration as end:
-            return end.value
-        compare(case)
+    return _consume(cases, compare)
 
 
 def collect(cases: Cases) -> tuple[list[Case], str]:
     """Return the cases of a check, and its sentence."""
     found: list[Case] = []
+    sentence = _consume(cases, found.append)
+    return found, sentence
+
+
+def _consume(cases: Cases, use: Callable[[Case], None]) -> str:
     while True:
         try:
-            found.append(next(cases))
+            case = next(cases)
         except StopIteration as end:
-            return found, end.value
+            return end.value
+        use(case)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,8 +23,6 @@ from ._internals import has_tangent, is_key, is_tensor, is_tracer, split
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-_PATH = re.compile(r"\[0\](?P<position>\[\d+\])(?P<rest>.*)|\[1\]\['(?P<keyword>\w+)'\](?P<rest_of_keyword>.*)")
-
 # A dict from the positions of outputs to their cotangents. Outputs that are not in the dict have none.
 Cotangents = dict[int, Any]
 
@@ -36,18 +33,19 @@ class TensorFunction:
     JAX differentiates some of the tensors; `values` are these.
     """
 
-    def __init__(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+        """Take a function of positional arguments, and these by their names."""
         self.function = function
-        tensors, self.skeleton = split((tuple(args), dict(kwargs)))
+        tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
-        paths = [_argument_and_path(path) for path in self.skeleton.tensor_paths()]
-        self.paths = names or [argument + path for argument, path in paths]
         self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
+        places = [path[1:].split("]", 1) for path in self.skeleton.tensor_paths()]  # "[0]['w'][1]": of args[0]
+        argument_names = list(arguments)
+        owners = [argument_names[int(position)] for position, _ in places]
+        self.paths = names or [owner + path for owner, (_, path) in zip(owners, places, strict=True)]
         self.names = [self.paths[i] for i in self.differentiated]
-        self.owners = [paths[i][0] for i in self.differentiated]  # the argument that holds each of them
-        self.argument_count = len(args) + len(kwargs)
+        self.owners = [owners[i] for i in self.differentiated]  # the argument that holds each of them
+        self.argument_count = len(arguments)
 
     @property
     def values(self) -> list[Any]:
@@ -105,8 +103,7 @@ class TensorFunction:
                 yield
 
     def _call(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
-        args, kwargs = self.skeleton.fill(tensors, change)
-        return self.function(*args, **kwargs)
+        return self.function(*self.skeleton.fill(tensors, change))
 
     # -- gradients ------------------------------------------------------------------------------------
 
@@ -150,7 +147,7 @@ class TensorFunction:
             return self.with_values(values).grads(cotangents)
 
         names = [*self.names, *(f"cotangent[{k}]" for k in cotangents)]
-        return TensorFunction(gradients, (self.values, cotangents), {}, names)
+        return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
 
     # -- dtypes ---------------------------------------------------------------------------------------
 
@@ -185,7 +182,12 @@ def tensor_function(
         raise TypeError(
             f"{checker}: expected the arguments as a tuple, got {type(args).__name__}. Pass (x,) for one x."
         )
-    found = TensorFunction(call, args, kwargs or {})
+    keywords = dict(kwargs or {})
+
+    def run(*values: Any) -> Any:
+        return call(*values[: len(args)], **dict(zip(keywords, values[len(args) :], strict=True)))
+
+    found = TensorFunction(run, {f"args[{i}]": value for i, value in enumerate(args)} | keywords)
     if not found.differentiated:
         raise ValueError(
             f"{checker}: none of the arguments holds an array of floating-point or complex numbers, so that there is "
@@ -199,15 +201,6 @@ def tensor_function(
                 "array on jax.local_devices(), or np.asarray(x) if x is fully replicated."
             )
     return found.with_tensors(list(map(gathered, found.tensors))) if on_one_device else found
-
-
-def _argument_and_path(path: str) -> tuple[str, str]:
-    """Return the name of the argument that holds a tensor, and the path of the tensor in it."""
-    match = _PATH.fullmatch(path)
-    assert match is not None, path
-    if match["keyword"]:
-        return match["keyword"], match["rest_of_keyword"]
-    return f"args{match['position']}", match["rest"]
 
 
 def name_of(function: Any) -> str:

@@ -25,28 +25,35 @@ _Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values
 
 def jit(subject: Subject) -> Cases:
     function = subject.function
-    yield _case_of(subject, " of jit", jax.jit(function.outputs))
+    outputs = jax.jit(function.outputs)
+    yield subject.case(" of jit", _results(function, outputs, function.values, subject.cotangents))
     gradients = jax.jit(lambda values, cotangents: function.with_values(values).gradients(cotangents))
     yield subject.case(" under jit", gradients(function.values, subject.cotangents))
     return "outputs, gradients, and gradients of the jitted layer match eager mode"
 
 
 def remat(subject: Subject) -> Cases:
-    yield _case_of(subject, " of jax.checkpoint", jax.checkpoint(subject.function.outputs))
+    function = subject.function
+    outputs = jax.checkpoint(function.outputs)
+    yield subject.case(" of jax.checkpoint", _results(function, outputs, function.values, subject.cotangents))
     return "outputs and gradients match eager mode"
 
 
 def control_flow(subject: Subject) -> Cases:
-    @jax.jit
-    def chosen(predicate: Any, values: list[Any]) -> list[Any]:
-        # The other branch returns constants: if it were taken, the gradients would be zero.
-        return jax.lax.cond(predicate, subject.function.outputs, lambda _: list(subject.outputs), values)
+    function = subject.function
 
-    yield _case_of(subject, " of cond", lambda values: chosen(True, values))
-    differentiated = subject.function.differentiated
-    choices = {"": dict.fromkeys(differentiated, 0)}
-    if len(differentiated) > 1:
-        choices[f", {subject.function.names[0]} alone mapped"] = {differentiated[0]: 0}
+    @jax.jit
+    def chosen(predicate: Any, values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
+        # The other branch returns constants: if it were taken, the gradients would be zero.
+        def outputs(values: list[Any]) -> list[Any]:
+            return jax.lax.cond(predicate, function.outputs, lambda _: list(subject.outputs), values)
+
+        return _results(function, outputs, values, cotangents)
+
+    yield subject.case(" of cond", chosen(True, function.values, subject.cotangents))
+    choices = {"": dict.fromkeys(function.differentiated, 0)}
+    if len(function.differentiated) > 1:
+        choices[f", {function.names[0]} alone mapped"] = {function.differentiated[0]: 0}
     scanned = yield from _over_examples(subject, _scan, " of scan", choices)
     return f"in scan, {scanned}; so does the branch of cond that a traced predicate chooses"
 
@@ -62,29 +69,32 @@ def shard_map(subject: Subject) -> Cases:
         # Arguments that are committed to other devices would be refused.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, PartitionSpec()))
 
-    def results(tensors: list[Any], cotangents: Cotangents) -> tuple[list[Any], list[Any]]:
+    def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
         replicated = jax.shard_map(
             lambda tensors: function.with_tensors(tensors).run(),
             mesh=mesh,
             in_specs=PartitionSpec(),
             out_specs=PartitionSpec(),
         )
-        values = [tensors[i] for i in function.differentiated]
         given = function.with_tensors(tensors)
-        return _outputs_and_grads(lambda values: replicated(given.with_values(values).tensors), values, cotangents)
 
-    for label, run in ((" of shard_map under jit", jax.jit(results)), (" of shard_map eagerly", results)):
-        outputs, grads = run(tensors, cotangents)
-        yield subject.case(label, {**named_outputs(outputs), **function.named(grads)})
+        def outputs(values: list[Any]) -> list[Any]:
+            return replicated(given.with_values(values).tensors)
+
+        return _results(function, outputs, given.values, cotangents, twice=False)
+
+    yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
+    yield subject.case(" of shard_map eagerly", results(tensors, cotangents))
     devices = "1 device" if count == 1 else f"each of {count} devices"
     return f"outputs and gradients on {devices} match eager mode, under jit and eagerly"
 
 
-def _case_of(subject: Subject, label: str, outputs: _Outputs) -> Case:
-    """Return the results of a transformed layer: outputs that are not differentiated, and gradients."""
-    values = subject.function.values
-    grads = _outputs_and_grads(outputs, values, subject.cotangents)[1]
-    return subject.case(label, {**named_outputs(outputs(values)), **subject.function.named(grads)})
+def _results(
+    function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents, twice: bool = True
+) -> dict[str, Any]:
+    """Return outputs and gradients of a transformed layer; the outputs are those without differentiation if `twice`."""
+    returned, grads = _outputs_and_grads(outputs, values, cotangents)
+    return {**named_outputs(outputs(values) if twice else returned), **function.named(grads)}
 
 
 def _outputs_and_grads(outputs: _Outputs, values: list[Any], cotangents: Cotangents) -> tuple[list[Any], list[Any]]:
@@ -135,7 +145,7 @@ def _over_examples(
 ) -> Cases:
     function = subject.function
     for i, (description, mapped) in enumerate(mappings.items()):
-        yield _case_of_examples(subject, map_over, mapped, f"{label}{description}", staged=i > 0)
+        yield _case_of_examples(subject, map_over, mapped, f"{label}{description}", is_first=i == 0)
     done = f"{_EXAMPLES} examples match eager mode"
     if (choices := 2 ** len(function.differentiated) - 1) > 1 and len(mappings) > 2:
         chosen = len({tuple(mapped) for mapped in mappings.values()})
@@ -147,7 +157,7 @@ def _over_examples(
     for description, mapped in ("too", [*function.differentiated, *others]), ("alone", others):
         ending = f"{label}, {names} mapped {description}"
         try:
-            case = _case_of_examples(subject, map_over, dict.fromkeys(sorted(mapped), 0), ending, staged=True)
+            case = _case_of_examples(subject, map_over, dict.fromkeys(sorted(mapped), 0), ending)
         except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
             return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
         yield case
@@ -155,7 +165,7 @@ def _over_examples(
 
 
 def _case_of_examples(
-    subject: Subject, map_over: Callable[..., Any], mapped: _Mapping, label: str, staged: bool
+    subject: Subject, map_over: Callable[..., Any], mapped: _Mapping, label: str, is_first: bool = False
 ) -> Case:
     """Return the results of several examples at once, beside the results of each."""
     function = subject.function
@@ -179,14 +189,13 @@ def _case_of_examples(
         return map_over(one, [shared[p] for p in mapped], list(mapped.values()))
 
     def results(values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
-        batch_grads = _outputs_and_grads(batched, values, cotangents)[1]
-        return {**named_outputs(batched(values)), **function.named(batch_grads)}
+        return _results(function, batched, values, cotangents, twice=is_first)
 
     cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
     given = [tensors[p] for p in function.differentiated], cotangents
     # Compiling the run once is much faster than running it operation by operation.
-    got = _jitted_if_possible(results, *given) if staged else results(*given)
-    return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "of each example alone")
+    got = results(*given) if is_first and map_over is _vmap else _jitted_if_possible(results, *given)
+    return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")
 
 
 def _examples(function: TensorFunction, mapped: _Mapping) -> tuple[list[list[Any]], list[list[Any]]]:
