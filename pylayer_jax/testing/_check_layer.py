@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from . import _forward_mode, _gradients, _runs, _transforms
 from ._compare import type_of
 from ._internals import is_ref, plural
@@ -114,7 +116,8 @@ def _eager(subject: Subject) -> Cases:
 
 def _saved(subject: Subject) -> Cases:
     yield from ()
-    kept = subject.function.residuals(subject.cotangents)
+    leaves = jax.tree_util.tree_leaves(subject.function.vjp(subject.cotangents))
+    kept = {id(x): x for x in leaves if isinstance(x, jax.Array) and x.size}.values()
     size = sum(x.nbytes for x in kept)
     return f"{plural(len(kept), 'array', 'arrays')}, {size:,} bytes" + (
         f": {', '.join(map(type_of, kept))}" if kept else ""

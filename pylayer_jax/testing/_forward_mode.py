@@ -10,7 +10,6 @@ If t is a unit vector, this number is one entry of the gradient J^T w. For compl
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import Case, exact, first_line, noise_of
-from ._gradients import Derivative, directional_cases
+from ._compare import Case, exact, first_line
+from ._gradients import directional_cases
 from ._internals import NEEDS_VALUES, NoForwardModeError, NotDerivableError, OnceDifferentiableError
 from ._subject import Cases, Subject
 from ._tensor_function import placed, scaled
@@ -28,117 +27,121 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 
 
 def forward_mode(subject: Subject) -> Cases:
-    forward = _Forward(subject, "by jax.jvp")
-    if refusal := forward.refusal():
+    if refusal := _refusal(subject):
         return f"there is none: {refusal}"
-    yield from forward.along_random_directions()
-    yield from forward.under_jit()
-    yield forward.under_vmap()
+    yield from _alone(subject, "by jax.jvp")
+    yield from _under_jit(subject, "by jax.jvp, under jit")
+    yield from _under_vmap(subject, "by jax.jvp of vmap")
     return "matches reverse mode, entry by entry, also under jit and vmap"
 
 
 def forward_over_reverse(subject: Subject) -> Cases:
-    forward = _Forward(subject.derivative, "by jax.jvp of the gradients")
-    if refusal := forward.refusal(NotDerivableError, OnceDifferentiableError):
+    second, how = subject.derivative, "by jax.jvp of the gradients"
+    if refusal := _refusal(second, NotDerivableError, OnceDifferentiableError):
         return f"there is none: {refusal}"
-    over_forward = yield from _forward_over_forward(subject)
+    over_forward = ""
+    if not _refusal(subject):
+        yield from _over_forward(subject, "by jax.jvp of jax.jvp")
+        over_forward = "; so does forward over forward"
     try:
-        yield from forward.under_jit()
+        yield from _under_jit(second, f"{how}, under jit")
     except NEEDS_VALUES:  # jit cannot run such a layer in reverse mode either
-        yield from forward.along_random_directions()
+        yield from _alone(second, how)
         return f"matches reverse over reverse; not under jit, since it needs concrete values{over_forward}"
     return f"matches reverse over reverse, entry by entry, also under jit{over_forward}"
 
 
-def _forward_over_forward(subject: Subject) -> Cases:
-    # Along any direction, the derivative of w . (J t) equals the derivative of (J^T w) . t.
-    forward, values, outer = _Forward(subject, ""), subject.function.values, subject.random_tangents(1)
-    if forward.refusal():
-        return ""
-    twice = jax.jvp(lambda *values: forward.jvp(forward.tangents, values), values, outer)[1]
-    grads = jax.jvp(lambda *values: subject.function.with_values(values).grads(subject.cotangents), values, outer)[1]
-    (got, size), (expected, _) = _inner_product(forward.weights, twice), _inner_product(grads, forward.tangents)
-    name = "the second derivative along random directions"
-    tolerance = dataclasses.replace(subject.tolerance, noise={name: subject.rtol * size})
-    source = "by jax.jvp of the gradients"
-    yield Case(" by jax.jvp of jax.jvp", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
-    return "; so does forward over forward"
+def _refusal(subject: Subject, *kinds: type[Exception]) -> str:
+    """Return why there is no forward mode, by an error of one of these kinds too; empty if there is."""
+    try:
+        _jvp(subject, subject.function.values, subject.function.values)
+    except (TypeError, RuntimeError) as error:
+        # JAX has no type for its error about a `jax.custom_vjp` function.
+        if isinstance(error, (NoForwardModeError, *kinds)) or "forward-mode autodiff (jvp) to a custom_vjp" in str(
+            error
+        ):
+            return first_line(error).split(". ")[0]
+        raise
+    return ""
 
 
-class _Forward:
-    """The map from tangents t to J t, of a subject with cotangents w."""
-
-    def __init__(self, subject: Subject, how: str) -> None:
-        self.subject, self.function, self.how = subject, subject.function, how
-        self.weights = list(subject.cotangents.values())
-        # If tangents and cotangents were the same numbers, an antisymmetric error in J would not show.
-        self.tangents = subject.random_tangents()
-
-    def refusal(self, *kinds: type[Exception]) -> str:
-        """Return why there is no forward mode, by an error of one of these kinds too; empty if there is."""
-        try:
-            self.jvp(self.tangents)
-        except (TypeError, RuntimeError) as error:
-            # JAX has no type for its error about a `jax.custom_vjp` function.
-            if isinstance(error, (NoForwardModeError, *kinds)) or "forward-mode autodiff (jvp) to a custom_vjp" in str(
-                error
-            ):
-                return first_line(error).split(". ")[0]
-            raise
-        return ""
-
-    def jvp(self, tangents: Sequence[Any], values: Sequence[Any] | None = None) -> list[Any]:
-        """Return J t."""
-        return jax.jvp(self._outputs, list(self.function.values if values is None else values), list(tangents))[1]
-
-    def _outputs(self, *values: Any) -> list[Any]:
-        returned = self.function.outputs(values)
-        return [returned[k] for k in self.subject.cotangents]
-
-    def along_random_directions(self) -> Iterator[Case]:
-        """Yield the gradient of each array along a random direction, in eager mode; nothing else has a tangent."""
-        values = self.function.values
-
-        def jvp_of_one(j: int, tangent: Any) -> list[Any]:
-            return jax.jvp(lambda x: self._outputs(*values[:j], x, *values[j + 1 :]), [values[j]], [tangent])[1]
-
-        yield from directional_cases(self.subject, self._along(jvp_of_one), 0, self.how)
-
-    def under_jit(self) -> Iterator[Case]:
-        """Yield the gradients entry by entry."""
-        values, jitted = self.function.values, jax.jit(lambda values, tangents: self.jvp(tangents, values))
-        zeros = list(map(jnp.zeros_like, values))
-        along = self._along(lambda j, tangent: jitted(values, [*zeros[:j], tangent, *zeros[j + 1 :]]))
-        yield from directional_cases(self.subject, along, self.subject.options.limit, f"{self.how}, under jit")
-
-    def under_vmap(self) -> Case:
-        """Return J t of a batch beside J t of each example."""
-        values = [jnp.stack([scaled(1 - 0.1 * i, x) for i in range(3)]) for x in self.function.values]
-        tangents = [jnp.stack([scaled(1 + 0.1 * i, t) for i in range(3)]) for t in self.tangents]
-        got = jax.jit(lambda values, tangents: jax.jvp(jax.vmap(self._outputs), values, tangents)[1])(values, tangents)
-        each = [self.jvp([t[i] for t in tangents], [x[i] for x in values]) for i in range(3)]
-        rounded = self.jvp(self.tangents, self.function.rounded_otherwise().values)
-
-        def named(arrays: Sequence[Any]) -> dict[str, Any]:
-            return {f"the tangent of output {k}": t for k, t in zip(self.subject.cotangents, arrays, strict=True)}
-
-        noise = noise_of(named(self.jvp(self.tangents)), named(rounded), self.subject.epsilon)
-        tolerance = dataclasses.replace(self.subject.tolerance, noise=noise)
-        expected = named(list(map(jnp.stack, zip(*each, strict=True))))
-        return Case(" by jax.jvp of vmap", named(got), expected, "for each example", tolerance)
-
-    def _along(self, jvp: Callable[[int, Any], list[Any]]) -> Derivative:
-        """Return w . (J t) as a function of the direction of one array."""
-
-        def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
-            tangent = placed(self.function.values[j], direction)
-            derivative, size = _inner_product(self.weights, jvp(j, tangent))
-            return derivative, 4 * self.subject.epsilon * size, exact(tangent)
-
-        return along
+def _outputs(subject: Subject, values: Sequence[Any]) -> list[Any]:
+    returned = subject.function.outputs(values)
+    return [returned[k] for k in subject.cotangents]
 
 
-def _inner_product(some: Sequence[Any], others: Sequence[Any]) -> tuple[float, float]:
-    """Return the sum of the products, and the sum of their absolute values."""
-    products = [exact(a) * exact(b) for a, b in zip(some, others, strict=True)]
-    return sum(float(np.sum(p).real) for p in products), sum(float(np.sum(np.abs(p))) for p in products)
+def _jvp(subject: Subject, values: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+    """Return J t."""
+    return jax.jvp(lambda *values: _outputs(subject, values), tuple(values), tuple(tangents))[1]
+
+
+def _zeros_but(subject: Subject, j: int, tangent: Any) -> tuple[Any, ...]:
+    return tuple(tangent if i == j else jnp.zeros_like(x) for i, x in enumerate(subject.function.values))
+
+
+# -- derivatives by forward mode, each a function of the tangent of one array ---------------------
+
+
+def _cases(subject: Subject, jvp: Callable[[int, Any], list[Any]], limit: int, how: str) -> Iterator[Case]:
+    """Yield gradients beside w . (J t); `jvp` maps the position of an array, and its tangent, to J t."""
+    return _summed_cases(subject, lambda j, t: list(map(_product, subject.cotangents.values(), jvp(j, t))), limit, how)
+
+
+def _summed_cases(subject: Subject, terms: Callable[[int, Any], list[Any]], limit: int, how: str) -> Iterator[Case]:
+    def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
+        tangent = placed(subject.function.values[j], direction)
+        arrays = list(map(exact, terms(j, tangent)))
+        size = sum(float(np.sum(np.abs(x))) for x in arrays)
+        return sum(float(np.sum(x).real) for x in arrays), 4 * subject.epsilon * size, exact(tangent)
+
+    return directional_cases(subject, along, limit, how)
+
+
+def _product(a: Any, b: Any) -> np.ndarray:
+    return exact(a) * exact(b)
+
+
+def _alone(subject: Subject, how: str) -> Iterator[Case]:
+    """Yield the gradient of each array along a random direction, in eager mode; nothing else has a tangent."""
+    values = subject.function.values
+
+    def jvp(j: int, tangent: Any) -> list[Any]:
+        return jax.jvp(lambda x: _outputs(subject, [*values[:j], x, *values[j + 1 :]]), [values[j]], [tangent])[1]
+
+    return _cases(subject, jvp, 0, how)
+
+
+def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
+    """Yield gradients entry by entry."""
+    jitted, values = jax.jit(lambda values, tangents: _jvp(subject, values, tangents)), subject.function.values
+    return _cases(subject, lambda j, t: jitted(values, _zeros_but(subject, j, t)), subject.options.limit, how)
+
+
+def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
+    """Yield gradients along random directions, from the first example of a batch."""
+
+    def jvp(j: int, tangent: Any) -> list[Any]:
+        arrays = subject.function.values, _zeros_but(subject, j, tangent)
+        values, tangents = (tuple(jnp.stack([x, scaled(0.9, x)]) for x in xs) for xs in arrays)
+        return [t[0] for t in batched(values, tangents)[1]]
+
+    mapped = jax.vmap(lambda *values: _outputs(subject, values))
+    batched = jax.jit(lambda values, tangents: jax.jvp(mapped, values, tangents))
+    return _cases(subject, jvp, 0, how)
+
+
+def _over_forward(subject: Subject, how: str) -> Iterator[Case]:
+    """Yield second derivatives along random directions.
+
+    Reverse over reverse differentiates (J^T w) . u, where u are cotangents. In forward mode this is w . (J u).
+    """
+    second, count = subject.derivative, len(subject.function.values)
+    u = list(second.cotangents.values())
+
+    def products(*args: Any) -> list[Any]:  # of the values and w
+        return [w * t for w, t in zip(args[count:], _jvp(subject, args[:count], u), strict=True)]
+
+    def terms(j: int, tangent: Any) -> list[Any]:
+        return jax.jvp(products, tuple(second.function.values), _zeros_but(second, j, tangent))[1]
+
+    return _summed_cases(second, terms, 0, how)

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import Arrays, Case, MismatchError, OtherValuesError, compare, exact, first_line, largest
+from ._compare import Arrays, Case, MismatchError, compare, exact, first_line, largest
 from ._internals import has_tangent, plural
 from ._other_values import ways
-from ._subject import Cases, Subject, collect, named_outputs, on_one_device
-from ._tensor_function import in_double_precision, placed
+from ._subject import Cases, Subject, named_outputs, on_one_device
+from ._tensor_function import in_double_precision, placed, random_like
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -32,11 +32,8 @@ _WIDE = 1e-15  # more than the machine epsilon of float64
 
 
 def gradients(subject: Subject) -> Cases:
-    return (
-        yield from _also_for_other_values(
-            subject, _where_finite, _beside_reference if subject.reference else _beside_numbers
-        )
-    )
+    beside = _beside_reference if subject.reference else _beside_numbers
+    return (yield from _also_for_other_values(subject, _where_finite, beside))
 
 
 def second_order(subject: Subject) -> Cases:
@@ -61,12 +58,12 @@ def _also_for_other_values(
             if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
                 refusal = refusal or "it has results that are not finite"
                 continue
-            cases = collect(beside(other))[0]
+            cases = list(beside(other))
         except Exception as error:  # a layer may take only some values
             refusal = refusal or f"{type(error).__name__}: {first_line(error)}"
             continue
         for case in cases:
-            yield dataclasses.replace(case, label=f"{case.label} for other values ({how})", error=OtherValuesError)
+            yield dataclasses.replace(case, label=f"{case.label} for other values ({how})")
         return f"{sentence}, and for other values ({how})"
     return f"{sentence}; it takes no other values that were tried ({refusal})"
 
@@ -122,15 +119,19 @@ def _is_same_static(a: Any, b: Any) -> bool:
 
 def _beside_numbers(subject: Subject) -> Cases:
     found = _in_float64(subject) if subject.options.float64 else None
+    places = sum(min(x.size, subject.options.limit) for x in subject.grads)
+    sentence = f"match finite differences at {places} entries"
     if found is None:
-        return (yield from _numerical_cases(subject))
-    wide, cases, sentence = found
+        yield from _numerical_cases(subject)
+        return sentence
+    wide, cases = found
     yield from cases
     outputs = named_outputs(subject.outputs)
     try:
         compare(subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs)))
     except MismatchError:  # in these dtypes it is another function, such as one that draws random numbers
-        return (yield from _numerical_cases(subject))
+        yield from _numerical_cases(subject)
+        return sentence
     dtypes = dict.fromkeys(str(x.dtype) for x in subject.function.values if jnp.finfo(x.dtype).eps > _WIDE)
     if not dtypes:
         return sentence
@@ -139,18 +140,17 @@ def _beside_numbers(subject: Subject) -> Cases:
     return f"{sentence},{label} too"
 
 
-def _in_float64(subject: Subject) -> tuple[Subject, list[Case], str] | None:
-    """Return the subject in float64 and complex128, with its cases and their sentence.
+def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
+    """Return the subject in float64 and complex128, with its cases.
 
     Returns:
         None if the function refuses float64, or has another error, which the caller meets again.
     """
     with jax.enable_x64(True):
         try:
-            function = subject.function.in_double_precision()
-            wide = Subject(function, None, subject.options)
+            wide = Subject(subject.function.in_double_precision(), None, subject.options)
             wide.cotangents = {k: in_double_precision(w) for k, w in subject.cotangents.items()}
-            return (wide, *collect(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
+            return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
             return None
 
@@ -159,13 +159,9 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
     return {name: np.asarray(x).astype(like[name].dtype) if has_tangent(x) else x for name, x in arrays.items()}
 
 
-def _numerical_cases(subject: Subject) -> Cases:
-    differences = _Differences(subject)
-    yield from directional_cases(
-        subject, differences.along, subject.options.limit, "numerically", subject.epsilon ** (1 / 3)
-    )
-    places = sum(min(x.size, subject.options.limit) for x in subject.grads)
-    return f"match finite differences at {places} entries"
+def _numerical_cases(subject: Subject) -> Iterator[Case]:
+    along, rtol = _Differences(subject).along, subject.epsilon ** (1 / 3)
+    return directional_cases(subject, along, subject.options.limit, "numerically", rtol)
 
 
 # From an array and a direction: the derivative, how large its error may be, and the direction that was taken.
@@ -181,30 +177,32 @@ def directional_cases(
     """
     rng = np.random.default_rng(subject.options.seed + 1)
     rtol = subject.rtol if rtol is None or subject.options.rtol is not None else rtol
+
+    def case(name: str, got: Any, expected: Any, noise: Any) -> Case:
+        tolerance = dataclasses.replace(subject.tolerance, rtol=rtol, noise={name: noise})
+        return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
+
     for j, (name, gradient) in enumerate(subject.gradients.items()):
-        got, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
-        expected, errors = np.full(got.shape, np.nan, got.dtype), np.full(got.shape, noise)
-        for entry in range(got.size) if got.size <= limit else np.sort(rng.choice(got.size, limit, replace=False)):
-            index = np.unravel_index(entry, got.shape)
-            expected[index] = 0
-            for unit in (1, 1j) if np.iscomplexobj(got) else (1,):
-                direction = np.zeros_like(got)
+        right, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
+        got, expected = np.full((2, *right.shape), np.nan, right.dtype)  # NaN at the entries that are left out
+        errors = np.full(right.shape, noise)
+        for entry in range(right.size) if right.size <= limit else rng.choice(right.size, limit, replace=False):
+            index = np.unravel_index(entry, right.shape)
+            got[index], expected[index] = right[index], 0
+            for unit in (1, 1j) if np.iscomplexobj(right) else (1,):
+                direction = np.zeros_like(right)
                 direction[index] = unit
                 found, error, _ = derivative(j, direction)
                 expected[index] += found * np.conj(unit)
                 errors[index] += error
-        arrays = {name: (np.where(np.isnan(expected), np.nan, got), expected, errors)} if limit else {}
-        if got.size > limit:
-            direction = rng.normal(size=got.shape) + (1j * rng.normal(size=got.shape) if np.iscomplexobj(got) else 0)
+        yield case(name, got, expected, errors)
+        if right.size > limit:
+            direction = exact(random_like(gradient, rng))
             found, error, taken = derivative(j, direction / np.linalg.norm(direction))
-            terms = np.real(got * taken)
+            terms = np.real(right * taken)
             # The terms of a sum have errors of their own, and may cancel.
-            error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * got.size**0.5
-            along = f"{name} along a random direction over all {got.size} entries"
-            arrays[along] = np.sum(terms), np.asarray(found), error
-        for key, (one, other, noise_of_one) in arrays.items():
-            tolerance = dataclasses.replace(subject.tolerance, rtol=rtol, noise={key: noise_of_one})
-            yield Case("", {key: one}, {key: other}, source, tolerance)
+            error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
+            yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)
 
 
 class _Differences:

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ._compare import Case, MismatchError, NotLinearError, compare, first_line
+from ._compare import Case, MismatchError, compare, exact, first_line
 from ._internals import NEEDS_VALUES, is_tracer, stage, why_not_linear
 from ._subject import Cases, Subject, on_one_device
-from ._tensor_function import Cotangents, TensorFunction, random_cotangents, scaled
+from ._tensor_function import Cotangents, TensorFunction, placed, scaled
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -71,43 +71,43 @@ def cotangents(subject: Subject) -> Cases:
 
 
 def linear(subject: Subject) -> Cases:
-    cases = list(_linear_cases(subject, subject.function, subject.cotangents, subject.grads))
+    cases = _beside_linearity(subject, subject.function, subject.cotangents)
     try:
         for case in cases:
             compare(case)
     except MismatchError as error:
         if subject.reference is None:
-            raise NotLinearError(str(error)) from None
-        w = on_one_device(subject.cotangents)
-        right = _linear_cases(subject, subject.reference, w, subject.reference.grads(w))
-        for case, beside in zip(cases, right, strict=True):
-            yield subject.case(case.label, case.got, beside.got, "by the reference")
+            raise
+        right = _beside_linearity(subject, subject.reference, on_one_device(subject.cotangents))
+        for case, reference in zip(cases, right, strict=True):
+            yield subject.case(case.label, case.got, reference.got, "by the reference")
         return f"it is not, as that of the reference: {first_line(error)}"
     reason = _why_not_proved(subject)
     measured = f"measured with {len(cases)} kinds of cotangents"
     return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
 
 
-def _linear_cases(subject: Subject, function: TensorFunction, w: Cotangents, grads: list[Any]) -> Iterator[Case]:
-    """Yield gradients from other cotangents, beside those that a linear backward has."""
+def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
+    """Return gradients from other cotangents, beside those that a linear backward has."""
     pull = function.vjp(w)
-
-    def case(label: str, got: list[Any], expected: list[Any]) -> Case:
-        return subject.case(label, function.named(got), function.named(expected), "by linearity", NotLinearError)
-
+    grads, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
+    found: dict[str, tuple[Any, Any]] = {}
     # A power of two, by which floating-point numbers are multiplied without rounding.
     large = 2.0**20 if all(float(jnp.finfo(x.dtype).max) > 1e30 for x in w.values()) else 2.0**6
     for factor, how in (-1.0, "of the other sign"), (large, f"{large:.0f} times as large"), (1 / large, "very small"):
         got = pull({k: scaled(factor, x) for k, x in w.items()})
-        yield case(f" with cotangents {how}", [scaled(1 / factor, g) for g in got], grads)
-    zeros = {k: jnp.zeros_like(x) for k, x in w.items()}
-    yield case(" with cotangents of zero", pull(zeros), list(map(jnp.zeros_like, grads)))
-    v = random_cotangents(subject.outputs, subject.random())
-    sums = [a + b for a, b in zip(grads, pull({k: v[k] for k in w}), strict=True)]
-    yield case(" with the sum of two cotangents", pull({k: w[k] + v[k] for k in w}), sums)
+        found[f" with cotangents {how}"] = [scaled(1 / factor, g) for g in got], grads
+    found[" with cotangents of zero"] = pull(zeros), list(map(jnp.zeros_like, grads))
+    v = {k: placed(x, np.roll(exact(x), 1) + 0.3) for k, x in w.items()}
+    sums = [a + b for a, b in zip(grads, pull(v), strict=True)]
+    found[" with the sum of two cotangents"] = pull({k: w[k] + v[k] for k in w}), sums
     if len(w) > 1:
         parts = [pull(zeros | {k: x}) for k, x in w.items()]
-        yield case(" with cotangents for all outputs", grads, [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)])
+        found[" with cotangents for all outputs"] = grads, [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)]
+    return [
+        subject.case(label, function.named(got), function.named(expected), "by linearity")
+        for label, (got, expected) in found.items()
+    ]
 
 
 def _why_not_proved(subject: Subject) -> str:
@@ -115,7 +115,7 @@ def _why_not_proved(subject: Subject) -> str:
     positions, pull = list(subject.cotangents), subject.function.vjp(subject.cotangents)
 
     def gradients(*cotangents: Any) -> tuple[list[Any], None]:
-        return pull(dict(zip(positions, cotangents, strict=True))), None
+        return list(pull(dict(zip(positions, cotangents, strict=True)))), None
 
     try:
         jaxpr, consts, _ = stage(gradients, [jax.typeof(w) for w in subject.cotangents.values()], "backward")

@@ -40,8 +40,7 @@ class TensorFunction:
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
         self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
         places = [path[1:].split("]", 1) for path in self.skeleton.tensor_paths()]  # "[0]['w'][1]": of args[0]
-        argument_names = list(arguments)
-        owners = [argument_names[int(position)] for position, _ in places]
+        owners = [list(arguments)[int(position)] for position, _ in places]
         self.paths = names or [owner + path for owner, (_, path) in zip(owners, places, strict=True)]
         self.names = [self.paths[i] for i in self.differentiated]
         self.owners = [owners[i] for i in self.differentiated]  # the argument that holds each of them
@@ -49,6 +48,7 @@ class TensorFunction:
 
     @property
     def values(self) -> list[Any]:
+        """The differentiated tensors."""
         return [self.tensors[i] for i in self.differentiated]
 
     def with_values(self, values: Sequence[Any]) -> TensorFunction:
@@ -61,8 +61,6 @@ class TensorFunction:
         other.tensors = list(tensors)
         return other
 
-    # -- outputs --------------------------------------------------------------------------------------
-
     def run(self) -> list[Any]:
         """Return the tensors that the function returns."""
         return self.run_with_statics()[0]
@@ -71,6 +69,9 @@ class TensorFunction:
         """Return the tensors that the function returns, and its other outputs."""
         tensors, skeleton = split(self._call(self.tensors))
         return [jnp.asarray(y) for y in tensors], skeleton.statics()
+
+    def _call(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
+        return self.function(*self.skeleton.fill(tensors, change))
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensors that the function returns for other values of the differentiated tensors."""
@@ -90,46 +91,33 @@ class TensorFunction:
 
     def run_with_other_inputs(self) -> Iterator[None]:
         """Run on other numbers, flags and shapes, and yield after each run. Errors are ignored."""
-        changes: list[tuple[Callable[[Any], bool], Callable[[Any], Any]]] = [
-            (lambda x: type(x) is float, lambda x: 0.75 * x),
-            (lambda x: type(x) is int, lambda x: x + 1),
-            (lambda x: type(x) is bool, lambda x: not x),
-            (lambda x: is_tensor(x) and x.ndim > 0, lambda x: jnp.concatenate([x, x])),
-        ]
-        for applies, change in changes:
-            if any(map(applies, [*self.tensors, *self.skeleton.statics()])):
+        for kind, change in _CHANGES.items():
+
+            def changed(x: Any, kind: type = kind, change: Callable[[Any], Any] = change) -> Any:
+                applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
+                return change(x) if applies else x
+
+            if any(changed(x) is not x for x in [*self.tensors, *self.skeleton.statics()]):
                 with contextlib.suppress(Exception):
-                    self._call([change(x) if applies(x) else x for x in self.tensors], _where(applies, change))
+                    self._call(list(map(changed, self.tensors)), changed)
                 yield
 
-    def _call(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
-        return self.function(*self.skeleton.fill(tensors, change))
-
-    # -- gradients ------------------------------------------------------------------------------------
-
-    def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[[Cotangents], list[Any]]:
-        """Return the function from a cotangent per position in `outputs` to the gradients.
+    def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[[Cotangents], Any]:
+        """Return the function from a cotangent per position in `outputs` to a gradient per value.
 
         The gradients are those of the values at the positions `wanted`, by default of all.
         """
         values = dict(enumerate(self.values))
         wanted = list(values) if wanted is None else wanted
 
-        def run(perturbed: list[Any]) -> Cotangents:
+        def run(*perturbed: Any) -> Cotangents:
             returned = self.outputs(list((values | dict(zip(wanted, perturbed, strict=True))).values()))
             return {k: returned[k] for k in outputs}
 
-        pull = jax.vjp(run, [values[j] for j in wanted])[1]
-        return lambda cotangents: pull(cotangents)[0]
-
-    def residuals(self, outputs: Collection[int]) -> list[jax.Array]:
-        """Return the arrays that are kept for backward, each once."""
-        pull = jax.vjp(lambda values: [self.outputs(values)[k] for k in outputs], self.values)[1]
-        leaves = jax.tree_util.tree_leaves(pull)
-        return list({id(x): x for x in leaves if isinstance(x, jax.Array) and x.size}.values())
+        return jax.vjp(run, *(values[j] for j in wanted))[1]
 
     def grads(self, cotangents: Cotangents) -> list[Any]:
-        return self.vjp(cotangents)(cotangents)
+        return list(self.vjp(cotangents)(cotangents))
 
     def gradients(self, cotangents: Cotangents, wanted: Sequence[int] | None = None) -> dict[str, Any]:
         """Return the gradients by name."""
@@ -149,12 +137,6 @@ class TensorFunction:
         names = [*self.names, *(f"cotangent[{k}]" for k in cotangents)]
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
 
-    # -- dtypes ---------------------------------------------------------------------------------------
-
-    def epsilon(self, outputs: Sequence[Any]) -> float:
-        """Return the largest machine epsilon among the values and the outputs."""
-        return max(float(jnp.finfo(x.dtype).eps) for x in [*self.values, *outputs] if has_tangent(x))
-
     def in_double_precision(self) -> TensorFunction:
         """Return the same function at values in float64 and complex128; needs `jax.enable_x64`."""
         return self.with_values([in_double_precision(x) for x in self.values])
@@ -164,6 +146,14 @@ class TensorFunction:
         rng = np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.values]
         return self.with_values([placed(x, exact(x) * (1 + step)) for x, step in zip(self.values, steps, strict=True)])
+
+
+_CHANGES: dict[type, Callable[[Any], Any]] = {
+    float: lambda x: 0.75 * x,
+    int: lambda x: x + 1,
+    bool: lambda x: not x,
+    jax.Array: lambda x: jnp.concatenate([x, x]),
+}
 
 
 def tensor_function(
@@ -209,10 +199,6 @@ def name_of(function: Any) -> str:
     return getattr(named, "__qualname__", type(named).__name__)
 
 
-def _where(applies: Callable[[Any], bool], change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda x: change(x) if applies(x) else x
-
-
 # -- arrays of other numbers ----------------------------------------------------------------------
 
 
@@ -241,11 +227,6 @@ def random_like(like: Any, rng: np.random.Generator) -> Any:
     if jnp.iscomplexobj(like):
         size = size * np.exp(1j * rng.uniform(0, 2 * np.pi, like.shape))
     return placed(like, size)
-
-
-def random_cotangents(outputs: Sequence[Any], rng: np.random.Generator) -> Cotangents:
-    """Return a cotangent per floating-point or complex output."""
-    return {i: random_like(y, rng) for i, y in enumerate(outputs) if has_tangent(y)}
 
 
 def scaled(factor: float, x: Any) -> Any:

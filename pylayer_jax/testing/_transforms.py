@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ._compare import Case, first_line
-from ._internals import NEEDS_VALUES, has_tangent, is_key
+from ._internals import NEEDS_VALUES, has_tangent, is_key, plural
 from ._subject import Cases, Subject, named_outputs
 from ._tensor_function import Cotangents, TensorFunction, scaled
 
@@ -92,18 +92,14 @@ def shard_map(subject: Subject) -> Cases:
 def _results(
     function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents, twice: bool = True
 ) -> dict[str, Any]:
-    """Return outputs and gradients of a transformed layer; the outputs are those without differentiation if `twice`."""
-    returned, grads = _outputs_and_grads(outputs, values, cotangents)
-    return {**named_outputs(outputs(values) if twice else returned), **function.named(grads)}
+    """Return outputs and gradients of a transformed layer; the outputs of a run without differentiation, if `twice`."""
 
-
-def _outputs_and_grads(outputs: _Outputs, values: list[Any], cotangents: Cotangents) -> tuple[list[Any], list[Any]]:
     def run(values: list[Any]) -> tuple[Cotangents, list[Any]]:
         returned = outputs(values)
         return {k: returned[k] for k in cotangents}, returned
 
     _, pull, returned = jax.vjp(run, values, has_aux=True)
-    return returned, pull(cotangents)[0]
+    return {**named_outputs(outputs(values) if twice else returned), **function.named(pull(cotangents)[0])}
 
 
 # -- several examples -----------------------------------------------------------------------------
@@ -125,19 +121,13 @@ def _scan(f: Callable[[Any], Any], batch: Any, _: Sequence[int]) -> Any:
 
 def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
     """Return which of the differentiated tensors are mapped along which axes, with the ends of the messages."""
-    positions, count = function.differentiated, len(function.differentiated)
-    mappings = {"": dict.fromkeys(positions, 0)}
-    if count == 1:
-        return mappings | ({", mapped along its last axis": {positions[0]: -1}} if function.values[0].ndim else {})
-    in_turn = {p: -1 if i % 2 == 0 else 0 for i, p in enumerate(positions)}
-    mappings[", mapped along the last and first axes in turn"] = in_turn
-    few_first = dict.fromkeys([1, count - 1, *range(2, count - 1)])
-    for chosen in itertools.chain.from_iterable(itertools.combinations(positions, n) for n in few_first):
-        if len(mappings) < _MOST_CHOICES:
-            names = [function.paths[p] for p in chosen]
-            which = f"{names[0]} alone" if len(names) == 1 else ", ".join(names)
-            mappings[f", {which} mapped"] = dict.fromkeys(chosen, 0)
-    return mappings
+    positions = function.differentiated
+    mappings = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
+    for n in range(1, len(positions)):
+        for chosen in itertools.combinations(positions, n):
+            names = ", ".join(function.paths[p] for p in chosen)
+            mappings[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
+    return dict(itertools.islice(mappings.items(), _MOST_CHOICES))
 
 
 def _over_examples(
@@ -146,22 +136,17 @@ def _over_examples(
     function = subject.function
     for i, (description, mapped) in enumerate(mappings.items()):
         yield _case_of_examples(subject, map_over, mapped, f"{label}{description}", is_first=i == 0)
-    done = f"{_EXAMPLES} examples match eager mode"
-    if (choices := 2 ** len(function.differentiated) - 1) > 1 and len(mappings) > 2:
-        chosen = len({tuple(mapped) for mapped in mappings.values()})
-        done += f", in {chosen} of {choices} choices of mapped arrays"
+    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
     others = [p for p, x in enumerate(function.tensors) if p not in function.differentiated and not _is_rbg_key(x)]
     names = ", ".join(function.paths[p] for p in others)
-    if not names:
-        return done
-    for description, mapped in ("too", [*function.differentiated, *others]), ("alone", others):
-        ending = f"{label}, {names} mapped {description}"
+    for description, mapped in (("too", [*function.differentiated, *others]), ("alone", others)) if others else ():
         try:
+            ending = f"{label}, {names} mapped {description}"
             case = _case_of_examples(subject, map_over, dict.fromkeys(sorted(mapped), 0), ending)
         except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
             return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
         yield case
-    return f"{done}, with {names} mapped too"
+    return f"{done}, with {names} mapped too" if others else done
 
 
 def _case_of_examples(
@@ -169,7 +154,10 @@ def _case_of_examples(
 ) -> Case:
     """Return the results of several examples at once, beside the results of each."""
     function = subject.function
-    examples, outputs_of_each = _examples(function, mapped)
+    examples = [
+        [_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in range(_EXAMPLES)
+    ]
+    outputs_of_each = [function.with_tensors(example).run() for example in examples]
     grads_of_each = [function.with_tensors(example).grads(subject.cotangents) for example in examples]
     outputs = [jnp.stack(ys) for ys in zip(*outputs_of_each, strict=True)]
     # The gradient of an argument that is not mapped is the sum over the examples.
@@ -196,17 +184,6 @@ def _case_of_examples(
     # Compiling the run once is much faster than running it operation by operation.
     got = results(*given) if is_first and map_over is _vmap else _jitted_if_possible(results, *given)
     return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")
-
-
-def _examples(function: TensorFunction, mapped: _Mapping) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return examples that differ in the mapped tensors, and the outputs of each."""
-    changed = [[_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in range(_EXAMPLES)]
-    try:
-        return changed, [function.with_tensors(example).run() for example in changed]
-    except Exception:  # the layer refuses the other integers: the examples then share them
-        differs = function.differentiated
-        fixed = [[e[p] if p in differs else x for p, x in enumerate(function.tensors)] for e in changed]
-        return fixed, [function.with_tensors(example).run() for example in fixed]
 
 
 def _jitted_if_possible(function: Callable[..., Any], *args: Any) -> Any:
