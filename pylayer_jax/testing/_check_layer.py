@@ -37,10 +37,10 @@ def check_layer(
     The report has one row per property:
 
     - eager: JAX can compute outputs and gradients;
-    - jit, vmap, control flow, remat, shard_map: the outputs and gradients are the same under this transform. vmap and
+    - jit, vmap, scan, cond, remat, shard_map: the outputs and gradients are the same under this transform. vmap and
       scan run several examples; they also map integer, boolean and key arguments if the layer accepts that. vmap maps
-      every choice of arrays, up to a limit; the row says how many. Control flow is scan and cond. shard_map runs on all
-      devices with replicated arguments, or in the mesh of `jax.set_mesh`;
+      every choice of arrays, up to a limit; the row says how many. shard_map runs on all devices with replicated
+      arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: they match numerical derivatives, or those of `reference`; in float64 and in the dtypes
       of the arguments, and for other values too if the layer takes these: each entry is multiplied by a random number,
       of either sign if the argument has both. The row says which were taken;
@@ -127,7 +127,8 @@ def _saved(subject: Subject) -> Cases:
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
     "jit": _transforms.jit,
     "vmap": _transforms.vmap,
-    "control flow": _transforms.control_flow,
+    "scan": _transforms.scan,
+    "cond": _transforms.cond,
     "remat": _transforms.remat,
     "shard_map": _transforms.shard_map,
     "gradients": _gradients.gradients,

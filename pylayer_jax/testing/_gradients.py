@@ -118,8 +118,8 @@ def _is_same_static(a: Any, b: Any) -> bool:
 
 
 def _beside_numbers(subject: Subject) -> Cases:
-    found = _in_float64(subject) if subject.options.float64 else None
     places = sum(min(x.size, subject.options.limit) for x in subject.grads)
+    found = _in_float64(subject) if subject.options.float64 else None
     sentence = f"match finite differences at {places} entries"
     if found is None:
         yield from _numerical_cases(subject)
@@ -146,10 +146,11 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
     Returns:
         None if the function refuses float64, or has another error, which the caller meets again.
     """
+    cotangents = subject.cotangents  # computed here, since a subject computes when it is asked
     with jax.enable_x64(True):
         try:
             wide = Subject(subject.function.in_double_precision(), None, subject.options)
-            wide.cotangents = {k: in_double_precision(w) for k, w in subject.cotangents.items()}
+            wide.cotangents = {k: in_double_precision(w) for k, w in cotangents.items()}
             return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
             return None
@@ -184,7 +185,8 @@ def directional_cases(
 
     for j, (name, gradient) in enumerate(subject.gradients.items()):
         right, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
-        got, expected = np.full((2, *right.shape), np.nan, right.dtype)  # NaN at the entries that are left out
+        # NaN at the entries that are left out.
+        got, expected = np.full_like(right, np.nan), np.full_like(right, np.nan)
         errors = np.full(right.shape, noise)
         for entry in range(right.size) if right.size <= limit else rng.choice(right.size, limit, replace=False):
             index = np.unravel_index(entry, right.shape)
@@ -237,7 +239,8 @@ class _Differences:
             lower, middle, upper = exact(low[k]), exact(self.subject.outputs[k]), exact(high[k])
             change += float(np.sum(weight * (upper - lower)).real)
             rounding = np.abs(weight) * (4 * epsilon * np.abs(upper) + noise.get(f"output {k}", 0.0))
-            error += float(np.sum(rounding, where=lower != upper))
+            # A change that is rounded to nothing is as uncertain as one entry.
+            error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
             # Half of the difference between the slopes on both sides of the middle, which a kink makes.
             error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
         length = float(np.linalg.norm(step))

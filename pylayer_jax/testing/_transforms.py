@@ -39,7 +39,15 @@ def remat(subject: Subject) -> Cases:
     return "outputs and gradients match eager mode"
 
 
-def control_flow(subject: Subject) -> Cases:
+def scan(subject: Subject) -> Cases:
+    function = subject.function
+    choices = {"": dict.fromkeys(function.differentiated, 0)}
+    if len(function.differentiated) > 1:
+        choices[f", {function.names[0]} alone mapped"] = {function.differentiated[0]: 0}
+    return (yield from _over_examples(subject, _scan, " of scan", choices))
+
+
+def cond(subject: Subject) -> Cases:
     function = subject.function
 
     @jax.jit
@@ -51,11 +59,7 @@ def control_flow(subject: Subject) -> Cases:
         return _results(function, outputs, values, cotangents)
 
     yield subject.case(" of cond", chosen(True, function.values, subject.cotangents))
-    choices = {"": dict.fromkeys(function.differentiated, 0)}
-    if len(function.differentiated) > 1:
-        choices[f", {function.names[0]} alone mapped"] = {function.differentiated[0]: 0}
-    scanned = yield from _over_examples(subject, _scan, " of scan", choices)
-    return f"in scan, {scanned}; so does the branch of cond that a traced predicate chooses"
+    return "the branch that a traced predicate chooses matches eager mode"
 
 
 def shard_map(subject: Subject) -> Cases:
