@@ -134,7 +134,8 @@ class TensorFunction:
         def gradients(values: list[Any], cotangents: Cotangents) -> list[Any]:
             return self.with_values(values).grads(cotangents)
 
-        names = [*self.names, *(f"cotangent[{k}]" for k in cotangents)]
+        where = " of the gradient" if any(name.startswith("cotangent[") for name in self.names) else ""
+        names = [*self.names, *(f"cotangent[{k}]{where}" for k in cotangents)]
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
 
     def in_double_precision(self) -> TensorFunction:

@@ -475,13 +475,13 @@ class ForgetsAMissingTangent(Multiply):
 # -- on several devices -----------------------------------------------------------------------------
 
 
-def sharded(function, **options):
+def sharded(function, mesh=None):
     """A function of the shards of four devices, whose output each device holds."""
 
     def run(x):
-        mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        where = mesh or jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
         specs = {"in_specs": PartitionSpec("i"), "out_specs": PartitionSpec()}
-        return jax.shard_map(function, mesh=mesh, **specs, check_vma=False)(x)
+        return jax.shard_map(function, mesh=where, **specs, check_vma=False)(x)
 
     return run
 
@@ -508,10 +508,6 @@ class Wrong:
     rows: tuple[str, ...]  # of check_layer that fail, among these, jit and gradients
     meant: Callable[..., Any] | None = None  # the function that it is meant to be, where other checkers reject it too
     order: int = 1  # the first order at which they do
-
-    @property
-    def name(self) -> str:
-        return getattr(self.layer, "__name__", "")
 
 
 def tangent(change, layer=SineBothWays):
@@ -577,9 +573,7 @@ WRONG = {
     "tangent of vmap": Wrong(tangent(lambda t: 2 * t if is_mapped(t) else t), (X,), ("forward mode",)),
     "tangent of one argument": Wrong(ForgetsAMissingTangent, (X, 2 * X), ("forward mode",)),
     "no linear backward": Wrong(Clips, (X,), ("forward mode",)),
-    "tangent of an output": Wrong(
-        tangent(jnp.negative, TanhBothWays), (X,), ("forward mode", "forward over reverse")
-    ),
+    "tangent of an output": Wrong(tangent(jnp.negative, TanhBothWays), (X,), ("forward mode", "forward over reverse")),
     "second tangent": Wrong(sine(jvp=without_a_term), (X,), ("forward over reverse",)),
     # On several devices.
     "copies": Wrong(sharded(whole), (jnp.arange(8.0) / 8,), (), whole, order=0),

@@ -27,7 +27,7 @@ def test_check_layer_rejects(name):
 @pytest.mark.parametrize("name", NUMERICAL)
 def test_gradcheck_rejects(name):
     wrong = WRONG[name]
-    with pytest.raises(AssertionError, match=rf"^gradcheck of .*, first order: .*(args\[\d\]|leaked)"):
+    with pytest.raises(AssertionError, match=r"^gradcheck of .*, first order: .*(args\[\d\]|leaked)"):
         gradcheck(wrong.layer, wrong.args)
 
 
