@@ -41,7 +41,7 @@ class Tolerance:
 
     def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
         """Return the tolerance of each entry."""
-        epsilon = max(float(jnp.finfo(dtype).eps), self.epsilon) if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+        epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
         atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
         return atol + rtol * np.abs(expected) + self.noise.get(name, 0.0)

@@ -84,7 +84,12 @@ def _zeros_but(subject: Subject, j: int, tangent: Any) -> tuple[Any, ...]:
 
 def _cases(subject: Subject, jvp: Callable[[int, Any], list[Any]], limit: int, how: str) -> Iterator[Case]:
     """Yield gradients beside w . (J t); `jvp` maps the position of an array, and its tangent, to J t."""
-    return _summed_cases(subject, lambda j, t: list(map(_product, subject.cotangents.values(), jvp(j, t))), limit, how)
+    weights = list(subject.cotangents.values())
+
+    def terms(j: int, tangent: Any) -> list[np.ndarray]:
+        return [exact(w) * exact(t) for w, t in zip(weights, jvp(j, tangent), strict=True)]
+
+    return _summed_cases(subject, terms, limit, how)
 
 
 def _summed_cases(subject: Subject, terms: Callable[[int, Any], list[Any]], limit: int, how: str) -> Iterator[Case]:
@@ -95,10 +100,6 @@ def _summed_cases(subject: Subject, terms: Callable[[int, Any], list[Any]], limi
         return sum(float(np.sum(x).real) for x in arrays), 4 * subject.epsilon * size, exact(tangent)
 
     return directional_cases(subject, along, limit, how)
-
-
-def _product(a: Any, b: Any) -> np.ndarray:
-    return exact(a) * exact(b)
 
 
 def _alone(subject: Subject, how: str) -> Iterator[Case]:

@@ -33,15 +33,14 @@ def gradcheck(
         assert gradcheck(Tanh, (x,))
         assert gradcheck(lambda x, w: Tanh.apply(x @ w), (x, w))
 
-    The gradients in float64 are compared with central differences, and those in the dtypes of `args` with those in
-    float64; for `args`, and for random other values if `fun` takes these. In the dtypes of `args` they are computed in
-    several ways, with the same result: for each output only, for each argument only, a second time, after `fun` ran on
-    other values, with cotangents of the other sign, large ones and small ones, and under `jax.jit` unless `fun` needs
-    concrete values. Other values remain positive, in [-1, 1], or sorted along the last axis if `args` are; where only
-    such as symmetric matrices are right, check a function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`.
-    Arguments that are integers, booleans or keys are not differentiated. Outputs without a gradient are ignored:
-    integers, and outputs marked as not differentiable. Choose arguments away from kinks, because the derivative is not
-    the limit of central differences there.
+    Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
+    float64. They must be the same for each output only, for each argument only, a second time, after `fun` ran on other
+    values, with cotangents of the other sign, large ones and small ones, and under `jax.jit` unless `fun` needs
+    concrete values. All is also compared for random other values if `fun` takes these. They remain positive, in [-1,
+    1], or sorted along the last axis if `args` are; where only such as symmetric matrices are right, check a function
+    that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Integers, booleans and keys are not differentiated, and
+    outputs that are marked as not differentiable are ignored. Choose arguments away from kinks, where a gradient that
+    differs from the central difference cannot be told from a right one.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.

@@ -1,9 +1,9 @@
 """Gradients against a reference, or against numerical derivatives; for the values given, and for others.
 
-Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h` with `h` the cube root of the machine epsilon,
-at which the errors of rounding and of truncation are of one size (Press et al., Numerical Recipes, 5.7). Outputs are
-summed with fixed random weights, so that errors at two of them do not cancel. Only gradients in float64 are compared
-with these; gradients in the dtypes of the arguments are compared with those in float64:
+Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h` with `h` the cube root of the machine
+epsilon, at which the errors of rounding and of truncation are of one size (Press et al., Numerical Recipes, 5.7).
+Outputs are summed with random weights, so that errors at two of them do not cancel. Only gradients in float64 are
+compared with these; gradients in the dtypes of the arguments are compared with those in float64:
 
     backward in float32  =  backward in float64  =  central differences in float64
 
@@ -32,8 +32,7 @@ _WIDE = 1e-15  # more than the machine epsilon of float64
 
 
 def gradients(subject: Subject) -> Cases:
-    beside = _beside_reference if subject.reference else _beside_numbers
-    return (yield from _also_for_other_values(subject, _where_finite, beside))
+    return (yield from _also_for_other_values(subject, _beside_reference if subject.reference else _beside_numbers))
 
 
 def second_order(subject: Subject) -> Cases:
@@ -41,20 +40,19 @@ def second_order(subject: Subject) -> Cases:
 
 
 def outputs(subject: Subject) -> Cases:
-    return (yield from _also_for_other_values(subject, _where_outputs_finite, _outputs_beside_reference))
+    return (yield from _also_for_other_values(subject, _outputs_beside_reference))
 
 
-def _also_for_other_values(
-    subject: Subject, where_finite: Callable[[Subject], list[np.ndarray]], beside: Callable[[Subject], Cases]
-) -> Cases:
+def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
     """Yield the cases at the values given, and at the first other ones where all derivatives can be computed."""
     sentence = yield from beside(subject)
-    finite, refusal = where_finite(subject), ""
+    derivatives = beside is not _outputs_beside_reference
+    finite, refusal = _where_finite(subject, derivatives), ""
     options = dataclasses.replace(subject.options, limit=1)  # one entry, and a random direction over all
-    for how, values in ways(subject.root.function.values, np.random.default_rng((options.seed, 1))):
+    for how, values in ways(subject.root.function.values, subject.random(0)):
         try:
             other = subject.at(values, options)
-            found = where_finite(other)
+            found = _where_finite(other, derivatives)
             if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
                 refusal = refusal or "it has results that are not finite"
                 continue
@@ -68,16 +66,9 @@ def _also_for_other_values(
     return f"{sentence}; it takes no other values that were tried ({refusal})"
 
 
-def _where_finite(subject: Subject) -> list[np.ndarray]:
-    return [*_where_outputs_finite(subject.root), *_where_outputs_finite(subject), *map(_is_finite, subject.grads)]
-
-
-def _where_outputs_finite(subject: Subject) -> list[np.ndarray]:
-    return [_is_finite(y) for y in subject.outputs if has_tangent(y)]
-
-
-def _is_finite(x: Any) -> np.ndarray:
-    return np.isfinite(exact(x))
+def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
+    arrays = [*subject.root.outputs, *subject.outputs, *(subject.grads if derivatives else ())]
+    return [np.isfinite(exact(x)) for x in arrays if has_tangent(x)]
 
 
 # -- beside a reference ---------------------------------------------------------------------------
@@ -106,12 +97,9 @@ def _outputs_beside_reference(subject: Subject) -> Cases:
 
 
 def _is_same_static(a: Any, b: Any) -> bool:
-    if type(a) is not type(b) or type(a).__eq__ is object.__eq__:  # two runs may return two objects, such as functions
-        return type(a) is type(b)
-    try:
-        return bool(a == b) or bool(a != a and b != b)  # NaN
-    except Exception:  # a static need not be comparable
-        return True
+    # Two runs may return two objects; only values that Python writes as literals are compared, NaN among them.
+    is_literal = isinstance(a, (str, bytes, int, float, complex, type(None)))
+    return type(a) is type(b) and (not is_literal or repr(a) == repr(b))
 
 
 # -- beside numerical derivatives -----------------------------------------------------------------
@@ -126,8 +114,8 @@ def _beside_numbers(subject: Subject) -> Cases:
         return sentence
     wide, cases = found
     yield from cases
-    outputs = named_outputs(subject.outputs)
     try:
+        outputs = named_outputs(subject.outputs)
         compare(subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs)))
     except MismatchError:  # in these dtypes it is another function, such as one that draws random numbers
         yield from _numerical_cases(subject)
@@ -176,7 +164,7 @@ def directional_cases(
 
     `rtol` is the relative tolerance that fits the derivatives, if it is not that of the subject.
     """
-    rng = np.random.default_rng(subject.options.seed + 1)
+    rng = subject.random(9)
     rtol = subject.rtol if rtol is None or subject.options.rtol is not None else rtol
 
     def case(name: str, got: Any, expected: Any, noise: Any) -> Case:

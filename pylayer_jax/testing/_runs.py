@@ -41,16 +41,13 @@ def repeatable(subject: Subject) -> Cases:
 
 
 def arguments(subject: Subject) -> Cases:
-    function, everyone = subject.function, range(len(subject.function.values))
-    owners = [[j for j in everyone if function.owners[j] == owner] for owner in dict.fromkeys(function.owners)]
-    if len(everyone) > 1:
-        for group in [*(group for group in owners if 1 < len(group) < len(everyone)), *([j] for j in everyone)]:
-            names = ", ".join(function.names[j] for j in group)
-            label = f" when {names} alone {'is' if len(group) == 1 else 'are'} differentiated"
-            yield subject.case(label, function.gradients(subject.cotangents, group))
-    count = f"{len(owners)} of {function.argument_count} {'is' if len(owners) == 1 else 'are'} differentiable"
-    held = f", with {len(everyone)} arrays" if len(everyone) > len(owners) else ""
-    return f"{count}{held}" + ("; each has the same gradient alone" if len(everyone) > 1 else "")
+    function, arrays, owners = subject.function, len(subject.function.names), len(set(subject.function.owners))
+    for j, name in enumerate(function.names if arrays > 1 else ()):
+        alone = function.gradients(subject.cotangents, [j])
+        yield subject.case(f" when {name} alone is differentiated", alone)
+    count = f"{owners} of {function.argument_count} {'is' if owners == 1 else 'are'} differentiable"
+    held = f", with {arrays} arrays" if arrays > owners else ""
+    return f"{count}{held}" + ("; each has the same gradient alone" if arrays > 1 else "")
 
 
 def cotangents(subject: Subject) -> Cases:

@@ -42,6 +42,7 @@ class Subject:
     def __init__(self, function: TensorFunction, reference: Any, options: Options, base: Subject | None = None) -> None:
         self.function, self.options, self.base = function, options, base
         self.reference: TensorFunction | None = reference
+        self.order: int = 1 if base is None else base.order + 1
 
     @functools.cached_property
     def derivative(self) -> Subject:
@@ -67,7 +68,7 @@ class Subject:
     @functools.cached_property
     def cotangents(self) -> Cotangents:
         """Random cotangents of the outputs with a gradient; beside a reference, of all floating-point outputs."""
-        rng = self.random(2)
+        rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
         if self.base is None and self.reference is None and cotangents:
             cotangents = {k: cotangents[k] for k in self.function.run_differentiated()[1]}
@@ -114,12 +115,9 @@ class Subject:
         """Return a case of this subject; expected are, by default, its results in eager mode."""
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
-    def random(self, stream: int = 0) -> np.random.Generator:
+    def random(self, stream: int) -> np.random.Generator:
         """Return a generator; the numbers of two streams have nothing to do with each other."""
-        return np.random.default_rng(self.options.seed).spawn(3)[stream]
-
-    def random_tangents(self, stream: int = 0) -> list[Any]:
-        return [random_like(x, self.random(stream)) for x in self.function.values]
+        return np.random.default_rng((self.options.seed, stream))
 
 
 def named_outputs(outputs: Sequence[Any]) -> Arrays:

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from ._compare import Case, first_line
 from ._internals import NEEDS_VALUES, has_tangent, is_key, plural
@@ -39,14 +40,6 @@ def remat(subject: Subject) -> Cases:
     return "outputs and gradients match eager mode"
 
 
-def scan(subject: Subject) -> Cases:
-    function = subject.function
-    choices = {"": dict.fromkeys(function.differentiated, 0)}
-    if len(function.differentiated) > 1:
-        choices[f", {function.names[0]} alone mapped"] = {function.differentiated[0]: 0}
-    return (yield from _over_examples(subject, _scan, " of scan", choices))
-
-
 def cond(subject: Subject) -> Cases:
     function = subject.function
 
@@ -71,20 +64,12 @@ def shard_map(subject: Subject) -> Cases:
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
         # Arguments that are committed to other devices would be refused.
-        tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, PartitionSpec()))
+        tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
 
     def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
-        replicated = jax.shard_map(
-            lambda tensors: function.with_tensors(tensors).run(),
-            mesh=mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-        )
         given = function.with_tensors(tensors)
-
-        def outputs(values: list[Any]) -> list[Any]:
-            return replicated(given.with_values(values).tensors)
-
+        mapped = jax.shard_map(lambda xs: given.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
+        outputs = lambda values: mapped(given.with_values(values).tensors)  # noqa: E731
         return _results(function, outputs, given.values, cotangents, twice=False)
 
     yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
@@ -112,15 +97,18 @@ _Mapping = dict[int, int]  # from the position of a mapped tensor to its mapped 
 
 
 def vmap(subject: Subject) -> Cases:
-    return (yield from _over_examples(subject, _vmap, " of vmap", _mappings(subject.function)))
+    def map_over(f: Callable[[Any], Any], batch: Any, axes: Sequence[int]) -> Any:
+        return jax.vmap(f, in_axes=(list(axes),))(batch)
+
+    return (yield from _over_examples(subject, map_over, " of vmap", _mappings(subject.function)))
 
 
-def _vmap(f: Callable[[Any], Any], batch: Any, axes: Sequence[int]) -> Any:
-    return jax.vmap(f, in_axes=(list(axes),))(batch)
+def scan(subject: Subject) -> Cases:
+    def map_over(f: Callable[[Any], Any], batch: Any, _: Sequence[int]) -> Any:
+        return jax.lax.scan(lambda _, xs: (None, f(xs)), None, batch)[1]
 
-
-def _scan(f: Callable[[Any], Any], batch: Any, _: Sequence[int]) -> Any:
-    return jax.lax.scan(lambda _, xs: (None, f(xs)), None, batch)[1]
+    few = {label: axes for label, axes in _mappings(subject.function).items() if -1 not in axes.values()}
+    return (yield from _over_examples(subject, map_over, " of scan", dict(itertools.islice(few.items(), 2))))
 
 
 def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
@@ -158,12 +146,11 @@ def _case_of_examples(
 ) -> Case:
     """Return the results of several examples at once, beside the results of each."""
     function = subject.function
-    examples = [
-        [_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in range(_EXAMPLES)
-    ]
-    outputs_of_each = [function.with_tensors(example).run() for example in examples]
-    grads_of_each = [function.with_tensors(example).grads(subject.cotangents) for example in examples]
-    outputs = [jnp.stack(ys) for ys in zip(*outputs_of_each, strict=True)]
+    ways = range(_EXAMPLES)
+    examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in ways]
+    each = [function.with_tensors(example) for example in examples]
+    grads_of_each = [one.grads(subject.cotangents) for one in each]
+    outputs = [jnp.stack(ys) for ys in zip(*(one.run() for one in each), strict=True)]
     # The gradient of an argument that is not mapped is the sum over the examples.
     grads = [
         jnp.stack(gs, mapped[p]) if p in mapped else sum(gs[1:], gs[0])
@@ -185,16 +172,12 @@ def _case_of_examples(
 
     cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
     given = [tensors[p] for p in function.differentiated], cotangents
-    # Compiling the run once is much faster than running it operation by operation.
-    got = results(*given) if is_first and map_over is _vmap else _jitted_if_possible(results, *given)
-    return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")
-
-
-def _jitted_if_possible(function: Callable[..., Any], *args: Any) -> Any:
     try:
-        return jax.jit(function)(*args)
+        # Compiling the run once is much faster than running it operation by operation.
+        got = results(*given) if is_first and label == " of vmap" else jax.jit(results)(*given)
     except NEEDS_VALUES:
-        return function(*args)
+        got = results(*given)
+    return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")
 
 
 def _example(x: Any, i: int) -> Any:
