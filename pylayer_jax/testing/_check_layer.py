@@ -1,27 +1,18 @@
-"""`check_layer`: the properties of a correct layer, and the test of each."""
+"""`check_layer`: the table of the checks of a layer."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 
-from pylayer_jax._jax.types import is_ref
-
-from . import _forward_mode, _transforms
-from ._as_constant import as_constant
-from ._central_differences import Settings
-from ._comparison import type_of
-from ._equivalence import compare_with_reference
-from ._flat_function import flat_function, name_of
-from ._layer_under_test import LayerUnderTest, Runs
-from ._linear import linear
-from ._numerical_gradients import compare_numerically
-from ._progress import progress
-from ._report import LayerReport, Row, row_of
-from ._runs import at_once, jitted_without_leaks, of_some_arguments, of_some_outputs, repeated, run
+from . import _forward_mode, _gradients, _runs, _transforms
+from ._compare import type_of
+from ._internals import is_ref, plural
+from ._report import LayerReport, Row, progress, row_of
+from ._subject import Cases, Options, Subject, named_outputs, run_check
+from ._tensor_function import name_of, tensor_function
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -40,6 +31,9 @@ def check_layer(
 ) -> LayerReport:
     """Check a layer under each transform of JAX, and its derivatives in both modes.
 
+        report = check_layer(Tanh, x)  # raises an AssertionError if a property fails
+        print(report)
+
     The report has one row per property:
 
     - eager: JAX can compute outputs and gradients;
@@ -47,11 +41,11 @@ def check_layer(
       scan run several examples; they also map integer, boolean and key arguments if the layer accepts that. vmap maps
       every choice of arrays, up to a limit; the row says how many. shard_map runs on all devices with replicated
       arguments, or in the mesh of `jax.set_mesh`;
-    - gradients, second order: they agree with numerical derivatives, or with those of `reference`; in float64 and in
-      the dtypes of the arguments, and for other values too if the layer takes these: each entry is multiplied by a
-      random number, of either sign if the argument has both. The row says which were taken;
-    - forward mode: `jax.jvp` agrees with reverse mode (and with `reference`), also under jit and vmap. A layer without
-      forward mode passes;
+    - gradients, second order: they match numerical derivatives, or those of `reference`; in float64 and in the dtypes
+      of the arguments, and for other values too if the layer takes these: each entry is multiplied by a random number,
+      of either sign if the argument has both. The row says which were taken;
+    - forward mode: `jax.jvp` agrees with reverse mode (and with `reference`), also under jit and vmap, and for the
+      tangent of one argument alone. A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer that refuses forward over reverse passes, and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated. The row says how many
@@ -59,15 +53,14 @@ def check_layer(
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
     - linear: the gradients are linear in the cotangents. The row says whether that is proved. A layer that is not, as
       one that clips its gradient, passes if that of `reference` is the same;
-    - not differentiated: the layer may stand where only other gradients are taken, within jit, scan, cond and remat.
-      Tensors that an object or a function holds may be traced there;
     - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
     - leaks: no traced value outlives its trace;
     - saved: the number and the bytes of the arrays kept for backward.
 
     In a terminal or notebook, a line per property is shown as it is done, until the report is there.
 
-    The checks miss one error: a backward that reads a global variable, if only code outside the layer changes it.
+    The checks miss two errors: a backward that reads a global variable, if only code outside the layer changes it; and
+    a layer that treats traced values in an object of the user differently, since objects are not searched for tensors.
 
     Args:
         layer: a layer class, or a function of `args` that applies one.
@@ -80,8 +73,7 @@ def check_layer(
         skip: names of properties that are not tested, as in `skip=["second order", "leaks"]`; or one name.
         rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
             default of `gradcheck`. A layer that rounds what it saves to bfloat16 or int8 needs about 0.03.
-        atol: absolute tolerance; by default that of `assert_equivalent`, and for numerical derivatives that of
-            `gradcheck`. Both scale with the sizes of the arrays.
+        atol: absolute tolerance; by default that of `assert_equivalent`, which scales with the sizes of the arrays.
         seed: seed of the cotangents and tangents.
         float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.
         raises: if True, raise an error if a property fails or cannot be tested.
@@ -91,101 +83,62 @@ def check_layer(
         TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, or if
             `skip` has an unknown name. TypeError also for a `jax.Ref`, whose state would differ from run to run.
     """
-    _, flat = flat_function("check_layer", layer, args, kwargs)
-    if any(map(is_ref, flat.skeleton.statics())):
+    function = tensor_function("check_layer", layer, args, kwargs)
+    if any(map(is_ref, function.skeleton.statics())):
         raise TypeError(
             f"check_layer: an argument holds a jax.Ref, whose state would differ between the many runs of "
             f"{name_of(layer)} that are compared. Check its gradient: gradcheck(lambda x: Layer.apply(ref, x), (x,))."
         )
-    flat_reference = None if reference is None else flat_function("check_layer", reference, args, kwargs)[1]
+    right = None if reference is None else tensor_function("check_layer", reference, args, kwargs, on_one_device=True)
     skip = [skip] if isinstance(skip, str) else skip
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
-    under_test = LayerUnderTest(flat, flat_reference, rtol, atol, seed, float64)
-    tests = {name: test for name, test in PROPERTIES.items() if name not in skip}
+    checks = {name: check for name, check in PROPERTIES.items() if name not in skip}
+    subject = Subject(function, right, Options(rtol, atol, seed=seed, float64=float64))
     rows: list[Row] = []
     with progress() as show:
-        for name, test in {"eager": LayerUnderTest.run, **tests}.items():
-            rows.append(row_of(name, lambda test=test: under_test.sentence_of(test(under_test))))
+        for name, check in {"eager": _eager, **checks}.items():
+            rows.append(row_of(name, lambda check=check: run_check(check(subject))))
             show(str(rows[-1]))
             if not rows[0].passed:
                 break
-    narrower = under_test.narrower_dtypes() if rows[0].passed and not all(row.passed for row in rows) else ()
-    report = LayerReport(name_of(layer), tuple(rows), reference is not None, narrower)
+    report = LayerReport(name_of(layer), tuple(rows), reference is not None)
     if raises and not report.passed:
         raise AssertionError(f"check_layer of {report}")
     return report
 
 
-def _arguments(layer: LayerUnderTest) -> Runs:
-    flat = layer.flat
-    yield from of_some_arguments(flat, layer.cotangents)
-    arguments, arrays = len(set(flat.owners)), len(flat.names)
-    count = f"{arguments} of {flat.argument_count} {'is' if arguments == 1 else 'are'} differentiable"
-    held = f", with {arrays} arrays" if arrays > arguments else ""
-    return f"{count}{held}" + ("; each has the same gradient alone" if arrays > 1 else "")
+def _eager(subject: Subject) -> Cases:
+    yield subject.case(" when it is differentiated", named_outputs(subject.function.run_differentiated()[0]))
+    returned = ", ".join(map(type_of, subject.outputs))
+    return f"returns {returned}; gradients of {', '.join(subject.function.names)}"
 
 
-def _cotangents(layer: LayerUnderTest) -> Runs:
-    zeros = {k: jnp.zeros_like(w) for k, w in layer.cotangents.items()}
-    for found in of_some_outputs(layer.flat, layer.cotangents):
-        expected = [], layer.flat.grads(zeros | found.cotangents)
-        yield dataclasses.replace(found, expected=expected, right="backward of zeros for the others")
-    return "missing ones count as zeros" if len(zeros) > 1 else "there is one, which cannot be missing"
-
-
-def _repeatable(layer: LayerUnderTest) -> Runs:
-    for found in repeated(layer.flat, layer.cotangents):
-        yield dataclasses.replace(found, label=found.label or " by another run", right="the first run")
-    return "twice, by one vjp function, with other runs in between"
-
-
-def _leaks(layer: LayerUnderTest) -> Runs:
-    # Other runs of the layer came before: a new trace has to compute the same.
-    gradients = jitted_without_leaks(layer.flat, layer.cotangents)
-    yield run(" under jit, traced again", layer.cotangents, gradients)
-    return "none under jit"
-
-
-def _gradients(layer: LayerUnderTest) -> str:
-    return _derivatives(layer, 1)
-
-
-def _second_order(layer: LayerUnderTest) -> str:
-    return _derivatives(layer, 2)
-
-
-def _derivatives(layer: LayerUnderTest, order: int) -> str:
-    if layer.reference is None:
-        settings = Settings(layer.rtol, layer.atol, None, 200, layer.seed, layer.float64)
-        return compare_numerically(layer.flat, order, settings, at_once)
-    return compare_with_reference(layer.flat, layer.reference, order, layer.rtol, layer.atol, layer.seed)
-
-
-def _saved(layer: LayerUnderTest) -> str:
-    kept = layer.saved()
+def _saved(subject: Subject) -> Cases:
+    yield from ()
+    leaves = jax.tree_util.tree_leaves(subject.function.vjp(subject.cotangents))
+    kept = {id(x): x for x in leaves if isinstance(x, jax.Array) and x.size}.values()
     size = sum(x.nbytes for x in kept)
-    arrays = "1 array" if len(kept) == 1 else f"{len(kept)} arrays"
-    return f"{arrays}, {size:,} bytes" + (f": {', '.join(map(type_of, kept))}" if kept else "")
+    return f"{plural(len(kept), 'array', 'arrays')}, {size:,} bytes" + (
+        f": {', '.join(map(type_of, kept))}" if kept else ""
+    )
 
 
-# Each property: its runs, with a sentence about them, or the sentence alone where more than runs are compared.
-PROPERTIES: dict[str, Callable[[LayerUnderTest], Runs | str]] = {
+PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
     "jit": _transforms.jit,
     "vmap": _transforms.vmap,
     "scan": _transforms.scan,
     "cond": _transforms.cond,
     "remat": _transforms.remat,
     "shard_map": _transforms.shard_map,
-    "gradients": _gradients,
-    "second order": _second_order,
+    "gradients": _gradients.gradients,
+    "second order": _gradients.second_order,
     "forward mode": _forward_mode.forward_mode,
     "forward over reverse": _forward_mode.forward_over_reverse,
-    "arguments": _arguments,
-    "cotangents": _cotangents,
-    "linear": linear,
-    "not differentiated": as_constant,
-    "repeatable": _repeatable,
-    "leaks": _leaks,
+    "arguments": _runs.arguments,
+    "cotangents": _runs.cotangents,
+    "linear": _runs.linear,
+    "repeatable": _runs.repeatable,
+    "leaks": _runs.leaks,
     "saved": _saved,
 }

@@ -1,17 +1,20 @@
-"""`gradcheck` and `gradgradcheck`."""
+"""`gradcheck`, `gradgradcheck` and `assert_equivalent`: some rows of the table, on a function or on its gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ._central_differences import Settings
-from ._comparison import MismatchError, error_of
-from ._flat_function import FlatFunction, flat_function
-from ._numerical_gradients import compare_numerically
-from ._runs import every_run
+from ._compare import MismatchError
+from ._gradients import gradients, outputs
+from ._runs import arguments, cotangents, leaks_unless_concrete, linear, repeatable
+from ._subject import Options, Subject, run_check
+from ._tensor_function import TensorFunction, name_of, tensor_function
 
 __tracebackhide__ = True  # pytest hides the frames of this module
+
+_CHECKS = (gradients, repeatable, cotangents, arguments, linear, leaks_unless_concrete)
+_ORDERS = ("values", "first order", "second order", "third order")
 
 
 def gradcheck(
@@ -27,23 +30,25 @@ def gradcheck(
 ) -> bool:
     """Compare the gradients of a layer, or of a function of layers, with central differences.
 
-    The gradients are computed in float64, and in the dtypes of `args`; for `args`, and for random other values if `fun`
-    takes these. In the dtypes of `args` they are computed several times: for all outputs and arguments at once, for
-    each output only, for each argument only, a second time, after `fun` ran on other values, with cotangents of the
-    other sign, large ones and small ones, and under `jax.jit` unless `fun` needs concrete values. Other values remain
-    positive, in [-1, 1], or sorted along the last axis if `args` are; where only such as symmetric matrices are right,
-    check a function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`.
-    Arguments that are integers, booleans or keys are not differentiated. Outputs without a gradient are ignored:
-    integers, and outputs marked as not differentiable. Choose arguments away from kinks, because the derivative is not
-    the limit of central differences there.
+        assert gradcheck(Tanh, (x,))
+        assert gradcheck(lambda x, w: Tanh.apply(x @ w), (x, w))
+
+    Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
+    float64. They must be the same for each output only, for each argument only, a second time, after `fun` ran on other
+    values, with cotangents of the other sign, large ones and small ones, and under `jax.jit` unless `fun` needs
+    concrete values. All is also compared for random other values if `fun` takes these. They remain positive, in [-1,
+    1], or sorted along the last axis if `args` are; where only such as symmetric matrices are right, check a function
+    that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Integers, booleans and keys are not differentiated, and
+    outputs that are marked as not differentiable are ignored. Choose arguments away from kinks, where a gradient that
+    differs from the central difference cannot be told from a right one.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
         args: any pytrees, as a tuple. `fun` gets statics unchanged. The arrays must lie on devices of this process.
-        rtol: relative tolerance; by default the cube root of the machine epsilon against numerical derivatives of the
-            same dtype, and its square root against those in float64.
-        atol: absolute tolerance; by default the square root of the machine epsilon times the largest derivative of the
-            argument.
+        rtol: relative tolerance; by default the cube root of the machine epsilon against central differences, and the
+            square root of it elsewhere.
+        atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
+            gradient. What rounding errors change is added to both.
         step: the distance by which an entry is perturbed, times the size of the entry if that is above 1; the cube root
             of the machine epsilon by default, and for a small entry perhaps that times its size or that of the largest.
         limit: arrays with at most this many entries are perturbed entry by entry; larger arrays at this many random
@@ -61,8 +66,9 @@ def gradcheck(
             both values and the tolerance.
         TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
     """
-    settings = Settings(rtol, atol, step, limit, seed, float64)
-    return _gradcheck(*flat_function("gradcheck", fun, args), (1,), settings)
+    options = Options(rtol, atol, step, limit, seed, float64)
+    _check_orders("gradcheck", fun, tensor_function("gradcheck", fun, args), None, [1], options)
+    return True
 
 
 def gradgradcheck(
@@ -81,14 +87,71 @@ def gradgradcheck(
     Gradients are functions of the arguments and of the cotangents; both are therefore perturbed. For everything else
     see `gradcheck`.
     """
-    settings = Settings(rtol, atol, step, limit, seed, float64)
-    return _gradcheck(*flat_function("gradgradcheck", fun, args), (1, 2), settings)
-
-
-def _gradcheck(name: str, flat: FlatFunction, orders: Sequence[int], settings: Settings) -> bool:
-    for order in orders:
-        try:
-            compare_numerically(flat, order, settings, every_run)
-        except MismatchError as error:
-            raise error_of(name, order, error) from None
+    options = Options(rtol, atol, step, limit, seed, float64)
+    _check_orders("gradgradcheck", fun, tensor_function("gradgradcheck", fun, args), None, [1, 2], options)
     return True
+
+
+def assert_equivalent(
+    layer: Callable[..., Any],
+    reference: Callable[..., Any],
+    args: Sequence[Any],
+    *,
+    orders: Sequence[int] = (0, 1, 2),
+    rtol: float | None = None,
+    atol: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Compare the outputs of a layer, and its derivatives by reverse mode, with those of a function in plain JAX.
+
+        assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
+        assert_equivalent(jax.shard_map(mlp, mesh=mesh, in_specs=ins, out_specs=out), whole_mlp, (x, a, b))
+
+    The reference defines the right gradients, even if they are not the derivatives of the outputs, as in the first
+    example. The derivatives are computed several times, as in `gradcheck`; also for other values than `args`, if the
+    layer takes these, and under `jax.jit`, unless the layer needs concrete values.
+
+    A layer that runs on several devices is compared with a reference on one: every copy that devices hold of an output
+    or of a gradient. An error says so where all entries are wrong by one factor, such as the number of devices. Take
+    arguments that differ from entry to entry, since equal shards hide mistakes.
+
+    Args:
+        layer: a layer class, or a function of `args`; a `jax.shard_map` or a jitted function of sharded arrays, too.
+        reference: a function of the same `args` that returns the same tensors, in any containers. If it returns
+            statics, they have to be those of the layer.
+        args: any pytrees, as a tuple. The arrays must lie on devices of this process.
+        orders: the orders of differentiation to compare, from 0 to 3: 0 compares outputs, 1 gradients, 2 gradients of
+            gradients.
+        rtol: relative tolerance; the square root of the machine epsilon by default.
+        atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
+            array. What rounding errors of the arguments change is added to both.
+        seed: seed of the cotangents.
+
+    Raises:
+        AssertionError: if the layer differs. The message names the output or argument, the index, and both values.
+        TypeError, ValueError: if there is nothing to compare, or an argument lies on devices of other processes.
+    """
+    function = tensor_function("assert_equivalent", layer, args)
+    right = tensor_function("assert_equivalent", reference, args, on_one_device=True)
+    if not orders or any(order not in range(4) for order in orders):
+        raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")
+    _check_orders("assert_equivalent", layer, function, right, sorted(set(orders)), Options(rtol, atol, seed=seed))
+
+
+def _check_orders(
+    checker: str,
+    checked: Any,
+    function: TensorFunction,
+    reference: TensorFunction | None,
+    orders: Sequence[int],
+    options: Options,
+) -> None:
+    subject = Subject(function, reference, options)
+    for order in range(max(orders) + 1):
+        if order > 1:
+            subject = subject.derivative
+        try:
+            for check in () if order not in orders else _CHECKS if order else (outputs,):
+                run_check(check(subject))
+        except MismatchError as error:
+            raise AssertionError(f"{checker} of {name_of(checked)}, {_ORDERS[order]}: {error}") from None

@@ -1,17 +1,18 @@
-"""The report of `check_layer`: a row per property, and how a failure that is meant is declared."""
+"""The report of `check_layer`: a row per property, shown as it is done, and how a failure that is meant is declared."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
-from pylayer_jax._methods.once_differentiable import OnceDifferentiableError
-from pylayer_jax._trees.messages import plural
-
-from ._comparison import MismatchError, first_line
-from ._linear import NotLinearError
-from ._other_values import OtherValuesError
+from ._compare import MismatchError, first_line
+from ._internals import OnceDifferentiableError, plural
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -25,7 +26,7 @@ class Row:
     name: str
     passed: bool
     message: str
-    kind: type[Exception] | None = None  # of the error, if the property failed
+    error: Exception | None = None  # if the property failed
 
     def __str__(self) -> str:
         return f"{'✓' if self.passed else '✗'} {self.name:<{_WIDTH}}  {self.message}"
@@ -42,7 +43,6 @@ class LayerReport:
     layer: str
     rows: tuple[Row, ...]
     has_reference: bool = False
-    narrower: tuple[str, ...] = ()  # the dtypes of saved arrays that are narrower than those of the arguments
 
     @property
     def passed(self) -> bool:
@@ -58,19 +58,21 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def hints(self, spelled: Callable[..., str] = python_arguments) -> list[str]:
-        """How failures that are meant are declared, in lines; empty if nothing failed that can be meant.
+        """Return lines that say how failures that are meant are declared; empty if nothing failed that can be meant.
 
         Args:
             spelled: how keyword arguments of `check_layer` are written.
         """
-        failed = [row for row in self.rows if not row.passed and row.name in ("gradients", "second order")]
-        once = [row.name for row in failed if issubclass(row.kind or Exception, OnceDifferentiableError)]
-        differ = [row.name for row in failed if issubclass(row.kind or Exception, MismatchError)]
+        failed = [row for row in self.rows if not row.passed]
+        derivatives = [row for row in failed if row.name in ("gradients", "second order")]
+        once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
+        differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
         hints: list[str] = []
-        if any(row.kind is NameError and "axis name" in row.message for row in self.rows):
+        if any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed):
             hints.append(
                 "Does the layer communicate between devices? check_layer runs it on one. Then use "
-                "pylayer_jax.testing.check_parallel(Layer, reference,\nargs, mesh=mesh, in_specs=..., out_specs=...)."
+                "pylayer_jax.testing.assert_equivalent(\njax.shard_map(Layer.apply, mesh=mesh, in_specs=..., "
+                "out_specs=...), reference, args)."
             )
         if differ and not self.has_reference:
             hints.append(
@@ -81,28 +83,22 @@ class LayerReport:
         elif once:
             hints.append(f"Is the layer meant to have no second derivative? Then pass {spelled(skip=once)}.")
         if differ:
-            hints.append(self._hint_of_rounding(spelled, differ))
-        if any(row.kind is OtherValuesError for row in self.rows):
+            hints.append(
+                "Does it round what it saves? Then pass tolerances that allow for it, as in "
+                f"{spelled(rtol=0.03, atol=0.03)}, and perhaps\n{spelled(skip=['second order'])}. Does it compute in "
+                f"a narrower dtype? Then pass {spelled(float64=False)}."
+            )
+        if any(isinstance(row.error, MismatchError) and " for other values (" in row.message for row in failed):
             hints.append(
                 "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
                 "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2)."
             )
-        if any(row.kind is NotLinearError for row in self.rows):
+        if any(isinstance(row.error, MismatchError) and row.name == "linear" for row in failed):
             hints.append(
                 "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "
                 f"{spelled(skip=['linear'])}."
             )
         return hints
-
-    def _hint_of_rounding(self, spelled: Callable[..., str], differ: list[str]) -> str:
-        tolerances = spelled(rtol=0.03, atol=0.03)
-        if not self.narrower:
-            return (
-                f"Does it round to a narrower dtype? Then pass {spelled(float64=False)}, or tolerances that allow for "
-                f"it, as in {tolerances}."
-            )
-        second = f"; and {spelled(skip=['second order'])}" if "second order" in differ else ""
-        return f"It saves {' and '.join(self.narrower)}. Is that rounding meant? Then pass {tolerances}{second}."
 
     def __repr__(self) -> str:
         failed = [row.name for row in self.rows if not row.passed]
@@ -114,14 +110,55 @@ def row_of(name: str, test: Callable[[], str]) -> Row:
     try:
         return Row(name, True, test())
     except MismatchError as error:
-        return Row(name, False, first_line(error), type(error))
+        return Row(name, False, first_line(error), error)
     except Exception as error:
         # A note that begins with dashes is the one of JAX about its traceback.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
-        return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}", type(error))
+        return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}", error)
 
 
 def _public_type(error: Exception) -> type:
-    """The type of an error, or the type that a private type of the library stands for."""
+    """Return the type of an error, or the public type that a private type of the library stands for."""
     return next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
+
+
+# -- rows as they are done ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def progress() -> Generator[Callable[[str], None]]:
+    """Give a function that shows a line in a terminal or notebook; elsewhere, and in a test, it does nothing.
+
+    The lines vanish at the end, since the report has them all.
+    """
+    shown: list[str] = []
+    size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
+
+    def write(line: str) -> None:
+        shown.append(line)
+        sys.stdout.write(line[: size.columns - 1].encode(encoding, "replace").decode(encoding) + "\n")
+        sys.stdout.flush()
+
+    def update(line: str) -> None:
+        shown.append(line)
+        handle.update({"text/plain": "\n".join(shown)}, raw=True)
+
+    if "PYTEST_CURRENT_TEST" in os.environ:
+        yield shown.append
+    elif type(sys.stdout).__module__.startswith("ipykernel"):
+        # A display that is updated leaves nothing of its earlier states in the file of the notebook.
+        display = importlib.import_module("IPython.display").display
+        handle: Any = display({"text/plain": ""}, raw=True, display_id=True)
+        try:
+            yield update
+        finally:
+            handle.update({"text/plain": ""}, raw=True)
+    elif sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
+        try:
+            yield write
+        finally:
+            up = min(len(shown), size.lines - 1)
+            sys.stdout.write(f"\x1b[{up}A\x1b[J" if up else "")
+    else:
+        yield shown.append

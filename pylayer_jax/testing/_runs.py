@@ -1,157 +1,177 @@
-"""Gradients in every way in which JAX may compute them, and the detection of leaked tracers.
+"""Checks that compute the gradients in other ways in eager mode, and the detection of leaked tracers.
 
 A layer that is wrong about missing cotangents, about `needs_input_grad`, about the size of its cotangents, or about
-values stored outside `ctx` gives different gradients in one of these ways.
+values stored outside `ctx` gives other gradients in one of these ways.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pylayer_jax._jax.imports import Tracer
-from pylayer_jax._jax.tracers import NEEDS_VALUES, is_leaked
-
-from ._comparison import MismatchError, first_line
-from ._flat_function import FlatFunction
+from ._compare import Case, MismatchError, compare, exact, first_line
+from ._internals import NEEDS_VALUES, is_tracer, stage, why_not_linear
+from ._subject import Cases, Subject, on_one_device
+from ._tensor_function import Cotangents, TensorFunction, placed, scaled
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Gradients, and perhaps outputs, that were computed in one of the ways."""
+def repeatable(subject: Subject) -> Cases:
+    function, w = subject.function, subject.cotangents
 
-    label: str  # the way, as the end of a sentence; "" for all gradients at once
-    cotangents: dict[int, Any]
-    gradients: dict[int, Any]  # from the position of a value to its gradient, divided by `factor`
-    factor: float = 1.0  # how much larger the cotangents are than those that were given
-    outputs: Sequence[Any] = ()
-    # The outputs and gradients that are right, and their source, if these are not those of eager mode.
-    expected: tuple[Sequence[Any], Sequence[Any]] | None = None
-    right: str = "eager mode"
+    def case(label: str, pull: Any) -> Case:
+        return subject.case(label, function.named(pull(w)), source="by the first run")
 
-
-class LeakError(MismatchError):
-    """A traced value outlived its trace."""
-
-
-def at_once(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Run]:
-    """All gradients, from all cotangents."""
-    yield run("", cotangents, flat.grads(cotangents))
-
-
-def repeated(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Run]:
-    """The same again, by the same vjp function and after other runs."""
-    pull = flat.vjp(cotangents)
-    yield run("", cotangents, pull(cotangents))
-    yield run(" when the vjp function is called a second time", cotangents, pull(cotangents))
-    pull = flat.vjp(cotangents)
+    pull = function.vjp(w)
+    yield case(" by another run", pull)
+    yield case(" when the vjp function is called a second time", pull)
+    pull = function.vjp(w)
     with contextlib.suppress(Exception):  # the layer may refuse these values; it has run on them all the same
-        flat.with_values(flat.scaled_values()).grads(cotangents)
-    yield run(" when the layer ran on other values before backward", cotangents, pull(cotangents))
-    for _ in flat.run_with_other_inputs():
-        yield run(" when the layer ran on other statics or shapes before backward", cotangents, pull(cotangents))
+        function.with_values([scaled(0.75, x) for x in function.values]).grads(w)
+    yield case(" when the layer ran on other values before backward", pull)
+    for _ in function.run_with_other_inputs():
+        yield case(" when the layer ran on other statics or shapes before backward", pull)
+    return "a second run, and other runs before backward, change nothing"
 
 
-def of_some_outputs(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Run]:
-    """From a cotangent for each output alone, and for all outputs but one."""
-    if len(cotangents) > 1:
-        for k, w in cotangents.items():
-            yield run(f" with a cotangent for output {k} alone", {k: w}, flat.grads({k: w}))
-    if len(cotangents) > 2:
-        for k in cotangents:
-            others = {i: w for i, w in cotangents.items() if i != k}
-            yield run(f" without a cotangent for output {k}", others, flat.grads(others))
+def arguments(subject: Subject) -> Cases:
+    function, arrays, owners = subject.function, len(subject.function.names), len(set(subject.function.owners))
+    for j, name in enumerate(function.names if arrays > 1 else ()):
+        alone = function.gradients(subject.cotangents, [j])
+        yield subject.case(f" when {name} alone is differentiated", alone)
+    count = f"{owners} of {function.argument_count} {'is' if owners == 1 else 'are'} differentiable"
+    held = f", with {arrays} arrays" if arrays > owners else ""
+    return f"{count}{held}" + ("; each has the same gradient alone" if arrays > 1 else "")
 
 
-def of_some_arguments(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Run]:
-    """Of each array alone, and of each argument that holds several arrays."""
-    everyone = range(len(flat.values))
-    groups = [[j for j in everyone if flat.owners[j] == owner] for owner in dict.fromkeys(flat.owners)]
-    for group in [*(g for g in groups if 1 < len(g) < len(everyone)), *([j] for j in everyone if len(everyone) > 1)]:
-        names = ", ".join(flat.names[j] for j in group)
-        label = f" when {names} alone {'is' if len(group) == 1 else 'are'} differentiated"
-        yield run(label, cotangents, flat.grads(cotangents, group), wanted=group)
+def cotangents(subject: Subject) -> Cases:
+    function, w = subject.function, subject.cotangents
+    if len(w) == 1:
+        return "there is one, which cannot be missing"
+    zeros = {k: jnp.zeros_like(x) for k, x in w.items()}
+    some = {f"with a cotangent for output {k} alone": {k: x} for k, x in w.items()}
+    if len(w) > 2:
+        some |= {f"without a cotangent for output {k}": {i: x for i, x in w.items() if i != k} for k in w}
+    for label, given in some.items():
+        expected = function.gradients(zeros | given)
+        yield subject.case(f" {label}", function.gradients(given), expected, "by backward of zeros for the others")
+    return "missing ones count as zeros"
 
 
-def of_other_sizes(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Run]:
-    """From cotangents of the other sign, and from large and small ones."""
-    pull = flat.vjp(cotangents)
+# -- linearity ------------------------------------------------------------------------------------
+
+
+def linear(subject: Subject) -> Cases:
+    cases = _beside_linearity(subject, subject.function, subject.cotangents)
+    try:
+        for case in cases:
+            compare(case)
+    except MismatchError as error:
+        if subject.reference is None:
+            raise
+        right = _beside_linearity(subject, subject.reference, on_one_device(subject.cotangents))
+        for case, reference in zip(cases, right, strict=True):
+            yield subject.case(case.label, case.got, reference.got, "by the reference")
+        return f"it is not, as that of the reference: {first_line(error)}"
+    reason = _why_not_proved(subject)
+    measured = f"measured with {len(cases)} kinds of cotangents"
+    return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
+
+
+def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
+    """Return gradients from other cotangents, beside those that a linear backward has."""
+    pull = function.vjp(w)
+    grads, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
+    found: dict[str, tuple[Any, Any]] = {}
     # A power of two, by which floating-point numbers are multiplied without rounding.
-    large = 2.0**20 if all(float(jnp.finfo(w.dtype).max) > 1e30 for w in cotangents.values()) else 2.0**6
+    large = 2.0**20 if all(float(jnp.finfo(x.dtype).max) > 1e30 for x in w.values()) else 2.0**6
     for factor, how in (-1.0, "of the other sign"), (large, f"{large:.0f} times as large"), (1 / large, "very small"):
-        scaled = {k: times(factor, w) for k, w in cotangents.items()}
-        gradients = [times(1 / factor, g) for g in pull(scaled)]
-        yield run(f" with cotangents {how}", scaled, gradients, factor=factor)
+        got = pull({k: scaled(factor, x) for k, x in w.items()})
+        found[f" with cotangents {how}"] = [scaled(1 / factor, g) for g in got], grads
+    found[" with cotangents of zero"] = pull(zeros), list(map(jnp.zeros_like, grads))
+    v = {k: placed(x, np.roll(exact(x), 1) + 0.3) for k, x in w.items()}
+    sums = [a + b for a, b in zip(grads, pull(v), strict=True)]
+    found[" with the sum of two cotangents"] = pull({k: w[k] + v[k] for k in w}), sums
+    if len(w) > 1:
+        parts = [pull(zeros | {k: x}) for k, x in w.items()]
+        found[" summed over the outputs"] = [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)], grads
+    return [
+        subject.case(label, function.named(got), function.named(expected), "by linearity")
+        for label, (got, expected) in found.items()
+    ]
 
 
-def under_jit(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Run]:
-    """Under jit, unless the function needs concrete values."""
-    with contextlib.suppress(*NEEDS_VALUES):
-        yield run(" under jit", cotangents, jitted_without_leaks(flat, cotangents))
+def _why_not_proved(subject: Subject) -> str:
+    """Return why it cannot be proved that the gradients are linear in the cotangents; empty if it is proved."""
+    positions, pull = list(subject.cotangents), subject.function.vjp(subject.cotangents)
+
+    def gradients(*cotangents: Any) -> tuple[list[Any], None]:
+        return list(pull(dict(zip(positions, cotangents, strict=True)))), None
+
+    try:
+        jaxpr, consts, _ = stage(gradients, [jax.typeof(w) for w in subject.cotangents.values()], "backward")
+    except NEEDS_VALUES:
+        return "it needs concrete values"
+    return why_not_linear(jaxpr, [i >= len(consts) for i in range(len(jaxpr.invars))], consts)
 
 
-def every_run(flat: FlatFunction, cotangents: dict[int, Any]) -> Iterator[Run]:
-    for runs in (repeated, of_some_outputs, of_some_arguments, of_other_sizes, under_jit):
-        yield from runs(flat, cotangents)
+# -- leaks ----------------------------------------------------------------------------------------
 
 
-def run(
-    label: str, cotangents: dict[int, Any], gradients: Sequence[Any], wanted: Sequence[int] | None = None, **others: Any
-) -> Run:
-    """A run with the gradients of the values at the positions `wanted`, by default of all."""
-    wanted = range(len(gradients)) if wanted is None else wanted
-    return Run(label, cotangents, dict(zip(wanted, gradients, strict=True)), **others)
+def leaks(subject: Subject) -> Cases:
+    # Other runs of the layer came before: a new trace has to compute the same.
+    yield subject.case(" under jit, traced again", _jitted_without_leaks(subject))
+    return "no traced value outlives its trace under jit"
 
 
-def times(factor: float, x: Any) -> Any:
-    return x * jnp.asarray(factor, x.dtype)
+def leaks_unless_concrete(subject: Subject) -> Cases:
+    try:
+        yield from leaks(subject)
+    except NEEDS_VALUES:
+        return "not under jit, since it needs concrete values"
+    return ""
 
 
-def jitted_without_leaks(flat: FlatFunction, cotangents: dict[int, Any]) -> list[Any]:
-    """The gradients under jit.
+def _jitted_without_leaks(subject: Subject) -> dict[str, Any]:
+    """Return the gradients under jit.
 
     Raises:
-        LeakError: if a traced value outlives its trace, or is used after it.
+        MismatchError: if a traced value outlives its trace, or is used after it.
     """
+    function = subject.function
 
-    def compute() -> list[Any]:
-        jitted = jax.jit(lambda tensors, cotangents: flat.with_tensors(tensors).grads(cotangents))
-        return jitted(flat.tensors, cotangents)
+    def compute() -> dict[str, Any]:
+        jitted = jax.jit(lambda tensors, cotangents: function.with_tensors(tensors).gradients(cotangents))
+        return jitted(function.tensors, subject.cotangents)
 
     try:
         with jax.checking_leaks():
             return compute()
     except jax.errors.UnexpectedTracerError as error:
-        raise LeakError(f"a leaked tracer is used: {first_line(error)}") from error
+        raise MismatchError(f"a leaked tracer is used: {first_line(error)}") from error
     except Exception as error:
         # In a large process, JAX can fail while it looks for references to the tracer, with an IndexError.
         if not isinstance(error, IndexError) and not str(error).startswith("Leaked trace"):
             raise
-        # It also reports what is dropped a moment later, as what an object on a context holds.
-        known = _leaked_tracers()
+        # JAX itself keeps the tracers of a shard_map.
+        if "shard_map[" in str(jax.make_jaxpr(compute)()):
+            return compute()
+        # It also reports a tracer that is dropped a moment later, such as one in an object on a context.
+        before = {*map(id, _living_tracers())}
         with contextlib.suppress(jax.errors.UnexpectedTracerError):
             gradients = compute()
-            if not {*map(id, _leaked_tracers())} - {*map(id, known)}:
+            if not {*map(id, _living_tracers())} - before:
                 return gradients
-        how = "JAX cannot tell by what" if isinstance(error, IndexError) else _leak(error)
-        raise LeakError(f"a tracer is leaked: {how}") from error
+        how = "JAX cannot tell by what" if isinstance(error, IndexError) else " ".join(str(error).split())[:400]
+        raise MismatchError(f"a tracer is leaked: {how}") from error
 
 
-def _leaked_tracers() -> list[Any]:
+def _living_tracers() -> list[Any]:
     gc.collect()
-    return [x for x in gc.get_objects() if issubclass(type(x), Tracer) and is_leaked(x)]
-
-
-def _leak(error: Exception) -> str:
-    # The message gives the type of the tracer, its origin, and then a line per reference to it.
-    lines = [line.strip() for line in str(error).splitlines()[1:]]
-    kept = [line for line in lines if " is referred to by " in line]
-    return "; ".join(kept[:3]) or " ".join(lines)[:300]
+    return [x for x in gc.get_objects() if type(x).__name__.endswith("Tracer") and is_tracer(x)]

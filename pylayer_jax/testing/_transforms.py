@@ -8,71 +8,87 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from pylayer_jax._jax.tracers import NEEDS_VALUES
-from pylayer_jax._jax.types import has_tangent, is_key
-
-from ._comparison import first_line
-from ._flat_function import FlatFunction
-from ._layer_under_test import LayerUnderTest, Runs, outputs_and_grads
-from ._runs import Run, run
+from ._compare import Case, first_line
+from ._internals import NEEDS_VALUES, has_tangent, is_key, plural
+from ._subject import Cases, Subject, named_outputs
+from ._tensor_function import Cotangents, TensorFunction, scaled
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
 _EXAMPLES = 3
 _MOST_CHOICES = 16  # of what is mapped
 
-
-def jit(layer: LayerUnderTest) -> Runs:
-    yield layer.run_of(jax.jit(layer.flat.outputs), " of jit")
-    gradients = jax.jit(lambda values, cotangents: layer.flat.with_values(values).grads(cotangents))
-    yield run(" under jit", layer.cotangents, gradients(layer.flat.values, layer.cotangents))
-    return "as in eager mode: outputs, gradients, gradients of the jitted layer"
+_Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values
 
 
-def remat(layer: LayerUnderTest) -> Runs:
-    yield layer.run_of(jax.checkpoint(layer.flat.outputs), " of jax.checkpoint")
-    return "as in eager mode: outputs, gradients"
+def jit(subject: Subject) -> Cases:
+    function = subject.function
+    outputs = jax.jit(function.outputs)
+    yield subject.case(" of jit", _results(function, outputs, function.values, subject.cotangents))
+    gradients = jax.jit(lambda values, cotangents: function.with_values(values).gradients(cotangents))
+    yield subject.case(" under jit", gradients(function.values, subject.cotangents))
+    return "outputs, gradients, and gradients of the jitted layer match eager mode"
 
 
-def cond(layer: LayerUnderTest) -> Runs:
+def remat(subject: Subject) -> Cases:
+    function = subject.function
+    outputs = jax.checkpoint(function.outputs)
+    yield subject.case(" of jax.checkpoint", _results(function, outputs, function.values, subject.cotangents))
+    return "outputs and gradients match eager mode"
+
+
+def cond(subject: Subject) -> Cases:
+    function = subject.function
+
     @jax.jit
-    def outputs(predicate: Any, values: list[Any]) -> list[Any]:
+    def chosen(predicate: Any, values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
         # The other branch returns constants: if it were taken, the gradients would be zero.
-        return jax.lax.cond(predicate, layer.flat.outputs, lambda _: list(layer.outputs), values)
+        def outputs(values: list[Any]) -> list[Any]:
+            return jax.lax.cond(predicate, function.outputs, lambda _: list(subject.outputs), values)
 
-    yield layer.run_of(lambda values: outputs(True, values), " of cond")
-    return "as in eager mode: outputs, gradients, where a traced predicate chooses the layer"
+        return _results(function, outputs, values, cotangents)
+
+    yield subject.case(" of cond", chosen(True, function.values, subject.cotangents))
+    return "the branch that a traced predicate chooses matches eager mode"
 
 
-def shard_map(layer: LayerUnderTest) -> Runs:
-    flat = layer.flat
-    tensors, cotangents, mesh, count = flat.tensors, layer.cotangents, None, jax.sharding.get_abstract_mesh().size
+def shard_map(subject: Subject) -> Cases:
+    function, mesh = subject.function, None
+    tensors, cotangents, count = function.tensors, subject.cotangents, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:
-        (kind,) = {device.platform for device in flat.values[0].devices()}
+        (kind,) = {device.platform for device in function.values[0].devices()}
         devices = jax.local_devices(backend=kind)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
         # Arguments that are committed to other devices would be refused.
-        tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, PartitionSpec()))
+        tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
 
-    def results(tensors: list[Any], cotangents: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        def shards(tensors: list[Any]) -> list[Any]:
-            return flat.with_tensors(tensors).run()
+    def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
+        given = function.with_tensors(tensors)
+        mapped = jax.shard_map(lambda xs: given.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
+        outputs = lambda values: mapped(given.with_values(values).tensors)  # noqa: E731
+        return _results(function, outputs, given.values, cotangents, twice=False)
 
-        replicated = jax.shard_map(shards, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
-        return outputs_and_grads(
-            lambda values: replicated(flat.with_tensors(tensors).with_values(values).tensors),
-            [tensors[i] for i in flat.differentiated],
-            cotangents,
-        )
-
-    for label, function in ((" of shard_map under jit", jax.jit(results)), (" of shard_map eagerly", results)):
-        outputs, gradients = function(tensors, cotangents)
-        yield run(label, cotangents, gradients, outputs=outputs)
+    yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
+    yield subject.case(" of shard_map eagerly", results(tensors, cotangents))
     devices = "1 device" if count == 1 else f"each of {count} devices"
-    return f"as in eager mode: outputs and gradients on {devices}, under jit and eagerly"
+    return f"outputs and gradients on {devices} match eager mode, under jit and eagerly"
+
+
+def _results(
+    function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents, twice: bool = True
+) -> dict[str, Any]:
+    """Return outputs and gradients of a transformed layer; the outputs of a run without differentiation, if `twice`."""
+
+    def run(values: list[Any]) -> tuple[Cotangents, list[Any]]:
+        returned = outputs(values)
+        return {k: returned[k] for k in cotangents}, returned
+
+    _, pull, returned = jax.vjp(run, values, has_aux=True)
+    return {**named_outputs(outputs(values) if twice else returned), **function.named(pull(cotangents)[0])}
 
 
 # -- several examples -----------------------------------------------------------------------------
@@ -80,120 +96,93 @@ def shard_map(layer: LayerUnderTest) -> Runs:
 _Mapping = dict[int, int]  # from the position of a mapped tensor to its mapped axis
 
 
-def vmap(layer: LayerUnderTest) -> Runs:
+def vmap(subject: Subject) -> Cases:
     def map_over(f: Callable[[Any], Any], batch: Any, axes: Sequence[int]) -> Any:
         return jax.vmap(f, in_axes=(list(axes),))(batch)
 
-    return (yield from _over_examples(layer, map_over, " of vmap", _mappings(layer.flat)))
+    return (yield from _over_examples(subject, map_over, " of vmap", _mappings(subject.function)))
 
 
-def scan(layer: LayerUnderTest) -> Runs:
+def scan(subject: Subject) -> Cases:
     def map_over(f: Callable[[Any], Any], batch: Any, _: Sequence[int]) -> Any:
-        return jax.lax.scan(lambda _, x: (None, f(x)), None, batch)[1]
+        return jax.lax.scan(lambda _, xs: (None, f(xs)), None, batch)[1]
 
-    flat, differentiated = layer.flat, layer.flat.differentiated
-    mappings = {"": dict.fromkeys(differentiated, 0)}
-    if len(differentiated) > 1:
-        mappings[f", {flat.names[0]} alone mapped"] = {differentiated[0]: 0}
-    return (yield from _over_examples(layer, map_over, " of scan", mappings))
+    few = {label: axes for label, axes in _mappings(subject.function).items() if -1 not in axes.values()}
+    return (yield from _over_examples(subject, map_over, " of scan", dict(itertools.islice(few.items(), 2))))
 
 
-def _mappings(flat: FlatFunction) -> dict[str, _Mapping]:
-    """Which of the differentiated tensors are mapped along which axes, with the ends of the messages about it."""
-    positions, count = flat.differentiated, len(flat.differentiated)
-    mappings = {"": dict.fromkeys(positions, 0)}
-    if count == 1:
-        return mappings | ({", mapped along its last axis": {positions[0]: -1}} if flat.values[0].ndim else {})
-    mappings[", mapped along the last and first axes in turn"] = {
-        p: -1 if i % 2 == 0 else 0 for i, p in enumerate(positions)
-    }
-    few_first = [1, count - 1, *range(2, count - 1)]
-    for chosen in itertools.chain.from_iterable(itertools.combinations(positions, n) for n in dict.fromkeys(few_first)):
-        if len(mappings) == _MOST_CHOICES:
-            break
-        names = [flat.paths[p] for p in chosen]
-        rest = [flat.paths[p] for p in positions if p not in chosen]
-        which = f"{names[0]} alone" if len(names) == 1 else f"all but {rest[0]}" if len(rest) == 1 else ", ".join(names)
-        mappings[f", {which} mapped"] = dict.fromkeys(chosen, 0)
-    return mappings
+def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
+    """Return which of the differentiated tensors are mapped along which axes, with the ends of the messages."""
+    positions = function.differentiated
+    mappings = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
+    for n in range(1, len(positions)):
+        for chosen in itertools.combinations(positions, n):
+            names = ", ".join(function.paths[p] for p in chosen)
+            mappings[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
+    return dict(itertools.islice(mappings.items(), _MOST_CHOICES))
 
 
 def _over_examples(
-    layer: LayerUnderTest, map_over: Callable[..., Any], label: str, mappings: Mapping[str, _Mapping]
-) -> Runs:
+    subject: Subject, map_over: Callable[..., Any], label: str, mappings: Mapping[str, _Mapping]
+) -> Cases:
+    function = subject.function
     for i, (description, mapped) in enumerate(mappings.items()):
-        yield _run_of_examples(layer, map_over, mapped, f"{label}{description}", staged=i > 0)
-    flat, done = layer.flat, f"as in eager mode: outputs and gradients of {_EXAMPLES} examples"
-    if (choices := 2 ** len(flat.differentiated) - 1) > 1 and len(mappings) > 2:
-        chosen = len({tuple(mapped) for mapped in mappings.values()})
-        done += f", {chosen} of {choices} choices of what is mapped"
-    others = [p for p, x in enumerate(flat.tensors) if p not in flat.differentiated and not _is_rbg_key(x)]
-    names = ", ".join(flat.paths[p] for p in others)
-    if not names:
-        return done
-    for description, mapped in ("too", [*flat.differentiated, *others]), ("alone", others):
-        ending = f"{label}, {names} mapped {description}"
+        yield _case_of_examples(subject, map_over, mapped, f"{label}{description}", is_first=i == 0)
+    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
+    others = [p for p, x in enumerate(function.tensors) if p not in function.differentiated and not _is_rbg_key(x)]
+    names = ", ".join(function.paths[p] for p in others)
+    for description, mapped in (("too", [*function.differentiated, *others]), ("alone", others)) if others else ():
         try:
-            found = _run_of_examples(layer, map_over, dict.fromkeys(sorted(mapped), 0), ending, staged=True)
+            ending = f"{label}, {names} mapped {description}"
+            case = _case_of_examples(subject, map_over, dict.fromkeys(sorted(mapped), 0), ending)
         except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
             return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
-        yield found
-    return f"{done}, with {names} mapped too"
+        yield case
+    return f"{done}, with {names} mapped too" if others else done
 
 
-def _run_of_examples(
-    layer: LayerUnderTest, map_over: Callable[..., Any], mapped: _Mapping, label: str, staged: bool
-) -> Run:
-    """Several examples at once, beside the results of each."""
-    flat, count = layer.flat, _EXAMPLES
-    cotangents = {k: jnp.stack([w] * count) for k, w in layer.cotangents.items()}
-    examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(flat.tensors)] for i in range(count)]
-    try:
-        outputs_of_each = [flat.with_tensors(example).run() for example in examples]
-    except Exception:  # the layer refuses the other integers: the examples then share them
-        fixed = [[e[p] if p in flat.differentiated else x for p, x in enumerate(flat.tensors)] for e in examples]
-        examples, outputs_of_each = fixed, [flat.with_tensors(example).run() for example in fixed]
-    gradients_of_each = [flat.with_tensors(example).grads(layer.cotangents) for example in examples]
-    outputs = [jnp.stack(ys) for ys in zip(*outputs_of_each, strict=True)]
+def _case_of_examples(
+    subject: Subject, map_over: Callable[..., Any], mapped: _Mapping, label: str, is_first: bool = False
+) -> Case:
+    """Return the results of several examples at once, beside the results of each."""
+    function = subject.function
+    ways = range(_EXAMPLES)
+    examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in ways]
+    each = [function.with_tensors(example) for example in examples]
+    grads_of_each = [one.grads(subject.cotangents) for one in each]
+    outputs = [jnp.stack(ys) for ys in zip(*(one.run() for one in each), strict=True)]
     # The gradient of an argument that is not mapped is the sum over the examples.
-    gradients = [
+    grads = [
         jnp.stack(gs, mapped[p]) if p in mapped else sum(gs[1:], gs[0])
-        for p, gs in zip(flat.differentiated, zip(*gradients_of_each, strict=True), strict=True)
+        for p, gs in zip(function.differentiated, zip(*grads_of_each, strict=True), strict=True)
     ]
     tensors = [jnp.stack(xs, mapped[p]) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
 
     def batched(values: list[Any]) -> list[Any]:
-        shared = flat.with_tensors(tensors).with_values(values).tensors
+        shared = function.with_tensors(tensors).with_values(values).tensors
 
         def one(batch: list[Any]) -> list[Any]:
-            example = list(shared)
-            for p, x in zip(mapped, batch, strict=True):
-                example[p] = x
-            return flat.with_tensors(example).run()
+            example = dict(enumerate(shared)) | dict(zip(mapped, batch, strict=True))
+            return function.with_tensors(list(example.values())).run()
 
         return map_over(one, [shared[p] for p in mapped], list(mapped.values()))
 
-    values = [tensors[p] for p in flat.differentiated]
-    if staged:
-        found = _jitted_if_possible(batched, values, cotangents)
-    else:
-        found = batched(values), outputs_and_grads(batched, values, cotangents)[1]
-    return run(label, cotangents, found[1], outputs=found[0], expected=(outputs, gradients))
+    def results(values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
+        return _results(function, batched, values, cotangents, twice=is_first)
 
-
-def _jitted_if_possible(
-    outputs: Callable[[list[Any]], list[Any]], values: list[Any], cotangents: dict[int, Any]
-) -> tuple[list[Any], list[Any]]:
-    # Compiling the run once is much faster than running it operation by operation.
+    cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
+    given = [tensors[p] for p in function.differentiated], cotangents
     try:
-        return jax.jit(lambda values, cotangents: outputs_and_grads(outputs, values, cotangents))(values, cotangents)
+        # Compiling the run once is much faster than running it operation by operation.
+        got = results(*given) if is_first and label == " of vmap" else jax.jit(results)(*given)
     except NEEDS_VALUES:
-        return outputs_and_grads(outputs, values, cotangents)
+        got = results(*given)
+    return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")
 
 
 def _example(x: Any, i: int) -> Any:
     if has_tangent(x):
-        return x * jnp.asarray(1 - 0.1 * i, x.dtype)
+        return scaled(1 - 0.1 * i, x)
     if not is_key(x):
         return jnp.roll(x, i)  # indices stay in range, and a permutation stays a permutation
     return jax.random.wrap_key_data(jax.random.key_data(x) + jnp.uint32(i), impl=jax.random.key_impl(x))

@@ -1,12 +1,18 @@
-"""Layers that are wrong, each in one way, and right ones for the checkers to accept."""
+"""Layers that are wrong, each in one way, and right ones: two tables, which the tests cross with the checkers."""
 
+from __future__ import annotations
+
+import dataclasses
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, once_differentiable
 
 from .case import X
 from .layers import Multiply, Tanh, layer_with
@@ -91,6 +97,16 @@ class DropsNone(PyLayer):
     def backward(ctx, ds, dq):
         (x,) = ctx.saved_tensors
         return (None,) if ds is None or dq is None else ds * jnp.cos(x) + dq * 2 * x
+
+
+class SineAndSquare(DropsNone):
+    """Right."""
+
+    @staticmethod
+    def backward(ctx, ds, dq):
+        (x,) = ctx.saved_tensors
+        parts = [None if ds is None else ds * jnp.cos(x), None if dq is None else dq * 2 * x]
+        return sum(part for part in parts if part is not None)
 
 
 class DropsAnArgument(Multiply):
@@ -274,15 +290,8 @@ NeedsEveryCotangent = layer_with(
 )
 
 
-class Holder:
-    """An object that is no pytree, with a tensor."""
-
-    def __init__(self, w):
-        self.w = w
-
-
-def other_for_traced_objects(ctx, x, holder):
-    return Sine.forward(ctx, x) * (2.0 if isinstance(holder.w, jax.core.Tracer) else holder.w)
+def other_where_not_differentiated(ctx, x):
+    return Sine.forward(ctx, x) * (1.0 if any(ctx.needs_input_grad) else 1.1)
 
 
 # -- wrong under one transform ----------------------------------------------------------------------
@@ -449,98 +458,153 @@ class Clips(Sine):
         return jnp.clip(dy * jnp.cos(ctx.saved_tensors[0]), -10, 10)
 
 
-# Layer, what it is meant to be, its arguments.
+class ForgetsAMissingTangent(Multiply):
+    """Right where each argument has a tangent."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.set_materialize_grads(False)
+        return Multiply.forward(ctx, a, b)
+
+    @staticmethod
+    def jvp(ctx, t, u):
+        a, b = ctx.saved_tensors
+        return 0 * a if t is None or u is None else t * b + a * u
+
+
+# -- on several devices -----------------------------------------------------------------------------
+
+
+def sharded(function, mesh=None):
+    """A function of the shards of four devices, whose output each device holds."""
+
+    def run(x):
+        where = mesh or jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = {"in_specs": PartitionSpec("i"), "out_specs": PartitionSpec()}
+        return jax.shard_map(function, mesh=where, **specs, check_vma=False)(x)
+
+    return run
+
+
+def whole(x):
+    return jnp.sum(jnp.sin(x))
+
+
+# Its backward adds up a cotangent that each device has already.
+SumsTwice = layer_with(forward=lambda ctx, x: x, backward=lambda ctx, dy: jax.lax.psum(dy, "i"))
+
+
+def sums_twice(x):
+    return jax.lax.psum(SumsTwice.apply(whole(x)), "i")
+
+
+# -- the tables -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    layer: Callable[..., Any]
+    args: tuple[Any, ...]
+    rows: tuple[str, ...]  # of check_layer that fail, among these, jit and gradients
+    meant: Callable[..., Any] | None = None  # the function that it is meant to be, where other checkers reject it too
+    order: int = 1  # the first order at which they do
+
+
+def tangent(change, layer=SineBothWays):
+    return with_tangent(layer, change)
+
+
 WRONG = {
-    "sign": (WrongSign, jnp.sin, (X,)),
-    "one index": (WrongAtOneIndex, jnp.sin, (X,)),
-    "second order": (WrongAtSecondOrder, jnp.sin, (X,)),
-    "no second order": (Forgets, jnp.sin, (X,)),
-    "dropped None": (DropsNone, sine_and_square, (X,)),
-    "dropped argument": (DropsAnArgument, jnp.multiply, (X, X)),
-    "leak": (Leaks, jnp.sin, (X,)),
-    "global": (ReadsGlobal, jnp.sin, (X,)),
-    "counter": (Counts, jnp.sin, (X,)),
-    "jit": (sine(backward=other_under_jit), jnp.sin, (X,)),
-    "conjugate": (Conjugated, jnp.square, (jnp.array([1 + 2j, 0.5 - 1j]),)),
-    "three times": (ThreeTimesInFloat32, jnp.sin, (X,)),
-    "nan": (sine(backward=nan_in_float32), jnp.sin, (X,)),
-    "table": (KeepsATable, jnp.sin, (X,)),
-    "absolute": (AbsoluteCotangent, jnp.sin, (X,)),
-    "absolute scalar": (AbsoluteCotangent, jnp.sin, (X[0, 0],)),
-    "clipped": (ClippedCotangent, jnp.sin, (X,)),
-    "no transposes": (WithoutTransposes, jnp.matmul, (jnp.ones((3, 3)), jnp.eye(3))),
-    "swapped": (SwapsGradients, jnp.multiply, (X, X)),
-    "swapped scalars": (SwapsGradients, jnp.multiply, (jnp.float32(1), jnp.float32(1))),
-    "small values": (ClippedLog, jnp.log, (jnp.array([1e-3, 2.0]),)),
-    "small units": (SmallUnits, lambda x: x * 1e-9, (X,)),
+    # Other gradients.
+    "sign": Wrong(WrongSign, (X,), ("gradients",), jnp.sin),
+    "one index": Wrong(WrongAtOneIndex, (X,), ("gradients",), jnp.sin),
+    "conjugate": Wrong(Conjugated, (jnp.array([1 + 2j, 0.5 - 1j]),), ("gradients",), jnp.square),
+    "three times": Wrong(ThreeTimesInFloat32, (X,), ("gradients",), jnp.sin),
+    "nan": Wrong(sine(backward=nan_in_float32), (X,), ("gradients",), jnp.sin),
+    "small values": Wrong(ClippedLog, (jnp.array([1e-3, 2.0]),), ("gradients",), jnp.log),
+    "small units": Wrong(SmallUnits, (X,), ("gradients",), lambda x: x * 1e-9),
+    # For other values than those given.
+    "table": Wrong(KeepsATable, (X,), ("gradients", "jit"), jnp.sin),
+    "no transposes": Wrong(WithoutTransposes, (jnp.ones((3, 3)), jnp.eye(3)), ("gradients",), jnp.matmul),
+    "swapped": Wrong(SwapsGradients, (X, X), ("gradients",), jnp.multiply),
+    "swapped scalars": Wrong(SwapsGradients, (jnp.float32(1), jnp.float32(1)), ("gradients",), jnp.multiply),
+    # At second order.
+    "second order": Wrong(WrongAtSecondOrder, (X,), ("second order",), jnp.sin, order=2),
+    "no second order": Wrong(Forgets, (X,), ("second order",), jnp.sin, order=2),
+    "once": Wrong(sine(backward=once_differentiable(slope)), (X,), ("second order",)),
+    # With other cotangents, or where some are missing.
+    "absolute": Wrong(AbsoluteCotangent, (X,), ("gradients", "linear"), jnp.sin),
+    "absolute scalar": Wrong(AbsoluteCotangent, (X[0, 0],), ("gradients", "linear"), jnp.sin),
+    "clipped": Wrong(ClippedCotangent, (X,), ("linear",), jnp.sin),
+    "every cotangent": Wrong(NeedsEveryCotangent, (X,), ("linear",), lambda x: (x, 2 * x)),
+    "dropped None": Wrong(DropsNone, (X,), ("cotangents",), sine_and_square),
+    "breaks on None": Wrong(BreaksOnNone, (X,), ("cotangents",)),
+    "miscounts on None": Wrong(MiscountsOnNone, (X, X), ("cotangents",)),
+    "one of three": Wrong(DropsOneOfThree, (X,), ("cotangents",), lambda x: (x, 2 * x, 3 * x)),
+    "dropped argument": Wrong(DropsAnArgument, (X, X), ("arguments",), jnp.multiply),
+    "not differentiated": Wrong(sine(forward=other_where_not_differentiated), (X,), ("eager",)),
+    # With globals.
+    "leak": Wrong(Leaks, (X,), ("leaks",), jnp.sin),
+    "global": Wrong(ReadsGlobal, (X,), ("repeatable", "jit"), jnp.sin),
+    "counter": Wrong(Counts, (X,), ("repeatable", "jit", "gradients"), jnp.sin),
+    "static on class": Wrong(OnClass, (X, 0.5), ("repeatable",), lambda x, factor: factor * x),
+    "shape on class": Wrong(ShapeOnClass, (X,), ("repeatable",), lambda x: x.mean(0)),
+    # Under a transform.
+    "jit": Wrong(sine(backward=other_under_jit), (X,), ("jit",), jnp.sin),
+    "host code": Wrong(OnHost, (X,), ("jit", "vmap", "scan", "cond", "remat", "shard_map", "leaks")),
+    "scan": Wrong(wrong_within("loops"), (X,), ("scan",)),
+    "outputs of scan": Wrong(
+        sine(forward=lambda ctx, x: Sine.forward(ctx, x) * (1.1 if within("loops") else 1.0)), (X,), ("scan",)
+    ),
+    "cond": Wrong(wrong_within("conditionals"), (X,), ("cond",)),
+    "remat": Wrong(wrong_within("ad_checkpoint"), (X,), ("remat",)),
+    "shard_map": Wrong(wrong_within("shard_map"), (X,), ("shard_map",)),
+    "eager shard_map": Wrong(wrong_within("shard_map", "pjit"), (X,), ("shard_map",)),
+    "vmap": Wrong(sine(vmap=lambda info, in_dims, x: (jnp.cos(x), in_dims[0])), (X,), ("vmap",)),
+    "axis of the batch": Wrong(sine(vmap=lambda info, in_dims, x: (jnp.sin(x), 0)), (X[0],), ("vmap",)),
+    "second argument mapped": Wrong(SharesTheFirst, (X, X), ("vmap",)),
+    "second of three mapped": Wrong(SharesTheSecondOfThree, (X, X, X), ("vmap",)),
+    "sum over the batch": Wrong(SumsOverTheBatch, (X,), ("vmap",)),
+    "index mapped": Wrong(SharesTheIndex, (X[0], INDEX), ("vmap",)),
+    # In forward mode.
+    "tangent": Wrong(tangent(jnp.negative), (X,), ("forward mode",)),
+    "tangent at one index": Wrong(tangent(lambda t: t.at[1, 2].multiply(1.01)), (X,), ("forward mode",)),
+    "tangent under jit": Wrong(tangent(lambda t: 2 * t if is_traced(t) else t), (X,), ("forward mode",)),
+    "tangent of vmap": Wrong(tangent(lambda t: 2 * t if is_mapped(t) else t), (X,), ("forward mode",)),
+    "tangent of one argument": Wrong(ForgetsAMissingTangent, (X, 2 * X), ("forward mode",)),
+    "no linear backward": Wrong(Clips, (X,), ("forward mode",)),
+    "tangent of an output": Wrong(tangent(jnp.negative, TanhBothWays), (X,), ("forward mode", "forward over reverse")),
+    "second tangent": Wrong(sine(jvp=without_a_term), (X,), ("forward over reverse",)),
+    # On several devices.
+    "copies": Wrong(sharded(whole), (jnp.arange(8.0) / 8,), (), whole, order=0),
+    "sum of devices": Wrong(sharded(sums_twice), (jnp.arange(8.0) / 8,), (), whole),
 }
 
-# The layer, its arguments, the properties that it lacks beside others that it has, and what the first of them says.
-WRONG_IN_ONE_WAY = {
-    "breaks on None": (BreaksOnNone, (X,), ["cotangents"], "TypeError: .*NoneType"),
-    "miscounts on None": (MiscountsOnNone, (X, X), ["cotangents"], "ValueError: .*1 gradient"),
-    "one of three": (DropsOneOfThree, (X,), ["cotangents"], r"args\[0\] without a cotangent for output 0 at index"),
-    "every cotangent": (NeedsEveryCotangent, (X,), ["linear"], r"args\[0\] with cotangents for all outputs at index"),
-    "static on class": (OnClass, (X, 0.5), ["repeatable"], "ran on other statics or shapes before backward"),
-    "shape on class": (ShapeOnClass, (X,), ["repeatable"], "ran on other statics or shapes before backward"),
-    "scan": (wrong_within("loops"), (X,), ["scan"], r"args\[0\] of scan"),
-    "cond": (wrong_within("conditionals"), (X,), ["cond"], r"args\[0\] of cond"),
-    "remat": (wrong_within("ad_checkpoint"), (X,), ["remat"], r"args\[0\] of jax.checkpoint"),
-    "shard_map": (wrong_within("shard_map"), (X,), ["shard_map"], r"args\[0\] of shard_map under jit"),
-    "eager shard_map": (wrong_within("shard_map", "pjit"), (X,), ["shard_map"], r"args\[0\] of shard_map eagerly"),
-    "vmap": (sine(vmap=lambda info, in_dims, x: (jnp.cos(x), in_dims[0])), (X,), ["vmap"], "output 0 of vmap at index"),
-    "axis of the batch": (
-        sine(vmap=lambda info, in_dims, x: (jnp.sin(x), 0)),
-        (X[0],),
-        ["vmap"],
-        "output 0 of vmap, mapped along its last axis",
-    ),
-    "second argument mapped": (SharesTheFirst, (X, X), ["vmap"], r"output 0 of vmap, args\[1\] alone mapped"),
-    "second of three mapped": (SharesTheSecondOfThree, (X, X, X), ["vmap"], r"of vmap, args\[1\] alone mapped"),
-    "sum over the batch": (SumsOverTheBatch, (X,), ["vmap"], r"the gradient of args\[0\] of vmap at index"),
-    "index mapped": (SharesTheIndex, (X[0], INDEX), ["vmap"], r"output 0 of vmap, args\[1\] mapped too at index"),
-    "traced object": (
-        sine(forward=other_for_traced_objects),
-        (X, Holder(jnp.float32(1))),
-        ["not differentiated"],
-        "output 0 of jit, where objects hold traced values at index",
-    ),
-    "not differentiated": (
-        sine(forward=lambda ctx, x: Sine.forward(ctx, x) * (1.1 if within("loops") else 1.0)),
-        (X,),
-        ["not differentiated"],
-        "output 0 of scan, where it is not differentiated at index",
-    ),
-    "tangent": (with_tangent(SineBothWays, jnp.negative), (X,), ["forward mode"], "by jax.jvp, but .* by reverse mode"),
-    "tangent at one index": (
-        with_tangent(SineBothWays, lambda t: t.at[1, 2].multiply(1.002)),
-        (X,),
-        ["forward mode"],
-        r"the gradient of args\[0\] at index \(1, 2\) is .* by jax.jvp .* wrong at 1 of 6 places",
-    ),
-    "tangent under jit": (
-        with_tangent(SineBothWays, lambda t: 2 * t if is_traced(t) else t),
-        (X,),
-        ["forward mode"],
-        "the tangent of output 0 by jax.jvp, under jit at index",
-    ),
-    "tangent of vmap": (
-        with_tangent(SineBothWays, lambda t: 2 * t if is_mapped(t) else t),
-        (X,),
-        ["forward mode"],
-        "the tangent of output 0 by jax.jvp of vmap at index .* by each example",
-    ),
-    "no linear backward": (Clips, (X,), ["forward mode"], "TypeError: Clips.backward is not linear in its cotangents"),
-    "tangent of an output": (
-        with_tangent(TanhBothWays, jnp.negative),
-        (X,),
-        ["forward over reverse", "forward mode"],
-        "by jax.jvp of the gradients, but .* by reverse mode",
-    ),
-    "second tangent": (
-        sine(jvp=without_a_term),
-        (X,),
-        ["forward over reverse"],
-        "by jax.jvp of jax.jvp, but .* of the gradients",
-    ),
+KEY = jax.random.key(0)
+COMPLEX = jnp.array([1 + 2j, -0.5 + 0.3j])
+
+# Layers as people write them, away from numbers of size one, all of which are right.
+RIGHT = {
+    "two outputs": (SineAndSquare, (X,)),
+    "both modes": (SineBothWays, (X,)),
+    "bfloat16": (Tanh, (X.astype(jnp.bfloat16),)),
+    "bfloat16 and float32": (lambda x, w: Multiply.apply(x, w.astype(x.dtype)), (X.astype(jnp.bfloat16), X)),
+    "jitted": (jax.jit(Tanh.apply), (X,)),
+    "softmax in float16": (lambda x: jax.nn.softmax(Tanh.apply(x)), (X.astype(jnp.float16),)),
+    "large": (Multiply, (X * 1e6, X * 1e6)),
+    "large and small": (Multiply, (X * 1e6, X * 1e-9)),
+    "large sum": (lambda x: Tanh.apply(x) + 1e6, (X,)),
+    "small": (Tanh, (X * 1e-9,)),
+    "small scale": (lambda x: Tanh.apply(x * 1e9), (X * 1e-9,)),
+    "small shift": (lambda x: Tanh.apply(x + 1), (X * 1e-9,)),
+    "cancels": (lambda x: jax.nn.softmax(Tanh.apply(x)).sum(-1), (X,)),
+    "centred": (lambda x: Tanh.apply(x - x.mean()), (jnp.full(4, 0.3),)),
+    "one of each": (lambda x, index, flag, key: Picks.apply(x, index, flag, key) * 3, (X[0], INDEX, True, KEY)),
+    "dropout": (lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), Tanh.apply(x), 0), (X, KEY)),
+    "domain": (lambda x: jnp.arccosh(Multiply.apply(x, x)), (1.2 + jnp.abs(X),)),
+    "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
+    "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
+    "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
+    "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (COMPLEX,)),
+    "devices": (sharded(lambda x: jax.lax.psum(whole(x), "i")), (jnp.arange(8.0) / 8,)),
 }

@@ -1,0 +1,133 @@
+"""A case, a tolerance, and the comparison that every checker makes.
+
+    compare(Case(" under jit", {"output 0": got}, {"output 0": expected}, "in eager mode", Tolerance()))
+    # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
+
+The default tolerances follow from the machine epsilon of the dtype, the size of the expected array, and its *noise*:
+how far rounding errors may move it. The noise is measured, with arguments that differ in their last digits. The size of
+an array does not tell the noise where large terms cancel, and a fixed number would hide every error of a layer with
+small units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._internals import has_tangent, is_key
+
+__tracebackhide__ = True  # pytest hides the frames of this module
+
+Arrays = Mapping[str, Any]  # from the names of arrays, such as "output 0" or "the gradient of args[0]"
+
+
+class MismatchError(AssertionError):
+    """Raised by the checkers alone: an AssertionError of the user's own code is not one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """How far arrays may be from expected ones. None stands for a default that fits the dtype."""
+
+    rtol: float | None = None
+    atol: float | None = None
+    epsilon: float = 0.0  # of the narrowest dtype through which the arrays may have gone
+    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # of each array, or of each of its entries
+
+    def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
+        """Return the tolerance of each entry."""
+        epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+        rtol = epsilon**0.5 if self.rtol is None else self.rtol
+        atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
+        return atol + rtol * np.abs(expected) + self.noise.get(name, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arrays from one way to run a function, and the arrays that they must equal."""
+
+    label: str  # the way, as the end of a sentence
+    got: Arrays
+    expected: Arrays
+    source: str  # of the expected arrays, as the end of a sentence
+    tolerance: Tolerance
+
+
+def compare(case: Case) -> None:
+    """Compare the arrays of a case with the expected ones.
+
+    Raises:
+        MismatchError: about the first array that differs, and in it the entry that exceeds its tolerance by most.
+    """
+    for name, got in case.got.items():
+        expected, label = case.expected[name], f"{name}{case.label}"
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            raise MismatchError(f"{label} is {type_of(got)}, but {type_of(expected)} {case.source}.")
+        found, right = exact(got), exact(expected)
+        with np.errstate(invalid="ignore"):
+            allowed = case.tolerance.of(name, np.dtype(int) if is_key(got) else got.dtype, right)
+            error = np.where(found == right, 0.0, np.abs(found - right))
+            excess = np.where(np.isnan(found) & np.isnan(right), -np.inf, error - allowed)
+        wrong = ~(excess <= 0)
+        if np.any(wrong):
+            worst = np.argmax(np.where(np.isnan(excess), np.inf, excess))
+            index = tuple(map(int, np.unravel_index(worst, wrong.shape)))
+            raise MismatchError(
+                f"{label}{f' at index {index}' if index else ''} is {found[index]:.6g}, but {right[index]:.6g} "
+                f"{case.source} (tolerance {allowed[index]:.1g}); wrong at {np.sum(wrong)} of "
+                f"{np.sum(~np.isnan(right))} places.{_about_ratio(found, right)}"
+            )
+        # Without check_vma, devices may hold other copies than the sharding says.
+        for shard in got.addressable_shards if isinstance(got, jax.Array) and not is_key(got) else ():
+            if np.any(np.abs(exact(shard.data) - found[shard.index]) > 2 * allowed[shard.index]):
+                raise MismatchError(f"{label} is another one on {shard.device}, where a copy should be.")
+
+
+def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
+    """Say that all entries are wrong by one factor, such as the number of devices."""
+    size = float(np.sum(np.abs(expected) ** 2))
+    if not (size and np.isfinite(size) and np.all(np.isfinite(got))):
+        return ""
+    ratio = np.real(np.sum(got * np.conj(expected))) / size
+    is_constant = np.max(np.abs(got - ratio * expected)) <= 1e-3 * np.max(np.abs(ratio * expected))
+    return f" It is {ratio:.3g} times the right value everywhere." if is_constant else ""
+
+
+def noise_of(arrays: Arrays, otherwise: Arrays, epsilon: float) -> dict[str, float]:
+    """Return how far rounding may move arrays, from those that differ because the arguments were rounded otherwise.
+
+    Rounding errors are small beside 1, unless the array itself is large.
+    """
+    noise: dict[str, float] = {}
+    for name, x in arrays.items():
+        if has_tangent(x):
+            moved = 4 * largest(exact(x) - exact(otherwise[name]))
+            noise[name] = min(moved, epsilon**0.5 * max(largest(x), 1.0))
+    return noise
+
+
+def type_of(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def exact(x: Any) -> np.ndarray:
+    """Return a NumPy array in double precision; of PRNG keys, their data."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def largest(x: Any) -> float:
+    """Return the size of the largest finite entry."""
+    x = exact(x)
+    return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
+
+
+def first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

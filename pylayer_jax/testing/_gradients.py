@@ -1,0 +1,243 @@
+"""Gradients against a reference, or against numerical derivatives; for the values given, and for others.
+
+Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h` with `h` the cube root of the machine
+epsilon, at which the errors of rounding and of truncation are of one size (Press et al., Numerical Recipes, 5.7).
+Outputs are summed with random weights, so that errors at two of them do not cancel. Only gradients in float64 are
+compared with these; gradients in the dtypes of the arguments are compared with those in float64:
+
+    backward in float32  =  backward in float64  =  central differences in float64
+
+For complex arguments the gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._compare import Arrays, Case, MismatchError, compare, exact, first_line, largest
+from ._internals import has_tangent, plural
+from ._other_values import ways
+from ._subject import Cases, Subject, named_outputs, on_one_device
+from ._tensor_function import in_double_precision, placed, random_like
+
+__tracebackhide__ = True  # pytest hides the frames of this module
+
+_WIDE = 1e-15  # more than the machine epsilon of float64
+
+
+def gradients(subject: Subject) -> Cases:
+    return (yield from _also_for_other_values(subject, _beside_reference if subject.reference else _beside_numbers))
+
+
+def second_order(subject: Subject) -> Cases:
+    return (yield from gradients(subject.derivative))
+
+
+def outputs(subject: Subject) -> Cases:
+    return (yield from _also_for_other_values(subject, _outputs_beside_reference))
+
+
+def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
+    """Yield the cases at the values given, and at the first other ones where all derivatives can be computed."""
+    sentence = yield from beside(subject)
+    derivatives = beside is not _outputs_beside_reference
+    finite, refusal = _where_finite(subject, derivatives), ""
+    options = dataclasses.replace(subject.options, limit=1)  # one entry, and a random direction over all
+    for how, values in ways(subject.root.function.values, subject.random(0)):
+        try:
+            other = subject.at(values, options)
+            found = _where_finite(other, derivatives)
+            if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
+                refusal = refusal or "it has results that are not finite"
+                continue
+            cases = list(beside(other))
+        except Exception as error:  # a layer may take only some values
+            refusal = refusal or f"{type(error).__name__}: {first_line(error)}"
+            continue
+        for case in cases:
+            yield dataclasses.replace(case, label=f"{case.label} for other values ({how})")
+        return f"{sentence}, and for other values ({how})"
+    return f"{sentence}; it takes no other values that were tried ({refusal})"
+
+
+def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
+    arrays = [*subject.root.outputs, *subject.outputs, *(subject.grads if derivatives else ())]
+    return [np.isfinite(exact(x)) for x in arrays if has_tangent(x)]
+
+
+# -- beside a reference ---------------------------------------------------------------------------
+
+
+def _beside_reference(subject: Subject) -> Cases:
+    if subject.base is None:
+        yield from _outputs_beside_reference(subject)
+    assert subject.reference is not None
+    expected = subject.reference.gradients(on_one_device(subject.cotangents))
+    yield subject.case("", subject.gradients, expected, "by the reference")
+    return "match those of the reference"
+
+
+def _outputs_beside_reference(subject: Subject) -> Cases:
+    """Compare outputs and statics."""
+    assert subject.reference is not None
+    (got, statics), (expected, right) = subject.function.run_with_statics(), subject.reference.run_with_statics()
+    if len(got) != len(expected):
+        returned = plural(len(got), "tensor is", "tensors are")
+        raise MismatchError(f"{returned} returned, but {len(expected)} by the reference.")
+    if right and not (len(statics) == len(right) and all(map(_is_same_static, statics, right))):
+        raise MismatchError(f"the statics {statics!r} are returned, but {right!r} by the reference.")
+    yield subject.case("", named_outputs(got), named_outputs(expected), "by the reference")
+    return "match those of the reference"
+
+
+def _is_same_static(a: Any, b: Any) -> bool:
+    # Two runs may return two objects; only values that Python writes as literals are compared, NaN among them.
+    is_literal = isinstance(a, (str, bytes, int, float, complex, type(None)))
+    return type(a) is type(b) and (not is_literal or repr(a) == repr(b))
+
+
+# -- beside numerical derivatives -----------------------------------------------------------------
+
+
+def _beside_numbers(subject: Subject) -> Cases:
+    places = sum(min(x.size, subject.options.limit) for x in subject.grads)
+    found = _in_float64(subject) if subject.options.float64 else None
+    sentence = f"match finite differences at {places} entries"
+    if found is None:
+        yield from _numerical_cases(subject)
+        return sentence
+    wide, cases = found
+    yield from cases
+    try:
+        outputs = named_outputs(subject.outputs)
+        compare(subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs)))
+    except MismatchError:  # in these dtypes it is another function, such as one that draws random numbers
+        yield from _numerical_cases(subject)
+        return sentence
+    dtypes = dict.fromkeys(str(x.dtype) for x in subject.function.values if jnp.finfo(x.dtype).eps > _WIDE)
+    if not dtypes:
+        return sentence
+    label = f" in {', '.join(dtypes)}"
+    yield subject.case(label, subject.gradients, _cast(wide.gradients, subject.gradients), "in float64")
+    return f"{sentence},{label} too"
+
+
+def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
+    """Return the subject in float64 and complex128, with its cases.
+
+    Returns:
+        None if the function refuses float64, or has another error, which the caller meets again.
+    """
+    cotangents = subject.cotangents  # computed here, since a subject computes when it is asked
+    with jax.enable_x64(True):
+        try:
+            wide = Subject(subject.function.in_double_precision(), None, subject.options)
+            wide.cotangents = {k: in_double_precision(w) for k, w in cotangents.items()}
+            return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
+        except Exception:
+            return None
+
+
+def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
+    return {name: np.asarray(x).astype(like[name].dtype) if has_tangent(x) else x for name, x in arrays.items()}
+
+
+def _numerical_cases(subject: Subject) -> Iterator[Case]:
+    along, rtol = _Differences(subject).along, subject.epsilon ** (1 / 3)
+    return directional_cases(subject, along, subject.options.limit, "numerically", rtol)
+
+
+# From an array and a direction: the derivative, how large its error may be, and the direction that was taken.
+Derivative = Callable[[int, np.ndarray], tuple[float, float, np.ndarray]]
+
+
+def directional_cases(
+    subject: Subject, derivative: Derivative, limit: int, source: str, rtol: float | None = None
+) -> Iterator[Case]:
+    """Yield the gradient of each array at some entries, and along a random direction if these are not all.
+
+    `rtol` is the relative tolerance that fits the derivatives, if it is not that of the subject.
+    """
+    rng = subject.random(9)
+    rtol = subject.rtol if rtol is None or subject.options.rtol is not None else rtol
+
+    def case(name: str, got: Any, expected: Any, noise: Any) -> Case:
+        tolerance = dataclasses.replace(subject.tolerance, rtol=rtol, noise={name: noise})
+        return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
+
+    for j, (name, gradient) in enumerate(subject.gradients.items()):
+        right, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
+        # NaN at the entries that are left out.
+        got, expected = np.full_like(right, np.nan), np.full_like(right, np.nan)
+        errors = np.full(right.shape, noise)
+        for entry in range(right.size) if right.size <= limit else rng.choice(right.size, limit, replace=False):
+            index = np.unravel_index(entry, right.shape)
+            got[index], expected[index] = right[index], 0
+            for unit in (1, 1j) if np.iscomplexobj(right) else (1,):
+                direction = np.zeros_like(right)
+                direction[index] = unit
+                found, error, _ = derivative(j, direction)
+                expected[index] += found * np.conj(unit)
+                errors[index] += error
+        yield case(name, got, expected, errors)
+        if right.size > limit:
+            direction = exact(random_like(gradient, rng))
+            found, error, taken = derivative(j, direction / np.linalg.norm(direction))
+            terms = np.real(right * taken)
+            # The terms of a sum have errors of their own, and may cancel.
+            error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
+            yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)
+
+
+class _Differences:
+    """Central differences of the weighted sum of the outputs of a subject."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.values = list(map(exact, subject.function.values))
+        self.weights = {k: exact(w) for k, w in subject.cotangents.items()}
+        self.step = subject.epsilon ** (1 / 3) if subject.options.step is None else subject.options.step
+
+    def along(self, j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
+        """Return the derivative in a direction, how large its error may be, and the direction in the dtype given."""
+        value, moved = self.values[j], direction != 0
+        whole = largest(value)
+        half_steps = [max(1.0, largest(value[moved])) * direction]
+        if self.subject.options.step is None and whole:
+            # The function may change on the scale of 1, of the array, or of each entry.
+            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
+            half_steps += [whole * direction] if whole < 0.1 else []
+            half_steps += [own * direction] if np.min(own, where=moved, initial=whole) < min(0.1, whole) else []
+        return min((self._at(j, self.step * half_step) for half_step in half_steps), key=_relative_error)
+
+    def _at(self, j: int, half_step: np.ndarray) -> tuple[float, float, np.ndarray]:
+        function, epsilon, noise = self.subject.function, self.subject.epsilon, self.subject.tolerance.noise
+        values = function.values
+        ends = [placed(values[j], self.values[j] + sign * half_step) for sign in (-1, 1)]
+        low, high = (function.outputs([*values[:j], end, *values[j + 1 :]]) for end in ends)
+        step = exact(ends[1]) - exact(ends[0])
+        change = error = 0.0
+        for k, weight in self.weights.items():
+            lower, middle, upper = exact(low[k]), exact(self.subject.outputs[k]), exact(high[k])
+            change += float(np.sum(weight * (upper - lower)).real)
+            rounding = np.abs(weight) * (4 * epsilon * np.abs(upper) + noise.get(f"output {k}", 0.0))
+            # A change that is rounded to nothing is as uncertain as one entry.
+            error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
+            # Half of the difference between the slopes on both sides of the middle, which a kink makes.
+            error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
+        length = float(np.linalg.norm(step))
+        return change / length, error / length, step / length
+
+
+def _relative_error(found: tuple[float, float, np.ndarray]) -> tuple[float, float]:
+    """Return how much of a derivative may be an error; if it may be nothing else, the size of the error."""
+    derivative, error, _ = found
+    if not np.isfinite(error):
+        return np.inf, np.inf
+    return error / max(abs(derivative), error) if error else 0.0, error

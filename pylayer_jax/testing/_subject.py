@@ -1,0 +1,142 @@
+"""What is checked: a function of tensors, or its gradient, with its results in eager mode."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._compare import Arrays, Case, Tolerance, compare, noise_of
+from ._internals import has_tangent
+from ._tensor_function import Cotangents, TensorFunction, gathered, random_like
+
+__tracebackhide__ = True  # pytest hides the frames of this module
+
+Cases = Generator[Case, None, str]  # the cases of a check, and in the end a sentence about them
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Options of `gradcheck` and `check_layer`."""
+
+    rtol: float | None = None
+    atol: float | None = None
+    step: float | None = None
+    limit: int = 200
+    seed: int = 0
+    float64: bool = True
+
+
+class Subject:
+    """A function under test, and perhaps a reference whose outputs and derivatives are right.
+
+    The subject of second derivatives is `derivative`: its function is the gradient of that of its `base`, and takes the
+    values and the cotangents of that. Everything is computed when it is first asked for.
+    """
+
+    def __init__(self, function: TensorFunction, reference: Any, options: Options, base: Subject | None = None) -> None:
+        self.function, self.options, self.base = function, options, base
+        self.reference: TensorFunction | None = reference
+        self.order: int = 1 if base is None else base.order + 1
+
+    @functools.cached_property
+    def derivative(self) -> Subject:
+        w = self.cotangents
+        reference = self.reference and self.reference.grad_function(on_one_device(w))
+        return Subject(self.function.grad_function(w), reference, self.options, self)
+
+    @property
+    def root(self) -> Subject:
+        return self if self.base is None else self.base.root
+
+    def at(self, values: Sequence[Any], options: Options) -> Subject:
+        """Return the subject at other values of the root."""
+        if self.base is not None:
+            return self.base.at(values, options).derivative
+        reference = self.reference and self.reference.with_values(list(map(gathered, values)))
+        return Subject(self.function.with_values(values), reference, options)
+
+    @functools.cached_property
+    def outputs(self) -> list[Any]:
+        return self.function.run()
+
+    @functools.cached_property
+    def cotangents(self) -> Cotangents:
+        """Random cotangents of the outputs with a gradient; beside a reference, of all floating-point outputs."""
+        rng = self.random(self.order)
+        cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
+        if self.base is None and self.reference is None and cotangents:
+            cotangents = {k: cotangents[k] for k in self.function.run_differentiated()[1]}
+        if not cotangents:
+            raise ValueError(
+                "none of the outputs carries a gradient: each is an integer, is marked as not differentiable, or does "
+                "not depend on a differentiated argument."
+            )
+        return cotangents
+
+    @functools.cached_property
+    def grads(self) -> list[Any]:
+        return self.function.grads(self.cotangents)
+
+    @property
+    def gradients(self) -> dict[str, Any]:
+        return self.function.named(self.grads)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """The outputs and the gradients by name."""
+        return {**named_outputs(self.outputs), **self.gradients}
+
+    @functools.cached_property
+    def epsilon(self) -> float:
+        """The machine epsilon of the narrowest dtype among the values and the outputs."""
+        arrays = [*self.function.values, *self.outputs]
+        return max(float(jnp.finfo(x.dtype).eps) for x in arrays if has_tangent(x))
+
+    @property
+    def rtol(self) -> float:
+        return self.epsilon**0.5 if self.options.rtol is None else self.options.rtol
+
+    @functools.cached_property
+    def tolerance(self) -> Tolerance:
+        noise: dict[str, float] = {}
+        with contextlib.suppress(Exception):  # a layer may take only the values given
+            rounded = self.function.rounded_otherwise()
+            otherwise = {**named_outputs(rounded.run()), **rounded.gradients(self.cotangents)}
+            noise = noise_of(self.results, otherwise, self.epsilon)
+        return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
+
+    def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
+        """Return a case of this subject; expected are, by default, its results in eager mode."""
+        return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
+
+    def random(self, stream: int) -> np.random.Generator:
+        """Return a generator; the numbers of two streams have nothing to do with each other."""
+        return np.random.default_rng((self.options.seed, stream))
+
+
+def named_outputs(outputs: Sequence[Any]) -> Arrays:
+    return {f"output {i}": y for i, y in enumerate(outputs)}
+
+
+def on_one_device(cotangents: Cotangents) -> Cotangents:
+    return {k: gathered(w) for k, w in cotangents.items()}
+
+
+def run_check(cases: Cases) -> str:
+    """Compare the cases of a check, and return its sentence.
+
+    Raises:
+        MismatchError: about the first case that differs.
+    """
+    while True:
+        try:
+            case = next(cases)
+        except StopIteration as end:
+            return end.value
+        compare(case)
