@@ -111,7 +111,6 @@ def test_a_layer_within_a_layer():
     assert re.search(r"\(Outer/backward\)\)/Tanh/forward/tanh", text)
 
 
-@pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="with jax_custom_vjp3 JAX stages forward in eager mode")
 def test_eager_mode_does_not_pay_for_names(monkeypatch):
     # JAX compiles an operation of eager mode by itself, without the scopes around it.
     def refuse(name):

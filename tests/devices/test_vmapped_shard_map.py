@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import parallel, saved_tensors_hooks
+from pylayer_jax import saved_tensors_hooks
 from tests.kit.layers import Matmul
 
 X = jnp.sin(jnp.arange(72.0)).reshape(4, 3, 6)
@@ -28,15 +28,9 @@ class ByJvp(Matmul):
         return dx @ w + x @ dw
 
 
-def summed(x, w):
-    x, w = parallel.copy_to(x, "model"), parallel.copy_to(w, "model")
-    return parallel.reduce_from(x @ w / 2, "model")
-
-
 PRODUCTS = {
     "transposed": ByTransposition.apply,
     "jvp": ByJvp.apply,
-    "parallel": summed,
     "operation in a block": saved_tensors_hooks(lambda x: (x,), lambda kept: kept[0], differentiable=True)(jnp.matmul),
 }
 

@@ -1,7 +1,6 @@
 """Ten steps of training on four devices, which belong to one process or to two: python -m tests.devices.two_processes.
 
-Prints a line of JSON: the losses for each packer, and a norm of each gradient of the last step; and the derivatives of
-the tensor-parallel transformer.
+Prints a line of JSON: the losses for each packer, and a norm of each gradient of the last step.
 """
 
 from __future__ import annotations
@@ -80,23 +79,6 @@ def train(pair: Any, kind: AxisType, jitted: bool) -> tuple[list[float], list[fl
     return losses, [float(norm) for norm in norms]
 
 
-def transformer(check_vma: bool, outside: bool) -> list[float]:
-    """The loss of the tensor-parallel transformer, and norms of its gradients and of Hessian-vector products."""
-    from . import tensor_parallel  # it makes arrays, which jax.distributed.initialize has to precede
-
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    params, batch = jax.tree.map(np.asarray, (tensor_parallel.params(), tensor_parallel.data()))
-    ways = jax.tree.map(np.cos, params)
-    if outside:
-        loss = tensor_parallel.mapped_loss(mesh, check_vma=check_vma)
-        run = lambda p, w, *batch: tensor_parallel.derivatives(lambda p: loss(p, *batch), p, w)  # noqa: E731
-    else:
-        run = tensor_parallel.derivatives_on_each_device(mesh, check_vma=check_vma)
-    norms = jax.jit(lambda *args: [jnp.linalg.norm(jnp.ravel(x)) for x in jax.tree.leaves(run(*args))])
-    return [float(norm) for norm in norms(params, ways, *batch)]
-
-
-TRANSFORMERS = {"check_vma, differentiated outside": (True, True), "differentiated on each device": (False, False)}
 # Each packer, and the ways to run a step of it: with all packers under jit, with those that differ in the others.
 DIFFERENT = ("save_on_disk", "quantize_saved", "host")
 WAYS = {"explicit": (AxisType.Explicit, True), "automatic": (AxisType.Auto, True), "eager": (AxisType.Auto, False)}
@@ -109,9 +91,7 @@ def runs() -> list[tuple[str, str]]:
 def results(directory: str) -> dict[str, Any]:
     """The losses and gradient norms of each packer, jitted with either kind of axes, and in eager mode."""
     pairs = packers(directory)
-    return {f"{way} {name}": train(pairs[name](), *WAYS[way]) for way, name in runs()} | {
-        name: transformer(*how) for name, how in TRANSFORMERS.items()
-    }
+    return {f"{way} {name}": train(pairs[name](), *WAYS[way]) for way, name in runs()}
 
 
 def main() -> None:
