@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "pylayer_jax"
-MUTATED = ("_jax", "_trees", "_methods", "_hooks", "_autodiff", "_layer.py", "_torch_function.py", "packers.py")
+LEFT_OUT = ("testing", "_commands", "__main__.py")
 TESTS = ("methods", "cost", "hooks", "autodiff", "report")  # the fast ones first
 MARKERS = "core"  # what `core` stands for is in tests/conftest.py
 
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after this time")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for the tests of one mutant")
     options = parser.parse_args()
-    paths = [path for name in MUTATED for path in [PACKAGE / name, *PACKAGE.glob(f"{name}/*.py")] if path.is_file()]
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in LEFT_OUT]
     sources = {path: path.read_text() for path in sorted(paths)}
     found = [(path, *point) for path, source in sources.items() for point in points(ast.parse(source))]
     chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))

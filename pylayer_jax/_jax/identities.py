@@ -12,12 +12,12 @@ from .jaxprs import stage
 from .masks import merge, select
 from .primitives import object_of_params
 from .rule_function import RuleFunction, Values, apply, rule_function_p
-from .types import mapped_type, typeof
+from .types import typeof
 
 
 class _Identity(RuleFunction):
     def __init__(self, name: str, types: Sequence[Any]) -> None:
-        self.name, self.types = name, types
+        self.name = name
         self.jaxpr, _, _ = stage(lambda *xs: (self.values(xs), None), types, name)
 
     def values(self, operands: Sequence[Any]) -> Values:
@@ -32,8 +32,7 @@ class _Barrier(_Identity):
         return apply(self, primals), list(tangents)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        batched = [t if d is None else mapped_type(axis, t, d) for t, d in zip(self.types, dims, strict=True)]
-        return _Barrier(self.name, batched), [], list(dims)
+        return _Barrier(self.name, types), [], list(dims)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)

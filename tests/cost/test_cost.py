@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.interpreters import partial_eval
 
-from pylayer_jax import PyLayer, _layer
+from pylayer_jax import PyLayer
 from tests.kit.layers import ForwardTanh, Tanh
 
 # -- programs -------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_eager_apply_uses_no_custom_vjp(monkeypatch):
     def refuse(*args):
         raise AssertionError("the rule was used")
 
-    monkeypatch.setitem(_layer._rules, Own, {False: refuse})
+    monkeypatch.setattr(jax.custom_vjp, "__call__", refuse)
     assert Own.apply(X).shape == X.shape
     with pytest.raises(AssertionError, match="the rule was used"):
         jax.grad(lambda x: Own.apply(x).sum())(X)
@@ -221,13 +221,6 @@ def test_jax_reads_no_signature_for_a_layer(monkeypatch):
     monkeypatch.setattr(inspect, "signature", reading)
     assert count(Tanh.apply, 5) == count(Tanh.apply, 1)
     assert count(tanh, 5) > count(tanh, 1)
-
-
-def test_jax_shows_where_the_layer_is_defined():
-    program = jax.make_jaxpr(Tanh.apply)(X)
-    (called,) = (e.params["call_jaxpr"] for e in program.eqns if e.primitive.name == "custom_vjp_call")
-    source = called.debug_info.func_src_info
-    assert source == f"Tanh at {inspect.getfile(Tanh)}:{inspect.getsourcelines(Tanh.forward)[1]}"
 
 
 # -- outputs that nobody uses ---------------------------------------------------------------------
@@ -292,12 +285,6 @@ def test_what_is_left_has_the_same_derivatives(layer, output, around):
     found = jax.jit(lambda x: [f(x) for f in (*again, *derivatives(left)[::2])])(X)
     for got, expected in zip(found, (first, second, first, forward), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_call_with_forward_mode_is_left_with_one_result():
-    _, text = without_unused(lambda x: jax.jit(ForwardBoth.apply)(x)[0], X)
-    (line,) = [line for line in text.splitlines() if "rule_function" in line]
-    assert line.split("=")[0].count(":") == 1
 
 
 # -- a function among the arguments ---------------------------------------------------------------

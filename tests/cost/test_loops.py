@@ -58,11 +58,11 @@ def test_a_block_in_the_body_of_a_scan_keeps_as_little_as_one_around_it():
         return jnp.tanh(h @ w) * jnp.sin(h) + jax.nn.gelu(h)
 
     def step_in_block(h, w):
-        with cast_saved():
+        with cast_saved(arguments=True):
             return step(h, w)
 
     around, within = (
         jax.jit(jax.grad(f)).lower(w, x).compile().memory_analysis().temp_size_in_bytes
-        for f in (cast_saved()(recurrent(step, 16)), recurrent(step_in_block, 16))
+        for f in (cast_saved(arguments=True)(recurrent(step, 16)), recurrent(step_in_block, 16))
     )
     assert within <= around * 1.02

@@ -128,5 +128,5 @@ def test_values_of_another_shard_have_no_part_in_a_block():
     scales = jnp.repeat(jnp.array([1.0, 1e6]), 64)
     x = jax.device_put(jnp.linspace(-1, 1, 128) * scales, NamedSharding(mesh, P("model")))
     weights = jnp.ones(128)
-    got = jax.grad(lambda w: jnp.sum(quantize_saved(8)(jnp.multiply)(w, x)))(weights)
+    got = jax.grad(lambda w: jnp.sum(quantize_saved(8, arguments=True)(jnp.multiply)(w, x)))(weights)
     np.testing.assert_allclose(got[:64], x[:64], atol=0.005)

@@ -242,7 +242,7 @@ NOT_NAMED = {k: f for k, f in (SECOND | FORWARD).items() if k not in NAMED}
 ERRORS = [  # which error, what it says, and the method that a note names
     (CrossEntropy, *CROSS_ENTROPY, NAMED, ValueError, ".", "CrossEntropy.backward"),
     (CrossEntropy, *CROSS_ENTROPY, NOT_NAMED, (ValueError, TypeError), ".", None),
-    (Once, *CROSS_ENTROPY, SECOND | FORWARD, RuntimeError, "is marked @once_differentiable", None),
+    (Once, *CROSS_ENTROPY, SECOND | FORWARD, RuntimeError, "once_differentiable", None),
     (SavedSlope, *TANH, SECOND, ValueError, ".", "SavedSlope.forward"),
     *(
         (layer, *TANH, SECOND | FORWARD, NotImplementedError, "JVP with aliasing", f"{layer.__name__}.forward")
@@ -270,7 +270,7 @@ def test_a_kernel_without_a_rule_has_no_second_derivative(layer, reference, args
     with pytest.raises(error, match=message) as caught:
         transform(loss_of(layer.apply), args)
     if method is not None:
-        assert f"This happened in {method}." in caught.value.__notes__
+        assert any(method in note for note in caught.value.__notes__)
 
 
 # -- hooks, policies and the report ---------------------------------------------------------------

