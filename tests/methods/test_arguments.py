@@ -221,13 +221,6 @@ def test_numpy_in_and_out():
     assert isinstance(z, jax.Array)
 
 
-@pytest.mark.parametrize("kind", [dict, functools.partial(collections.defaultdict, list)], ids=["dict", "defaultdict"])
-@pytest.mark.parametrize("run", [lambda f: f, jax.grad], ids=["eager", "grad"])
-def test_unsortable_dict_with_tensors_is_refused(run, kind):
-    with pytest.raises(ValueError, match="keys"):
-        run(lambda x: layer().apply(kind({1: x, "a": 2})).sum())(X)
-
-
 def test_keys_of_several_types_where_jax_does_not_sort():
     def forward(ctx, mixed):
         ctx.static = mixed["static"]
