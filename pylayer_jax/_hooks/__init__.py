@@ -12,8 +12,9 @@
 A layer packs its own saved tensors with `pack`, by the pair that `pair_to_pack_with` returned where it was applied.
 """
 
-from .active import hooks_suspended, layers_pack_themselves, pair_to_pack_with
+from .active import hooks_suspended
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
+from .operations import layers_pack_themselves, pair_to_pack_with
 from .pack_array import PACK_SCOPE
 from .pair import TensorInfo
 from .residuals import PackedResiduals, pack

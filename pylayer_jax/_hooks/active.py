@@ -6,13 +6,12 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Generator
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import jax
 
 from pylayer_jax._jax.imports import set_current_trace
-from pylayer_jax._jax.tracers import current_trace, trace_below
+from pylayer_jax._jax.tracers import current_trace
 
 from .pair import Pair
 
@@ -31,30 +30,27 @@ class Disabled:
 
     def __init__(self, message: str) -> None:
         self.message = message
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Disabled) and self.message == other.message
-
-    def __hash__(self) -> int:
-        return hash(self.message)
+        self.key = "disabled"
 
 
-class Block:
-    """One entry of a `with` block. For JAX's caches, blocks of equal pairs are equal."""
+class Block(tuple[Any]):
+    """One entry of a `with` block. For JAX's caches, blocks of equal pairs are equal.
+
+    A tuple of the key, since JAX hashes and compares it at each call of a jitted function.
+    """
+
+    def __new__(cls, value: Pair | Disabled, trace: Any = None) -> Self:
+        del trace
+        return super().__new__(cls, (value.key,))
 
     def __init__(self, value: Pair | Disabled, trace: Any = None) -> None:
+        super().__init__()
         self.value = value
         self.is_left = False
         self._trace = trace  # that meets the operations of the block
         self._task = _current_task()
         self._thread = threading.get_ident()
         self._contexts: list[Any] = []
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Block) and self.value == other.value
-
-    def __hash__(self) -> int:
-        return hash(self.value)
 
     def enter(self) -> Block:
         """Make this the innermost block."""
@@ -74,8 +70,8 @@ class Block:
         """
         self.is_left, self._task = True, None
         _entered.set(tuple(block for block in _entered.get() if block is not self))
-        innermost = active.value
-        if innermost is self and (self._trace is None or current_trace() is self._trace):
+        innermost, trace, self._trace = active.value, self._trace, None
+        if innermost is self and (trace is None or current_trace() is trace):
             while self._contexts:
                 self._contexts.pop().__exit__(None, None, None)
             return
@@ -97,7 +93,7 @@ class Block:
 
     def is_of_another_task(self) -> bool:
         """Return whether another asyncio task entered the block, and this one was not made inside it."""
-        is_mine = any(block is self for block in _entered.get()) or self._task is _current_task()
+        is_mine = any([block is self for block in _entered.get()]) or self._task is _current_task()
         return self._task is not None and not is_mine
 
     def other_task_error(self) -> RuntimeError:
@@ -125,8 +121,8 @@ def innermost_block() -> Block | None:
     return block if isinstance(block, Block) else None
 
 
-def pair_to_pack_with() -> Pair | None:
-    """Return the pair that packs what is saved here; None if there is none, or it is disabled or suspended.
+def active_pair() -> Pair | None:
+    """Return the pair of the innermost block; None if there is none, or it is disabled or suspended.
 
     Raises:
         RuntimeError: if another asyncio task entered the block.
@@ -142,10 +138,3 @@ def pair_to_pack_with() -> Pair | None:
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
     """Pack nothing in here: the caller packs, or runs a hook."""
     return active(SUSPENDED)
-
-
-@contextlib.contextmanager
-def layers_pack_themselves() -> Generator[None]:
-    """Apply a layer in the trace below that of a block, which would take the layer for an operation."""
-    with set_current_trace(trace_below(current_trace())):
-        yield

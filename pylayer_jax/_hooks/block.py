@@ -13,7 +13,7 @@ import numpy as np
 
 from pylayer_jax._messages import plural
 
-from .active import Block, Disabled, innermost_block, pair_to_pack_with
+from .active import Block, Disabled, active_pair, innermost_block
 from .operations import enter_block
 from .pair import MOVES, Hook, Pair, Step, TensorInfo, key_of
 
@@ -267,7 +267,7 @@ def disable_saved_tensors_hooks(message: str) -> Generator[None]:
     Raises:
         RuntimeError: with `message`, if a pair is entered inside, or is active outside.
     """
-    if pair_to_pack_with() is not None:
+    if active_pair() is not None:
         raise RuntimeError(message)
     block = Block(Disabled(message)).enter()
     try:

@@ -14,7 +14,8 @@ function that holds one, is staged again with packing inside.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
 import jax
@@ -34,11 +35,13 @@ from pylayer_jax._jax.primitives import object_of, vmap_over
 from pylayer_jax._jax.rule_function import BatchedFunction, LinearMap, RuleFunction, Values, apply, apply_linear, rule_function_p
 from pylayer_jax._jax.tracers import (
     BATCHED,
+    FORWARD,
+    PARTIAL,
     REVERSE,
+    STAGED,
     PassThroughTrace,
     current_trace,
     is_differentiated,
-    is_in_reverse_mode,
     is_staged,
     is_unknown,
     nothing_is_traced,
@@ -48,10 +51,10 @@ from pylayer_jax._jax.tracers import (
 )
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 
-from .active import Block, active, hooks_suspended, innermost_block
+from .active import Block, active, active_pair, hooks_suspended, innermost_block
 from .derive import CONSTANT as CONSTANT_INPUT
 from .derive import MOVE_NAMES, ROOT, Instruction, Recorder, adds_a_number, is_number, small_jaxpr
-from .pair import OFFSETS, Pair, TensorInfo, WeakTable
+from .pair import OFFSETS, Pair, PairOfLayer, TensorInfo, WeakTable
 from .residuals import PackedResiduals, Residual, Root, pack
 
 Bind = Callable[..., Any]
@@ -151,7 +154,8 @@ class Operation(RuleFunction):
         return found
 
     def _name_of(self, residual: Any, primals: Sequence[Any]) -> str:
-        return next((name for x, name in zip(primals[self.n_consts :], self._names, strict=False) if x is residual), "")
+        named = [n for x, n in zip(primals[self.n_consts :], self._names, strict=False) if n and x is residual]
+        return named[0] if named else ""
 
 
 class _OperationOfBatch(BatchedFunction):
@@ -320,14 +324,15 @@ class HooksTrace(PassThroughTrace):
     def _bind(
         self, bind: Bind, name: str, args: Sequence[Any], params: dict[str, Any], shown: str, sources: Sequence[int]
     ) -> Values:
-        if any(_holds_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)):
+        if any([_holds_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)]):
             return bind(*args)
-        is_reverse = any(map(is_in_reverse_mode, args))
-        is_forward = any(map(is_differentiated, args)) and not is_reverse
-        is_differentiable = is_reverse or any(map(is_staged, args))
-        is_linear = any(map(is_unknown, args))  # which JAX transposes by itself
+        kinds = {type(whole_batch(x)) for x in args}
+        is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
+        is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
+        is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # which JAX transposes by itself
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
-        if keeps_nothing or is_forward or is_linear or not is_differentiable or not all(map(_is_plain_array, args)):
+        has_others = any([type(typeof(x)) is not ShapedArray for x in args])  # Refs, tokens
+        if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
             # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
             with hooks_suspended():
                 return bind(*args)
@@ -336,7 +341,7 @@ class HooksTrace(PassThroughTrace):
         if name == "while":  # has no reverse mode
             with hooks_suspended():
                 return bind(*args)
-        stays, extra = self._what_stays(args, sources)
+        stays, extra = self._what_stays(args)
         operation = Operation(shown, self.pair, bind, stays, [self.names.get(x, "") for x in args])
         args = [*args, *extra]
         # JAX calls the Python function of some operations only once.
@@ -387,11 +392,11 @@ class HooksTrace(PassThroughTrace):
             return None
         return bind(*args, jaxpr=as_parameter(hooked))
 
-    def _what_stays(self, args: Sequence[Any], sources: Sequence[int]) -> tuple[dict[int, Residual], Values]:
+    def _what_stays(self, args: Sequence[Any]) -> tuple[dict[int, Residual], Values]:
         """Return how operands are kept that are not packed, with positions for arrays, and the further operands."""
         operands, stays = list(args), dict[int, Residual]()
-        for i, (x, source) in enumerate(zip(args, sources, strict=True)):
-            if source == COMPUTED or (source == OUTSIDE and self.pair.packs_arguments):
+        for i, x in enumerate(args):
+            if not self.stays(x):
                 continue
             residual = self.outside.get(x) or Residual.of(x)
             roots: list[Root] = []
@@ -402,6 +407,11 @@ class HooksTrace(PassThroughTrace):
                 roots.append(Root(None, [next(j for j, other in enumerate(operands) if other is value)]))
             stays[i] = Residual(roots, residual.code)
         return stays, operands[len(args) :]
+
+    def stays(self, value: Any) -> bool:
+        """Return whether a value is not packed, wherever it is kept."""
+        source = self._source(value)
+        return source == CONSTANT or (source == OUTSIDE and not self.pair.packs_arguments)
 
     # -- where values come from ----------------------------------------------------------------------
 
@@ -419,8 +429,10 @@ class HooksTrace(PassThroughTrace):
 
 def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int], args: Sequence[Any]) -> int:
     """Return where the results of an operation come from, given this of its operands."""
-    if all(source == CONSTANT for source in sources):
+    if not any([source != CONSTANT for source in sources]):
         return CONSTANT
+    if COMPUTED in sources and OUTSIDE not in sources:
+        return COMPUTED
     floats = [s for s, x in zip(sources, args, strict=True) if has_tangent(typeof(x))] or sources
     if COMPUTED in floats:
         return COMPUTED
@@ -433,13 +445,9 @@ def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int]
     return OUTSIDE if only_moves else COMPUTED
 
 
-def _is_plain_array(value: Any) -> bool:
-    return isinstance(typeof(value), ShapedArray)  # not a Ref or a token
-
-
 def _closes_over_ref(jaxpr: Any) -> bool:
     """Return whether a `jax.Ref` is a constant of a jaxpr, and so is no operand of the equation that holds it."""
-    return not all(isinstance(v.aval, ShapedArray) for v in jaxpr.constvars)
+    return any([not isinstance(v.aval, ShapedArray) for v in jaxpr.constvars])
 
 
 def _is_staged_below(value: Any) -> bool:
@@ -460,10 +468,12 @@ def _custom_name(name: str, params: dict[str, Any]) -> str:
 
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether a jaxpr holds a block of its own."""
-    return any(
-        (e.primitive is rule_function_p and is_mark(object_of(e), _MARK)) or any(map(_holds_block, inner_jaxprs(e.params)))
-        for e in jaxpr.eqns
-    )
+    for equation in jaxpr.eqns:
+        if equation.primitive is rule_function_p and is_mark(object_of(equation), _MARK):
+            return True
+        if any(map(_holds_block, inner_jaxprs(equation.params))):
+            return True
+    return False
 
 
 def enter_block(pair: Pair) -> Block:
@@ -473,3 +483,50 @@ def enter_block(pair: Pair) -> Block:
     if nothing_is_traced():
         return Block(pair).enter()
     return HooksTrace(pair).block.enter()
+
+
+# -- layers in a block ---------------------------------------------------------------------------------
+
+
+def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
+    """Return the pair that packs what a layer saves which is applied here to some tensors; None if there is none.
+
+    Raises:
+        RuntimeError: if another asyncio task entered the block.
+    """
+    pair, trace = active_pair(), current_trace()
+    if pair is None:
+        return None
+    # Where the trace of the block does not stand, nothing is known of what the block computes.
+    stays = [trace.stays(x) for x in operands] if isinstance(trace, HooksTrace) else []
+    return PairOfLayer(pair, stays)
+
+
+@contextlib.contextmanager
+def layers_pack_themselves() -> Generator[None]:
+    """Apply a layer in the trace below that of a block, which would take the layer for an operation."""
+    trace = current_trace()
+    with set_current_trace(_LayerTrace(trace) if isinstance(trace, HooksTrace) else trace_below(trace)):
+        yield
+
+
+class _LayerTrace(PassThroughTrace):
+    """The current trace while a layer is applied in a block: it only tells the block what the layer computes."""
+
+    __slots__ = ("hooks_trace",)
+
+    def __init__(self, hooks_trace: HooksTrace) -> None:
+        super().__init__(hooks_trace.parent_trace)
+        self.hooks_trace = hooks_trace
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        with set_current_trace(self.parent_trace):
+            result = primitive.bind(*tracers, **params)
+        self.hooks_trace.mark(result if primitive.multiple_results else [result], COMPUTED)
+        return result
+
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        with set_current_trace(self.parent_trace):
+            results = self.parent_trace.process_custom_vjp_call(*args, **params)
+        self.hooks_trace.mark(results, COMPUTED)
+        return results

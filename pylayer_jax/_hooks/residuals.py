@@ -19,7 +19,7 @@ from pylayer_jax._jax.types import as_arrays, is_key, is_ref
 from .active import SUSPENDED, active, hooks_suspended
 from .derive import ROOT, STEP, Code, Origin, evaluate, follow, is_larger, is_number
 from .pack_array import PackedTensor, pack_tensor
-from .pair import Pair, TensorInfo, reference
+from .pair import Pair, PairOfLayer, TensorInfo, reference
 
 
 class Root:
@@ -50,7 +50,7 @@ class Residual(NamedTuple):
         references: list[tuple[int, Any]] = []  # to each of the parts
         for part in parts:
             for root in part.roots:
-                if not any(root is other for other in roots):
+                if not any([root is other for other in roots]):
                     roots.append(root)
             own = [(ROOT, next(i for i, other in enumerate(roots) if other is root)) for root in part.roots]
             n_before = len(steps)
@@ -92,7 +92,7 @@ class PackedResiduals:
         numbers: dict[int, int] = {}
         self.tensors: list[tuple[list[tuple[PackedTensor | None, list[int]]], Code]] = []
         for i, residual in enumerate(residuals):
-            for x in (x for root in residual.roots for x in root.arrays):
+            for x in [x for root in residual.roots for x in root.arrays]:
                 if id(x) not in numbers:
                     numbers[id(x)] = len(numbers)
                     self.arrays.append(x)
@@ -164,7 +164,7 @@ Info = Callable[[int], TensorInfo] | tuple[str, Sequence[str]]
 
 
 def pack(
-    pair: Pair,
+    pair: Pair | PairOfLayer,
     tensors: Sequence[Any],
     outputs: Sequence[Any],
     owner: str,
@@ -177,18 +177,21 @@ def pack(
     """Pack the tensors that a layer or an operation keeps.
 
     Args:
-        pair: the pair of the block in which it was applied.
+        pair: the pair of the block in which it was applied, as `pair_to_pack_with` returned it.
         tensors: what it keeps.
         outputs: what it returns.
         owner: its name and the kind of the tensors, for messages: "Tanh, saved tensor".
         info: what `only` is told of each tensor: a function of its index, or the class of the layer and the names.
         origins: what made these values, as far as it was recorded.
         known: tensors that are not packed, and how they are kept.
-        operands: the arguments of an operation.
+        operands: the arguments of the layer or operation.
 
     Returns:
         How the tensors are kept; the arrays that JAX has to keep; and the outputs.
     """
+    if isinstance(pair, PairOfLayer):
+        pair, stays = pair
+        known = [(x, Residual.of(x)) for x, is_set in zip(operands, stays, strict=False) if is_set]
     with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
         if active.value is SUSPENDED:  # an operation around this one packs what is kept
             packed = PackedResiduals(pair, list(map(Residual.of, tensors)))
@@ -219,6 +222,7 @@ class _Packing:
         self._operands = {id(x) for x in operands}
         # By the identity of a tensor; with the tensor, so that its id stays its own.
         self._found: dict[int, tuple[Any, Residual]] = {}
+        self._unknown: dict[int, Any] = {}
         self._unpacked = {id(tensor): residual for tensor, residual in known}
         self._new: list[Root] = []  # of what was packed here
         self._is_staging = is_staging()
@@ -237,13 +241,17 @@ class _Packing:
     def _known(self, tensor: Any) -> Residual | None:
         if id(tensor) in self._found:
             return self._found[id(tensor)][1]
+        if id(tensor) in self._unknown:
+            return None
         weak = self._pair.residuals.get(tensor)
         found = None if weak is None else weak.get()
         if found is None:
             found = self._unpacked.get(id(tensor))
         if found is None and self._stays(tensor):
             found = Residual.of(tensor)
-        if found is not None:
+        if found is None:
+            self._unknown[id(tensor)] = tensor
+        else:
             self._found[id(tensor)] = tensor, found
         return found
 
@@ -273,7 +281,7 @@ class _Packing:
         that keep the same tensors find what was packed, and which outputs follow from it.
         """
         bound = list(outputs)
-        if any(is_staged(x) for root in self._new for x in root.arrays):
+        if any([is_staged(x) for root in self._new for x in root.arrays]):
             values = iter(barrier([*outputs, *(x for root in self._new for x in root.arrays)]))
             bound = [next(values) for _ in outputs]
             for root in self._new:
@@ -284,6 +292,6 @@ class _Packing:
             if residual is not None:
                 self._found[id(new)] = new, residual
         for tensor, residual in self._found.values():
-            if any(root.packed is not None for root in residual.roots):
+            if any([root.packed is not None for root in residual.roots]):
                 self._pair.residuals.put(tensor, _WeakResidual(residual))
         return bound

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ class _Barrier(_Identity):
         return apply(self, primals), list(tangents)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return _Barrier(self.name, types), [], list(dims)
+        return _barrier_of(tuple(types)), [], list(dims)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
@@ -43,7 +44,12 @@ def barrier(values: Sequence[Any]) -> Values:
 
     `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for that.
     """
-    return apply(_Barrier("barrier", [typeof(x) for x in values]), values)
+    return apply(_barrier_of(tuple([typeof(x) for x in values])), values)
+
+
+@functools.lru_cache(maxsize=1024)
+def _barrier_of(types: tuple[Any, ...]) -> _Barrier:
+    return _Barrier("barrier", types)
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:

@@ -75,8 +75,8 @@ def is_inlinable(params: dict[str, Any]) -> bool:
     """Return whether the equations of a jitted function may run without it: it neither places nor donates arrays."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
-    is_unplaced = all(isinstance(s, UNSPECIFIED_SHARDING) for s in shardings) and all(x is None for x in layouts)
-    return is_unplaced and not any(params["donated_invars"]) and not params["compiler_options_kvs"]
+    is_placed = any([not isinstance(s, UNSPECIFIED_SHARDING) for s in shardings] + [x is not None for x in layouts])
+    return not is_placed and not any(params["donated_invars"]) and not params["compiler_options_kvs"]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

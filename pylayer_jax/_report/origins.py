@@ -93,8 +93,6 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> l
 
 # The results of these primitives equal their operands. JAX keeps one beside its operand where it needs both.
 _IDENTITIES = frozenset(("name", "optimization_barrier", "pcast", "pvary", "reduce_precision", "stop_gradient"))
-
-
 # The results of a branch for residuals of another branch: arrays that are filled with one number.
 _FILLED = ("broadcast_in_dim", "empty2")
 
@@ -133,8 +131,8 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
 
 
 def _slices(wholes: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    pairs = zip(wholes, variables, strict=True)
-    return [dataclasses.replace(whole, aval=v.aval, part=None, times=1, is_slice=True) for whole, v in pairs]
+    own = {"part": None, "times": 1, "copy_of": None, "is_slice": True}
+    return [dataclasses.replace(whole, aval=v.aval, **own) for whole, v in zip(wholes, variables, strict=True)]
 
 
 def _shapes(*values: Sequence[Any]) -> list[Any]:

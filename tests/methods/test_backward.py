@@ -190,7 +190,7 @@ def test_structures_with_none_anywhere(mode, tree, forward, give, expected):
 @pytest.mark.parametrize(
     ("tree", "give", "message"),
     [
-        ([X, X], lambda dy: [dy] * 3, "2.*3"),
+        ([X, X], lambda dy: [dy] * 3, r"Made\.backward(?s:.*)args\[0\]"),
         ({"a": X}, lambda dy: ({"z": dy},), r"args\[0\](?s:.*)'z'"),
         ({"w": [X]}, lambda dy: {"w": [jnp.ones(2)]}, r"args\[0\]\['w'\]\[0\](?s:.*)\(3,\)"),
         ((X, X), lambda dy: (dy, dy), r"Made\.backward"),

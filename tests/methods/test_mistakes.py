@@ -12,7 +12,6 @@ import jax
 import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
-from pylayer_jax.__main__ import main
 from tests.kit.modes import X
 from tests.kit.threads import in_threads
 
@@ -206,9 +205,3 @@ def test_objects_of_classes_with_their_own_construction():
 def test_setup_context_belongs_to_function():
     with pytest.raises(TypeError, match=r"Made\.setup_context.*Function"):
         layer(setup_context=staticmethod(lambda ctx, inputs, output: None))
-
-
-def test_an_unknown_command(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["chekc", "layers:Tanh"])
-    assert "chekc" in capsys.readouterr().err
