@@ -203,6 +203,7 @@ def test_nothing_is_built_per_call(monkeypatch):
     assert len(built) == 1
 
 
+@pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="jax_custom_vjp3 stages the function of a rule by jax.jit")
 def test_jax_reads_no_signature_for_a_layer(monkeypatch):
     """For a function without ready-made facts, JAX reads a signature and names all arguments at each call."""
     read = []
@@ -223,6 +224,7 @@ def test_jax_reads_no_signature_for_a_layer(monkeypatch):
     assert count(tanh, 5) > count(tanh, 1)
 
 
+@pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="the primitive of jax_custom_vjp3 holds no jaxpr")
 def test_jax_shows_where_the_layer_is_defined():
     program = jax.make_jaxpr(Tanh.apply)(X)
     (called,) = (e.params["call_jaxpr"] for e in program.eqns if e.primitive.name == "custom_vjp_call")
@@ -267,6 +269,7 @@ AROUND = pytest.mark.parametrize(
 
 
 @AROUND
+@pytest.mark.skipif(jax.config.jax_custom_vjp3, reason="the primitive of jax_custom_vjp3 is dropped as a whole or not")
 def test_an_output_that_nobody_uses_leaves_the_jaxpr(around):
     run, text = without_unused(lambda x: around(Both.apply)(x)[0], X)
     assert "tanh" in text

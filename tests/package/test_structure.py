@@ -22,6 +22,7 @@ SUBPACKAGES = (
     "_report",
     "__init__",
     "packers",
+    "parallel",
     "testing",
     "_commands",
     "__main__",
