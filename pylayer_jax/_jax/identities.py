@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .imports import partial_eval
+from .imports import partial_eval, set_current_trace
 from .jaxprs import stage
 from .masks import merge, select
 from .primitives import object_of_params
@@ -58,7 +58,9 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     if not isinstance(object_of_params(params), _Barrier) or all(unknown) or not any(unknown):
         return trace.default_process_primitive(rule_function_p, tracers, params)
     known = [x.pval.get_known() for x in tracers if x.is_known()]
-    return merge(unknown, barrier(select(tracers, unknown)), merge([not u for u in unknown], known, tracers))
+    with set_current_trace(trace):
+        bound = barrier(select(tracers, unknown))
+    return merge(unknown, bound, merge([not u for u in unknown], known, tracers))
 
 
 partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval

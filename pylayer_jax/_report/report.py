@@ -163,7 +163,7 @@ def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
     """Return the row of a tensor, from the arrays that it was packed to."""
     is_packed, is_from_input = arrays != [tensor], tensor.kind == "input"
     one, times = tensor.innermost()
-    # Each iteration packs a tensor, and each device its shard.
+    # Each iteration packs a tensor, and each device its shard. Without hooks there may be copies under other names.
     parts = [(a, *a.innermost()) for a in arrays if (a.copy_of or a) is not tensor]
     layer, name, equations = (*tensor.savers, ("", tensor.name, tensor.equations))[0]
     is_input = is_from_input and tensor.part is None and not is_packed
@@ -180,8 +180,8 @@ def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
         name=name,
         shape=tuple(one.aval.shape),
         dtype=str(one.aval.dtype),
-        times=times * max((n_iterations for _, _, n_iterations in parts), default=1),
-        bytes=_bytes(tensor) * max((a.aval.size // part.aval.size for a, part, _ in parts), default=1),
+        times=times * max((n_iterations for _, _, n_iterations in parts), default=len(arrays)),
+        bytes=_bytes(tensor) * max((a.aval.size // part.aval.size for a, part, _ in parts), default=len(arrays)),
         packed_bytes=sum(map(_bytes, arrays)),
         memory="host" if is_on_host else "device",
         source=line_of(equations),

@@ -38,11 +38,6 @@ def run(*arguments, **options):
     return subprocess.run(command, capture_output=True, encoding="utf-8", env=environment, check=False, **options)
 
 
-def test_the_readme_is_one_page():
-    beside = "".join(blocks(README, "py"))  # Paddle's column, which takes no lines of its own
-    assert len(README.read_text().splitlines()) - len(beside.splitlines()) <= 155
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [README, REFERENCE], ids=lambda page: page.stem)
 def test_code_of_a_page_runs_from_top_to_bottom_and_prints_what_is_shown(page, tmp_path):
