@@ -44,12 +44,12 @@ def check_layer(
     - gradients, second order: they match numerical derivatives, or those of `reference`; in float64 and in the dtypes
       of the arguments, and for other values too if the layer takes these: each entry is multiplied by a random number,
       of either sign if the argument has both. The row says which were taken;
-    - forward mode: `jax.jvp` agrees with reverse mode (and with `reference`), also under jit and vmap, and for the
-      tangent of one argument alone. A layer without forward mode passes;
+    - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and for the tangent of one argument
+      alone. A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
-      if the layer has forward mode. A layer that refuses forward over reverse passes, and the row gives the reason;
-    - arguments: the gradient of an argument is the same if only this argument is differentiated. The row says how many
-      arguments are differentiable, because they hold floating-point or complex arrays;
+      if the layer has forward mode. A layer that refuses it passes, and the row gives the reason;
+    - arguments: the gradient of an argument is the same if only this argument is differentiated. Differentiable are
+      those that hold floating-point or complex arrays;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
     - linear: the gradients are linear in the cotangents. The row says whether that is proved. A layer that is not, as
       one that clips its gradient, passes if that of `reference` is the same;

@@ -9,7 +9,7 @@ from ._compare import MismatchError
 from ._gradients import gradients, outputs
 from ._runs import arguments, cotangents, leaks_unless_concrete, linear, repeatable
 from ._subject import Options, Subject, run_check
-from ._tensor_function import TensorFunction, name_of, tensor_function
+from ._tensor_function import name_of, tensor_function
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -66,8 +66,7 @@ def gradcheck(
             both values and the tolerance.
         TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
     """
-    options = Options(rtol, atol, step, limit, seed, float64)
-    _check_orders("gradcheck", fun, tensor_function("gradcheck", fun, args), None, [1], options)
+    _check("gradcheck", fun, None, args, [1], Options(rtol, atol, step, limit, seed, float64))
     return True
 
 
@@ -87,8 +86,7 @@ def gradgradcheck(
     Gradients are functions of the arguments and of the cotangents; both are therefore perturbed. For everything else
     see `gradcheck`.
     """
-    options = Options(rtol, atol, step, limit, seed, float64)
-    _check_orders("gradgradcheck", fun, tensor_function("gradgradcheck", fun, args), None, [1, 2], options)
+    _check("gradgradcheck", fun, None, args, [1, 2], Options(rtol, atol, step, limit, seed, float64))
     return True
 
 
@@ -131,22 +129,14 @@ def assert_equivalent(
         AssertionError: if the layer differs. The message names the output or argument, the index, and both values.
         TypeError, ValueError: if there is nothing to compare, or an argument lies on devices of other processes.
     """
-    function = tensor_function("assert_equivalent", layer, args)
-    right = tensor_function("assert_equivalent", reference, args, on_one_device=True)
     if not orders or any(order not in range(4) for order in orders):
         raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")
-    _check_orders("assert_equivalent", layer, function, right, sorted(set(orders)), Options(rtol, atol, seed=seed))
+    _check("assert_equivalent", layer, reference, args, orders, Options(rtol, atol, seed=seed))
 
 
-def _check_orders(
-    checker: str,
-    checked: Any,
-    function: TensorFunction,
-    reference: TensorFunction | None,
-    orders: Sequence[int],
-    options: Options,
-) -> None:
-    subject = Subject(function, reference, options)
+def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[int], options: Options) -> None:
+    right = None if reference is None else tensor_function(checker, reference, args, on_one_device=True)
+    subject = Subject(tensor_function(checker, fun, args), right, options)
     for order in range(max(orders) + 1):
         if order > 1:
             subject = subject.derivative
@@ -154,4 +144,4 @@ def _check_orders(
             for check in () if order not in orders else _CHECKS if order else (outputs,):
                 run_check(check(subject))
         except MismatchError as error:
-            raise AssertionError(f"{checker} of {name_of(checked)}, {_ORDERS[order]}: {error}") from None
+            raise AssertionError(f"{checker} of {name_of(fun)}, {_ORDERS[order]}: {error}") from None

@@ -149,8 +149,46 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
 
 
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
-    along, rtol = _Differences(subject).along, subject.epsilon ** (1 / 3)
-    return directional_cases(subject, along, subject.options.limit, "numerically", rtol)
+    """Yield the gradients beside central differences of the weighted sum of the outputs."""
+    function, epsilon, noise, options = subject.function, subject.epsilon, subject.tolerance.noise, subject.options
+    values, middle = list(map(exact, function.values)), list(map(exact, subject.outputs))
+    relative_step = epsilon ** (1 / 3) if options.step is None else options.step
+
+    def from_a_step(j: int, half_step: np.ndarray) -> tuple[float, float, np.ndarray]:
+        given = function.values
+        ends = [placed(given[j], values[j] + sign * half_step) for sign in (-1, 1)]
+        low, high = (function.outputs([*given[:j], end, *given[j + 1 :]]) for end in ends)
+        step, change, error = exact(ends[1]) - exact(ends[0]), 0.0, 0.0
+        for k, w in subject.cotangents.items():
+            weight, lower, upper = exact(w), exact(low[k]), exact(high[k])
+            change += float(np.sum(weight * (upper - lower)).real)
+            rounding = np.abs(weight) * (4 * epsilon * np.abs(upper) + noise.get(f"output {k}", 0.0))
+            # A change that is rounded to nothing is as uncertain as one entry.
+            error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
+            # Half of the difference between the slopes on both sides of the middle, which a kink makes.
+            error += abs(float(np.sum(weight * (upper - 2 * middle[k] + lower)).real))
+        length = float(np.linalg.norm(step))
+        return change / length, error / length, step / length
+
+    def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
+        value, moved, whole = values[j], direction != 0, largest(values[j])
+        half_steps = [max(1.0, largest(value[moved])) * direction]
+        if options.step is None and whole:
+            # The function may change on the scale of 1, of the array, or of each entry.
+            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
+            half_steps += [whole * direction] if whole < 0.1 else []
+            half_steps += [own * direction] if np.min(own, where=moved, initial=whole) < min(0.1, whole) else []
+        return min((from_a_step(j, relative_step * half_step) for half_step in half_steps), key=_relative_error)
+
+    return directional_cases(subject, along, options.limit, "numerically", epsilon ** (1 / 3))
+
+
+def _relative_error(found: tuple[float, float, np.ndarray]) -> tuple[float, float]:
+    """Return how much of a derivative may be an error; if it may be nothing else, the size of the error."""
+    derivative, error, _ = found
+    if not np.isfinite(error):
+        return np.inf, np.inf
+    return error / max(abs(derivative), error) if error else 0.0, error
 
 
 # From an array and a direction: the derivative, how large its error may be, and the direction that was taken.
@@ -193,51 +231,3 @@ def directional_cases(
             # The terms of a sum have errors of their own, and may cancel.
             error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
             yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)
-
-
-class _Differences:
-    """Central differences of the weighted sum of the outputs of a subject."""
-
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
-        self.values = list(map(exact, subject.function.values))
-        self.weights = {k: exact(w) for k, w in subject.cotangents.items()}
-        self.step = subject.epsilon ** (1 / 3) if subject.options.step is None else subject.options.step
-
-    def along(self, j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
-        """Return the derivative in a direction, how large its error may be, and the direction in the dtype given."""
-        value, moved = self.values[j], direction != 0
-        whole = largest(value)
-        half_steps = [max(1.0, largest(value[moved])) * direction]
-        if self.subject.options.step is None and whole:
-            # The function may change on the scale of 1, of the array, or of each entry.
-            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
-            half_steps += [whole * direction] if whole < 0.1 else []
-            half_steps += [own * direction] if np.min(own, where=moved, initial=whole) < min(0.1, whole) else []
-        return min((self._at(j, self.step * half_step) for half_step in half_steps), key=_relative_error)
-
-    def _at(self, j: int, half_step: np.ndarray) -> tuple[float, float, np.ndarray]:
-        function, epsilon, noise = self.subject.function, self.subject.epsilon, self.subject.tolerance.noise
-        values = function.values
-        ends = [placed(values[j], self.values[j] + sign * half_step) for sign in (-1, 1)]
-        low, high = (function.outputs([*values[:j], end, *values[j + 1 :]]) for end in ends)
-        step = exact(ends[1]) - exact(ends[0])
-        change = error = 0.0
-        for k, weight in self.weights.items():
-            lower, middle, upper = exact(low[k]), exact(self.subject.outputs[k]), exact(high[k])
-            change += float(np.sum(weight * (upper - lower)).real)
-            rounding = np.abs(weight) * (4 * epsilon * np.abs(upper) + noise.get(f"output {k}", 0.0))
-            # A change that is rounded to nothing is as uncertain as one entry.
-            error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
-            # Half of the difference between the slopes on both sides of the middle, which a kink makes.
-            error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
-        length = float(np.linalg.norm(step))
-        return change / length, error / length, step / length
-
-
-def _relative_error(found: tuple[float, float, np.ndarray]) -> tuple[float, float]:
-    """Return how much of a derivative may be an error; if it may be nothing else, the size of the error."""
-    derivative, error, _ = found
-    if not np.isfinite(error):
-        return np.inf, np.inf
-    return error / max(abs(derivative), error) if error else 0.0, error

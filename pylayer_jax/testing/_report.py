@@ -70,9 +70,8 @@ class LayerReport:
         hints: list[str] = []
         if any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed):
             hints.append(
-                "Does the layer communicate between devices? check_layer runs it on one. Then use "
-                "pylayer_jax.testing.assert_equivalent(\njax.shard_map(Layer.apply, mesh=mesh, in_specs=..., "
-                "out_specs=...), reference, args)."
+                "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
+                "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args)."
             )
         if differ and not self.has_reference:
             hints.append(

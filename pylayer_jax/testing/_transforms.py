@@ -25,34 +25,26 @@ _Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values
 
 
 def jit(subject: Subject) -> Cases:
-    function = subject.function
-    outputs = jax.jit(function.outputs)
-    yield subject.case(" of jit", _results(function, outputs, function.values, subject.cotangents))
-    gradients = jax.jit(lambda values, cotangents: function.with_values(values).gradients(cotangents))
-    yield subject.case(" under jit", gradients(function.values, subject.cotangents))
-    return "outputs, gradients, and gradients of the jitted layer match eager mode"
+    return (yield from _transformed(subject, " of jit", jax.jit(subject.function.outputs)))
 
 
 def remat(subject: Subject) -> Cases:
-    function = subject.function
-    outputs = jax.checkpoint(function.outputs)
-    yield subject.case(" of jax.checkpoint", _results(function, outputs, function.values, subject.cotangents))
-    return "outputs and gradients match eager mode"
+    return (yield from _transformed(subject, " of jax.checkpoint", jax.checkpoint(subject.function.outputs)))
 
 
 def cond(subject: Subject) -> Cases:
-    function = subject.function
-
     @jax.jit
-    def chosen(predicate: Any, values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
+    def chosen(predicate: Any, values: list[Any]) -> list[Any]:
         # The other branch returns constants: if it were taken, the gradients would be zero.
-        def outputs(values: list[Any]) -> list[Any]:
-            return jax.lax.cond(predicate, function.outputs, lambda _: list(subject.outputs), values)
+        return jax.lax.cond(predicate, subject.function.outputs, lambda _: list(subject.outputs), values)
 
-        return _results(function, outputs, values, cotangents)
+    return (yield from _transformed(subject, " of cond", lambda values: chosen(True, values)))
 
-    yield subject.case(" of cond", chosen(True, function.values, subject.cotangents))
-    return "the branch that a traced predicate chooses matches eager mode"
+
+def _transformed(subject: Subject, label: str, outputs: _Outputs) -> Cases:
+    function = subject.function
+    yield subject.case(label, _results(function, outputs, function.values, subject.cotangents))
+    return "outputs and gradients match eager mode"
 
 
 def shard_map(subject: Subject) -> Cases:
