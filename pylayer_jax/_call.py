@@ -19,7 +19,7 @@ from ._jax.tracers import is_differentiated, is_staging, surroundings
 from ._jax.types import as_array, is_array
 from ._messages import add_note, describe, innermost, plural, source_of
 from ._outputs import Outputs
-from ._trees import Skeleton, is_tensor
+from ._trees import Skeleton, contains, is_tensor
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
@@ -94,6 +94,9 @@ class LayerCall:
             UnexpectedTracerError: if an output or a residual depends on such a value.
         """
         __tracebackhide__ = True
+        # Each argument has an identity of its own, also where the caller passed one array twice.
+        if len(set(map(id, tensors))) < len(tensors):
+            tensors = [jnp.copy(x) if contains(tensors[:i], x) else x for i, x in enumerate(tensors)]
         run = self.run_forward(tensors, needs)
         if any(map(is_differentiated, [*run.outputs, *run.residuals])):
             raise self.closed_over_error()

@@ -41,12 +41,13 @@ from . import _hooks
 from ._call import LayerCall, Run
 from ._context import Kept
 from ._errors import NotLinearError, OnceDifferentiableError
+from ._jax.identities import forbid_derivative
 from ._jax.imports import DebugInfo, SymbolicZero, checkpoint_name, set_current_trace
-from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage
+from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables_read
 from ._jax.linearity import transpose_jaxpr
 from ._jax.masks import merge, scatter, select
 from ._jax.primitives import vmap_over
-from ._jax.rule_function import LinearMap, RuleFunction, apply, apply_linear, forbid_derivative
+from ._jax.rule_function import LinearMap, RuleFunction, apply, apply_linear
 from ._jax.tracers import (
     NEEDS_VALUES,
     is_batched,
@@ -288,12 +289,17 @@ class StagedLayer(RuleFunction):
         wanted = [d and has_tangent(v.aval) for d, v in zip(depends, results[self.n_outputs :], strict=True)]
         if not any(wanted):
             return [None] * len(wanted)
-        code = CodeMap(self.name, self.jaxpr, given, nonzero, select(results[self.n_outputs :], wanted))
+        targets = select(results[self.n_outputs :], wanted)
+        read = variables_read(self.jaxpr, given, targets)
+        given, known, moving, nonzero = (
+            [x for x, v in zip(column, given, strict=True) if v in read] for column in (given, known, moving, nonzero)
+        )
+        code = CodeMap(self.name, self.jaxpr, given, nonzero, targets)
         return scatter(apply_linear(code, known, select(moving, nonzero)), wanted)
 
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         # Within the `backward` of another layer, a layer counts as the linear map that its `forward` is.
-        return transpose_jaxpr(f"{self.name}.forward", self.jaxpr, args, cotangents)
+        return transpose_jaxpr(f"{self.name}.forward", jaxpr, args, cotangents)
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         if not self.call.layer._has_vmap_method() or all(d is None for d in dims):
@@ -434,12 +440,12 @@ def differentiated(call: LayerCall, run: Run, needs: Sequence[bool], packs: bool
         )
         residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
     if call.layer.saved_names:
-        residuals, outputs = _named(call, kept, owners, residuals, outputs)
+        residuals, outputs = _named(call, kept, len(run.residuals), owners, residuals, outputs)
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
 
 
 def _named(
-    call: LayerCall, kept: Kept, owners: Sequence[int], residuals: Values, outputs: Values
+    call: LayerCall, kept: Kept, n_tensors: int, owners: Sequence[int], residuals: Values, outputs: Values
 ) -> tuple[Values, Values]:
     """Name the residuals for the policies of `jax.checkpoint`."""
     given, layer = call.layer.saved_names, call.layer.__name__
@@ -449,7 +455,7 @@ def _named(
             f"{call.name}.saved_names has {len(given)} names, but forward saved {n_values} values with "
             "ctx.save_for_backward. Give one for each, None for a value without a name."
         )
-    names = kept.names(kept.n_saved, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
+    names = kept.names(n_tensors, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
     named = list(residuals)
     for i, owner in enumerate(owners):
         if names[owner] and is_tracer(residuals[i]):
@@ -600,7 +606,7 @@ def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, .
     needs = call.arguments.can_get_gradient([True] * len(tensors))
 
     def error() -> Exception:
-        return ref_error(call)
+        return once_differentiable_error(call.layer) or ref_error(call)
 
     try:
         kept, outputs, residuals = call.run_forward(tensors, needs)

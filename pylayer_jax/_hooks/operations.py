@@ -32,7 +32,15 @@ from pylayer_jax._jax.jaxprs import (
 )
 from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.primitives import object_of, vmap_over
-from pylayer_jax._jax.rule_function import BatchedFunction, LinearMap, RuleFunction, Values, apply, apply_linear, rule_function_p
+from pylayer_jax._jax.rule_function import (
+    BatchedFunction,
+    LinearMap,
+    RuleFunction,
+    Values,
+    apply,
+    apply_linear,
+    rule_function_p,
+)
 from pylayer_jax._jax.tracers import (
     BATCHED,
     FORWARD,

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from pylayer_jax._jax.identities import with_tangent
-from pylayer_jax._jax.rule_function import forbid_derivative
+from pylayer_jax._jax.identities import forbid_derivative
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_staged, is_tracer
 from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
 from pylayer_jax._messages import add_note, describe
@@ -50,9 +50,7 @@ class PackedTensor:
         return with_tangent(arrays[0], self._array.restored(arrays[1:]))
 
 
-def pack_tensor(
-    pair: Pair, tensor: Any, where: str, info: TensorInfo
-) -> tuple[PackedTensor | None, list[Any]]:
+def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> tuple[PackedTensor | None, list[Any]]:
     """Pack one tensor. Returns its packed form (None: it stays as it is), and the arrays that JAX has to keep."""
     steps = _chosen(pair.steps, tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
     if not steps:

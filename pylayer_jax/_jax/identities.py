@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -25,18 +25,49 @@ class _Identity(RuleFunction):
         raise NotImplementedError
 
 
-class _Barrier(_Identity):
+class _Positional(_Identity):
+    """Each result is the operand at its position, and may be transposed apart from the others."""
+
+    def values(self, operands: Sequence[Any]) -> Values:
+        return list(operands)
+
+    def of(self, types: tuple[Any, ...]) -> _Positional:
+        """Return the same function of operands of other types."""
+        raise NotImplementedError
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        return self.of(tuple(types)), [], list(dims)
+
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return list(cotangents)
+
+
+def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """Keep values that JAX knows apart from those that it transposes for: a function that mixes them is not linear."""
+    __tracebackhide__ = True
+    unknown = [not tracer.is_known() for tracer in tracers]
+    function = object_of_params(params)
+    if not isinstance(function, _Positional) or all(unknown) or not any(unknown):
+        return trace.default_process_primitive(rule_function_p, tracers, params)
+    known = [x.pval.get_known() for x in tracers if x.is_known()]
+    apart = select(tracers, unknown)
+    with set_current_trace(trace):
+        bound = apply(function.of(tuple([x.aval for x in apart])), apart)
+    return merge(unknown, bound, merge([not u for u in unknown], known, tracers))
+
+
+partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
+
+
+class _Barrier(_Positional):
     def values(self, operands: Sequence[Any]) -> Values:
         return list(jax.lax.optimization_barrier(tuple(operands)))
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         return apply(self, primals), list(tangents)
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return _barrier_of(tuple(types)), [], list(dims)
-
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return list(cotangents)
+    def of(self, types: tuple[Any, ...]) -> _Barrier:
+        return _barrier_of(types)
 
 
 def barrier(values: Sequence[Any]) -> Values:
@@ -52,18 +83,30 @@ def _barrier_of(types: tuple[Any, ...]) -> _Barrier:
     return _Barrier("barrier", types)
 
 
-def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Keep values that JAX knows apart from those that it transposes for: a barrier that mixes them is not linear."""
-    unknown = [not tracer.is_known() for tracer in tracers]
-    if not isinstance(object_of_params(params), _Barrier) or all(unknown) or not any(unknown):
-        return trace.default_process_primitive(rule_function_p, tracers, params)
-    known = [x.pval.get_known() for x in tracers if x.is_known()]
-    with set_current_trace(trace):
-        bound = barrier(select(tracers, unknown))
-    return merge(unknown, bound, merge([not u for u in unknown], known, tracers))
+class _Forbidden(_Positional):
+    """The identity, whose derivative is an error."""
+
+    def __init__(self, types: tuple[Any, ...], error: Callable[[], Exception]) -> None:
+        self.name, self.error, self.jaxpr = "forbid_derivative", error, _identity(types)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        raise self.error()
+
+    def of(self, types: tuple[Any, ...]) -> _Forbidden:
+        return _Forbidden(types, self.error)
+
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        return args
 
 
-partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
+@functools.lru_cache(maxsize=256)
+def _identity(types: tuple[Any, ...]) -> Any:
+    return stage(lambda *xs: (list(xs), None), types, "forbid_derivative")[0]
+
+
+def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
+    """Return the values; a derivative that goes through one of them raises the exception that `error` makes."""
+    return apply(_Forbidden(tuple([typeof(x) for x in values]), error), values) if values else []
 
 
 class _WithTangent(_Identity):

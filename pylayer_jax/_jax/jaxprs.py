@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -131,16 +131,9 @@ def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> l
 
     A variable that an equation computes may be known too: then it has the known value wherever it is read.
     """
-    needed = {v for v in wanted if not is_literal(v) and v not in known}
-    equations: list[Any] = []
-    for equation in reversed(jaxpr.eqns):
-        # An equation before a read of a Ref may have written what the Ref holds.
-        if any(v in needed for v in (*equation.outvars, *_refs(equation))):
-            equations.append(equation)
-            needed.update(v for v in equation.invars if not is_literal(v) and v not in known)
     values = dict(known)
     debug = DebugInfo("pylayer_jax", "part of a jaxpr", None, None)
-    for equation in reversed(equations):
+    for equation in _equations_to(jaxpr, known, wanted)[0]:
         inputs = list(dict.fromkeys(v for v in equation.invars if not is_literal(v)))
         single = jaxpr.replace(
             invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=debug
@@ -148,6 +141,23 @@ def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> l
         for variable, value in zip(equation.outvars, eval_jaxpr(single, (), *map(values.get, inputs)), strict=True):
             values.setdefault(variable, value)
     return [v.val if is_literal(v) else values[v] for v in wanted]
+
+
+def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
+    """Return the `known` variables that `evaluate_part` reads."""
+    return _equations_to(jaxpr, known, wanted)[1]
+
+
+def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
+    """Return the equations that lead from known to wanted variables, in order, and all variables that are read."""
+    known, read = set(known), {v for v in wanted if not is_literal(v)}
+    equations: list[Any] = []
+    for equation in reversed(jaxpr.eqns):
+        # An equation before a read of a Ref may have written what the Ref holds.
+        if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
+            equations.append(equation)
+            read.update(v for v in equation.invars if not is_literal(v))
+    return equations[::-1], read
 
 
 # -- Refs that begin and end within a jaxpr ----------------------------------------------------------

@@ -62,7 +62,7 @@ def _why(kinds: Sequence[Kind]) -> str:
 
 def _is_zero(value: Any) -> bool:
     try:
-        return not np.any(np.asarray(value))
+        return value is not None and not np.any(np.asarray(value))
     except Exception:  # a tracer, a key
         return False
 
@@ -281,7 +281,7 @@ def transpose_jaxpr(
     if not any(used):
         return [None] * len(args)
     jaxpr = jaxpr.replace(outvars=select(jaxpr.outvars, used))
-    if reason := why_not_linear(jaxpr, is_input):
+    if reason := why_not_linear(jaxpr, is_input, args):
         raise NotLinearError(f"{name} is not linear in {inputs}, as {reason}.")
 
     def linear(*values: Any) -> list[Any]:

@@ -60,8 +60,8 @@ class RuleFunction:
         """Compute the values and their tangents. None is a zero tangent; at least one is not None."""
         raise NotImplementedError
 
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return cotangents of the operands that are None, where the function is linear in these."""
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """Return cotangents of the operands that are None, by a jaxpr of the function that is linear in these."""
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
@@ -131,8 +131,8 @@ class BatchedFunction(RuleFunction):
         rule = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), (self.out_dims, 0))
         return rule(list(primals[self.n_consts :]), list(tangents[self.n_consts :]))
 
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return self.inner.transpose(args, cotangents)
+    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self.inner.transpose(jaxpr, args, cotangents)
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
@@ -174,7 +174,7 @@ rule_function_p.register(
     abstract=lambda function, *_: ([v.aval for v in function.jaxpr.outvars], outside_effects(function.jaxpr)),
     jvp=_jvp,
     batch=_batch,
-    transpose=lambda function, args, cotangents: function.transpose(args, cotangents),
+    transpose=lambda function, args, cotangents: function.transpose(function.jaxpr, args, cotangents),
     lower=lambda function, context, *args: function.lower(context, args),
 )
 
@@ -287,29 +287,3 @@ linear_map_p.register(
     transpose=_transpose_linear,
     lower=_lower_linear,
 )
-
-
-# -- forbid_derivative: values -> values --------------------------------------------------------------
-
-
-class Forbidden(RuleFunction):
-    """The identity, whose derivative is an error."""
-
-    def __init__(self, types: Sequence[Any], error: Callable[[], Exception]) -> None:
-        self.name, self.error, self.jaxpr = "forbid_derivative", error, _identity(tuple(types))
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        raise self.error()
-
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
-        return args
-
-
-@functools.lru_cache(maxsize=256)
-def _identity(types: tuple[Any, ...]) -> Any:
-    return stage(lambda *xs: (list(xs), None), types, "forbid_derivative")[0]
-
-
-def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
-    """Return the values; a derivative that goes through one of them raises the exception that `error` makes."""
-    return apply(Forbidden([typeof(x) for x in values], error), values) if values else []

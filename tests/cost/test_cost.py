@@ -259,14 +259,6 @@ AROUND = pytest.mark.parametrize(
 )
 
 
-@AROUND
-def test_an_output_that_nobody_uses_leaves_the_jaxpr(around):
-    run, text = without_unused(lambda x: around(Both.apply)(x)[0], X)
-    assert "tanh" in text
-    assert "sin" not in text
-    np.testing.assert_allclose(run(X), around(Both.apply)(X)[0], rtol=1e-6)
-
-
 @pytest.mark.parametrize(("layer", "output"), [(Both, 1), (ForwardBoth, 0)])
 @AROUND
 def test_what_is_left_has_the_same_derivatives(layer, output, around):
