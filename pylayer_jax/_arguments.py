@@ -49,7 +49,7 @@ class Arguments:
         self.n_positional = n_positional  # arguments that the parameters of `forward` take by position
         self.keywords = keywords  # names of the arguments that the call gave by keyword, in the order of the call
         # True if each argument is one tensor, given by position, as in nearly every call.
-        self.is_plain = not keywords and all(a.skeleton is LEAF for a in arguments)
+        self.is_plain = not keywords and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - fewer calls
         self.ref_mask: list[bool] | None = None  # which tensors are Refs; None if none is
 
     @staticmethod

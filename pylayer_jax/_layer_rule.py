@@ -344,6 +344,11 @@ def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLay
     jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
     if any(map(is_differentiated, consts)):
         raise call.closed_over_error()
+    if any(map(is_ref, consts)):
+        raise TypeError(
+            f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. Pass the "
+            f"Ref as an argument: {call.name}.apply(..., ref)."
+        )
     return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
 
 

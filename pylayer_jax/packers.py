@@ -141,8 +141,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {got}.")
         if narrow.itemsize < 2:
             raise TypeError(
-                f"cast_saved: {narrow} has a range that saved tensors leave (that of float8_e4m3fn ends at 448; what is "
-                "beyond becomes NaN). Use quantize_saved(8), which scales each block of values and takes as many bits."
+                f"cast_saved: {narrow} has a range that saved tensors leave (that of float8_e4m3fn ends at 448; what "
+                "is beyond becomes NaN). Use quantize_saved(8), which scales each block of values and takes as many bits."
             )
 
         def pack(x: Any) -> Any:
@@ -352,8 +352,8 @@ def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
 def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
     """Return a value and constants, which seem to depend on it.
 
-    JAX moves out of a scan what is the same in each iteration, and would keep such a constant in the shape of the value;
-    and XLA would quantize a constant value while it compiles, for seconds. tests: test_memory_of_a_compiled_scan
+    JAX moves out of a scan what is the same in each iteration, and would keep such a constant in the shape of the
+    value. tests: test_memory_of_a_compiled_scan
     """
     return jax.lax.optimization_barrier((x, *constants))
 
@@ -368,7 +368,7 @@ def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return those of the finite values in each block; inf and -inf for a block without any, which is NaN as a whole."""
+    """Return those of the finite values in each block; inf and -inf if there are none, and the block is all NaN."""
 
     def finite_or(value: jax.Array, end: float) -> jax.Array:
         return jnp.where(jnp.isfinite(value), value, end)

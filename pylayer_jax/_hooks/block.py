@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 
@@ -74,18 +73,7 @@ def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[s
     return kind(*args, **kwargs)
 
 
-class _PairClass(abc.ABCMeta):
-    """The class of the classes of pairs: `with quantize_saved:` enters a class, and is an error that says so."""
-
-    if not TYPE_CHECKING:  # a type checker flags it
-
-        def __enter__(cls) -> None:
-            raise TypeError(f"{cls.__name__} in `with` is the class. Make a pair of it: with {cls.__name__}(...):")
-
-        def __exit__(cls, *_: object) -> None: ...
-
-
-class _MadeWith(metaclass=_PairClass):
+class _MadeWith:
     """Remembers the arguments of `__init__`, also those of a subclass.
 
     A base of its own: where a class has both, `inspect.signature` reads `__new__` and not `__init__`.

@@ -5,7 +5,7 @@ differentiated, it is bound as a function whose rule is `jax.vjp` of the operati
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
-    and its derivative            c, r = sin a, cos a;  p = pack r;  tangent of c = linear_map[name=sin] p (tangent of a)
+    its derivative:               c, r = sin a, cos a;  p = pack r;  tangent of c = linear_map[name=sin] p (tangent of a)
 
 An operation is anything that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
 Within it hooks are suspended: its residuals are packed once, as those of the whole. Only a staged scan, and a jitted
@@ -15,6 +15,7 @@ function that holds one, is staged again with packing inside.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
@@ -152,7 +153,7 @@ class Operation(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
     def _known(self, primals: Sequence[Any], array_of: dict[int, Any]) -> list[tuple[Any, Residual]]:
-        """Return the operands that are not packed, and how they are kept. `array_of`: by identity, for numbers of JAX."""
+        """Return the operands that are not packed, and how they are kept. `array_of`: of numbers, by identity."""
         primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
         found = [(x, Residual.of(x)) for x in primals[: self.n_consts]]
@@ -185,16 +186,6 @@ class _OperationOfBatch(BatchedFunction):
         return _batch(self, axis, dims, types)
 
 
-class _StagedOperationOfBatch(BatchedFunction):
-    """An operation for a batch."""
-
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return _batch(self, axis, dims, types)
-
-    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return _transpose(self, args, cotangents)
-
-
 def _batch(
     function: RuleFunction, axis: Any, dims: Sequence[Any], types: Sequence[Any]
 ) -> tuple[RuleFunction, Values, list[Any]]:
@@ -202,7 +193,8 @@ def _batch(
         batched = _OperationOfBatch(function, axis, dims)
         batched.out_dims = [0]  # of the values, as soon as the function has run
         return batched, [], batched.out_dims
-    batched = _StagedOperationOfBatch(function, axis, dims)
+    batched = BatchedFunction(function, axis, dims)
+    batched.transpose = functools.partial(_transpose, batched)
     return batched, batched.stage(types), batched.out_dims
 
 
@@ -332,14 +324,14 @@ class HooksTrace(PassThroughTrace):
     def _bind(
         self, bind: Bind, name: str, args: Sequence[Any], params: dict[str, Any], shown: str, sources: Sequence[int]
     ) -> Values:
-        if any([_holds_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)]):
+        if any(_holds_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)):
             return bind(*args)
         kinds = {type(whole_batch(x)) for x in args}
         is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
         is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
         is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # which JAX transposes by itself
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
-        has_others = any([type(typeof(x)) is not ShapedArray for x in args])  # Refs, tokens
+        has_others = any(type(typeof(x)) is not ShapedArray for x in args)  # Refs, tokens
         if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
             # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
             with hooks_suspended():
@@ -437,7 +429,7 @@ class HooksTrace(PassThroughTrace):
 
 def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int], args: Sequence[Any]) -> int:
     """Return where the results of an operation come from, given this of its operands."""
-    if not any([source != CONSTANT for source in sources]):
+    if not set(sources) - {CONSTANT}:
         return CONSTANT
     if COMPUTED in sources and OUTSIDE not in sources:
         return COMPUTED
@@ -455,7 +447,7 @@ def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int]
 
 def _closes_over_ref(jaxpr: Any) -> bool:
     """Return whether a `jax.Ref` is a constant of a jaxpr, and so is no operand of the equation that holds it."""
-    return any([not isinstance(v.aval, ShapedArray) for v in jaxpr.constvars])
+    return any(not isinstance(v.aval, ShapedArray) for v in jaxpr.constvars)
 
 
 def _is_staged_below(value: Any) -> bool:

@@ -5,8 +5,8 @@
 
 NOTE [derivatives of packed tensors]
 Pack and unpack count as the identity in derivatives of higher order, whatever the pair does to values. If an outer
-differentiation is under way, the tensor therefore stays beside its packed form, only for its tangent; its value is never
-read there, so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later (the
+differentiation is under way, the tensor therefore stays beside its packed form, only for its tangent; its value is
+never read there, so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later (the
 body of a scan, `jax.grad` of `jax.jit`), nothing tells whether a derivative of higher order follows, and a tensor that
 stays would cost the memory that packing saves. Therefore it does not stay. A second derivative then goes through the
 hooks themselves if the pair is `differentiable`, and is an error otherwise. tests: test_orders.py
@@ -21,8 +21,7 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from pylayer_jax._jax.identities import with_tangent
-from pylayer_jax._jax.identities import forbid_derivative
+from pylayer_jax._jax.identities import forbid_derivative, with_tangent
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_staged, is_tracer
 from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
 from pylayer_jax._messages import add_note, describe
@@ -197,7 +196,8 @@ def _running(hook: str, where: str) -> Generator[None]:
         yield
     except NEEDS_VALUES as error:
         raise TypeError(
-            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). {_TO_DO[hook]}"
+            f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). "
+            f"{_TO_DO[hook]}"
         ) from error
     except Exception as error:
         add_note(error, "", hook, f", for {where}")

@@ -68,10 +68,6 @@ class WeakTable:
         except TypeError:  # JAX has numbers without weak references
             return
 
-    def forget(self, is_forgotten: Callable[[Any], bool]) -> None:
-        for number in [number for number, (_, value) in list(self._entries.items()) if is_forgotten(value)]:
-            self._entries.pop(number, None)
-
 
 class Pair:
     """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches."""

@@ -50,7 +50,7 @@ class Residual(NamedTuple):
         references: list[tuple[int, Any]] = []  # to each of the parts
         for part in parts:
             for root in part.roots:
-                if not any([root is other for other in roots]):
+                if all(root is not other for other in roots):
                     roots.append(root)
             own = [(ROOT, next(i for i, other in enumerate(roots) if other is root)) for root in part.roots]
             n_before = len(steps)
@@ -85,8 +85,7 @@ class _WeakResidual:
 class PackedResiduals:
     """How each tensor of a layer or operation is made of the arrays that JAX keeps. Holds no array."""
 
-    def __init__(self, pair: Pair, residuals: Sequence[Residual]) -> None:
-        self.pair = pair
+    def __init__(self, residuals: Sequence[Residual]) -> None:
         self.arrays: list[Any] = []  # until `pack` returns
         self.owners: list[int] = []  # the tensor that each array was packed from, or the first of several
         numbers: dict[int, int] = {}
@@ -132,7 +131,8 @@ class UnpackedTensors(Sequence[Any]):
         if key not in self._roots:
             arrays = [self._arrays[i] for i in numbers]
             if packed is not None:
-                self._roots[key] = self._unpacked(packed, self._waiting(arrays))
+                # JAX hands on some constants as numbers.
+                self._roots[key] = packed.unpack(as_arrays(self._waiting(arrays)))
             else:
                 (self._roots[key],) = self._waiting(arrays) if waits else arrays
         return self._roots[key]
@@ -150,14 +150,6 @@ class UnpackedTensors(Sequence[Any]):
         for i, cotangent in zip(present, values[len(arrays) :], strict=True):
             self.cotangents[i] = cotangent
         return values[: len(arrays)]
-
-    def _unpacked(self, packed: PackedTensor, arrays: Sequence[Any]) -> Any:
-        try:
-            return packed.unpack(as_arrays(arrays))  # JAX hands on some constants as numbers
-        except Exception:
-            # What is broken must not serve the next operation that keeps the tensor.
-            self._packed.pair.residuals.forget(lambda weak: any(r and r() is packed for r, _ in weak.roots))
-            raise
 
 
 Info = Callable[[int], TensorInfo] | tuple[str, Sequence[str]]
@@ -194,14 +186,14 @@ def pack(
         known = [(x, Residual.of(x)) for x, is_set in zip(operands, stays, strict=False) if is_set]
     with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
         if active.value is SUSPENDED:  # an operation around this one packs what is kept
-            packed = PackedResiduals(pair, list(map(Residual.of, tensors)))
+            packed = PackedResiduals(list(map(Residual.of, tensors)))
         else:
             tell = info if callable(info) else lambda i: TensorInfo(layer=info[0], name=info[1][i] if info[1] else "")
             packing = _Packing(pair, owner, tell, origins or {}, known, operands)
             with hooks_suspended():
                 residuals = [packing.residual(x, i) for i, x in enumerate(tensors)]
                 outputs = packing.bind(outputs)
-            packed = PackedResiduals(pair, residuals)
+            packed = PackedResiduals(residuals)
     arrays, packed.arrays = packed.arrays, []
     return packed, arrays, list(outputs)
 
@@ -281,7 +273,7 @@ class _Packing:
         that keep the same tensors find what was packed, and which outputs follow from it.
         """
         bound = list(outputs)
-        if any([is_staged(x) for root in self._new for x in root.arrays]):
+        if any(is_staged(x) for root in self._new for x in root.arrays):
             values = iter(barrier([*outputs, *(x for root in self._new for x in root.arrays)]))
             bound = [next(values) for _ in outputs]
             for root in self._new:
@@ -292,6 +284,6 @@ class _Packing:
             if residual is not None:
                 self._found[id(new)] = new, residual
         for tensor, residual in self._found.values():
-            if any([root.packed is not None for root in residual.roots]):
+            if any(root.packed is not None for root in residual.roots):
                 self._pair.residuals.put(tensor, _WeakResidual(residual))
         return bound

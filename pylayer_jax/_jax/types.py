@@ -136,7 +136,7 @@ def shard_counts(value: Any) -> list[int]:
 
 
 def with_type(value: jax.Array, aval: Any) -> jax.Array:
-    """Return `value` with the weak type, the varying axes and the explicit sharding of a type of its shape and dtype."""
+    """Return `value` with the weak type, the varying axes and the explicit sharding of a type."""
     if typeof(value) == aval:
         return value
     value = with_varying_axes(value, aval)

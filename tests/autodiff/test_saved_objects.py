@@ -156,7 +156,7 @@ def test_a_ref_that_forward_makes_is_right_at_every_order(forward_mode):
             np.testing.assert_allclose(second(apply)(jnp.float32(X)), 3 * X**2, rtol=1e-5, err_msg=name)
 
 
-def test_a_ref_that_forward_closes_over_has_a_first_derivative():
+def test_a_ref_that_forward_closes_over_is_refused_where_it_is_traced():
     def run(derivative):
         ref = jax.new_ref(jnp.zeros(()))
 
@@ -172,10 +172,8 @@ def test_a_ref_that_forward_closes_over_has_a_first_derivative():
 
         return derivative(Counts.apply)(jnp.float32(2.0)), ref[...]
 
+    assert run(grad) == (3, 2)  # on concrete values
     scanned = lambda f: grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0])  # noqa: E731
-    for derivative, expected in ((grad, 3), (lambda f: grad(jax.jit(f)), 3), (scanned, 6)):
-        assert run(derivative)[0] == expected
-    assert jax.jit(lambda: run(grad))() == (3, 2)
-    for second in (lambda f: grad(grad(f)), lambda f: jax.jit(grad(grad(f)))):
-        with pytest.raises(TypeError, match="Counts"):
-            run(second)
+    for traced in (lambda f: grad(jax.jit(f)), scanned, lambda f: jax.jit(grad(f)), lambda f: grad(grad(f))):
+        with pytest.raises(TypeError, match=r"Counts.*as an argument"):
+            run(traced)
