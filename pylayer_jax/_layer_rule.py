@@ -297,9 +297,9 @@ class StagedLayer(RuleFunction):
         code = CodeMap(self.name, self.jaxpr, given, nonzero, targets)
         return scatter(apply_linear(code, known, select(moving, nonzero)), wanted)
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         # Within the `backward` of another layer, a layer counts as the linear map that its `forward` is.
-        return transpose_jaxpr(f"{self.name}.forward", jaxpr, args, cotangents)
+        return transpose_jaxpr(f"{self.name}.forward", self.jaxpr, args, cotangents)
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         if not self.call.layer._has_vmap_method() or all(d is None for d in dims):

@@ -142,7 +142,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         if narrow.itemsize < 2:
             raise TypeError(
                 f"cast_saved: {narrow} has a range that saved tensors leave (that of float8_e4m3fn ends at 448; what "
-                "is beyond becomes NaN). Use quantize_saved(8), which scales each block of values and takes as many bits."
+                "is beyond becomes NaN). Use quantize_saved(8), which scales each block of values."
             )
 
         def pack(x: Any) -> Any:

@@ -78,8 +78,8 @@ class Block(tuple[Any]):
         if innermost is not self and isinstance(innermost, Block) and innermost.is_of_another_task():
             raise innermost.other_task_error()
         raise RuntimeError(
-            "a block of saved_tensors_hooks was left in another thread, order or transformation than it was entered, as "
-            "a generator may do. Leave a block where it was entered, the innermost one first."
+            "a block of saved_tensors_hooks was left in another thread, order or transformation than it was entered, "
+            "as a generator may do. Leave a block where it was entered, the innermost one first."
         )
 
     def restore(self) -> None:
@@ -93,7 +93,7 @@ class Block(tuple[Any]):
 
     def is_of_another_task(self) -> bool:
         """Return whether another asyncio task entered the block, and this one was not made inside it."""
-        is_mine = any(block is self for block in _entered.get()) or self._task is _current_task()
+        is_mine = id(self) in map(id, _entered.get()) or self._task is _current_task()
         return self._task is not None and not is_mine
 
     def other_task_error(self) -> RuntimeError:
@@ -101,8 +101,8 @@ class Block(tuple[Any]):
         here = "code outside of any task" if met is None else f"the asyncio task {met.get_name()!r}"
         return RuntimeError(
             f"a block of saved_tensors_hooks that the asyncio task {self._task.get_name()!r} entered is still open, "
-            f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack what other tasks "
-            "save. Leave the block before each await, or give the tasks threads of their own (asyncio.to_thread)."
+            f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack what other "
+            "tasks save. Leave the block before each await, or give the tasks threads of their own (asyncio.to_thread)."
         )
 
 

@@ -57,7 +57,7 @@ class Recorder(PassThroughTrace):
                 return eval_jaxpr(*opened, *tracers)
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*tracers, **params)
-        if not primitive.multiple_results and not any(result is x for x in tracers):
+        if not primitive.multiple_results and id(result) not in map(id, tracers):
             self.origins[id(result)] = Origin(primitive, params, tracers, result)
         return result
 
@@ -65,7 +65,7 @@ class Recorder(PassThroughTrace):
 def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
     """Return the jaxpr and constants of a small jitted function, such as those of jax.numpy; None for another one."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
-    is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not any(inner_jaxprs(e.params) for e in jaxpr.eqns)
+    is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
     return (with_users_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
 
 
@@ -138,7 +138,7 @@ def _follow_back(
     made: list[Origin],
 ) -> None:
     """Add to `roots` what a value follows from, and to `made` what is made of them, in order."""
-    if is_constant(value) or any(value is x for x in [*roots, *(o.value for o in made)]):
+    if is_constant(value) or id(value) in map(id, [*roots, *[o.value for o in made]]):
         return
     origin = None if is_known(value) else origins.get(id(value))
     if origin is None or not _keeps_errors(origin, origins, keeps):

@@ -5,7 +5,7 @@ differentiated, it is bound as a function whose rule is `jax.vjp` of the operati
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
-    its derivative:               c, r = sin a, cos a;  p = pack r;  tangent of c = linear_map[name=sin] p (tangent of a)
+    its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
 An operation is anything that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
 Within it hooks are suspended: its residuals are packed once, as those of the whole. Only a staged scan, and a jitted
@@ -324,14 +324,14 @@ class HooksTrace(PassThroughTrace):
     def _bind(
         self, bind: Bind, name: str, args: Sequence[Any], params: dict[str, Any], shown: str, sources: Sequence[int]
     ) -> Values:
-        if any(_holds_block(j) or _closes_over_ref(j) for j in inner_jaxprs(params)):
+        if [j for j in inner_jaxprs(params) if _holds_block(j) or _closes_over_ref(j)]:
             return bind(*args)
         kinds = {type(whole_batch(x)) for x in args}
         is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
         is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
         is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # which JAX transposes by itself
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
-        has_others = any(type(typeof(x)) is not ShapedArray for x in args)  # Refs, tokens
+        has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # Refs, tokens
         if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
             # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
             with hooks_suspended():
@@ -447,7 +447,7 @@ def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int]
 
 def _closes_over_ref(jaxpr: Any) -> bool:
     """Return whether a `jax.Ref` is a constant of a jaxpr, and so is no operand of the equation that holds it."""
-    return any(not isinstance(v.aval, ShapedArray) for v in jaxpr.constvars)
+    return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
 
 
 def _is_staged_below(value: Any) -> bool:

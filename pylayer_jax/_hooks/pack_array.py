@@ -6,10 +6,10 @@
 NOTE [derivatives of packed tensors]
 Pack and unpack count as the identity in derivatives of higher order, whatever the pair does to values. If an outer
 differentiation is under way, the tensor therefore stays beside its packed form, only for its tangent; its value is
-never read there, so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later (the
-body of a scan, `jax.grad` of `jax.jit`), nothing tells whether a derivative of higher order follows, and a tensor that
-stays would cost the memory that packing saves. Therefore it does not stay. A second derivative then goes through the
-hooks themselves if the pair is `differentiable`, and is an error otherwise. tests: test_orders.py
+never read there, so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later
+(the body of a scan, `jax.grad` of `jax.jit`), nothing tells whether a derivative of higher order follows, and a tensor
+that stays would cost the memory that packing saves. Therefore it does not stay. A second derivative then goes through
+the hooks themselves if the pair is `differentiable`, and is an error otherwise. tests: test_orders.py
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Residual(NamedTuple):
         references: list[tuple[int, Any]] = []  # to each of the parts
         for part in parts:
             for root in part.roots:
-                if all(root is not other for other in roots):
+                if id(root) not in map(id, roots):
                     roots.append(root)
             own = [(ROOT, next(i for i, other in enumerate(roots) if other is root)) for root in part.roots]
             n_before = len(steps)
@@ -273,7 +273,7 @@ class _Packing:
         that keep the same tensors find what was packed, and which outputs follow from it.
         """
         bound = list(outputs)
-        if any(is_staged(x) for root in self._new for x in root.arrays):
+        if any(map(is_staged, [x for root in self._new for x in root.arrays])):
             values = iter(barrier([*outputs, *(x for root in self._new for x in root.arrays)]))
             bound = [next(values) for _ in outputs]
             for root in self._new:
@@ -284,6 +284,6 @@ class _Packing:
             if residual is not None:
                 self._found[id(new)] = new, residual
         for tensor, residual in self._found.values():
-            if any(root.packed is not None for root in residual.roots):
+            if [root for root in residual.roots if root.packed is not None]:
                 self._pair.residuals.put(tensor, _WeakResidual(residual))
         return bound

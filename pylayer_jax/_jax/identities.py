@@ -38,7 +38,7 @@ class _Positional(_Identity):
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
         return self.of(tuple(types)), [], list(dims)
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
 
 

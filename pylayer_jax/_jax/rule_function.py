@@ -22,6 +22,7 @@ This module knows nothing of layers.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,8 +61,8 @@ class RuleFunction:
         """Compute the values and their tangents. None is a zero tangent; at least one is not None."""
         raise NotImplementedError
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return cotangents of the operands that are None, by a jaxpr of the function that is linear in these."""
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """Return cotangents of the operands that are None, where the function is linear in these."""
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
@@ -131,8 +132,10 @@ class BatchedFunction(RuleFunction):
         rule = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), (self.out_dims, 0))
         return rule(list(primals[self.n_consts :]), list(tangents[self.n_consts :]))
 
-    def transpose(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return self.inner.transpose(jaxpr, args, cotangents)
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        function = copy.copy(self.inner)
+        function.jaxpr = self.jaxpr
+        return function.transpose(args, cotangents)
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
@@ -174,7 +177,7 @@ rule_function_p.register(
     abstract=lambda function, *_: ([v.aval for v in function.jaxpr.outvars], outside_effects(function.jaxpr)),
     jvp=_jvp,
     batch=_batch,
-    transpose=lambda function, args, cotangents: function.transpose(function.jaxpr, args, cotangents),
+    transpose=lambda function, args, cotangents: function.transpose(args, cotangents),
     lower=lambda function, context, *args: function.lower(context, args),
 )
 
