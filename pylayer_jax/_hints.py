@@ -63,8 +63,8 @@ def hint(error: Exception, layer: str, method: str) -> str:
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "
-            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. Host code runs in "
-            "jax.pure_callback, which has derivatives of every order in a layer."
+            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. Host code runs "
+            "in jax.pure_callback, which has derivatives of every order in a layer."
         )
     if isinstance(error, AttributeError):
         return _hint_for_attribute(error)

@@ -149,8 +149,8 @@ class LayerMap(LinearMap):
             )
         else:
             advice = (
-                "Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes a linear backward. Use reverse "
-                "over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
+                "Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes a linear backward. Use "
+                "reverse over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
             )
         return NotLinearError(f"{message} {advice}")
 
@@ -346,8 +346,8 @@ def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLay
         raise call.closed_over_error()
     if any(map(is_ref, consts)):
         raise TypeError(
-            f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. Pass the "
-            f"Ref as an argument: {call.name}.apply(..., ref)."
+            f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. Pass "
+            f"the Ref as an argument: {call.name}.apply(..., ref)."
         )
     return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
 
@@ -628,8 +628,8 @@ def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, .
 def ref_error(call: LayerCall) -> TypeError:
     return TypeError(
         f"{call.name}.apply takes a jax.Ref ({', '.join(call.arguments.ref_names())}). Such a call has a first "
-        "derivative in reverse mode only: no second derivative, no forward mode, no vmap method, no gradient of what the "
-        "Ref holds. Where the Ref is only read, pass its value: ref[...]."
+        "derivative in reverse mode only: no second derivative, no forward mode, no vmap method, no gradient of what "
+        "the Ref holds. Where the Ref is only read, pass its value: ref[...]."
     )
 
 

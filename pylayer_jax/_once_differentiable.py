@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from ._context import PyLayerContext
 from ._errors import OnceDifferentiableError
-from ._jax.masks import merge, select
 from ._jax.identities import forbid_derivative
+from ._jax.masks import merge, select
 from ._jax.tracers import is_tracer
 from ._jax.types import has_tangent
 from ._trees import split

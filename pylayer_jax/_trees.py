@@ -253,8 +253,8 @@ def _aligned(
     if of_entry is None or {key for key, _ in of_entry} != set(keys):
         got = "" if of_entry is None else f" with the {len(of_entry)} entries {', '.join(key for key, _ in of_entry)}"
         raise ValueError(
-            f"{where}{f', at {path}' if path else ''}: expected the structure of the argument, a {type(model).__name__} "
-            f"with the {len(keys)} entries {', '.join(keys)}, or None for zero; got {describe(entry)}{got}."
+            f"{where}{f', at {path}' if path else ''}: expected the structure of the argument, a "
+            f"{type(model).__name__} with the {len(keys)} entries {', '.join(keys)}, or None for zero; got {describe(entry)}{got}."
         )
     values = dict(of_entry)
     for key, child in children:

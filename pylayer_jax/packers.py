@@ -223,7 +223,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         def unpack(packed: Any) -> Any:
             if isinstance(packed, _Bits):
                 return _unpack_bits(packed)
-            return _dequantize(*packed[:3], bits, *packed[3:]) if isinstance(packed, _Quantized) else packed
+            return _dequantize(*packed[:3], bits, packed[3:]) if isinstance(packed, _Quantized) else packed
 
         self._packs_arguments = bool(arguments)
         super().__init__(pack, unpack, only=only)
@@ -390,10 +390,9 @@ def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
     return (high * 0.5 - low * 0.5) / (2**bits - 2)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _dequantize(
-    values: jax.Array, low: jax.Array, high: jax.Array, bits: int, length: int, dtype: Any, sharding: Any
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _dequantize(values: jax.Array, low: jax.Array, high: jax.Array, bits: int, made_from: Any) -> jax.Array:
+    length, dtype, sharding = made_from
     if bits == 4:
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)[..., :length]
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))

@@ -48,7 +48,7 @@ class Block(tuple[Any]):
         self.value = value
         self.is_left = False
         self._trace = trace  # that meets the operations of the block
-        self._task = _current_task()
+        self._task: Any = _current_task()
         self._thread = threading.get_ident()
         self._contexts: list[Any] = []
 
@@ -97,10 +97,11 @@ class Block(tuple[Any]):
         return self._task is not None and not is_mine
 
     def other_task_error(self) -> RuntimeError:
-        met = _current_task()
+        met, task = _current_task(), self._task
+        entered = "another" if task is None else repr(task.get_name())
         here = "code outside of any task" if met is None else f"the asyncio task {met.get_name()!r}"
         return RuntimeError(
-            f"a block of saved_tensors_hooks that the asyncio task {self._task.get_name()!r} entered is still open, "
+            f"a block of saved_tensors_hooks that the asyncio task {entered} entered is still open, "
             f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack what other "
             "tasks save. Leave the block before each await, or give the tasks threads of their own (asyncio.to_thread)."
         )

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -152,6 +153,7 @@ class UnpackedTensors(Sequence[Any]):
         return values[: len(arrays)]
 
 
+# Of a layer, its class and the names of the tensors.
 Info = Callable[[int], TensorInfo] | tuple[str, Sequence[str]]
 
 
@@ -188,7 +190,7 @@ def pack(
         if active.value is SUSPENDED:  # an operation around this one packs what is kept
             packed = PackedResiduals(list(map(Residual.of, tensors)))
         else:
-            tell = info if callable(info) else lambda i: TensorInfo(layer=info[0], name=info[1][i] if info[1] else "")
+            tell = info if callable(info) else functools.partial(_of_layer, *info)
             packing = _Packing(pair, owner, tell, origins or {}, known, operands)
             with hooks_suspended():
                 residuals = [packing.residual(x, i) for i, x in enumerate(tensors)]
@@ -196,6 +198,10 @@ def pack(
             packed = PackedResiduals(residuals)
     arrays, packed.arrays = packed.arrays, []
     return packed, arrays, list(outputs)
+
+
+def _of_layer(layer: str, names: Sequence[str], i: int) -> TensorInfo:
+    return TensorInfo(layer=layer, name=names[i] if names else "")
 
 
 class _Packing:

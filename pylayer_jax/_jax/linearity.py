@@ -196,13 +196,15 @@ def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
     ]
 
 
-_RULES |= {
-    "custom_linear_solve": _linear_solve,
-    "gather": _gather,
-    "scatter": _scatter,
-    linear_map_p.name: _linear_map,
-    rule_function_p.name: _rule_function,
-}
+_RULES.update(
+    {
+        "custom_linear_solve": _linear_solve,
+        "gather": _gather,
+        "scatter": _scatter,
+        linear_map_p.name: _linear_map,
+        rule_function_p.name: _rule_function,
+    }
+)
 
 
 # -- calls, branches, loops -------------------------------------------------------------------------------
@@ -259,8 +261,8 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
         carry = joined
 
 
-_RULES |= dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint", "shard_map"), _call)
-_RULES |= {"cond": _cond, "scan": _scan, "while": _while}
+_RULES.update(dict.fromkeys(("jit", "closed_call", "custom_jvp_call", "remat2", "checkpoint", "shard_map"), _call))
+_RULES.update({"cond": _cond, "scan": _scan, "while": _while})
 
 
 # -- the transpose ------------------------------------------------------------------------------------------

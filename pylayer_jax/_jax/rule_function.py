@@ -245,7 +245,7 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
     nonzero = [t is not None for t in tangents]
     if any(nonzero[:n]):
         linear.check_derivative()
-    
+
         def push(*moving: Any) -> Values:
             __tracebackhide__ = True
             return _push(linear, *merge(nonzero, moving, primals))
