@@ -188,7 +188,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     layer, around = call.layer, surroundings()
     if not (around.is_staged or around.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # jax.vmap does not map the arguments
-    call.pair = _hooks.pair_to_pack_with()
+    call.pair = _hooks.pair_to_pack_with(tensors)
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer._has_forward_mode() or in_backward.value
     if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):

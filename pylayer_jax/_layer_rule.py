@@ -266,7 +266,7 @@ class StagedLayer(RuleFunction):
         values = apply(self, primals)
         needs = [t is not None for t in tangents[n:]]
         run = Run(self.kept, values[: self.n_outputs], self.residuals(primals[n:], values))
-        linear, outputs, residuals = differentiated(self.call, run, needs, packs)
+        linear, outputs, residuals = differentiated(self.call, run, primals[n:], needs, packs)
         pushed = apply_linear(linear, residuals, select(tangents[n:], needs)) if linear.types else []
         of_outputs = scatter(pushed, self.kept.outputs.has_tangent)
         return [*outputs, *values[self.n_outputs :]], [
@@ -374,7 +374,7 @@ class EagerLayer(RuleFunction):
             n = staged.n_outputs
             values, found = staged.differentiate([*consts, *primals], [*(None for _ in consts), *tangents], packs)
             return values[:n], found[:n]
-        linear, outputs, residuals = differentiated(self.call, run, needs, packs)
+        linear, outputs, residuals = differentiated(self.call, run, primals, needs, packs)
         pushed = apply_linear(linear, residuals, select(tangents, needs)) if linear.types else []
         return outputs, scatter(pushed, run.kept.outputs.has_tangent)
 
@@ -433,15 +433,23 @@ class EagerBatch(RuleFunction):
 # -- residuals: packed by hooks, named for checkpoints -----------------------------------------------------------
 
 
-def differentiated(call: LayerCall, run: Run, needs: Sequence[bool], packs: bool) -> tuple[LayerMap, Values, Values]:
-    """Return the linear map of a run of `forward`, the outputs, and the residuals of the map."""
+def differentiated(
+    call: LayerCall, run: Run, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
+) -> tuple[LayerMap, Values, Values]:
+    """Return the linear map of a run of `forward` on some inputs, the outputs, and the residuals of the map."""
     __tracebackhide__ = True
     kept, outputs, residuals = run
     packed, owners = None, list(range(kept.n_saved))  # owners: the tensor that each of the first arrays comes from
     if packs and call.pair is not None and kept.n_saved:
-        names = kept.names(len(residuals))
+        given: Any = call.layer.saved_names if isinstance(call.layer.saved_names, tuple) else ()
+        names = kept.names(len(residuals), lambda i: (given and given[i]) or f"saved[{i}]")
         packed, arrays, outputs = _hooks.pack(
-            call.pair, residuals[: kept.n_saved], outputs, f"{call.name}, saved tensor", (call.layer.__name__, names)
+            call.pair,
+            residuals[: kept.n_saved],
+            outputs,
+            f"{call.name}, saved tensor",
+            (call.layer.__name__, names),
+            operands=inputs,
         )
         residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
     if call.layer.saved_names:
@@ -550,10 +558,12 @@ def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tupl
             refuse_host_code(call, error, tensors)
             raise
         run = Run(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
-    return _remember(application, run, needs)
+    return _remember(application, run, tensors, needs)
 
 
-def _remember(application: Application, run: Run, needs: list[bool]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _remember(
+    application: Application, run: Run, inputs: Sequence[Any], needs: list[bool]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return what a fwd rule returns, and remember the linear map of the run on the application.
 
     NOTE [several runs]
@@ -561,7 +571,7 @@ def _remember(application: Application, run: Run, needs: list[bool]) -> tuple[tu
     What differs between the runs (what hooks returned, and what `forward` kept of a Ref) is found by the number of the
     run, which travels as the length of an empty residual. tests: test_several_runs.py
     """
-    linear, outputs, residuals = differentiated(application.call, run, needs, packs=True)
+    linear, outputs, residuals = differentiated(application.call, run, inputs, needs, packs=True)
     maps = application.maps
     if maps and maps[0].n_residuals != linear.n_residuals:
         raise ValueError(
@@ -622,7 +632,7 @@ def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, .
     arrays = [not is_ref(x) for x in residuals]
     outputs = forbid_derivative(outputs, error)
     residuals = merge(arrays, forbid_derivative(select(residuals, arrays), error), residuals)
-    return _remember(application, Run(kept, outputs, residuals), needs)
+    return _remember(application, Run(kept, outputs, residuals), tensors, needs)
 
 
 def ref_error(call: LayerCall) -> TypeError:

@@ -254,7 +254,8 @@ def _aligned(
         got = "" if of_entry is None else f" with the {len(of_entry)} entries {', '.join(key for key, _ in of_entry)}"
         raise ValueError(
             f"{where}{f', at {path}' if path else ''}: expected the structure of the argument, a "
-            f"{type(model).__name__} with the {len(keys)} entries {', '.join(keys)}, or None for zero; got {describe(entry)}{got}."
+            f"{type(model).__name__} with the {len(keys)} entries {', '.join(keys)}, or None for zero; got "
+            f"{describe(entry)}{got}."
         )
     values = dict(of_entry)
     for key, child in children:
