@@ -111,13 +111,16 @@ class Arguments:
         named = {a.name: x for a, x in zip(self.arguments[first:], values[first:], strict=True)}
         result = function(ctx, *values[:first], **{name: named[name] for name in names})
         for name, value, parts in before:
-            with contextlib.suppress(RuntimeError):  # used up: equinox.nn.State is read once
-                if (path := first_change(parts, split(value))) is not None:
-                    raise ValueError(
-                        f"{self.layer}.{method} changed its argument {name}{path} in place, which JAX would lose: "
-                        "methods get copies of containers. Return the new value as an output, and leave the argument "
-                        "as it is: params = {**params, 'w': w}."
-                    )
+            try:
+                after = split(value)
+            except Exception:  # used up: an equinox.nn.State may not be read after another one was made from it
+                continue
+            if (path := first_change(parts, after)) is not None:
+                raise ValueError(
+                    f"{self.layer}.{method} changed its argument {name}{path} in place, which JAX would lose: "
+                    "methods get copies of containers. Return the new value as an output, and leave the argument "
+                    "as it is: params = {**params, 'w': w}."
+                )
         return result
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:

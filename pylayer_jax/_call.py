@@ -95,9 +95,14 @@ class LayerCall:
         """
         __tracebackhide__ = True
         # Each argument has an identity of its own, also where the caller passed one array twice.
+        originals: dict[int, Any] = {}
         if len(set(map(id, tensors))) < len(tensors):
-            tensors = [jnp.copy(x) if contains(tensors[:i], x) else x for i, x in enumerate(tensors)]
+            copies = [jnp.copy(x) if contains(tensors[:i], x) else x for i, x in enumerate(tensors)]
+            originals = {id(own): x for own, x in zip(copies, tensors, strict=True)}
+            tensors = copies
         run = self.run_forward(tensors, needs)
+        if originals:  # so that hooks pack an array once
+            run = run._replace(residuals=[originals.get(id(x), x) for x in run.residuals])
         if any(map(is_differentiated, [*run.outputs, *run.residuals])):
             raise self.closed_over_error()
         return run

@@ -257,9 +257,19 @@ def _aligned(
             f"{type(model).__name__} with the {len(keys)} entries {', '.join(keys)}, or None for zero; got "
             f"{describe(entry)}{got}."
         )
+    if type(entry) is type(model) and not isinstance(model, dict) and _node(entry) != _node(model):
+        raise ValueError(
+            f"{where}{f', at {path}' if path else ''}: expected a {type(model).__name__} with the static data of the "
+            f"argument, got other data: {_node(entry)} for {_node(model)}."
+        )
     values = dict(of_entry)
     for key, child in children:
         yield from _aligned(values[key], child, path + key, where, describe)
+
+
+def _node(node: Any) -> Any:
+    """Return the type, the static data and the arity of one node."""
+    return jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node)
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:

@@ -218,7 +218,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if 8 + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
-            return _Quantized(*_quantize(x, bits, rounds_stochastically, length, sharding), length, x.dtype, sharding)
+            values, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
+            return _Quantized(values, low, high, length, x.dtype, sharding)
 
         def unpack(packed: Any) -> Any:
             if isinstance(packed, _Bits):
