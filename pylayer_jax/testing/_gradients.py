@@ -134,10 +134,10 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
     Returns:
         None if the function refuses float64, or has another error, which the caller meets again.
     """
-    cotangents = subject.cotangents  # computed here, since a subject computes when it is asked
+    cotangents, _ = subject.cotangents, subject.terms  # computed here, since a subject computes when it is asked
     with jax.enable_x64(True):
         try:
-            wide = Subject(subject.function.in_double_precision(), None, subject.options)
+            wide = Subject(subject.function.in_double_precision(), None, subject.options, subject.base)
             wide.cotangents = {k: in_double_precision(w) for k, w in cotangents.items()}
             return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
