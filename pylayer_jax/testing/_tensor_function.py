@@ -145,7 +145,7 @@ class TensorFunction:
     def rounded_otherwise(self) -> TensorFunction:
         """Return the same function at values that differ in their last digits."""
         rng = np.random.default_rng(0)
-        steps = [float(jnp.finfo(x.dtype).eps) ** 0.75 * rng.choice([-1.0, 1.0], x.shape) for x in self.values]
+        steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.values]
         return self.with_values([placed(x, exact(x) * (1 + step)) for x, step in zip(self.values, steps, strict=True)])
 
 
