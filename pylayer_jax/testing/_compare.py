@@ -4,9 +4,9 @@
     # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
 
 The default tolerances follow from the machine epsilon of the dtype, the size of the expected array, and its *noise*:
-how far rounding errors may move it. The noise is measured, with arguments that differ in their last digits. The size of
-an array does not tell the noise where large terms cancel, and a fixed number would hide every error of a layer with
-small units.
+how far rounding errors may move it. The size of an array does not tell the noise where large terms cancel, and a fixed
+number would hide every error of a layer with small units. So the noise is measured, with arguments that differ in their
+last digits, and is at least that of the terms of which the array is computed.
 """
 
 from __future__ import annotations
@@ -99,16 +99,21 @@ def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
     return f" It is {ratio:.3g} times the right value everywhere." if is_constant else ""
 
 
-def noise_of(arrays: Arrays, otherwise: Arrays, epsilon: float) -> dict[str, float]:
-    """Return how far rounding may move arrays, from those that differ because the arguments were rounded otherwise.
+def noise_of(arrays: Arrays, otherwise: Arrays, terms: Mapping[str, float], epsilon: float) -> dict[str, float]:
+    """Return how far rounding may move arrays.
 
-    Rounding errors are small beside 1, unless the array itself is large.
+    Args:
+        arrays: the arrays.
+        otherwise: the same from arguments that were rounded otherwise.
+        terms: the size of the terms of which each array is computed.
+        epsilon: the machine epsilon.
     """
     noise: dict[str, float] = {}
     for name, x in arrays.items():
-        if has_tangent(x):
-            moved = 4 * largest(exact(x) - exact(otherwise[name]))
-            noise[name] = min(moved, epsilon**0.5 * max(largest(x), 1.0))
+        moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
+        # Rounding errors are small beside 1, unless the array itself is large.
+        most = epsilon**0.5 * max(largest(x), 1.0)
+        noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
     return noise
 
 

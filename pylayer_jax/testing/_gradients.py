@@ -134,10 +134,10 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
     Returns:
         None if the function refuses float64, or has another error, which the caller meets again.
     """
-    cotangents = subject.cotangents  # computed here, since a subject computes when it is asked
+    cotangents, _ = subject.cotangents, subject.terms  # computed here, since a subject computes when it is asked
     with jax.enable_x64(True):
         try:
-            wide = Subject(subject.function.in_double_precision(), None, subject.options)
+            wide = Subject(subject.function.in_double_precision(), None, subject.options, subject.base)
             wide.cotangents = {k: in_double_precision(w) for k, w in cotangents.items()}
             return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
@@ -150,7 +150,7 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
 
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
     """Yield the gradients beside central differences of the weighted sum of the outputs."""
-    function, epsilon, noise, options = subject.function, subject.epsilon, subject.tolerance.noise, subject.options
+    function, epsilon, terms, options = subject.function, subject.epsilon, subject.terms_of_outputs, subject.options
     values, middle = list(map(exact, function.values)), list(map(exact, subject.outputs))
     relative_step = epsilon ** (1 / 3) if options.step is None else options.step
 
@@ -162,7 +162,7 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
         for k, w in subject.cotangents.items():
             weight, lower, upper = exact(w), exact(low[k]), exact(high[k])
             change += float(np.sum(weight * (upper - lower)).real)
-            rounding = np.abs(weight) * (4 * epsilon * np.abs(upper) + noise.get(f"output {k}", 0.0))
+            rounding = 4 * epsilon * np.abs(weight) * np.maximum(np.abs(upper), terms[k])
             # A change that is rounded to nothing is as uncertain as one entry.
             error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
             # Half of the difference between the slopes on both sides of the middle, which a kink makes.

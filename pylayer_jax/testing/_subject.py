@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import Arrays, Case, Tolerance, compare, noise_of
+from ._compare import Arrays, Case, Tolerance, compare, largest, noise_of
 from ._internals import has_tangent
 from ._tensor_function import Cotangents, TensorFunction, gathered, random_like
 
@@ -99,16 +99,29 @@ class Subject:
         return max(float(jnp.finfo(x.dtype).eps) for x in arrays if has_tangent(x))
 
     @property
+    def terms_of_outputs(self) -> list[float]:
+        """The size of the terms of which each output is computed, as far as it is known; they may cancel."""
+        return [0.0] * len(self.outputs) if self.base is None else self.base.terms
+
+    @functools.cached_property
+    def terms(self) -> list[float]:
+        """The size of the terms of which the gradient of each value is computed."""
+        sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.terms_of_outputs, strict=True)]
+        whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
+        return [whole / (largest(x) or 1.0) for x in self.function.values]
+
+    @property
     def rtol(self) -> float:
         return self.epsilon**0.5 if self.options.rtol is None else self.options.rtol
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        noise: dict[str, float] = {}
+        otherwise: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # a layer may take only the values given
             rounded = self.function.rounded_otherwise()
             otherwise = {**named_outputs(rounded.run()), **rounded.gradients(self.cotangents)}
-            noise = noise_of(self.results, otherwise, self.epsilon)
+        terms = {**named_outputs(self.terms_of_outputs), **self.function.named(self.terms)}
+        noise = noise_of(self.results, otherwise, terms, self.epsilon)
         return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:

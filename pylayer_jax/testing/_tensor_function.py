@@ -143,7 +143,7 @@ class TensorFunction:
         return self.with_values([in_double_precision(x) for x in self.values])
 
     def rounded_otherwise(self) -> TensorFunction:
-        """Return the same function at values that differ by a few units in the last place."""
+        """Return the same function at values that differ in their last digits."""
         rng = np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.values]
         return self.with_values([placed(x, exact(x) * (1 + step)) for x, step in zip(self.values, steps, strict=True)])
