@@ -63,7 +63,7 @@ class Inside:
 NUMBER = 3
 """
 MOST = ["vmap", "scan", "cond", "remat", "shard_map", "second order", "forward mode", "forward over reverse", "linear"]
-MOST += ["not differentiated", "repeatable", "leaks"]
+MOST += ["repeatable", "leaks"]
 FAST = [f"--skip={name}" for name in MOST]
 
 
