@@ -1,5 +1,8 @@
 """Custom gradients for JAX, written the way Paddle and PyTorch users write them."""
 
+import importlib
+from typing import Any
+
 from ._context import PyLayerContext
 from ._function import Function, FunctionCtx
 from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
@@ -20,3 +23,10 @@ __all__ = [
     "saved_tensors_hooks",
     "saved_tensors_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Load `packers` and `testing` when they are first used."""
+    if name in ("packers", "testing"):
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
