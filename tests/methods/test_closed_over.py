@@ -116,7 +116,7 @@ def test_constants_that_methods_close_over():
 @modes
 def test_the_shape_of_a_value_that_backward_closes_over(mode):
     by_size = lambda dy, w: dy * w.shape[0]  # noqa: E731
-    assert MODES[mode](lambda x: loss(with_backward_over(x, by_size))(x))(X).tolist() == [3, 3, 3]
+    assert_right_or_refused(lambda: MODES[mode](lambda x: loss(with_backward_over(x, by_size))(x))(X), [3, 3, 3])
 
 
 STAGED = {"": lambda f: f, "jit": jax.jit, "cond": lambda f: lambda x: jax.lax.cond(x[0] > 0, f, f, x)}
