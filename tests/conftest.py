@@ -79,6 +79,8 @@ KNOWN_GAPS = {
     "report/test_totals.py::test_the_total_is_what_vjp_holds": HOOKS + "a constant is packed in eager mode",
     "testing/test_wrong_layers.py::test_check_layer_rejects[absolute scalar]": "one row is red, where two were",
     "testing/test_wrong_layers.py::test_right_layers_are_accepted[cancels]": "a tolerance on jax 0.10",
+    "hooks/test_host.py::test_what_a_collected_program_held": HOOKS + "held until another program packs",
+    "devices/test_vmapped_shard_map.py::test_an_operand_that_all_examples": HOOKS + "a block in vmap of shard_map is refused",
     "devices/test_host_shards.py::test_gradients[explicit": HOOKS + "host hooks on explicit meshes are JAX's error",
     "devices/test_sharded_packers.py::test_each_device_keeps_its_share[explicit-vmap]": HOOKS
     + "explicit meshes in vmap",
@@ -90,8 +92,14 @@ KNOWN_GAPS = {
 }
 
 
+# Host hooks on several devices may end the process here (jax 0.10, CPU): the callbacks occupy all threads of XLA's pool.
+CRASHES = "tests/devices/test_host_shards.py::test_as_many_large_tensors_at_once_as_there_are_threads"
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
+        if item.nodeid.startswith(CRASHES):
+            item.add_marker(pytest.mark.skip(reason="host hooks on several devices may stop the process"))
         for name, reason in KNOWN_GAPS.items():
             if item.nodeid.startswith(f"tests/{name}"):
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
