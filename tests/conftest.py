@@ -80,7 +80,8 @@ KNOWN_GAPS = {
     "testing/test_wrong_layers.py::test_check_layer_rejects[absolute scalar]": "one row is red, where two were",
     "testing/test_wrong_layers.py::test_right_layers_are_accepted[cancels]": "a tolerance on jax 0.10",
     "hooks/test_host.py::test_what_a_collected_program_held": HOOKS + "held until another program packs",
-    "devices/test_vmapped_shard_map.py::test_an_operand_that_all_examples": HOOKS + "a block in vmap of shard_map is refused",
+    "devices/test_vmapped_shard_map.py::test_an_operand_that_all_examples": HOOKS
+    + "a block in vmap of shard_map is refused",
     "devices/test_host_shards.py::test_gradients[explicit": HOOKS + "host hooks on explicit meshes are JAX's error",
     "devices/test_sharded_packers.py::test_each_device_keeps_its_share[explicit-vmap]": HOOKS
     + "explicit meshes in vmap",
