@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import jax
 
@@ -52,6 +52,8 @@ from pylayer_jax._jax.tracers import (
     current_trace,
     is_differentiated,
     is_staged,
+    is_staging,
+    is_tracer,
     is_unknown,
     nothing_is_traced,
     trace_below,
@@ -238,16 +240,27 @@ class _PackedPullback(LinearMap):
         return list(transposed(list(tangents)))
 
 
+class _Request(NamedTuple):
+    """What JAX asks the trace of a block to bind."""
+
+    bind: Bind  # from the operands to a list of values
+    name: str
+    shown: str  # in errors and jaxprs
+    params: dict[str, Any] = {}
+    primitive: Any = None  # None for what only the trace knows how to bind
+
+
 class HooksTrace(PassThroughTrace):
     """The current trace of a block of hooks."""
 
-    __slots__ = ("block", "names", "outer", "outside", "pair", "sources")
+    __slots__ = ("block", "is_staging", "names", "outer", "outside", "pair", "sources")
 
     def __init__(self, pair: Pair) -> None:
         current = current_trace()
         super().__init__(trace_below(current))  # only the innermost pair applies
         self.outer = current if isinstance(current, HooksTrace) else None
         self.pair = pair
+        self.is_staging = is_staging()  # then a concrete array is a constant of the program
         self.block = Block(pair, self)
         self.sources = WeakTable()  # CONSTANT or COMPUTED; of other values OUTSIDE
         self.outside = WeakTable()  # how values follow from others that came into the block from outside
@@ -262,7 +275,7 @@ class HooksTrace(PassThroughTrace):
 
         name = primitive.name
         shown = params["name"] if name in _JITTED or primitive is rule_function_p else _custom_name(name, params)
-        values = self._process(bind, name, tracers, params, shown or name, primitive)
+        values = self._process(_Request(bind, name, shown or name, params, primitive), tracers)
         if name == "name":
             self.names.put(values[0], params["name"])
         return values if primitive.multiple_results else values[0]
@@ -280,7 +293,7 @@ class HooksTrace(PassThroughTrace):
             return getattr(current_trace(), method)(*functions, args, **params)
 
         name = functions[0].name
-        return self._process(bind, name, tracers, {}, getattr(functions[1], "__name__", name))
+        return self._process(_Request(bind, name, getattr(functions[1], "__name__", name)), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         result: Any = None  # a tree of JAX's own, which is no pytree
@@ -290,40 +303,31 @@ class HooksTrace(PassThroughTrace):
             result = current_trace().process_shard_map(primitive, fun, args, **params)
             return list(result.vals)
 
-        values = self._process(bind, primitive.name, tracers, {}, primitive.name)
+        values = self._process(_Request(bind, primitive.name, primitive.name), tracers)
         return result.update(values)
 
     # -- one operation -------------------------------------------------------------------------------
 
-    def _process(
-        self,
-        bind: Bind,
-        name: str,
-        args: Sequence[Any],
-        params: dict[str, Any],
-        shown: str,
-        primitive: Any = None,
-    ) -> Values:
+    def _process(self, request: _Request, args: Sequence[Any]) -> Values:
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.is_left:
                 # Suspended; or a trace within this one has ended, or hands on what was packed in a block within it.
-                return bind(*args)
+                return request.bind(*args)
             if self.block.is_of_another_task():
                 raise self.block.other_task_error()
             sources = list(map(self._source, args))
-            values = self._bind(bind, name, args, params, shown, sources)
-        source = _source_of_results(name, params, sources, args)
+            values = self._bind(request, args, sources)
+        source = _source_of_results(request, args, sources)
         self.mark(values, source)
-        if source == OUTSIDE and primitive is not None and len(values) == 1 and not self.pair.packs_arguments:
+        if source == OUTSIDE and request.primitive and len(values) == 1 and not self.pair.packs_arguments:
             given = [(CONSTANT_INPUT, x) if is_number(x) else (ROOT, i) for i, x in enumerate(args)]
             parts = [self.outside.get(x) or Residual.of(x) for x in args]
-            instruction = Instruction(primitive, params, given)
+            instruction = Instruction(request.primitive, request.params, given)
             self.outside.put(values[0], Residual.computed([instruction], parts))
         return values
 
-    def _bind(
-        self, bind: Bind, name: str, args: Sequence[Any], params: dict[str, Any], shown: str, sources: Sequence[int]
-    ) -> Values:
+    def _bind(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values:
+        bind, name, shown, params, _ = request
         if [j for j in inner_jaxprs(params) if _holds_block(j) or _closes_over_ref(j)]:
             return bind(*args)
         kinds = {type(whole_batch(x)) for x in args}
@@ -332,15 +336,13 @@ class HooksTrace(PassThroughTrace):
         is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # which JAX transposes by itself
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
         has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # Refs, tokens
+        keeps_nothing = keeps_nothing or name == "while"  # which has no reverse mode
         if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
             # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
             with hooks_suspended():
                 return bind(*args)
-        if (inside := self._packing_inside(bind, name, params, args, sources)) is not None:
+        if (inside := self._packing_inside(request, args, sources)) is not None:
             return inside
-        if name == "while":  # has no reverse mode
-            with hooks_suspended():
-                return bind(*args)
         stays, extra = self._what_stays(args)
         operation = Operation(shown, self.pair, bind, stays, [self.names.get(x, "") for x in args])
         args = [*args, *extra]
@@ -355,17 +357,16 @@ class HooksTrace(PassThroughTrace):
         """Return whether the trace below is that of a reverse-mode differentiation of some operands, or of batches."""
         trace = self.parent_trace
         while isinstance(trace, BATCHED.trace):
-            trace = trace.parent_trace
+            trace = trace_below(trace.parent_trace)
         examples = list(map(whole_batch, args))
         return any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples)
 
-    def _packing_inside(
-        self, bind: Bind, name: str, params: dict[str, Any], args: Sequence[Any], sources: Sequence[int]
-    ) -> Values | None:
+    def _packing_inside(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values | None:
         """Bind a staged scan, or a jitted function with a loop, in which each iteration packs; None for others.
 
         Packed as a whole, a scan would stack the residuals of all iterations first.
         """
+        bind, name, _, params, _ = request
         if name not in ("scan", *_JITTED) or not any(map(_is_staged_below, args)):
             return None
         if any(map(_is_differentiated_twice, args)):  # packed within, residuals of a scan have no second derivative
@@ -416,7 +417,8 @@ class HooksTrace(PassThroughTrace):
     # -- where values come from ----------------------------------------------------------------------
 
     def _source(self, value: Any) -> int:
-        return self.sources.get(value, CONSTANT if is_number(value) else OUTSIDE)
+        is_constant = not is_tracer(value) if self.is_staging else is_number(value)
+        return self.sources.get(value, CONSTANT if is_constant else OUTSIDE)
 
     def mark(self, values: Sequence[Any], source: int) -> None:
         """Remember where the values come from."""
@@ -427,7 +429,7 @@ class HooksTrace(PassThroughTrace):
             self.outer.mark(values, source)
 
 
-def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int], args: Sequence[Any]) -> int:
+def _source_of_results(request: _Request, args: Sequence[Any], sources: Sequence[int]) -> int:
     """Return where the results of an operation come from, given this of its operands."""
     if not set(sources) - {CONSTANT}:
         return CONSTANT
@@ -436,9 +438,9 @@ def _source_of_results(name: str, params: dict[str, Any], sources: Sequence[int]
     floats = [s for s, x in zip(sources, args, strict=True) if has_tangent(typeof(x))] or sources
     if COMPUTED in floats:
         return COMPUTED
-    if name in _PASSING_ON:
+    if request.name in _PASSING_ON:
         return OUTSIDE
-    opened = small_jaxpr(params) if name in _JITTED else None
+    opened = small_jaxpr(request.params) if request.name in _JITTED else None
     only_moves = opened is not None and all(
         e.primitive.name in _PASSING_ON or not any(has_tangent(v.aval) for v in e.outvars) for e in opened[0].eqns
     )

@@ -259,14 +259,13 @@ class _Packing:
         return is_ref(tensor) or is_key(tensor) or 0 in tensor.shape or (self._is_staging and not is_tracer(tensor))
 
     def _is_constant(self, value: Any) -> bool:
-        return is_number(value) and id(value) not in self._operands
+        return is_number(value) and (id(value) not in self._operands or id(value) in self._unpacked)
 
     def _derived(self, tensor: Any, index: int | None = None) -> Residual | None:
         """Return the residual of a tensor that follows from known ones; with an index, also from others."""
-        if self._is_constant(tensor):
-            return None
         is_known = lambda x: self._known(x) is not None  # noqa: E731
-        code, roots = follow(tensor, self._origins, is_known, self._is_constant, self._pair.keeps)
+        is_constant = lambda x: x is not tensor and self._is_constant(x)  # noqa: E731
+        code, roots = follow(tensor, self._origins, is_known, is_constant, self._pair.keeps)
         missing = [root for root in roots if self._known(root) is None]
         if not code or (missing and (index is None or is_larger(missing, tensor))):
             return None
