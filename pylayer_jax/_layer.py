@@ -62,9 +62,9 @@ class PyLayer:
 
     Compiled programs and profiles show the operations of both methods as `Tanh/forward` and `Tanh/backward`.
 
-    In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit` would; a
-    `forward` that needs numbers runs on concrete values instead. Under `jax.vmap` every output is mapped as soon as one
-    argument is mapped.
+    In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit` would; for a
+    `forward` that needs numbers it is an error. Under `jax.vmap` every output that can have a gradient is batched if
+    any argument is.
 
     Attributes:
         complex_convention: how `backward` reads and writes complex gradients. "jax" (the default): as
@@ -161,8 +161,9 @@ class PyLayer:
         Raises:
             NotImplementedError: if `forward` is missing, or if a gradient is needed and `backward` is missing.
             TypeError: for arguments that do not fit `forward`; in forward mode if the class has none, its `backward` is
-                not linear, or an argument is a `jax.Ref`; for a second derivative through a Ref that a method writes,
-                or that `forward` keeps; for a Ref whose content is differentiated, or that a class with `vmap` gets.
+                not linear, or an argument is a `jax.Ref`; for a second derivative of a call that takes a Ref; for a Ref
+                whose content is differentiated, or that a class with `vmap` gets; for a second derivative of a
+                `forward` that needs numbers.
             ValueError: if no output of `forward` is a tensor, if `forward` changes a container among its arguments in
                 place, or if the gradients of `backward` do not fit the inputs.
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.

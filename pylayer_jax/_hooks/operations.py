@@ -269,6 +269,8 @@ class HooksTrace(PassThroughTrace):
     # -- what JAX calls ------------------------------------------------------------------------------
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        __tracebackhide__ = True
+
         def bind(*args: Any, **changed: Any) -> Any:
             found = primitive.bind(*args, **{**params, **changed})
             return found if primitive.multiple_results else [found]
@@ -281,11 +283,13 @@ class HooksTrace(PassThroughTrace):
         return values if primitive.multiple_results else values[0]
 
     def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+        __tracebackhide__ = True
         return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
 
     def process_custom_vjp_call(
         self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
     ) -> Any:
+        __tracebackhide__ = True
         return self._process_call("process_custom_vjp_call", (primitive, fun, fwd, bwd), tracers, params)
 
     def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
@@ -296,6 +300,7 @@ class HooksTrace(PassThroughTrace):
         return self._process(_Request(bind, name, getattr(functions[1], "__name__", name)), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
+        __tracebackhide__ = True
         result: Any = None  # a tree of JAX's own, which is no pytree
 
         def bind(*args: Any) -> Any:
@@ -309,6 +314,7 @@ class HooksTrace(PassThroughTrace):
     # -- one operation -------------------------------------------------------------------------------
 
     def _process(self, request: _Request, args: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.is_left:
                 # Suspended; or a trace within this one has ended, or hands on what was packed in a block within it.
@@ -327,6 +333,7 @@ class HooksTrace(PassThroughTrace):
         return values
 
     def _bind(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values:
+        __tracebackhide__ = True
         bind, name, shown, params, _ = request
         if [j for j in inner_jaxprs(params) if _holds_block(j) or _closes_over_ref(j)]:
             return bind(*args)
@@ -366,6 +373,7 @@ class HooksTrace(PassThroughTrace):
 
         Packed as a whole, a scan would stack the residuals of all iterations first.
         """
+        __tracebackhide__ = True
         bind, name, _, params, _ = request
         if name not in ("scan", *_JITTED) or not any(map(_is_staged_below, args)):
             return None
@@ -522,12 +530,14 @@ class _LayerTrace(PassThroughTrace):
         self.hooks_trace = hooks_trace
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*tracers, **params)
         self.hooks_trace.mark(result if primitive.multiple_results else [result], COMPUTED)
         return result
 
     def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
+        __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             results = self.parent_trace.process_custom_vjp_call(*args, **params)
         self.hooks_trace.mark(results, COMPUTED)

@@ -15,7 +15,7 @@ For a layer that saves its output, where `pull` is its `backward`:
       in (b, d) }
 
 `jax.custom_jvp` cannot take the place of the first: jax 0.10 loses its rule, without a word, in a scan that is
-differentiated twice. tests/derivatives/test_rule_function.py has the case in plain JAX.
+differentiated twice. tests/autodiff/test_orders.py has the case in plain JAX.
 
 This module knows nothing of layers.
 """

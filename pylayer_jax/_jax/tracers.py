@@ -149,11 +149,6 @@ def is_in_forward_mode(value: Any) -> bool:
     return isinstance(whole_batch(value), FORWARD.tracer)
 
 
-def is_in_reverse_mode(value: Any) -> bool:
-    """Return whether `jax.vjp` or `jax.linearize` differentiates a value, or the batch that it is an example of."""
-    return isinstance(whole_batch(value), REVERSE.tracer)
-
-
 def is_staged(value: Any) -> bool:
     """Return whether a value, or the batch that it is an example of, belongs to a jaxpr that is being made."""
     return isinstance(whole_batch(value), STAGED.tracer)

@@ -18,18 +18,7 @@ from jax.sharding import PartitionSpec as P
 from pylayer_jax import PyLayer
 from pylayer_jax.testing import assert_equivalent
 from tests.kit.case import grid
-
-
-class Dense(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensor()
-        return dy @ w.T, x.T @ dy
+from tests.kit.layers import Matmul
 
 
 class CrossEntropy(PyLayer):
@@ -79,13 +68,13 @@ def network(x, a, b):
 
 
 def tensor_parallel(x, a, b):
-    hidden = jnp.tanh(Dense.apply(lax.pcast(x, "i", to="varying"), a))
-    return lax.psum(Dense.apply(hidden, b), "i")
+    hidden = jnp.tanh(Matmul.apply(lax.pcast(x, "i", to="varying"), a))
+    return lax.psum(Matmul.apply(hidden, b), "i")
 
 
 def sequence_parallel(x, a, b):
-    hidden = jnp.tanh(Dense.apply(lax.all_gather(x, "i", tiled=True), a))
-    return lax.psum_scatter(Dense.apply(hidden, b), "i", tiled=True)
+    hidden = jnp.tanh(Matmul.apply(lax.all_gather(x, "i", tiled=True), a))
+    return lax.psum_scatter(Matmul.apply(hidden, b), "i", tiled=True)
 
 
 def plain_cross_entropy(logits):
@@ -134,6 +123,6 @@ def test_forward_over_reverse(name):
 
 
 def test_an_invariant_argument_that_gets_a_varying_gradient_is_an_error():
-    f = sharded(Dense.apply, (ALL, COLUMNS), COLUMNS)
+    f = sharded(Matmul.apply, (ALL, COLUMNS), COLUMNS)
     with pytest.raises(ValueError, match=r"'x'.*psum"):
         jax.jit(jax.grad(lambda x, a, _: f(x, a).sum()))(*MLP)
