@@ -337,18 +337,20 @@ def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLay
         position = {id(x): len(inputs) + i for i, x in enumerate(outputs)}
         position |= {id(x): i for i, x in enumerate(inputs)}
         for x in residuals:
-            if position.setdefault(id(x), len(inputs) + len(values)) == len(inputs) + len(values):
+            if id(x) not in position:
+                position[id(x)] = len(inputs) + len(values)
                 values.append(x)
         return values, (kept, [position[id(x)] for x in residuals])
 
     jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
-    if any(map(is_differentiated, consts)):
-        raise call.closed_over_error()
-    if any(map(is_ref, consts)):
-        raise TypeError(
-            f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. Pass "
-            f"the Ref as an argument: {call.name}.apply(..., ref)."
-        )
+    for const in consts:
+        if is_differentiated(const):
+            raise call.closed_over_error()
+        if is_ref(const):
+            raise TypeError(
+                f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
+                f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
+            )
     return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
 
 
@@ -406,7 +408,8 @@ class EagerLayer(RuleFunction):
         if self.call.layer._has_vmap_method() and any(d is not None for d in dims):
             return EagerBatch(self, axis, dims), [], None
         staged, consts = stage_layer(self.call, self.call.arguments.types)
-        batched, more, out_dims = staged.batch(axis, [*(None for _ in consts), *dims], [*map(typeof, consts), *types])
+        all_dims, all_types = [*(None for _ in consts), *dims], [*map(typeof, consts), *types]
+        batched, more, out_dims = staged.packing().batch(axis, all_dims, all_types)
         return batched, [*more, *consts], out_dims
 
 

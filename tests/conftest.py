@@ -63,10 +63,6 @@ KNOWN_GAPS = {
     "0.625 of the memory for 0.6 where many layers follow each other": [
         "hooks/test_packers.py::test_memory_of_a_compiled_step",
     ],
-    "an eager layer with forward mode is not packed in a vmap": [
-        "hooks/test_nesting.py::test_a_tensor_is_packed_once_by_the_innermost_pair[vmap-SavedForward-another]",
-        "hooks/test_nesting.py::test_a_tensor_is_packed_once_by_the_innermost_pair[vmap-SavedForward-the same]",
-    ],
     "a one-hot array of constants is kept whole": [
         "hooks/test_derived.py::test_only_what_does_not_follow_is_kept[one hot]",
     ],
