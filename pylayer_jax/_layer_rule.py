@@ -414,13 +414,15 @@ class EagerLayer(RuleFunction):
 
 
 class EagerBatch(RuleFunction):
-    """A batch of an eager layer by the `vmap` of its class, which sees concrete values."""
+    """A batch of an eager layer by the `vmap` of its class, which sees concrete values; or a batch of such batches."""
 
-    def __init__(self, inner: EagerLayer, axis: Any, dims: Sequence[Any]) -> None:
+    def __init__(self, inner: EagerLayer | EagerBatch, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.dims, self.name = inner, axis, list(dims), inner.name
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
+        if isinstance(self.inner, EagerBatch):
+            return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
         call = self.inner.call
         values = call.run_vmap(self.axis, self.dims, as_arrays(args))
         with contextlib.suppress(*NEEDS_VALUES):  # of host code, the outputs for one example are not known
@@ -431,6 +433,9 @@ class EagerBatch(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), 0)(list(primals), list(tangents))
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+        return EagerBatch(self, axis, dims), [], None
 
 
 # -- residuals: packed by hooks, named for checkpoints -----------------------------------------------------------

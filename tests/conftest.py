@@ -99,20 +99,6 @@ KNOWN_GAPS = {
     "an argument of a layer in a block counts as an input": [
         "report/test_report.py::test_an_input_is_told_apart_from_its_copy",
     ],
-    "a collective over an axis that no operand has is JAX's NameError": [
-        "methods/test_named_axis.py::test_what_depends_on_the_index_along_a_mapped_axis[sum of ranks-eager-forward mode]",
-        "methods/test_named_axis.py::test_what_depends_on_the_index_along_a_mapped_axis[sum of ranks-jit-forward mode]",
-    ],
-    "NumPy in the vmap of a class cannot run within another vmap": [
-        "frameworks/torch/test_function.py::test_as_in_torch[eager-under_a_transform-vmap_of_vmap-sort]",
-        "frameworks/torch/test_function.py::test_as_in_torch[eager-under_a_transform-vmap_of_vmap-take]",
-    ],
-    "the error of @once_differentiable comes before that of the method": [
-        (
-            "methods/test_tracebacks.py::test_frames_between_the_call_and_the_method_hide_themselves"
-            "[backward, once: hessian]"
-        ),
-    ],
 }
 
 # Host hooks on several devices may end the process here (jax 0.10, CPU): the callbacks occupy all threads of XLA's pool.
