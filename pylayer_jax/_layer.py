@@ -56,6 +56,10 @@ class PyLayer:
     pytree of them). `out_dims` has the same for the outputs. `info.batch_size` is the number of examples. The gradients
     of a batch come from `backward`, which JAX batches; JAX also batches the intermediates that `forward` saves.
 
+    `jax.checkpoint` runs `forward` again, as another application of the layer. Where `backward` is not linear in its
+    cotangents (clipping), a second derivative through a checkpoint is therefore that of a program that applies the
+    layer twice, each time with a part of the cotangents: as with a plain `jax.custom_vjp`, and unlike in torch.
+
     `saved_names` gives saved tensors names for the policies of `jax.checkpoint` (`save_only_these_names`, offloading).
     A tensor within a pytree has its path behind the name, as in `y['w']`. Without it they have none, since a named
     tensor is a new value to JAX: a scan would stack it beside the tensor itself.
