@@ -15,10 +15,11 @@ from ._call import LayerCall, in_backward
 from ._context import PyLayerContext
 from ._declarations import check_declarations
 from ._errors import NoForwardModeError
+from ._front import Application, front_of, ref_error
 from ._jax.identities import forbid_derivative
 from ._jax.rule_function import apply
 from ._jax.tracers import is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced, surroundings
-from ._layer_rule import Application, EagerLayer, front_of, ref_error
+from ._layer_rule import EagerLayer
 
 
 class PyLayer:

@@ -153,7 +153,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
     names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
     inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
-    # Without the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _layer_rule.py.
+    # Without the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _front.py.
     arrays = [value for value in dict.fromkeys(outputs_of(jaxpr, inputs)) if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
     for array in arrays:
