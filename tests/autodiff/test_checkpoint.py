@@ -198,7 +198,7 @@ def test_a_checkpoint_applies_a_layer_again():
     x = jnp.float32(0.7)
     for around in (jax.checkpoint, lambda f: f):
         ours, plain = (
-            jax.grad(jax.grad(lambda x, f=f: jnp.sin(around(lambda x: jnp.tanh(f(x)) * 1.4)(x))))(x)
+            jax.grad(jax.grad(lambda x, f=f, around=around: jnp.sin(around(lambda x: jnp.tanh(f(x)) * 1.4)(x))))(x)
             for f in (Doubled.apply, doubled)
         )
         assert jnp.allclose(ours, plain, rtol=1e-5)
