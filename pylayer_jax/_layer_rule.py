@@ -53,7 +53,6 @@ from ._jax.tracers import (
     is_batched,
     is_differentiated,
     is_tracer,
-    is_unknown,
     trace_of_primals,
 )
 from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, zeros_of
@@ -255,7 +254,7 @@ class StagedLayer(RuleFunction):
         __tracebackhide__ = True
         if self.unpacked is None:
             return self.differentiate(primals, tangents, packs=False)
-        return self.unpacked.differentiate(primals, tangents, packs=True)
+        return self.unpacked.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Compute values and tangents; with `packs`, from residuals that are packed."""
@@ -365,7 +364,7 @@ class EagerLayer(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
         needs = [t is not None for t in tangents]
-        packs = any(map(is_unknown, tangents))
+        packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) hands on the Python number
             run = self._run_apart(primals, needs)
@@ -406,6 +405,7 @@ class EagerLayer(RuleFunction):
         if self.call.layer._has_vmap_method() and any(d is not None for d in dims):
             return EagerBatch(self, axis, dims), [], None
         staged, consts = stage_layer(self.call, self.call.arguments.types)
+        staged = staged.packing()
         batched, more, out_dims = staged.batch(axis, [*(None for _ in consts), *dims], [*map(typeof, consts), *types])
         return batched, [*more, *consts], out_dims
 
