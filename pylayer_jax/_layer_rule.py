@@ -55,7 +55,7 @@ from ._jax.tracers import (
     is_tracer,
     trace_of_primals,
 )
-from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, zeros_of
+from ._jax.types import as_arrays, explicit_sharding, has_tangent, is_ref, tangent_type, typeof, zeros_of
 from ._messages import add_note, source_of
 
 Values = list[Any]
@@ -593,8 +593,9 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
         # NOTE [all outputs are batched]: a gradient that no cotangent reaches counts once per example too.
-        index = (0,) * batched.ndim
-        is_any = (batched[index] if batched.size else jnp.sum(batched)) == 0
+        # Along an explicit axis of a mesh, JAX takes no single entry.
+        has_entry = batched.size and explicit_sharding(batched) is None
+        is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
         gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
     return None, *gradients
 
