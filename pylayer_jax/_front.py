@@ -19,7 +19,7 @@ from ._jax.imports import DebugInfo, SymbolicZero
 from ._jax.masks import merge, select
 from ._jax.rule_function import apply
 from ._jax.tracers import NEEDS_VALUES, is_batched, is_differentiated, is_tracer
-from ._jax.types import as_arrays, is_ref, typeof
+from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
 from ._layer_map import LayerMap
 from ._layer_rule import StagedLayer, differentiated, refuse_host_code, stage_layer
 from ._messages import source_of
@@ -120,8 +120,9 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
         # NOTE [all outputs are batched]: a gradient that no cotangent reaches counts once per example too.
-        index = (0,) * batched.ndim
-        is_any = (batched[index] if batched.size else jnp.sum(batched)) == 0
+        # Along an explicit axis of a mesh, JAX takes no single entry.
+        has_entry = batched.size and explicit_sharding(batched) is None
+        is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
         gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
     return None, *gradients
 

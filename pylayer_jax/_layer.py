@@ -187,7 +187,9 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     | most layers                                                   | the front, a custom_vjp function       |
     | forward mode or a `vmap` of its own; within a `backward`;     | the function with its rule: staged     |
     |   forward over reverse; jax.linear_transpose; an eager        |   where a jaxpr is made, else on       |
-    |   shard_map, which has no rule for custom_vjp functions       |   concrete values                      |
+    |   shard_map, which has no rule for custom_vjp functions;      |   concrete values                      |
+    |   in a block of hooks, to be differentiated later: JAX traces |                                        |
+    |   a fwd rule apart, and each tensor would be packed again     |                                        |
     | an argument is a `jax.Ref`                                    | a front of its own, first order only   |
     """
     __tracebackhide__ = True
@@ -205,7 +207,11 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         _check_refs(call, tensors, is_deferred)
     is_unusual = around.is_unusual or any(map(is_unknown, tensors))
     has_front = takes_refs or not (
-        has_forward_mode or layer._has_vmap_method() or around.is_forward_over_reverse or is_unusual
+        has_forward_mode
+        or layer._has_vmap_method()
+        or around.is_forward_over_reverse
+        or is_unusual
+        or (is_deferred and call.pair is not None)
     )
     # The block's trace must not take the equations of a layer for operations: a layer packs its residuals itself.
     application = Application(call, is_deferred)

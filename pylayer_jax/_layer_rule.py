@@ -40,7 +40,7 @@ from ._jax.linearity import transpose_jaxpr
 from ._jax.masks import scatter, select
 from ._jax.primitives import vmap_over
 from ._jax.rule_function import RuleFunction, apply, apply_linear
-from ._jax.tracers import NEEDS_VALUES, is_differentiated, is_tracer, is_unknown, trace_of_primals
+from ._jax.tracers import NEEDS_VALUES, is_differentiated, is_tracer, trace_of_primals
 from ._jax.types import as_arrays, has_tangent, is_ref, typeof
 from ._layer_map import CodeMap, LayerMap
 
@@ -76,7 +76,7 @@ class StagedLayer(RuleFunction):
         __tracebackhide__ = True
         if self.unpacked is None:
             return self.differentiate(primals, tangents, packs=False)
-        return self.unpacked.differentiate(primals, tangents, packs=True)
+        return self.unpacked.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Compute values and tangents; with `packs`, from residuals that are packed."""
@@ -188,7 +188,7 @@ class EagerLayer(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
         needs = [t is not None for t in tangents]
-        packs = any(map(is_unknown, tangents))
+        packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) hands on the Python number
             run = self._run_apart(primals, needs)

@@ -105,10 +105,9 @@ def test_an_input_is_told_apart_from_its_copy():
         ("layer", "Multiply", ""),
         ("operation", "", ""),
     ]
-    with cast_saved():  # what comes into the block from outside stays as it is
-        assert saved_tensors_report(loss, X).input_bytes == SIZE
-    with cast_saved(arguments=True):
-        assert saved_tensors_report(loss, X).input_bytes == 0
+    # What comes into the block from outside stays as it is.
+    assert saved_tensors_report(cast_saved()(loss), X).input_bytes == SIZE
+    assert saved_tensors_report(cast_saved(arguments=True)(loss), X).input_bytes == 0
 
 
 @pytest.mark.parametrize("layer", [Tanh, ForwardTanh], ids=["custom_vjp", "forward mode"])
