@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from tests.frameworks.torch.layers import ported
 from tests.kit.case import grid
 from tests.kit.transforms import along, assert_same, gradient
+from tests.layers.after_torch import ported
 
 from .collective_layers import AXIS, RANKS, WORLD
 from .ranks import ALL, OWN, SHARED, VMA, loss, numbers, shard, spread

@@ -1,0 +1,193 @@
+"""Where errors point: to the lines of the user, and not to those of the library."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+
+import jax
+import pytest
+
+import pylayer_jax
+from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
+from tests.kit.layers import layer, loss
+from tests.kit.modes import MODES, X
+
+PACKAGE = str(Path(pylayer_jax.__file__).parent)
+
+
+class BoomError(Exception):
+    pass
+
+
+def boom(*args, **kwargs):
+    raise BoomError
+
+
+def hooks():
+    return saved_tensors_hooks(lambda x: x, lambda x: x)
+
+
+def in_block(f):
+    def blocked(x):
+        with hooks():
+            return f(x)
+
+    return blocked
+
+
+RUNS = {
+    "eager": lambda f: f(X),
+    "jit": lambda f: jax.jit(f)(X),
+    "vmap": lambda f: jax.vmap(f)(X[None]),
+    "container": lambda f: f({"x": [X]}),
+}
+REVERSE = {
+    **{name: lambda f, mode=mode: mode(f)(X) for name, mode in MODES.items() if name != "cond"},
+    "grad-vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x[None]).sum())(X),
+    "second": lambda f: jax.jacrev(jax.grad(f))(X),
+    "hessian": lambda f: jax.hessian(f)(X),
+    "block": lambda f: jax.grad(in_block(f))(X),
+    "jit-block": lambda f: jax.jit(jax.grad(in_block(f)))(X),
+    "decorated": lambda f: jax.grad(hooks()(f))(X),
+}
+FORWARD = {"jvp": lambda f: jax.jvp(f, (X,), (X,)), "jit-jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)}
+IN_VMAP = {"vmap": RUNS["vmap"], "grad-vmap": REVERSE["grad-vmap"]}
+OF_ARRAYS = {name: run for name, run in (RUNS | REVERSE).items() if name != "container"}
+# Layers of which one method raises, and what runs it.
+LAYERS = {
+    "forward": (layer(boom), RUNS | REVERSE),
+    "forward, forward mode": (layer(boom, forward_mode=True), RUNS | REVERSE),
+    "setup_context": (layer(lambda x: x * 2, base=Function, setup_context=staticmethod(boom)), OF_ARRAYS),
+    "backward": (layer(backward=boom), REVERSE),
+    "backward, forward mode": (layer(backward=boom, forward_mode=True), REVERSE | FORWARD),
+    "backward, once": (layer(backward=once_differentiable(boom)), REVERSE),
+    "jvp": (layer(jvp=staticmethod(boom)), FORWARD),
+    "vmap": (layer(vmap=staticmethod(boom)), IN_VMAP),
+}
+CASES = {f"{name}: {run}": (made, runs[run]) for name, (made, runs) in LAYERS.items() for run in runs}
+
+
+@pytest.mark.parametrize(("made", "run"), CASES.values(), ids=CASES)
+def test_frames_between_the_call_and_the_method_hide_themselves(made, run):
+    with pytest.raises(BoomError) as caught:
+        run(loss(made))
+    shown = [
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(caught.value.__traceback__)
+        if frame.f_code.co_filename.startswith(PACKAGE) and not frame.f_locals.get("__tracebackhide__")
+    ]
+    assert shown == []
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "boom"
+
+
+# Run in a file of its own, as by a user. `--tb=short` shows each frame that is not hidden, with its file.
+FAILING = """
+    import jax, jax.numpy as jnp
+    from pylayer_jax import PyLayer
+
+    class Fails(PyLayer):
+        @staticmethod
+        def forward(ctx, x, mistake):
+            ctx.save_for_backward(x)
+            ctx.mistake = mistake
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensor()
+            if ctx.mistake == "name":
+                return dy * ctx.nothing
+            return {}["key"]
+
+    def test_name():
+        jax.grad(lambda x: Fails.apply(x, "name").sum())(jnp.ones(3))
+
+    def test_key():
+        jax.grad(lambda x: Fails.apply(x, "key").sum())(jnp.ones(3))
+"""
+
+
+def test_pytest_shows_the_lines_of_the_user(tmp_path):
+    file = tmp_path / "test_fails.py"
+    file.write_text(textwrap.dedent(FAILING))
+    command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", str(file)]
+    # Without options that would run the two in any order.
+    environment = os.environ | {"PYTHONPATH": str(Path(PACKAGE).parent), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    _, of_name, of_key = re.split("_ test_name _|_ test_key _", done.stdout)
+    for text, mistake, name in ((of_name, "dy * ctx.nothing", "name"), (of_key, '{}["key"]', "key")):
+        # Before it JAX shows where the operation was applied. These frames have no variables, by which they could hide.
+        shown = text.rpartition("was the direct cause of")[2]
+        assert f"return {mistake}" in shown
+        assert f'jax.grad(lambda x: Fails.apply(x, "{name}").sum())' in shown
+        assert "pylayer_jax/_" not in shown
+
+
+# -- JAX's errors about tracers -------------------------------------------------------------------
+
+
+class Branches(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        return x if x.sum() > 0 else -x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+FORWARD_LINE = inspect.getsourcelines(Branches.forward)[1]
+WithForwardMode = type("Branches", (Branches,), {"forward_mode": True})
+SetAfterwards = type("Branches", (PyLayer,), {})
+for name in ("forward", "backward"):  # as cloudpickle does
+    setattr(SetAfterwards, name, vars(Branches)[name])
+
+
+@pytest.mark.parametrize("made", [Branches, WithForwardMode, SetAfterwards])
+@pytest.mark.parametrize("mode", [jax.jit, MODES["jit-grad"], MODES["grad-jit"]])
+def test_a_number_that_forward_asks_for(mode, made):
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        mode(loss(made))(X)
+    assert f"tracing the function Branches at {__file__}:{FORWARD_LINE} for" in str(caught.value)
+
+
+def test_a_value_that_becomes_a_tracer_is_traced_to_the_lines_of_the_user():
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        jax.lax.scan(lambda c, _: (c + loss(WithForwardMode)(X * c), None), 1.0, None, length=1)
+    assert __file__ in str(caught.value)
+    assert PACKAGE not in str(caught.value)
+
+
+def test_a_value_that_leaves_forward_was_made_at_a_line_of_the_user():
+    kept = []
+
+    class Keeps(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            kept.append(x * 2)
+            return x
+
+    jax.jit(Keeps.apply)(X)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        kept[0] + 1
+    line = inspect.getsourcelines(Keeps.forward)[1]
+    assert f"Keeps at {__file__}:{line} traced for" in str(caught.value)
+    assert f"created on line {__file__}:{line + 2}" in str(caught.value)
+    assert PACKAGE not in str(caught.value)
+
+
+class Abs:
+    def __call__(self, ctx, x):
+        return abs(x)
+
+
+def test_jaxprs_still_show_the_name_of_the_class():
+    for method in (staticmethod(lambda ctx, x: x), Abs()):
+        assert "name=Named" in str(jax.make_jaxpr(type("Named", (PyLayer,), {"forward": method}).apply)(X))
