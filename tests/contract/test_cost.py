@@ -394,8 +394,8 @@ def test_forward_and_backward_bear_the_name_of_their_class(layer, around):
         (loss_of(Tanh), {("Tanh/forward", "tanh")}),
         (pushed_loss(ForwardTanh), {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")}),
         (pushed_loss(OwnJvp), {("OwnJvp/forward", "tanh"), ("OwnJvp/jvp", "div")}),
-        (jax.vmap(OwnVmap.apply), {("OwnBatch/vmap", "tan")}),
-        (jax.vmap(jax.grad(loss_of(OwnVmap))), {("OwnBatch/vmap", "tan"), ("OwnBatch/backward", "sub")}),
+        (jax.vmap(OwnVmap.apply), {("OwnVmap/vmap", "tan")}),
+        (jax.vmap(jax.grad(loss_of(OwnVmap))), {("OwnVmap/vmap", "tan"), ("OwnVmap/backward", "sub")}),
     ],
     ids=["forward", "jvp", "jvp of its own", "vmap of its own", "vmap of its own and grad"],
 )

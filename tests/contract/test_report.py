@@ -311,7 +311,7 @@ def test_the_total_is_what_vjp_holds(name, around):
     traced = around.startswith("block") and name not in ("operations", "step", "steps", "vmap", "cond")
     vjp = jax.jit(lambda x, w: jax.vjp(loss, x, w)[1]) if traced else lambda x, w: jax.vjp(loss, x, w)[1]
     assert report.total_bytes == bytes_held(vjp(TALL, WIDE)) > 0
-    assert all(row.source.startswith("test_totals.py:") for row in report.rows if row.kind in ("layer", "operation"))
+    assert all(row.source.startswith("test_report.py:") for row in report.rows if row.kind in ("layer", "operation"))
     kept_inputs = {row.name: row.bytes for row in report.rows if row.kind == "input" and not row.layer}
     assert kept_inputs.items() <= {"args[0]": TALL.nbytes, "args[1]": WIDE.nbytes}.items()
 
