@@ -144,7 +144,10 @@ def _backward(layer: Layer, ctx: Any, given: tuple[Any, ...]) -> Any:
         found = [t.value(saved, cotangents[t.output]) for t in terms or [] if cotangents[t.output] is not None]
         if not found or (layer.asks and not needed[place[name]]):
             return None
-        return layer.fitted(sum(found[1:], found[0]), name, layer.wide)
+        if layer.wide and len(found) == 1:
+            return layer.fitted(found[0], name, wide=True)
+        found = [layer.fitted(term, name, wide=False) for term in found]
+        return sum(found[1:], found[0])
 
     scope = {name: gradient(name, terms) for name, terms in zip(layer.inputs, layer.gradients, strict=True)}
     kept = [i for i, tree in enumerate(layer.arguments) if not layer.per_slot or is_slot(tree)]

@@ -152,7 +152,10 @@ def _layer(
         how.insert(0, "positional")
     inputs = [leaf for tree in arguments for leaf in names_in(tree) if leaf != REF]
     statics = [f"k{i}" for i, t in enumerate(arguments) if isinstance(t, Static) and isinstance(t.value, int | float)]
-    body = _statements(rng, "u", rng.choice([1, 2, 2, 3, 4]), inputs, statics, list(CONSTANTS))
+    narrow = rng.random() < 0.2
+    shapes = {x: rng.choice([shape, (), (1,) if shape else ()]) if narrow else shape for x in inputs}
+    nothing = [name for name in NOTHING if name != "reshape" or () not in shapes.values()]  # which makes a new scalar
+    body = _statements(rng, "u", rng.choice([1, 2, 2, 3, 4]), inputs, nothing, statics, list(CONSTANTS))
     pool = [*inputs, *(s.name for s in body)]
     outputs = [_output(rng, inputs, body) for _ in range(rng.choice([1, 1, 2, 2, 3]))]
     if rng.random() < 0.15:
@@ -164,7 +167,7 @@ def _layer(
         later = [Statement(f"o{i}", "output", (o,)) for i, o in enumerate(outputs)]
         pool = [*inputs, *(s.name for s in later), *(s.name for s in later)]
         constants = [*CONSTANTS, *(s.name for s in later if s.same_as in CONSTANTS)]
-        later += _statements(rng, "v", rng.choice([0, 0, 1, 2]), pool, [], constants)
+        later += _statements(rng, "v", rng.choice([0, 0, 1, 2]), pool, nothing, [], constants)
         pool += [s.name for s in later]
     made = [name for name in pool if name[0] in "uv"] or pool
     saved = []
@@ -173,14 +176,13 @@ def _layer(
         saved.append((one, rng.choice(["save", "save", "attribute", "nested"])))
     if dialect == "PyLayer" and "N0" in outputs and rng.random() < 0.5:
         saved[0] = ("N0", saved[0][1])
-    narrow = rng.random() < 0.2
     layer = Layer(
         name=name,
         dialect=dialect,
         arguments=arguments,
         kinds=how,
         by_name=rng.random() < 0.2,
-        shapes={x: rng.choice([shape, (), (1,) if shape else ()]) if narrow else shape for x in inputs},
+        shapes=shapes,
         body=body,
         returned=returned,
         later=later,
@@ -216,7 +218,13 @@ def _arguments(rng: random.Random, inputs: list[str]) -> list[Any]:
 
 
 def _statements(
-    rng: random.Random, letter: str, number: int, pool: list[str], statics: list[str], constants: list[str]
+    rng: random.Random,
+    letter: str,
+    number: int,
+    pool: list[str],
+    nothing: list[str],
+    statics: list[str],
+    constants: list[str],
 ) -> list[Statement]:
     made: list[Statement] = []
     pool = list(pool)
@@ -225,7 +233,7 @@ def _statements(
         kind = rng.random()
         # Of a closed-over array most of these make a new one, since it is no tracer.
         if kind < 0.15 and operands[0] not in constants:
-            made.append(Statement(f"{letter}{i}", rng.choice(list(NOTHING)), (operands[0],)))
+            made.append(Statement(f"{letter}{i}", rng.choice(nothing), (operands[0],)))
         elif kind < 0.25 and statics:
             made.append(Statement(f"{letter}{i}", "times", (rng.choice(statics), operands[0])))
         else:

@@ -67,8 +67,8 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any =
             ref[...] += sum((jnp.sum(d) for d in given), jnp.zeros((), given[0].dtype))
 
         def gradient(name: str, x: jax.Array, terms: Any) -> jax.Array:
-            total = sum((term.value(saved, given[term.output]) for term in terms or []), jnp.zeros_like(x))
-            return layer.fitted(total, name, wide=False)
+            values = [term.value(saved, given[term.output]) for term in terms or []]
+            return sum((layer.fitted(value, name, wide=False) for value in values), jnp.zeros_like(x))
 
         return None, *map(gradient, inputs, xs, layer.gradients)
 
