@@ -12,24 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pylayer_jax import PyLayer, once_differentiable
+from pylayer_jax import once_differentiable
 from tests.kit.case import X
 from tests.kit.layers import Multiply, Tanh, layer
 
 INDEX = jnp.array([2, 0, 1, 1])
-
-
-class Sine(PyLayer):
-    """Right; what is wrong with the layers below is said in what they change."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensors[0])
+Sine = layer(jnp.sin, lambda x, dy: dy * jnp.cos(x), plain=True, name="Sine")  # right
+slope = Sine.backward
 
 
 def sine(**methods):
@@ -37,29 +26,31 @@ def sine(**methods):
     return layer(base=Sine, **methods)
 
 
-slope = Sine.backward
+def saved(ctx):
+    (x,) = ctx.saved_tensors
+    return x
 
 
-class WrongSign(Sine):
-    @staticmethod
-    def backward(ctx, dy):
-        return -slope(ctx, dy)
+def saving(value, x_of=lambda x: x):
+    """A forward that saves its input, or what `x_of` makes of it."""
+    return lambda ctx, x: (ctx.save_for_backward(x_of(x)), value(x))[1]
 
 
-class WrongAtSecondOrder(Sine):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(jax.lax.stop_gradient(x))
-        return jnp.sin(x)
-
-
+WrongSign = layer(base=Sine, name="WrongSign", backward=lambda ctx, dy: -slope(ctx, dy))
+WrongAtSecondOrder = sine(forward=saving(jnp.sin, jax.lax.stop_gradient))
 WrongAtOneIndex = sine(backward=lambda ctx, dy: slope(ctx, dy).at[1, 2].multiply(1.01))
-# Its gradient cannot be differentiated.
-Forgets = sine(backward=lambda ctx, dy: jax.lax.stop_gradient(slope(ctx, dy)))
-# Right in float64.
+Forgets = sine(backward=lambda ctx, dy: jax.lax.stop_gradient(slope(ctx, dy)))  # cannot be differentiated again
 ThreeTimesInFloat32 = sine(backward=lambda ctx, dy: slope(ctx, dy) * (3 if dy.dtype == jnp.float32 else 1))
 AbsoluteCotangent = sine(backward=lambda ctx, dy: slope(ctx, jnp.abs(dy)))
 ClippedCotangent = sine(backward=lambda ctx, dy: slope(ctx, jnp.clip(dy, -5, 5)))
+OnHost = layer(saving(lambda x: np.sin(np.asarray(x))), slope, name="OnHost")
+Conjugated = layer(jnp.square, lambda z, dy: dy * jnp.conj(2 * z), plain=True)
+SmallUnits = layer(lambda ctx, x: x * 1e-9, lambda ctx, dy: dy * 5e-9)  # five times its gradient, far below one
+Log = layer(jnp.log, lambda x, dy: dy / x, plain=True, name="Log")  # right
+ClippedLog = layer(base=Log, backward=lambda ctx, dy: dy / jnp.maximum(saved(ctx), 1e-2))
+# A product with gradients that are right for symmetric matrices alone.
+WithoutTransposes = layer(jnp.matmul, lambda a, b, dy: (dy @ b, a @ dy), plain=True)
+SwapsGradients = layer(base=Multiply, backward=lambda ctx, dy: Multiply.backward(ctx, dy)[::-1])
 
 
 def nan_in_float32(ctx, dy):
@@ -68,53 +59,69 @@ def nan_in_float32(ctx, dy):
 
 
 def other_under_jit(ctx, dy):
-    (x,) = ctx.saved_tensors
+    x = saved(ctx)
     return dy * (x if isinstance(x, jax.core.Tracer) else jnp.cos(x))
 
 
-class OnHost(Sine):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return np.sin(np.asarray(x))
+def other_where_not_differentiated(ctx, x):
+    return Sine.forward(ctx, x) * (1.0 if any(ctx.needs_input_grad) else 1.1)
+
+
+# -- missing cotangents and arguments ---------------------------------------------------------------
+
+
+def without_zeros(forward):
+    """A forward whose missing cotangents are None; it saves its arguments."""
+
+    def run(ctx, *args):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*args)
+        return forward(*args)
+
+    return run
 
 
 def sine_and_square(x):
     return jnp.sin(x), x * x
 
 
-class DropsNone(PyLayer):
-    """Forgets one output's gradient where the other's is missing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x)
-        return sine_and_square(x)
-
-    @staticmethod
-    def backward(ctx, ds, dq):
-        (x,) = ctx.saved_tensors
-        return (None,) if ds is None or dq is None else ds * jnp.cos(x) + dq * 2 * x
+def both(ctx, ds, dq):
+    parts = [None if ds is None else ds * jnp.cos(saved(ctx)), None if dq is None else dq * 2 * saved(ctx)]
+    return sum(part for part in parts if part is not None)
 
 
-class SineAndSquare(DropsNone):
-    """Right."""
-
-    @staticmethod
-    def backward(ctx, ds, dq):
-        (x,) = ctx.saved_tensors
-        parts = [None if ds is None else ds * jnp.cos(x), None if dq is None else dq * 2 * x]
-        return sum(part for part in parts if part is not None)
+def miscounted(ctx, dp, ds):
+    """A gradient less where a cotangent is missing."""
+    a, b = ctx.saved_tensors
+    if ds is None:
+        return dp * b
+    return (ds, ds) if dp is None else (dp * b + ds, dp * a + ds)
 
 
-class DropsAnArgument(Multiply):
-    """Takes an argument that needs no gradient for a reason to give none at all."""
+def one_of_three_dropped(ctx, *cotangents):
+    """Right for each output alone, wrong where one cotangent is missing."""
+    given = [i * dy for i, dy in enumerate(cotangents, 1) if dy is not None]
+    return sum(given) if len(given) != 2 else given[0]
 
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensors
-        return (dy * b, dy * a) if all(ctx.needs_input_grad) else (None, None)
+
+def none_unless_all(ctx, dy):
+    a, b = ctx.saved_tensors
+    return (dy * b, dy * a) if all(ctx.needs_input_grad) else (None, None)
+
+
+SineAndSquare = layer(without_zeros(sine_and_square), both)  # right
+DropsNone = layer(
+    base=SineAndSquare, backward=lambda ctx, ds, dq: (None,) if ds is None or dq is None else both(ctx, ds, dq)
+)
+BreaksOnNone = layer(base=SineAndSquare, backward=lambda ctx, ds, dq: ds * jnp.cos(saved(ctx)) + dq * 2 * saved(ctx))
+MiscountsOnNone = layer(without_zeros(lambda a, b: (a * b, a + b)), miscounted)
+DropsOneOfThree = layer(without_zeros(lambda x: (x, 2 * x, 3 * x)), one_of_three_dropped)
+DropsAnArgument = layer(base=Multiply, backward=none_unless_all)
+# Gives a gradient only if each output has a cotangent that is not zero.
+NeedsEveryCotangent = layer(
+    lambda ctx, x: (x, 2 * x),
+    lambda ctx, da, db: jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0),
+)
 
 
 # -- globals --------------------------------------------------------------------------------------
@@ -125,172 +132,38 @@ TABLE = {}
 CALLS = [0]
 
 
-class Leaks(Sine):
-    @staticmethod
-    def forward(ctx, x):
-        LEAKED[:] = [x]
-        return Sine.forward(ctx, x)
+def leaks(ctx, x):
+    LEAKED[:] = [x]
+    return Sine.forward(ctx, x)
 
 
-class ReadsGlobal(Sine):
-    """Keeps its input in a global in the place of ctx."""
-
-    @staticmethod
-    def forward(ctx, x):
-        LAST["x"] = x
-        return jnp.sin(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(LAST["x"])
+def counts(ctx, dy):
+    CALLS[0] += 1
+    return slope(ctx, dy) * (1 + 0.1 * CALLS[0])
 
 
-class Counts(Sine):
-    """Changes a global on each call of backward."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        CALLS[0] += 1
-        return slope(ctx, dy) * (1 + 0.1 * CALLS[0])
-
-
-class KeepsATable(Sine):
+def keeps_a_table(ctx, dy):
     """Right for the first values of a shape."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return dy * TABLE.setdefault(x.shape, np.cos(np.asarray(x)))
+    x = saved(ctx)
+    return dy * TABLE.setdefault(x.shape, np.cos(np.asarray(x)))
 
 
-class OnClass(PyLayer):
-    """Keeps a static on the class in the place of ctx."""
-
-    @staticmethod
-    def forward(ctx, x, factor):
-        OnClass.factor = factor
-        return factor * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return OnClass.factor * dy, None
+def on_class(ctx, x, factor):
+    OnClass.factor = factor
+    return factor * x
 
 
-class ShapeOnClass(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        ShapeOnClass.count = len(x)
-        ctx.shape = x.shape
-        return x.mean(0)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return jnp.broadcast_to(dy / ShapeOnClass.count, ctx.shape)
+def count_on_class(ctx, x):
+    ShapeOnClass.count, ctx.shape = len(x), x.shape
+    return x.mean(0)
 
 
-# -- outputs, cotangents and arguments ------------------------------------------------------------
-
-
-# Five times its gradient, which is far below one.
-SmallUnits = layer(forward=lambda ctx, x: x * 1e-9, backward=lambda ctx, dy: dy * 5e-9)
-
-
-class Log(PyLayer):
-    """Right."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return jnp.log(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy / ctx.saved_tensors[0]
-
-
-ClippedLog = layer(base=Log, backward=lambda ctx, dy: dy / jnp.maximum(ctx.saved_tensors[0], 1e-2))
-
-
-class Conjugated(PyLayer):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z * z
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.conj(2 * ctx.saved_tensors[0])
-
-
-class WithoutTransposes(PyLayer):
-    """A product with gradients that are right for symmetric matrices alone."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a @ b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensors
-        return dy @ b, a @ dy
-
-
-class SwapsGradients(Multiply):
-    @staticmethod
-    def backward(ctx, dy):
-        return Multiply.backward(ctx, dy)[::-1]
-
-
-class BreaksOnNone(DropsNone):
-    """Its backward computes with a cotangent that may be missing."""
-
-    @staticmethod
-    def backward(ctx, ds, dq):
-        (x,) = ctx.saved_tensors
-        return ds * jnp.cos(x) + dq * 2 * x
-
-
-class MiscountsOnNone(PyLayer):
-    """Leaves a gradient out where a cotangent is missing."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(a, b)
-        return a * b, a + b
-
-    @staticmethod
-    def backward(ctx, dp, ds):
-        a, b = ctx.saved_tensors
-        if ds is None:
-            return dp * b
-        return (ds, ds) if dp is None else (dp * b + ds, dp * a + ds)
-
-
-class DropsOneOfThree(PyLayer):
-    """Right for each output alone, wrong where one cotangent is missing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.set_materialize_grads(False)
-        return x, 2 * x, 3 * x
-
-    @staticmethod
-    def backward(ctx, *cotangents):
-        given = [i * dy for i, dy in enumerate(cotangents, 1) if dy is not None]
-        return sum(given) if len(given) != 2 else given[0]
-
-
-# Gives a gradient only if each output has a cotangent that is not zero.
-NeedsEveryCotangent = layer(
-    forward=lambda ctx, x: (x, 2 * x),
-    backward=lambda ctx, da, db: jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0),
+# Both keep what backward needs in a global, or on the class, in the place of ctx.
+ReadsGlobal = layer(
+    lambda ctx, x: (LAST.update(x=x), jnp.sin(x))[1], lambda ctx, dy: dy * jnp.cos(LAST["x"]), name="ReadsGlobal"
 )
-
-
-def other_where_not_differentiated(ctx, x):
-    return Sine.forward(ctx, x) * (1.0 if any(ctx.needs_input_grad) else 1.1)
+OnClass = layer(on_class, lambda ctx, dy: (OnClass.factor * dy, None))
+ShapeOnClass = layer(count_on_class, lambda ctx, dy: jnp.broadcast_to(dy / ShapeOnClass.count, ctx.shape))
 
 
 # -- wrong under one transform ----------------------------------------------------------------------
@@ -326,25 +199,20 @@ class SharesTheFirst(Multiply):
         return in_front(a, in_dims[0]) * b, 0
 
 
-class SharesTheSecondOfThree(PyLayer):
-    """Wrong where its second argument alone is mapped."""
+def shares_the_second(info, in_dims, *args):
+    """Wrong where the second argument alone is mapped."""
+    a, b, c = map(in_front, args, in_dims)
+    if in_dims == (None, 0, None):
+        b = jnp.stack([b[0]] * info.batch_size)
+    return a * b * c, 0
 
-    @staticmethod
-    def forward(ctx, a, b, c):
-        ctx.save_for_backward(a, b, c)
-        return a * b * c
 
-    @staticmethod
-    def backward(ctx, dy):
-        a, b, c = ctx.saved_tensors
-        return dy * b * c, dy * a * c, dy * a * b
-
-    @staticmethod
-    def vmap(info, in_dims, *args):
-        a, b, c = map(in_front, args, in_dims)
-        if in_dims == (None, 0, None):
-            b = jnp.stack([b[0]] * info.batch_size)
-        return a * b * c, 0
+SharesTheSecondOfThree = layer(
+    lambda a, b, c: a * b * c,
+    lambda a, b, c, dy: (dy * b * c, dy * a * c, dy * a * b),
+    plain=True,
+    vmap=shares_the_second,
+)
 
 
 @jax.custom_batching.custom_vmap
@@ -358,80 +226,52 @@ def _(size, mapped, x):
 
 
 # Its backward takes axis 0 for its own, which under vmap it is not.
-SumsOverTheBatch = layer(forward=lambda ctx, x: x - x.mean(0), backward=lambda ctx, dy: centred(dy))
+SumsOverTheBatch = layer(lambda ctx, x: x - x.mean(0), lambda ctx, dy: centred(dy))
 
 
-class Picks(PyLayer):
-    """Right, of an index, a flag and a key."""
-
-    @staticmethod
-    def forward(ctx, x, index, flag, key):
-        scale = jnp.where(flag, 1.0, 2.0) * jax.random.uniform(key, index.shape)
-        ctx.save_for_backward(index, scale)
-        ctx.size = x.shape[0]
-        return x[index] * scale
-
-    @staticmethod
-    def backward(ctx, dy):
-        index, scale = ctx.saved_tensors
-        return jnp.zeros(ctx.size, dy.dtype).at[index].add(dy * scale)
+def picked(x, index, flag, key):
+    return x[index] * jnp.where(flag, 1.0, 2.0) * jax.random.uniform(key, index.shape)
 
 
-class Takes(PyLayer):
-    """Right, of an index."""
-
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.save_for_backward(index)
-        return x[index]
-
-    @staticmethod
-    def backward(ctx, dy):
-        (index,) = ctx.saved_tensors
-        return jnp.zeros(3, dy.dtype).at[index].add(dy)
+def picked_gradient(x, index, flag, key, dy):
+    scale = jnp.where(flag, 1.0, 2.0) * jax.random.uniform(key, index.shape)
+    return jnp.zeros_like(x).at[index].add(dy * scale)
 
 
-class SharesTheIndex(Takes):
+def refuses_a_batch_of_indices(info, in_dims, x, index):
+    if in_dims[1] is not None:
+        raise NotImplementedError("one index for all")
+    return in_front(x, in_dims[0])[:, index], 0
+
+
+def shares_the_index(info, in_dims, x, index):
     """Takes the first example's index for that of all."""
-
-    @staticmethod
-    def vmap(info, in_dims, x, index):
-        return in_front(x, in_dims[0])[:, index if in_dims[1] is None else index[0]], 0
+    return in_front(x, in_dims[0])[:, index if in_dims[1] is None else index[0]], 0
 
 
-class RefusesABatchOfIndices(Takes):
-    @staticmethod
-    def vmap(info, in_dims, x, index):
-        if in_dims[1] is not None:
-            raise NotImplementedError("one index for all")
-        return in_front(x, in_dims[0])[:, index], 0
+# Right, of an index, and of an index, a flag and a key.
+Takes = layer(lambda x, i: x[i], lambda x, i, dy: jnp.zeros_like(x).at[i].add(dy), plain=True, name="Takes")
+Picks = layer(picked, picked_gradient, plain=True, name="Picks")
+SharesTheIndex = layer(base=Takes, vmap=shares_the_index)
+RefusesABatchOfIndices = layer(base=Takes, vmap=refuses_a_batch_of_indices)
 
 
 # -- forward mode -----------------------------------------------------------------------------------
 
-
-class SineBothWays(Sine):
-    """Right."""
-
-    jvp = staticmethod(Sine.backward)
-
-
-class TanhBothWays(Tanh):
-    """Right; what it saves is its output, so that its second derivative needs its first."""
-
-    @staticmethod
-    def jvp(ctx, t):
-        (y,) = ctx.saved_tensors
-        return t * (1 - y**2)
+# Right, both; what the second saves is its output, so that its second derivative needs its first.
+SineBothWays = layer(base=Sine, jvp=Sine.backward, name="SineBothWays")
+TanhBothWays = layer(base=Tanh, jvp=lambda ctx, t: t * (1 - saved(ctx) ** 2))
+# Claims a forward mode that its backward cannot be transposed to.
+Clips = layer(
+    base=Sine,
+    name="Clips",
+    forward_mode=True,
+    backward=lambda ctx, dy: jnp.clip(dy * jnp.cos(saved(ctx)), -10, 10),
+)
 
 
-def with_tangent(layer, change):
-    class Wrong(layer):
-        @staticmethod
-        def jvp(ctx, t):
-            return change(layer.jvp(ctx, t))
-
-    return Wrong
+def tangent(change, base=SineBothWays):
+    return layer(base=base, jvp=lambda ctx, t: change(base.jvp(ctx, t)))
 
 
 def is_traced(t):
@@ -444,31 +284,18 @@ def is_mapped(t):
 
 def without_a_term(ctx, t):
     """A tangent whose own derivative is another one."""
-    return t * jax.lax.stop_gradient(jnp.cos(ctx.saved_tensors[0]))
+    return t * jax.lax.stop_gradient(jnp.cos(saved(ctx)))
 
 
-class Clips(Sine):
-    """Claims a forward mode that its backward cannot be transposed to."""
-
-    forward_mode = True
-
-    @staticmethod
-    def backward(ctx, dy):
-        return jnp.clip(dy * jnp.cos(ctx.saved_tensors[0]), -10, 10)
-
-
-class ForgetsAMissingTangent(Multiply):
+def forgets_a_missing_tangent(ctx, t, u):
     """Right where each argument has a tangent."""
+    a, b = ctx.saved_tensors
+    return 0 * a if t is None or u is None else t * b + a * u
 
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.set_materialize_grads(False)
-        return Multiply.forward(ctx, a, b)
 
-    @staticmethod
-    def jvp(ctx, t, u):
-        a, b = ctx.saved_tensors
-        return 0 * a if t is None or u is None else t * b + a * u
+ForgetsAMissingTangent = layer(
+    without_zeros(jnp.multiply), lambda ctx, dy: Multiply.backward(ctx, dy), jvp=forgets_a_missing_tangent
+)
 
 
 # -- on several devices -----------------------------------------------------------------------------
@@ -490,7 +317,7 @@ def whole(x):
 
 
 # Its backward adds up a cotangent that each device has already.
-SumsTwice = layer(forward=lambda ctx, x: x, backward=lambda ctx, dy: jax.lax.psum(dy, "i"))
+SumsTwice = layer(lambda ctx, x: x, lambda ctx, dy: jax.lax.psum(dy, "i"))
 
 
 def sums_twice(x):
@@ -509,10 +336,6 @@ class Wrong:
     order: int = 1  # the first order at which they do
 
 
-def tangent(change, layer=SineBothWays):
-    return with_tangent(layer, change)
-
-
 WRONG = {
     # Other gradients.
     "sign": Wrong(WrongSign, (X,), ("gradients",), jnp.sin),
@@ -523,7 +346,7 @@ WRONG = {
     "small values": Wrong(ClippedLog, (jnp.array([1e-3, 2.0]),), ("gradients",), jnp.log),
     "small units": Wrong(SmallUnits, (X,), ("gradients",), lambda x: x * 1e-9),
     # For other values than those given.
-    "table": Wrong(KeepsATable, (X,), ("gradients", "jit"), jnp.sin),
+    "table": Wrong(sine(backward=keeps_a_table), (X,), ("gradients", "jit"), jnp.sin),
     "no transposes": Wrong(WithoutTransposes, (jnp.ones((3, 3)), jnp.eye(3)), ("gradients",), jnp.matmul),
     "swapped": Wrong(SwapsGradients, (X, X), ("gradients",), jnp.multiply),
     "swapped scalars": Wrong(SwapsGradients, (jnp.float32(1), jnp.float32(1)), ("gradients",), jnp.multiply),
@@ -543,9 +366,9 @@ WRONG = {
     "dropped argument": Wrong(DropsAnArgument, (X, X), ("arguments",), jnp.multiply),
     "not differentiated": Wrong(sine(forward=other_where_not_differentiated), (X,), ("eager",)),
     # With globals.
-    "leak": Wrong(Leaks, (X,), ("leaks",), jnp.sin),
+    "leak": Wrong(sine(forward=leaks), (X,), ("leaks",), jnp.sin),
     "global": Wrong(ReadsGlobal, (X,), ("repeatable", "jit"), jnp.sin),
-    "counter": Wrong(Counts, (X,), ("repeatable", "jit", "gradients"), jnp.sin),
+    "counter": Wrong(sine(backward=counts), (X,), ("repeatable", "jit", "gradients"), jnp.sin),
     "static on class": Wrong(OnClass, (X, 0.5), ("repeatable",), lambda x, factor: factor * x),
     "shape on class": Wrong(ShapeOnClass, (X,), ("repeatable",), lambda x: x.mean(0)),
     # Under a transform.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import re
 import types
 
 import jax
@@ -151,24 +150,22 @@ def test_recording_outside_of_forward_is_refused(run, call):
 
 
 MISUSES = {
-    "[ctx.save_for_backward(x) for _ in range(2)]": r"RuntimeError: .*save_for_backward.*Made",
-    "ctx.mark_not_inplace(x * 2)": r"ValueError: .*mark_not_inplace.*Made",
-    "ctx.mark_not_inplace(3)": "ValueError: .*mark_not_inplace",
-    "ctx.mark_non_differentiable(x * 2)": r"ValueError: .*mark_non_differentiable.*Made",
-    "ctx.mark_non_differentiable(None)": "ValueError: .*mark_non_differentiable",
-    "ctx.save_for_backward(jax.new_ref(x))": "ValueError: .*Ref",
-    "setattr(ctx, 'ref', [jax.new_ref(x)])": "ValueError: .*Ref",
-    "setattr(ctx, 'saved_tensors', (x,))": r"AttributeError: .*save_for_backward",
+    "saving twice": (RuntimeError, "save_for_backward", lambda ctx, x: [ctx.save_for_backward(x) for _ in range(2)]),
+    "no input": (ValueError, "mark_not_inplace", lambda ctx, x: ctx.mark_not_inplace(x * 2)),
+    "a number as an input": (ValueError, "mark_not_inplace", lambda ctx, x: ctx.mark_not_inplace(3)),
+    "no output": (ValueError, "mark_non_differentiable", lambda ctx, x: ctx.mark_non_differentiable(x * 2)),
+    "None as an output": (ValueError, "mark_non_differentiable", lambda ctx, x: ctx.mark_non_differentiable(None)),
+    "a saved Ref": (ValueError, "Ref", lambda ctx, x: ctx.save_for_backward(jax.new_ref(x))),
+    "a Ref on ctx": (ValueError, "Ref", lambda ctx, x: setattr(ctx, "ref", [jax.new_ref(x)])),
+    "assigned": (AttributeError, "save_for_backward", lambda ctx, x: setattr(ctx, "saved_tensors", (x,))),
 }
 
 
 @runs
-@pytest.mark.parametrize("code", MISUSES)
-def test_misuse_in_forward(run, code):
-    call = eval(f"lambda ctx, x: {code}", globals())
-    with pytest.raises((RuntimeError, ValueError, AttributeError)) as caught:
+@pytest.mark.parametrize(("error", "word", "call"), MISUSES.values(), ids=MISUSES)
+def test_misuse_in_forward(run, error, word, call):
+    with pytest.raises(error, match=word):
         run(loss(layer(then(call))))(X)
-    assert re.search(MISUSES[code], f"{caught.typename}: {caught.value}")
 
 
 @EAGER_AND_JIT

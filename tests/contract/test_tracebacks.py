@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 import traceback
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 import pylayer_jax
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
+from tests.kit import failing
 from tests.kit.layers import layer, loss
 from tests.kit.modes import MODES, X
 
@@ -87,47 +87,37 @@ def test_frames_between_the_call_and_the_method_hide_themselves(made, run):
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "boom"
 
 
-# Run in a file of its own, as by a user. `--tb=short` shows each frame that is not hidden, with its file.
-FAILING = """
-    import jax, jax.numpy as jnp
-    from pylayer_jax import PyLayer
-
-    class Fails(PyLayer):
-        @staticmethod
-        def forward(ctx, x, mistake):
-            ctx.save_for_backward(x)
-            ctx.mistake = mistake
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, dy):
-            (x,) = ctx.saved_tensor()
-            if ctx.mistake == "name":
-                return dy * ctx.nothing
-            return {}["key"]
-
-    def test_name():
-        jax.grad(lambda x: Fails.apply(x, "name").sum())(jnp.ones(3))
-
-    def test_key():
-        jax.grad(lambda x: Fails.apply(x, "key").sum())(jnp.ones(3))
-"""
-
-
-def test_pytest_shows_the_lines_of_the_user(tmp_path):
-    file = tmp_path / "test_fails.py"
-    file.write_text(textwrap.dedent(FAILING))
-    command = [sys.executable, "-m", "pytest", "--tb=short", "-p", "no:cacheprovider", str(file)]
-    # Without options that would run the two in any order.
+def shown_by_pytest():
+    """What pytest shows of each test of a file that fails; `--tb=short` shows each frame that is not hidden."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--tb=short",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+        failing.__file__,
+    ]
     environment = os.environ | {"PYTHONPATH": str(Path(PACKAGE).parent), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    _, of_name, of_key = re.split("_ test_name _|_ test_key _", done.stdout)
-    for text, mistake, name in ((of_name, "dy * ctx.nothing", "name"), (of_key, '{}["key"]', "key")):
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    _, *parts = re.split(r"^_+ (test_\w+) _+$", done.stdout, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_pytest_shows_the_lines_of_the_user_and_none_of_the_package():
+    shown = shown_by_pytest()
+    assert len(shown) == 5
+    for name, line in (("test_an_attribute", "return dy * ctx.nothing"), ("test_a_key", '{}["key"]')):
         # Before it JAX shows where the operation was applied. These frames have no variables, by which they could hide.
-        shown = text.rpartition("was the direct cause of")[2]
-        assert f"return {mistake}" in shown
-        assert f'jax.grad(lambda x: Fails.apply(x, "{name}").sum())' in shown
-        assert "pylayer_jax/_" not in shown
+        own = shown[name].rpartition("was the direct cause of")[2]
+        assert line in own
+        assert "jax.grad(lambda x: made.apply(x).sum())(X)" in own
+        assert "pylayer_jax/_" not in own
+    for name in ("test_gradcheck", "test_assert_equivalent", "test_check_layer"):
+        assert "AssertionError" in shown[name]
+        assert "pylayer_jax/testing" not in shown[name]
 
 
 # -- JAX's errors about tracers -------------------------------------------------------------------

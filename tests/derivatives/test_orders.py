@@ -337,57 +337,10 @@ def test_second_derivative_by_what_is_saved(kind, second):
             np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=f"{name}, {forward_mode=}")
 
 
-def test_setup_context_may_mark_an_input_that_is_returned():
-    class MarkedInSetup(Function):
-        @staticmethod
-        def forward(x):
-            return x, 2 * x
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.mark_non_differentiable(inputs[0])
-
-        @staticmethod
-        def backward(ctx, _, dy):
-            return 5 * dy
-
-    loss = lambda x: sum(MarkedInSetup.apply(x))  # noqa: E731
-    assert grad(loss)(1.0) == 5
 
 
-def test_one_array_in_two_arguments_of_which_one_is_marked():
-    class FirstMarked(PyLayer):
-        @staticmethod
-        def forward(ctx, a, b):
-            ctx.mark_non_differentiable(a)
-            return a, b
-
-        @staticmethod
-        def backward(ctx, da, db):
-            return da, db
-
-    loss = lambda x: sum(FirstMarked.apply(x, x))  # noqa: E731
-    for derivative in (grad(loss), jax.jit(grad(loss)), grad(jax.jit(loss))):
-        assert derivative(jnp.float32(1)) == 1  # one object, which a Python number would not be
 
 
-def test_an_output_that_no_mapped_argument_reaches():
-    class SinOfTheSecond(PyLayer):
-        @staticmethod
-        def forward(ctx, a, b):
-            y = jnp.sin(b)
-            ctx.save_for_backward(y * y)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            return (dy * ctx.saved_tensors[0],) * 2
-
-    def around(b):
-        return jax.vmap(grad(SinOfTheSecond.apply), (0, None))(jnp.ones(2), b).sum()
-
-    for derivative in (grad(around), jax.jit(grad(around)), lambda b: jax.jvp(around, (b,), (1.0,))[1]):
-        np.testing.assert_allclose(derivative(X), 2 * 2 * S * S**2, rtol=1e-5)
 
 
 # -- Refs ---------------------------------------------------------------------------------------------

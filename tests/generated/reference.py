@@ -235,9 +235,10 @@ DERIVATIVES = {"grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
 def computed(case: Case, package: Any) -> Any:
     """What the layers of `package` make of a case."""
     block = {place: _hooks(block, package) for place, block in case.blocks.items()}
+    constants = _arrays(case, CONSTANTS)
 
     def run() -> Any:
-        ref, constants = _ref(case), _arrays(case, CONSTANTS)
+        ref = _ref(case)
         layers = {layer.name: function_of(layer, package, constants, ref) for layer in case.layers}
         program = _around(block.get("inside"), _program(case, layers, constants, 0))
         return _applied(case, program, 0), None if ref is None else ref[...]

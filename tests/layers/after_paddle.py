@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax import PyLayer
 from tests.kit import names
 from tests.kit.case import CASES, R3, Case, W, X, after, case, grid, once, ruled, stop
 from tests.kit.oracle import Table
@@ -51,21 +50,6 @@ def layers(xp):
             rows, _, _ = ctx.moe_args
             zeros = xp.zeros([rows, *dy.shape[1:]], dtype=dy.dtype)
             return xp.put(zeros, pos, dy), None, None, None
-
-    class MoEGather(xp.PyLayer):
-        """P10, one rank: rows put in their places; backward takes them from there, repeated or not."""
-
-        @staticmethod
-        def forward(ctx, buf, pos, local_count, global_count, local_batch, world_size, group=None):
-            ctx.save_for_backward(pos, local_count, global_count)
-            ctx.moe_args = local_batch, world_size, group
-            zeros = xp.zeros([local_batch, *buf.shape[1:]], dtype=buf.dtype)
-            return xp.put(zeros, pos, buf)
-
-        @staticmethod
-        def backward(ctx, dy):
-            pos, _, _ = ctx.saved_tensor()
-            return dy[pos], None, None, None
 
     def half_away(x):
         return xp.sign(x) * xp.floor(xp.abs(x) + 0.5)
@@ -141,31 +125,6 @@ def layers(xp):
         def backward(ctx, dy):
             return dy, xp.ones([1], ctx.dtype) if ctx.required_aux_loss else None
 
-    class SavedAuxiliaryLoss(xp.PyLayer):
-        """P24, variant B: saves the loss, hands on a copy, and leaves the slot of a loss without gradient empty."""
-
-        @staticmethod
-        def forward(ctx, x, loss):
-            ctx.save_for_backward(loss)
-            ctx.required = xp.needs_gradient(ctx, 1, loss)
-            return xp.copy(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            (loss,) = ctx.saved_tensor()
-            return dy, xp.ones_like(loss) if ctx.required else None
-
-    class GatherEach(xp.PyLayer):
-        """P25, where nothing is initialised."""
-
-        @staticmethod
-        def forward(ctx, x):
-            return (x,)
-
-        @staticmethod
-        def backward(ctx, *grads):
-            return grads[0]
-
     class LayerNorm2d(xp.PyLayer):
         """P26: saves two intermediates and an input."""
 
@@ -213,50 +172,6 @@ def layers(xp):
 
 
 ported = names.text(layers, names.JAX)
-
-
-# -- a layer that runs without an original to compare with ---------------------------------------------
-
-
-def _is_tensor(value):
-    return isinstance(value, jax.Array)
-
-
-def _is_float(value):
-    return jnp.issubdtype(value.dtype, jnp.floating)
-
-
-class FullRecompute(PyLayer):
-    """P8, long: runs a function again in backward. Tensors and tuples of tensors are saved, side by side.
-
-    A tensor that is random state is a PRNG key here, an argument like any other, and is replayed as such.
-    """
-
-    @staticmethod
-    def forward(ctx, run_function, *args, **kwargs):
-        ctx.run_function, ctx.kwargs = run_function, kwargs
-        tensors = [_is_tensor(arg) or (isinstance(arg, tuple) and any(map(_is_tensor, arg))) for arg in args]
-        ctx.inputs = [None if is_saved else arg for arg, is_saved in zip(args, tensors, strict=True)]
-        ctx.places = [i for i, is_saved in enumerate(tensors) if is_saved]
-        ctx.save_for_backward(*(args[i] for i in ctx.places))
-        return run_function(*args, **kwargs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        saved, inputs = ctx.saved_tensor(), list(ctx.inputs)
-        moving = [(isinstance(x, tuple) and _is_float(x[0])) or (_is_tensor(x) and _is_float(x)) for x in saved]
-
-        def run(*moved):
-            rest = iter(moved)
-            for place, value, moves in zip(ctx.places, saved, moving, strict=True):
-                inputs[place] = next(rest) if moves else value
-            outputs = ctx.run_function(*inputs, **ctx.kwargs)
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            return [y for y in outputs if _is_tensor(y) and _is_float(y)]
-
-        _, pull = jax.vjp(run, *(x for x, moves in zip(saved, moving, strict=True) if moves))
-        found = iter(pull([g for g in grads if _is_float(g)]))
-        return tuple(next(found) if moves else None for moves in moving)
 
 
 # -- references: each is a case of the registry ---------------------------------------------------------
@@ -358,32 +273,6 @@ Recompute = case(_block, X, W, call=lambda x, w: Recompute.apply(_block, True, (
 )
 
 
-def block(x, pair, key, frozen, rate, text, *, gain=1.0, bent=True):
-    """Several outputs, one of integers; a tuple of parameters, random state, a frozen tuple, and statics."""
-    w, b = pair
-    kept = jax.random.bernoulli(key, rate, x.shape).astype(x.dtype)
-    h = kept * x @ w * gain + b[frozen[0]]
-    y = jnp.tanh(h) if bent else h
-    return y, jnp.argmax(h, -1), y * x + len(text)
-
-
-def recomputed(run):
-    def layer(x, w, b):
-        y, _, z = run(x, (w, b), jax.random.key(7), (jnp.array([2, 0, 1]),), 0.6, "text", gain=0.7)
-        return y, z
-
-    return layer
-
-
-case(
-    recomputed(block),
-    X,
-    W,
-    W[0],
-    call=recomputed(lambda *args, **named: FullRecompute.apply(block, *args, **named)),
-)(FullRecompute)
-
-
 # -- calls beside real Paddle ---------------------------------------------------------------------------
 
 PORTS = Table()
@@ -402,8 +291,6 @@ for name, rows, positions, size in (
     ("MoEScatter", grid(4, 2), [3, 0, 2], 3),
     ("MoEScatter", grid(4, 2), [1, 1, 2], 3),  # the last of the rows overwrites the others
     ("MoEScatter", grid(4, 2), [], 0),
-    ("MoEGather", grid(3, 2), [3, 0, 2], 4),
-    ("MoEGather", grid(3, 2), [1, 3, 1], 4),
 ):
     call = lambda m, *args, name=name: getattr(m, name).apply(*args, world_size=1)  # noqa: E731
     port(name, rows, np.array(positions, np.int32), THREE, THREE, size, call=call, label=str(positions))
@@ -418,8 +305,6 @@ for delayed in (False, True):
 doubled = {"call": lambda m, x, loss: m.AuxiliaryLoss.apply(x * 2, loss)}
 port("AuxiliaryLoss", X, f32(0.7), **doubled)
 port("AuxiliaryLoss", X, LOSS, **doubled, wrt=(0,), label="frozen")
-port("SavedAuxiliaryLoss", X, LOSS)
-port("GatherEach", X, call=lambda m, x: m.GatherEach.apply(x * 2))
 port("LayerNorm2d", grid(2, 3, 1, 2), grid(3), grid(3) * 2, 1e-5, plain=True)
 port("ClippedReversal", X, call=lambda m, x: m.ClippedReversal.apply(x, lambda_=2))
 port("ClippedReversal", X, label="default")

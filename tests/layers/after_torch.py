@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ import numpy as np
 
 from pylayer_jax import Function, PyLayer
 from tests.kit import names
-from tests.kit.case import R3, W, X, after, case, grid, ruled, stop, straight_through
+from tests.kit.case import R3, W, X, after, case, grid, ruled, stop
 from tests.kit.oracle import Table
 
 
@@ -242,10 +241,6 @@ def activations(xp):
 
         return type(name, (xp.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
 
-    def swish_slope(x, dy):
-        s = xp.sigmoid(x)
-        return dy * s * (1 + x * (1 - s))
-
     def mish_slope(x, dy):
         t = xp.tanh(xp.softplus(x))
         return dy * (t + x * xp.sigmoid(x) * (1 - t * t))
@@ -254,18 +249,8 @@ def activations(xp):
         above = xp.where(x > 3, dy, xp.zeros_like(x))
         return xp.where(xp.abs(x) <= 3, dy * (x / 3 + 0.5), above)
 
-    def hard_mish_slope(x, dy):
-        above = xp.where(x > 0, dy, xp.zeros_like(x))
-        return xp.where((x >= -2) & (x <= 0), dy * (x + 1), above)
-
-    def hard_sigmoid_slope(x, dy):
-        return xp.where(xp.abs(x) <= 3, dy / 6, xp.zeros_like(x))
-
-    Swish = activation("Swish", lambda x: x * xp.sigmoid(x), swish_slope)
     Mish = activation("Mish", lambda x: x * xp.tanh(xp.softplus(x)), mish_slope)
-    HardSigmoid = activation("HardSigmoid", lambda x: xp.clip(x + 3, 0, 6) / 6, hard_sigmoid_slope)
     HardSwish = activation("HardSwish", lambda x: x * xp.clip(x + 3, 0, 6) / 6, hard_swish_slope)
-    HardMish = activation("HardMish", lambda x: 0.5 * x * xp.clip(x + 2, 0, 2), hard_mish_slope)
     return locals()
 
 
@@ -291,62 +276,6 @@ def losses(xp):
         @staticmethod
         def set_loss_scale(scale):
             AuxLossScaler.scale = scale
-
-    NEVER = -1e30
-
-    class CTC(xp.Function):
-        """T64: the gradient is computed together with the loss, and saved; class 0 is the blank."""
-
-        @staticmethod
-        def forward(ctx, acts, labels, act_lens, label_lens):
-            steps, batch, classes = acts.shape
-            logp = xp.log_softmax(acts, -1)
-            behind_blanks = xp.stack([xp.zeros_like(labels), labels], -1).reshape(batch, -1)
-            path = xp.pad(behind_blanks, 0, 1)
-            states = xp.arange(path.shape[1])
-            inside = states < 2 * label_lens[:, None] + 1
-            two_back = xp.pad(path, 2, 0)[:, :-2]
-            skips = (path != 0) & (path != two_back) & (states >= 2)
-            ends = inside & (states >= 2 * label_lens[:, None] - 1)
-            emitted = xp.stack([xp.take_along_dim(logp[t], path, 1) for t in range(steps)])
-
-            def never(x, allowed):
-                return xp.where(allowed, x, NEVER)
-
-            def behind(x, by):
-                return xp.pad(x, by, 0, NEVER)[:, : x.shape[1]]
-
-            def ahead(x, by):
-                return xp.pad(x, 0, by, NEVER)[:, by:]
-
-            alphas = [never(emitted[0], inside & (states < 2))]
-            for t in range(1, steps):
-                a = alphas[-1]
-                ways = xp.stack([a, behind(a, 1), never(behind(a, 2), skips)])
-                alphas.append(never(xp.logsumexp(ways, 0) + emitted[t], inside))
-            last = xp.stack(alphas)[act_lens - 1, xp.arange(batch)]
-            loss = -xp.logsumexp(never(last, ends), -1)
-
-            betas = [None] * steps
-            for t in reversed(range(steps)):
-                at_end = never(xp.zeros(path.shape), ends)
-                if t == steps - 1:
-                    betas[t] = at_end
-                    continue
-                b = never(betas[t + 1] + emitted[t + 1], inside)
-                ways = xp.stack([b, ahead(b, 1), ahead(never(b, skips), 2)])
-                betas[t] = xp.where((act_lens == t + 1)[:, None], at_end, xp.logsumexp(ways, 0))
-            occupied = xp.exp(xp.stack(alphas) + xp.stack(betas) + loss[:, None])
-            by_class = (xp.cast(xp.one_hot(path, classes), acts.dtype) * occupied[..., None]).sum(-2)
-            alive = xp.cast(xp.arange(steps)[:, None] < act_lens, acts.dtype)
-            ctx.save_for_backward((xp.exp(logp) - by_class) * alive[..., None])
-            return loss
-
-        @staticmethod
-        @xp.once_differentiable
-        def backward(ctx, grad_output):
-            (grads,) = ctx.saved_tensors
-            return grads * grad_output[None, :, None], None, None, None
 
     return locals()
 
@@ -730,70 +659,15 @@ def layers(xp):
 ported = names.text(layers, names.JAX)
 
 
-# -- layers that call compiled code or other packages, so that no original stands beside them ---------
-
-
-def _solved(solve, y, size, x, dim, k):
-    """Where as many entries are in the support as were searched, there may be more: search twice as many."""
-    if k >= x.shape[dim]:
-        return y, size
-    wider, wider_size = solve(x, dim, 2 * k)
-    return jnp.where(size == k, wider, y), jnp.where(size == k, wider_size, size)
-
-
-def _top(x, dim, k):
-    """The largest entries along an axis in descending order, and their positions, counted from one."""
-    ordered = jnp.flip(jnp.sort(x, dim), dim)
-    ordered = jax.lax.slice_in_dim(ordered, 0, min(k, x.shape[dim]), axis=dim)
-    shape = [1] * x.ndim
-    shape[dim] = -1
-    return ordered, jnp.arange(1, ordered.shape[dim] + 1, dtype=x.dtype).reshape(shape)
-
-
-def _sparsemax_of_top(x, dim, k):
-    ordered, position = _top(x, dim, k)
-    sums = ordered.cumsum(dim) - 1
-    size = (position * ordered > sums).sum(dim, keepdims=True)
-    y = jnp.maximum(x - jnp.take_along_axis(sums, size - 1, dim) / size.astype(x.dtype), 0)
-    return _solved(_sparsemax_of_top, y, size, x, dim, k)
-
-
-class SparsemaxTopK(Function):
-    """T13: backward is that of another class, with a None for one argument more."""
-
-    @staticmethod
-    def forward(ctx, x, dim=0, k=100):
-        ctx.dim = dim
-        y, size = _sparsemax_of_top(x - x.max(dim, keepdims=True), dim, k)
-        ctx.save_for_backward(size, y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return (*ported.Sparsemax.backward(ctx, grad_output), None)
-
-
-def _entmax_of_top(z, dim, k):
-    ordered, position = _top(z, dim, k)
-    mean, mean_square = ordered.cumsum(dim) / position, (ordered**2).cumsum(dim) / position
-    inner = jnp.maximum((1 - position * (mean_square - mean**2)) / position, 0)
-    tau = mean - jnp.sqrt(inner)
-    size = (tau <= ordered).sum(dim, keepdims=True)
-    y = jnp.maximum(z - jnp.take_along_axis(tau, size - 1, dim), 0) ** 2
-    return _solved(_entmax_of_top, y, size, z, dim, k)
+# -- layers that call other packages, so that no original stands beside them --------------------------
 
 
 class Entmax15(Function):
     """T14: saves its output alone."""
 
     @staticmethod
-    def forward(ctx, x, dim=0):
-        return Entmax15._kept(ctx, x, dim, x.shape[dim])
-
-    @staticmethod
-    def _kept(ctx, x, dim, k):
-        ctx.dim = dim
-        y, _ = _entmax_of_top((x - x.max(dim, keepdims=True)) / 2, dim, k)
+    def forward(ctx, x):
+        y = entmax15(x)
         ctx.save_for_backward(y)
         return y
 
@@ -803,36 +677,7 @@ class Entmax15(Function):
         # The original takes the root of zeros as well, whose second derivative is no number.
         q = jnp.where(y > 0, jnp.sqrt(jnp.where(y > 0, y, 1)), 0)
         dx = grad_output * q
-        return dx - q * dx.sum(ctx.dim, keepdims=True) / q.sum(ctx.dim, keepdims=True), None
-
-
-class Entmax15TopK(Entmax15):
-    """T15: inherits from T14, and calls its backward."""
-
-    @staticmethod
-    def forward(ctx, x, dim=0, k=100):
-        return Entmax15._kept(ctx, x, dim, k)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return (*Entmax15.backward(ctx, grad_output), None)
-
-
-class LinearQuantize(Function):
-    """T38: straight through."""
-
-    @staticmethod
-    def forward(ctx, x, scale, zero_point, dequantize, inplace):
-        y = jnp.round(scale * x - zero_point)
-        if dequantize:
-            y = (y + zero_point) / scale
-        if inplace:
-            ctx.mark_dirty(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return grad_output, None, None, None, None
+        return dx - q * dx.sum(-1, keepdims=True) / q.sum(-1, keepdims=True)
 
 
 class DenseSolver:
@@ -862,36 +707,6 @@ class FactorAndSolve(Function):
         (x,) = ctx.saved_tensors
         db = ctx.solver.solve(ctx.factors, grad_output, 1)
         return -jnp.outer(db, x), db, None
-
-
-class NativeLinear:
-    """In place of a compiled module, whose backward returns a list."""
-
-    def forward(self, x, weight, bias):
-        return x @ weight.T + bias
-
-    def backward(self, grad_output, x, weight):
-        return [grad_output @ weight, grad_output.T @ x, grad_output.sum(0)]
-
-
-NATIVE = NativeLinear()
-
-
-class MyLinear(Function):
-    """T70: what is kept is told apart from forward, which is a call into a module."""
-
-    @staticmethod
-    def forward(x, weight, bias, module=NATIVE):
-        return module.forward(x, weight, bias)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, weight, _, ctx.module = inputs
-        ctx.save_for_backward(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad_output):
-        return (*ctx.module.backward(grad_output, *ctx.saved_tensors), None)
 
 
 # -- references: each is a case of the registry ---------------------------------------------------------
@@ -928,27 +743,8 @@ def entmax15(x):
     return jnp.maximum(z - jnp.take_along_axis(tau, k - 1, -1), 0) ** 2
 
 
-case(entmax15, X * 0.8, call=lambda x: Entmax15.apply(x, -1))(Entmax15)
-
-# Supports of one, two and four entries, of which two are searched at first.
-ROWS = jnp.array([[3.0, 0.1, 0.4, -0.2], [0.9, 1.1, -2, -3], [0.1, 0.2, 0.05, 0.15]])
-case(sparsemax, ROWS, call=lambda x: SparsemaxTopK.apply(x, -1, 2))(SparsemaxTopK)
-case(lambda x: sparsemax(x.T).T, ROWS.T, name="SparsemaxTopK-default")(SparsemaxTopK)
-case(entmax15, ROWS, call=lambda x: Entmax15TopK.apply(x, 1, 2))(Entmax15TopK)
-SCALE, ZERO = jnp.float32(7.5), jnp.float32(1.0)
-case(
-    straight_through(lambda x: (jnp.round(7.5 * x - 1) + 1) / 7.5),
-    X,
-    call=lambda x: LinearQuantize.apply(x, SCALE, ZERO, True, False),
-)(LinearQuantize)
-case(
-    straight_through(lambda x: jnp.round(7.5 * x - 1)),
-    X,
-    call=lambda x: LinearQuantize.apply(x, SCALE, ZERO, False, True),
-    name="LinearQuantize-inplace",
-)(LinearQuantize)
+case(entmax15, X * 0.8)(Entmax15)
 case(jnp.linalg.solve, W + 2 * jnp.eye(3), X[0], call=lambda a, b: FactorAndSolve.apply(a, b)[1])(FactorAndSolve)
-case(lambda x, w, b: x @ w.T + b, X, grid(4, 3), grid(4))(MyLinear)
 
 
 def _attention(q, k, v):
@@ -1022,48 +818,6 @@ JumpReLU = case(
 )(after(ported.JumpReLU, __name__))
 
 
-class Steps(NamedTuple):
-    quantized: jax.Array
-    passed: jax.Array
-    unused: Any
-
-
-@case(
-    ruled(
-        lambda x, s: jnp.clip(jnp.round(x / s), -2, 2) * s,
-        lambda r, g: (
-            jnp.where(jnp.abs(r[0] / r[1]) <= 2, g, 0.0),
-            jnp.sum(
-                g * (jnp.clip(jnp.round(r[0] / r[1]), -2, 2) - jnp.where(jnp.abs(r[0] / r[1]) <= 2, r[0] / r[1], 0.0)),
-                (0,),
-                keepdims=True,
-            ),
-        ),
-    ),
-    X,
-    jnp.full((1, 3), 0.45),
-    linear_loss=True,
-    call=lambda x, s: LearnedSteps.apply(x, s).quantized,
-)
-class LearnedSteps(PyLayer):
-    """T67, mended: a named tuple of outputs with a None, and None for missing cotangents."""
-
-    @staticmethod
-    def forward(ctx, x, step, neg=-2, pos=2):
-        passed = jnp.abs(x / step) <= pos
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, step)
-        return Steps(jnp.clip(jnp.round(x / step), neg, pos) * step, passed, None)
-
-    @staticmethod
-    def backward(ctx, dy, dpassed):
-        assert dpassed is None
-        x, step = ctx.saved_tensors
-        inside = jnp.abs(x / step) <= 2
-        mult = jnp.clip(jnp.round(x / step), -2, 2) - jnp.where(inside, x / step, 0.0)
-        return jnp.where(inside, dy, 0.0), mult * dy
-
-
 # -- calls beside real torch ----------------------------------------------------------------------------
 
 PORTS = Table()
@@ -1129,12 +883,10 @@ port(
     label="ranged",
 )
 port("UniformQuantize", UNEVEN, 3, None, None, "static", label="static")
-for activation in ("Swish", "Mish", "HardSigmoid", "HardSwish", "HardMish"):
+for activation in ("Mish", "HardSwish"):
     port(activation, X * 3 + np.float32(0.01))
 port("AuxLossScaler", X, np.array(0.7, np.float32))
 port("AuxLossScaler", X, np.array(0.7, np.float32), call=lambda m, x, a: m.AuxLossScaler.apply(x * 2, a), label="inner")
-# Operation by operation it takes seconds.
-port("CTC", grid(4, 3, 4), i32([1, 1], [2, 3], [3, 1]), i32(4, 3, 2), i32(2, 2, 1), **FIRST, modes=("jit",))
 ROW = grid(1, 3, low=0.3, high=0.6)
 port("LearnedSteps", X, ROW, used=(0,), **SCANNED)
 port("LearnedSteps", X, grid(2, 1, low=0.3, high=0.6), -1, 2, used=(0,), label="columns")
