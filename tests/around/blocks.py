@@ -12,15 +12,10 @@ import pytest
 
 from pylayer_jax.packers import cast_saved
 from tests.hooks.spy import Spy
-from tests.kit.layers import Tanh
+from tests.kit.layers import Tanh, layer
 
-
-class Steep(Tanh):
-    """Saves its output, and has reverse mode only."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * Tanh.backward(ctx, dy)
+# Saves its output, and has reverse mode only.
+Steep = layer(backward=lambda ctx, dy: 2 * Tanh.backward(ctx, dy), base=Tanh, name="Steep")
 
 
 class SteepBothWays(Steep):

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pylayer_jax import PyLayer, once_differentiable, saved_tensors_report
 from pylayer_jax.packers import cast_saved, save_on_cpu
 from tests.hooks.spy import Spy
+from tests.kit.layers import layer
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, IMPLIED, SECOND_ORDER, SLOW, assert_same
 
@@ -125,18 +126,12 @@ class InPlace(SavedSlope):
 # -- ways out -------------------------------------------------------------------------------------
 
 
-class TanhSlope(PyLayer):
-    """A layer whose forward is the kernel that another layer runs in backward."""
-
-    @staticmethod
-    def forward(ctx, y, dy):
-        ctx.save_for_backward(y, dy)
-        return run_kernel(slope_kernel, [y], y, dy)[0]
-
-    @staticmethod
-    def backward(ctx, cotangent):
-        y, dy = ctx.saved_tensor()
-        return -2 * y * dy * cotangent, cotangent * (1 - y**2)
+# A layer whose forward is the kernel that another layer runs in backward.
+TanhSlope = layer(
+    lambda y, dy: run_kernel(slope_kernel, [y], y, dy)[0],
+    lambda y, dy, cotangent: (-2 * y * dy * cotangent, cotangent * (1 - y**2)),
+    plain=True,
+)
 
 
 class Tanh(PyLayer):

@@ -9,6 +9,7 @@ from jax.experimental import sparse
 
 from pylayer_jax import PyLayer
 from tests.around.blocks import assert_close
+from tests.kit.layers import layer
 from tests.kit.modes import EAGER_AND_JIT
 
 X = jnp.array([[0.5, -1.0], [2.0, 0.3], [1.5, -0.7]])
@@ -35,18 +36,12 @@ class SparseProduct(PyLayer):
         return matrix(data, m.indices), 2 * m.T @ dy
 
 
-class Scaled(PyLayer):
-    """Returns a sparse matrix, and gets its cotangent as one."""
-
-    @staticmethod
-    def forward(ctx, m, factor):
-        ctx.save_for_backward(m, factor)
-        return m * factor
-
-    @staticmethod
-    def backward(ctx, dm):
-        m, factor = ctx.saved_tensor()
-        return matrix(2 * dm.data * factor, m.indices), 2 * jnp.sum(dm.data * m.data)
+# Returns a sparse matrix, and gets its cotangent as one.
+Scaled = layer(
+    lambda m, factor: m * factor,
+    lambda m, factor, dm: (matrix(2 * dm.data * factor, m.indices), 2 * jnp.sum(dm.data * m.data)),
+    plain=True,
+)
 
 
 def twice(y):
@@ -107,14 +102,12 @@ def test_a_gradient_with_other_flags_is_an_error():
 
 
 def test_a_gradient_without_the_matrix_is_an_error():
-    class Dense(SparseProduct):
-        @staticmethod
-        def forward(ctx, m, x):
-            return SparseProduct.forward(ctx, m["m"], x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return X, None
+    Dense = layer(
+        forward=lambda ctx, m, x: SparseProduct.forward(ctx, m["m"], x),
+        backward=lambda ctx, dy: (X, None),
+        base=SparseProduct,
+        name="Dense",
+    )
 
     with pytest.raises(ValueError, match=r"Dense\.backward(?s:.*)'m'"):
         jax.grad(lambda data: jnp.sum(Dense.apply({"m": matrix(data)}, X)))(DATA)

@@ -86,16 +86,11 @@ def test_methods_of_every_kind():
 
 @EAGER_AND_JIT
 def test_layers_call_themselves(mode):
-    class Power(PyLayer):
-        @staticmethod
-        def forward(ctx, x, n):
-            ctx.save_for_backward(x, n)
-            return x * (Power.apply(x, n - 1) if n > 1 else 1.0)
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, n = ctx.saved_tensor()
-            return dy * n * (Power.apply(x, n - 1) if n > 1 else 1.0), None
+    Power = layer(
+        lambda x, n: x * (Power.apply(x, n - 1) if n > 1 else 1.0),
+        lambda x, n, dy: (dy * n * (Power.apply(x, n - 1) if n > 1 else 1.0), None),
+        plain=True,
+    )
 
     first = jax.grad(loss(Power, 4))
     np.testing.assert_allclose(mode(first)(X), 4 * X**3)
@@ -127,48 +122,6 @@ def test_a_decorated_forward_is_called_as_the_layer_is(decorator, order, base):
     assert f(*values) == jax.jit(f)(*values) == -19
     expected = (1, -2 if "b" in order else 0)
     assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == expected
-
-
-def passes_on(function):
-    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
-
-
-def swaps(function):
-    return functools.wraps(function)(lambda b, a: function(a, b))
-
-
-class OfClass(PyLayer):
-    @classmethod
-    @passes_on
-    def forward(cls, ctx, a, b):
-        return a - 2 * b
-
-    @classmethod
-    def backward(cls, ctx, dy):
-        return dy, -2 * dy
-
-
-class WithSetup(Function):
-    @staticmethod
-    @swaps
-    def forward(a, b):
-        return a - 2 * b
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.b, ctx.a = inputs
-
-    @staticmethod
-    def backward(ctx, dy):
-        return -2 * dy * ctx.b / 10, dy * ctx.a
-
-
-@pytest.mark.parametrize("made", [OfClass, WithSetup])
-def test_a_decorated_class_method_and_one_without_a_context(made):
-    f = lambda a, b: made.apply(b=b, a=a)  # noqa: E731
-    values = jnp.float32(1), jnp.float32(10)
-    assert f(*values) == jax.jit(f)(*values) == -19
-    assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == (1, -2)
 
 
 def test_a_decorator_that_adds_an_argument_in_front():

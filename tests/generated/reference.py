@@ -88,7 +88,12 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any =
     function = bare
     for _ in range(order):
         function = with_rule(function)
-    return lambda *xs: function(ref, *xs)
+
+    def outside(*xs: jax.Array) -> Tensors:
+        ys = function(ref, *xs)
+        return tuple(jax.lax.stop_gradient(y) if o in marked else y for y, o in zip(ys, outputs, strict=True))
+
+    return outside
 
 
 # -- derivatives and transforms, each with its counterpart for the reference -----------------------------

@@ -45,34 +45,7 @@ class SavedIntermediate(PyLayer):
         return dy * jnp.cos(square) * 2 * x
 
 
-@case(lambda x, w: jnp.tanh(x @ w), X, W)
-class TwoInputs(PyLayer):
-    def forward(ctx, x, w):
-        y = jnp.tanh(x @ w)
-        ctx.save_for_backward(x, w, y)
-        return y
-
-    def backward(ctx, dy):
-        x, w, y = ctx.saved_tensor()
-        d = dy * (1 - y**2)
-        return d @ w.T, x.T @ d
-
-
 # -- what is passed and kept ----------------------------------------------------------------------
-
-
-@case(lambda x, s: x**2 * s[0] + s[1], X, R3[:2])
-class ArraysOnAttributes(PyLayer):
-    @staticmethod
-    def forward(ctx, x, s):
-        ctx.kept = {"x": x, "deep": [s, (x * s[0], "text")], "count": 2}
-        return x**2 * s[0] + s[1]
-
-    @staticmethod
-    def backward(ctx, dy):
-        s, (xs, text) = ctx.kept["deep"]
-        assert (text, ctx.kept["count"]) == ("text", 2)
-        return 2 * xs * dy, jnp.stack([jnp.sum(dy * ctx.kept["x"] ** 2), jnp.sum(dy)])
 
 
 @case(
@@ -94,25 +67,6 @@ class FreshStatics(PyLayer):
         assert none is None
         assert nan != nan
         return dy * ctx.derivative(x) * 3, None, None, None
-
-
-@case(
-    lambda x, y, z: x * y + 2 * z * x,
-    0.3,
-    0.7,
-    -1.2,
-    call=lambda x, y, z: Keywords.apply(z=z, y=y, x=x),
-)
-class Keywords(PyLayer):
-    @staticmethod
-    def forward(ctx, x, y=1.0, *rest, scale=2.0, **more):
-        ctx.save_for_backward(x, y, more["z"])
-        return x * y + scale * more["z"] * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, y, z = ctx.saved_tensor()
-        return dy * (y + 2 * z), dy * x, dy * 2 * x
 
 
 VariableArguments = case(
@@ -203,26 +157,6 @@ class Gather(PyLayer):
         return jnp.zeros((ctx.rows, *dy.shape[1:]), dy.dtype).at[index].add(2 * dy), "an index has no gradient"
 
 
-def _mask(key: jax.Array, x: jax.Array) -> jax.Array:
-    return jax.random.bernoulli(key, 0.5, x.shape).astype(x.dtype)
-
-
-@case(
-    lambda x: x * _mask(jax.random.key(3), x),
-    X,
-    call=lambda x: Dropout.apply(x, jax.random.key(3)),
-)
-class Dropout(PyLayer):
-    @staticmethod
-    def forward(ctx, x, key):
-        ctx.save_for_backward(key)
-        return x * _mask(key, x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * _mask(ctx.saved_tensors[0], dy), None
-
-
 # -- what is returned -----------------------------------------------------------------------------
 
 
@@ -297,16 +231,6 @@ def _squared(z):
 
 ComplexAsInJax = case(_complex(_squared), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInJax.apply(z)))(
     saving(_squared, lambda z, dy: dy * 2 * z * (1 + 2j), name="ComplexAsInJax")
-)
-
-
-ComplexAsInTorch = case(_complex(_squared), X, X[:, ::-1] * 0.4, call=_complex(lambda z: ComplexAsInTorch.apply(z)))(
-    saving(
-        _squared,
-        lambda z, dy: dy * jnp.conj(2 * z * (1 + 2j)),
-        name="ComplexAsInTorch",
-        complex_convention="paddle",
-    )
 )
 
 
