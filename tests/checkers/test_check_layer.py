@@ -86,16 +86,14 @@ def of_parts(z):
 # The property, the layer, its arguments, and words of the report of that property.
 SAYS = [
     ("vmap", Picks, (*PICKED, KEY), "args[3]"),
-    ("scan", Picks, (*PICKED, KEY), "args[3]"),
     ("vmap", lambda *xs: Multiply.apply(xs[0], sum(xs)), [X] * 5, "16"),
     ("vmap", RefusesABatchOfIndices, PICKED[:2], "one index for all"),
-    ("scan", RefusesABatchOfIndices, PICKED[:2], "args[1]"),
     ("shard_map", Multiply, (jax.device_put(X, jax.devices()[1]), X), "4 devices"),
     ("forward mode", CASE["Trees"].layer, CASE["Trees"].args, "Trees"),
     ("forward mode", RULED, (X,), "none"),
     ("forward mode", SineBothWays, (jnp.ones((50, 10)),), "matches"),
     ("forward mode", of_parts, (COMPLEX,), "matches"),
-    ("forward over reverse", SineBothWays, (X,), "forward over forward"),
+    ("forward over reverse", SineBothWays, (X,), "matches"),
     ("forward over reverse", of_parts, (COMPLEX,), "matches"),
     ("forward over reverse", Clips, (X,), "Clips.backward"),
     ("linear", Tanh, (X,), "proved"),

@@ -14,7 +14,8 @@ import pytest
 
 from pylayer_jax import Function, PyLayer, PyLayerContext
 from pylayer_jax.packers import cast_saved
-from tests.kit.layers import Matmul, Multiply, Tanh
+from tests.kit.case import ruled
+from tests.kit.layers import Matmul, Multiply, Tanh, layer
 from tests.kit.modes import DERIVATIVES, STAGED
 
 
@@ -356,3 +357,19 @@ def test_needs_input_grad_under_remat_leaves_no_gradient_out():
         gradient = run(jax.grad(jax.checkpoint(lambda a: Asked.apply(a, THREE).sum() + Asked.apply(THREE, a).sum())))
         np.testing.assert_allclose(gradient(THREE * 2), 2 * THREE, rtol=1e-5)
     assert {*seen} == {(True, False), (False, True)}
+
+
+def test_a_checkpoint_applies_a_layer_again():
+    """Where backward is not linear, a second derivative is that of two applications, as with a plain custom_vjp."""
+
+    def rule(x, dy):
+        return jnp.sin(dy) * x * 2.0
+
+    ours = layer(lambda x: x * 1.0, rule, plain=True).apply
+    plain = ruled(lambda x: x * 1.0, lambda args, dy: (rule(*args, dy),))
+
+    def second(f, around):
+        return jax.grad(jax.grad(lambda x: jnp.sin(around(lambda x: jnp.tanh(f(x)) * 1.4)(x))))(jnp.float32(0.7))
+
+    for around in (jax.checkpoint, lambda f: f):
+        np.testing.assert_allclose(second(ours, around), second(plain, around), rtol=1e-5)
