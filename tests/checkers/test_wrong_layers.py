@@ -57,7 +57,7 @@ def test_a_leak_that_jax_cannot_explain(name, monkeypatch):
         raise IndexError("list index out of range")
 
     monkeypatch.setattr(jax, "checking_leaks", fails_to_explain)
-    with pytest.raises(AssertionError, match=r"a tracer is leaked|before backward"):
+    with pytest.raises(AssertionError, match=r"leaked|backward"):
         gradcheck(WRONG[name].layer, WRONG[name].args)
 
 

@@ -18,29 +18,6 @@ from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
 
 
 @modes
-def test_fresh_statics_of_any_kind(mode):
-    def forward(ctx, x, *statics):
-        ctx.statics, ctx.made = statics, (lambda v: v)
-        ctx.save_for_backward(x, *statics)
-        return x**2
-
-    def backward(ctx, dy):
-        x, *saved = ctx.saved_tensor()
-        assert list(map(type, saved)) == list(map(type, ctx.statics))
-        assert saved[:2] == [[1, {"a": {2, 3}}], {1: 2, "a": [3]}]
-        return ctx.made(2 * x * dy), *[None] * len(saved)
-
-    carries = layer(forward, backward)
-
-    def call(x):
-        unhashable, unsortable = [1, {"a": {2, 3}}], {1: 2, "a": [3]}
-        functions = (lambda v: v), functools.partial(max, 1)
-        return carries.apply(x, unhashable, unsortable, float("nan"), *functions, object(), None).sum()
-
-    np.testing.assert_allclose(MODES[mode](call)(X), 2 * X)
-
-
-@modes
 def test_partial_arguments_are_differentiated_through(mode):
     def forward(ctx, function, x):
         ctx.kept = (function, x)

@@ -81,10 +81,10 @@ def test_setup_context_without_forward(run):
 @pytest.mark.parametrize(
     ("args", "named", "message"),
     [
-        ((), {"nope": 3}, "missing a required argument: 'x'|got an unexpected keyword argument 'nope'"),
-        ((X,), {"nope": 3}, "got an unexpected keyword argument 'nope'"),
-        ((), {}, "missing a required argument: 'x'"),
-        ((X, 1.0, 2.0), {}, "too many positional arguments"),
+        ((), {"nope": 3}, "'x'|'nope'"),
+        ((X,), {"nope": 3}, "'nope'"),
+        ((), {}, "'x'"),
+        ((X, 1.0, 2.0), {}, "too many"),
     ],
 )
 def test_calls_that_do_not_fit(run, args, named, message):

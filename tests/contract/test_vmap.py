@@ -465,8 +465,9 @@ def test_layers_in_methods_never_count_twice_where_examples_share_their_operands
     for order in (jax.grad, SECOND["grad of grad"]):
         try:
             gradient = order(found)(b)
-        except (NameError, TypeError, ValueError, NotImplementedError):
-            continue  # an error of JAX may be, and another number may not
+        except ValueError:  # of JAX, where the layer has a `vmap` of its own: another number would be worse
+            assert inner is MappedTanh
+            continue
         np.testing.assert_allclose(gradient, order(plain)(b), rtol=1e-4)
 
 

@@ -274,27 +274,20 @@ def test_an_error_in_jvp_says_where():
 
 
 def test_forward_mode_of_a_function_that_saves_for_forward():
-    class Cube(Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            ctx.save_for_forward(3 * x**2)
-            return x**3
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(3 * x**2)
+        return x**3
 
-        @staticmethod
-        def backward(ctx, dy):
-            (x,) = ctx.saved_tensors
-            return 3 * dy * x**2
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        return 3 * dy * x**2
 
-        @staticmethod
-        def jvp(ctx, dx):
-            (slope,) = ctx.saved_tensors
-            return slope * dx
-
-    assert_same(jax.jacfwd(Cube.apply)(X), jnp.diag(3 * X**2))
-    assert_same(jax.jacrev(Cube.apply)(X), jnp.diag(3 * X**2))
-    assert_same(jax.jit(jax.hessian(lambda x: Cube.apply(x).sum()))(X), jnp.diag(6 * X))
-    assert_same(jax.jacfwd(jax.jacfwd(lambda x: Cube.apply(x).sum()))(X), jnp.diag(6 * X))
+    cube = layer(forward, backward, Function, jvp=lambda ctx, dx: ctx.saved_tensors[0] * dx).apply
+    assert_same(jax.jacfwd(cube)(X), jnp.diag(3 * X**2))
+    assert_same(jax.jacrev(cube)(X), jnp.diag(3 * X**2))
+    assert_same(jax.jit(jax.hessian(lambda x: cube(x).sum()))(X), jnp.diag(6 * X))
+    assert_same(jax.jacfwd(jax.jacfwd(lambda x: cube(x).sum()))(X), jnp.diag(6 * X))
 
 
 def test_tangents_that_are_python_numbers():

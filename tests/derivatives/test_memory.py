@@ -14,7 +14,7 @@ import pytest
 
 from pylayer_jax import Function, PyLayer, PyLayerContext
 from pylayer_jax.packers import cast_saved
-from tests.kit.layers import Matmul, Multiply, Tanh
+from tests.kit.layers import Matmul, Multiply, Tanh, layer
 from tests.kit.modes import DERIVATIVES, STAGED
 
 
@@ -361,26 +361,15 @@ def test_needs_input_grad_under_remat_leaves_no_gradient_out():
 def test_a_checkpoint_applies_a_layer_again():
     """Where backward is not linear, a second derivative is that of two applications, as with a plain custom_vjp."""
 
-    class Doubled(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x * 1.0
+    def rule(x, dy):
+        return jnp.sin(dy) * x * 2.0
 
-        @staticmethod
-        def backward(ctx, dy):
-            (x,) = ctx.saved_tensor()
-            return jnp.sin(dy) * x * 2.0
+    ours = layer(lambda x: x * 1.0, rule, plain=True).apply
+    plain = jax.custom_vjp(lambda x: x * 1.0)
+    plain.defvjp(lambda x: (plain(x), x), lambda x, dy: (rule(x, dy),))
 
-    @jax.custom_vjp
-    def doubled(x):
-        return x * 1.0
+    def second(f, around):
+        return jax.grad(jax.grad(lambda x: jnp.sin(around(lambda x: jnp.tanh(f(x)) * 1.4)(x))))(jnp.float32(0.7))
 
-    doubled.defvjp(lambda x: (doubled(x), x), lambda x, dy: (jnp.sin(dy) * x * 2.0,))
-    x = jnp.float32(0.7)
     for around in (jax.checkpoint, lambda f: f):
-        ours, plain = (
-            jax.grad(jax.grad(lambda x, f=f, around=around: jnp.sin(around(lambda x: jnp.tanh(f(x)) * 1.4)(x))))(x)
-            for f in (Doubled.apply, doubled)
-        )
-        assert jnp.allclose(ours, plain, rtol=1e-5)
+        np.testing.assert_allclose(second(ours, around), second(plain, around), rtol=1e-5)

@@ -23,7 +23,7 @@ Product = layer(lambda x, y: x * y + jnp.sin(x), lambda x, y, dy: (dy * (y + jnp
 
 @pytest.mark.parametrize("rounds", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_threads_differentiate_one_jitted_function_for_different_arguments(rounds):
-    x = jnp.asarray([0.3, -1.2])
+    x, done = jnp.asarray([0.3, -1.2]), []
     expected = (x + jnp.cos(x), x)
     for _ in range(rounds):
         f = jax.jit(lambda x, y: jnp.sum(Product.apply(x, y)))
@@ -39,8 +39,10 @@ def test_threads_differentiate_one_jitted_function_for_different_arguments(round
                 return
             for argument, gradient in zip(arguments, gradients, strict=True):
                 np.testing.assert_allclose(gradient, expected[argument], rtol=1e-5)
+            done.append(i)
 
         assert in_threads(8, work) == []
+    assert len(done) > 7 * rounds
 
 
 class GivesWhatIsNeeded(PyLayer):

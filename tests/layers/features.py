@@ -45,6 +45,19 @@ class SavedIntermediate(PyLayer):
         return dy * jnp.cos(square) * 2 * x
 
 
+@case(lambda x, w: jnp.sin(x) * w, X, R3)
+class ScaledSine(PyLayer):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return jnp.sin(x) * w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy * jnp.cos(x) * w, dy * jnp.sin(x)
+
+
 # -- what is passed and kept ----------------------------------------------------------------------
 
 

@@ -4,7 +4,8 @@
 
 The tables are `layer` (one layer, or many in a row), `models` (real models), `training` (with packed activations) and
 `saved` (what packers keep). Everything in a row is measured in one loop, in an order that is shuffled in each round,
-and compared round by round, so that a machine that slows down for a while slows all contestants down.
+and compared round by round, so that a machine that slows down for a while slows all contestants down. Where a goal of
+`results.py` is missed, the command fails.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ import jax
 
 from . import networks, saved, training
 from .contestants import Contestant, chain, gather
-from .results import MODELS, ONE_LAYER, SAVED, TRAINING, Results
+from .results import GOALS, MODELS, ONE_LAYER, SAVED, TRAINING, Results
 from .timing import Call, Effort, measure, python_calls, ratios
 
 
@@ -86,7 +88,8 @@ TABLES: dict[str, Callable[[Effort, Results], None]] = {
 }
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
+    """Measure, print and compare; return 1 where a goal is missed, unless the run is a quick one."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few rounds of tiny cases: does it run at all")
     tables = ", ".join((ONE_LAYER, *TABLES))
@@ -102,11 +105,12 @@ def main(arguments: list[str] | None = None) -> None:
     for name, report in TABLES.items():
         if options.only in ("", name):
             report(effort, results)
-    results.print_summary()
+    missed = results.missed(GOALS)
     if options.json:
         results.write(options.json)
     if options.plot:
         results.plot(options.plot)
+    return int(bool(missed) and not options.quick)
 
 
 def contest(effort: Effort, results: Results, only: str) -> None:
@@ -140,4 +144,4 @@ def contest(effort: Effort, results: Results, only: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -77,13 +77,13 @@ class Results:
         other = 1.0 if goal.against is None else self.value(goal.table, goal.row, goal.against)
         return None if value is None or not other else value / other
 
-    def print_summary(self) -> None:
-        """One line for each goal whose figures were measured."""
+    def missed(self, goals: list[Goal]) -> list[Goal]:
+        """Print one line for each goal whose figures were measured; return those that were missed."""
         print("\nGoals: what PyLayer takes, relative to the other contestant")
-        for goal in GOALS:
-            ratio = self.ratio(goal)
-            if ratio is not None:
-                print(f"{'✓' if ratio <= goal.at_most else '✗'} {goal.name:88}{ratio:8.3f}   at most {goal.at_most}")
+        measured = {goal: ratio for goal in goals if (ratio := self.ratio(goal)) is not None}
+        for goal, ratio in measured.items():
+            print(f"{'✓' if ratio <= goal.at_most else '✗'} {goal.name:88}{ratio:8.3f}   at most {goal.at_most}")
+        return [goal for goal, ratio in measured.items() if ratio > goal.at_most]
 
     def write(self, file: str) -> None:
         with open(file, "w", encoding="utf-8") as stream:
