@@ -63,13 +63,6 @@ KNOWN_GAPS = {
         "hooks/test_host.py::test_checkpoint_inside_is_refused_and_around_works",
         "hooks/test_chain.py::test_gradients_are_those_of_the_pair_that_changes_values[remat-of a user, on the host]",
     ],
-    "host hooks, and quantization in a vmap, on explicit meshes: JAX's own error": [
-        "devices/test_host_shards.py::test_gradients[explicit-('data', 'model')]",
-        "devices/test_host_shards.py::test_gradients[explicit-('data', None)]",
-        "devices/test_host_shards.py::test_gradients[explicit-(None, ('data', 'model'))]",
-        "devices/test_sharded_packers.py::test_each_device_keeps_its_share[explicit-vmap]",
-        "devices/test_sharded_packers.py::test_a_transformer_communicates_no_more_than_without_hooks[explicit-disk]",
-    ],
     "a block within vmap of shard_map is an error of JAX": [
         "devices/test_vmapped_shard_map.py::test_an_operand_that_all_examples_share[operation in a block]",
     ],
@@ -92,14 +85,8 @@ KNOWN_GAPS = {
     ],
 }
 
-# Host hooks on several devices may end the process here (jax 0.10, CPU): the callbacks occupy all threads of XLA's pool.
-CRASHES = "tests/devices/test_host_shards.py::test_as_many_large_tensors_at_once_as_there_are_threads"
-
-
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.nodeid.startswith(CRASHES):
-            item.add_marker(pytest.mark.skip(reason="host hooks on several devices may stop the process"))
         for reason, names in KNOWN_GAPS.items():
             if item.nodeid.removeprefix("tests/") in names:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=False))

@@ -14,7 +14,9 @@ never unpacked stays until the hooks are closed or the program is collected.
 NOTE [host calls]
 `io_callback` hands over arrays that JAX is still copying. On CPU the copy needs a thread of the pool whose threads the
 callbacks occupy, so that a program stops for ever if many of them run at once and the arrays are large. There
-`buffer_callback` reads an array in place; other devices have threads of their own for callbacks.
+`buffer_callback` reads an array in place; other devices have threads of their own for callbacks. It says nothing of
+several devices to the compiler, so that a shard_map does: the first device calls, and hands on the result.
+tests: devices/test_host_shards.py
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, 
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_staging
-from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.types import has_tangent, manual_axes, typeof, with_varying_axes
 
 # Python may collect an object at any line, and the finalizer of what a hook packed may close a pair of hooks: one lock
 # for all stores, which its thread may take again, can wait neither for itself nor for another one.
@@ -218,12 +220,33 @@ def _in_bytes(dtype: Any) -> Any:
     return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
 
 
+def _on_first_device(n_devices: int, function: _HostFunction, *args: Any) -> list[Any]:
+    """Run the function on the first of several devices, and hand its result to all."""
+    mesh, result = jax.sharding.get_abstract_mesh(), function.result
+    mesh = jax.sharding.AbstractMesh((n_devices,), ("device",)) if mesh.empty else mesh
+
+    def on_each(*args: Any) -> Any:
+        zeros = jnp.zeros(result.shape, _in_bytes(result.dtype))
+        zeros = -zeros if has_tangent(zeros) else zeros  # what is added to -0.0 keeps its sign
+        value = jax.lax.cond(
+            jax.lax.axis_index(mesh.axis_names) == 0,
+            lambda: _by_buffer_callback(function, *args)[0].astype(zeros.dtype),
+            lambda: zeros,
+        )
+        return jax.lax.psum(value, mesh.axis_names).astype(result.dtype)
+
+    whole = jax.sharding.PartitionSpec()
+    return [jax.shard_map(on_each, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)]
+
+
 def _lower(function: _HostFunction, context: Any, *args: Any) -> Any:
     module = context.module_context
-    # Where the compiler divides the program among devices, it has to know that one of them runs the function.
-    one_device = getattr(module.axis_context, "num_devices", 1) == 1  # 1 within a shard_map
+    n_devices = getattr(module.axis_context, "num_devices", 1)  # 1 within a shard_map
     on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
-    call = _by_buffer_callback if one_device and on_cpu else _by_io_callback
+    call = _by_buffer_callback if on_cpu else _by_io_callback
+    if n_devices > 1 and on_cpu:
+        call = functools.partial(_on_first_device, n_devices)
+        context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
     return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
 
 

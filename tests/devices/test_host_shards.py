@@ -58,9 +58,10 @@ def test_eager_mode_packs_a_whole_tensor_of_one_process():
     np.testing.assert_allclose(gradient, 1 - np.tanh(x) ** 2, rtol=1e-5)
 
 
-def test_as_many_large_tensors_at_once_as_there_are_threads():
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+def test_as_many_large_tensors_at_once_as_there_are_threads(kind):
     # JAX's own callbacks stop for ever here: each waits for a copy that needs a thread, and they hold all of these.
-    mesh, host = mesh_of("explicit"), Host()
+    mesh, host = mesh_of(kind), Host()
     with entered(mesh):
         x = random(mesh, (512, 512), "data", "model")
         loss = host.hooks(lambda x: sum(jnp.sum(jnp.tanh(x * i)) for i in range(1, 9)))

@@ -11,17 +11,16 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pylayer_jax.packers import cast_saved, quantize_saved, save_on_disk
+from pylayer_jax.packers import cast_saved, quantize_saved
 from tests.kit.layers import Tanh
 
 from .sharded_transformer import collectives, entered, mesh_of, random, transformer
 
-# Of a folder; and how far the gradients move.
+# And how far the gradients move. Hooks on the host gather: test_host_shards.py.
 PACKERS = {
-    "cast": (lambda _: cast_saved(), 0.01),
-    "8 bits": (lambda _: quantize_saved(), 0.02),
-    "4 bits": (lambda _: quantize_saved(4), 0.6),
-    "disk": (save_on_disk, 1e-5),
+    "cast": (cast_saved, 0.01),
+    "8 bits": (quantize_saved, 0.02),
+    "4 bits": (lambda: quantize_saved(4), 0.6),
 }
 
 
@@ -33,13 +32,13 @@ def without_hooks(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "packer"), [("automatic", "8 bits"), ("explicit", "cast"), ("explicit", "4 bits"), ("explicit", "disk")]
+    ("kind", "packer"), [("automatic", "8 bits"), ("explicit", "cast"), ("explicit", "4 bits")]
 )
-def test_a_transformer_communicates_no_more_than_without_hooks(kind, packer, tmp_path):
+def test_a_transformer_communicates_no_more_than_without_hooks(kind, packer):
     make, far = PACKERS[packer]
     with entered(mesh_of(kind)):
         loss, weights, x, plain = without_hooks(kind)
-        packed = jax.jit(jax.grad(make(tmp_path)(loss))).lower(weights, x).compile()
+        packed = jax.jit(jax.grad(make()(loss))).lower(weights, x).compile()
         assert collectives(packed) == collectives(plain)
         expected, got = plain(weights, x), packed(weights, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
