@@ -53,16 +53,6 @@ def pytest_configure(config):
 
 # What the core that was built anew does not keep yet, one test each: errors, memory or counts. Mend one, remove its line.
 KNOWN_GAPS = {
-    "host hooks: an eager loop holds what it packed until the end, and a program until another one packs": [
-        "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[grad of map]",
-        "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[grad of scan]",
-        "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[scan of grad]",
-        "hooks/test_host.py::test_what_a_collected_program_held_is_dropped",
-    ],
-    "host hooks under jax.checkpoint: JAX's own error": [
-        "hooks/test_host.py::test_checkpoint_inside_is_refused_and_around_works",
-        "hooks/test_chain.py::test_gradients_are_those_of_the_pair_that_changes_values[remat-of a user, on the host]",
-    ],
     "a block within vmap of shard_map is an error of JAX": [
         "devices/test_vmapped_shard_map.py::test_an_operand_that_all_examples_share[operation in a block]",
     ],
@@ -84,6 +74,7 @@ KNOWN_GAPS = {
         ),
     ],
 }
+
 
 def pytest_collection_modifyitems(items):
     for item in items:

@@ -31,9 +31,7 @@ def without_hooks(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "packer"), [("automatic", "8 bits"), ("explicit", "cast"), ("explicit", "4 bits")]
-)
+@pytest.mark.parametrize(("kind", "packer"), [("automatic", "8 bits"), ("explicit", "cast"), ("explicit", "4 bits")])
 def test_a_transformer_communicates_no_more_than_without_hooks(kind, packer):
     make, far = PACKERS[packer]
     with entered(mesh_of(kind)):
