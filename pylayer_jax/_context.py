@@ -343,7 +343,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
             _refuse_closures(rest, name, state.layer)
         found = [output_of.get(id(x), x) for x in found] if output_of else found
         for tensor in found:
-            if indices.setdefault(id(tensor), len(residuals)) == len(residuals):
+            if id(tensor) not in indices:
+                indices[id(tensor)] = len(residuals)
                 residuals.append(tensor)
         return KeptTree(rest, [indices[id(x)] for x in found])
 

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from ._jax.linearity import NotLinearError
 
-__all__ = ["NoForwardModeError", "NotLinearError", "OnceDifferentiableError"]
+__all__ = ["NoForwardModeError", "NotLinearError", "OnceDifferentiableError", "once_differentiable_error"]
 
 
 class OnceDifferentiableError(RuntimeError):
     """A second derivative goes through a `backward` that is marked @once_differentiable."""
+
+
+def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
+    """Make the error for a second derivative of a class whose `backward` is decorated; None for any other class."""
+    make_error = getattr(layer.backward, "second_derivative_error", None)
+    return None if make_error is None else make_error()
 
 
 class NoForwardModeError(TypeError):

@@ -15,10 +15,11 @@ from ._call import LayerCall, in_backward
 from ._context import PyLayerContext
 from ._declarations import check_declarations
 from ._errors import NoForwardModeError
+from ._front import Application, front_of, ref_error
 from ._jax.identities import forbid_derivative
 from ._jax.rule_function import apply
 from ._jax.tracers import is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced, surroundings
-from ._layer_rule import Application, EagerLayer, front_of, ref_error
+from ._layer_rule import EagerLayer
 
 
 class PyLayer:
@@ -55,6 +56,10 @@ class PyLayer:
     then calls it. `in_dims` has one entry per argument of the call: the axis of the batch, or None (for a pytree, a
     pytree of them). `out_dims` has the same for the outputs. `info.batch_size` is the number of examples. The gradients
     of a batch come from `backward`, which JAX batches; JAX also batches the intermediates that `forward` saves.
+
+    `jax.checkpoint` runs `forward` again, as another application of the layer. Where `backward` is not linear in its
+    cotangents (clipping), a second derivative through a checkpoint is therefore that of a program that applies the
+    layer twice, each time with a part of the cotangents: as with a plain `jax.custom_vjp`, and unlike in torch.
 
     `saved_names` gives saved tensors names for the policies of `jax.checkpoint` (`save_only_these_names`, offloading).
     A tensor within a pytree has its path behind the name, as in `y['w']`. Without it they have none, since a named
@@ -182,7 +187,9 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     | most layers                                                   | the front, a custom_vjp function       |
     | forward mode or a `vmap` of its own; within a `backward`;     | the function with its rule: staged     |
     |   forward over reverse; jax.linear_transpose; an eager        |   where a jaxpr is made, else on       |
-    |   shard_map, which has no rule for custom_vjp functions       |   concrete values                      |
+    |   shard_map, which has no rule for custom_vjp functions;      |   concrete values                      |
+    |   in a block of hooks, to be differentiated later: JAX traces |                                        |
+    |   a fwd rule apart, and each tensor would be packed again     |                                        |
     | an argument is a `jax.Ref`                                    | a front of its own, first order only   |
     """
     __tracebackhide__ = True
@@ -200,7 +207,11 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         _check_refs(call, tensors, is_deferred)
     is_unusual = around.is_unusual or any(map(is_unknown, tensors))
     has_front = takes_refs or not (
-        has_forward_mode or layer._has_vmap_method() or around.is_forward_over_reverse or is_unusual
+        has_forward_mode
+        or layer._has_vmap_method()
+        or around.is_forward_over_reverse
+        or is_unusual
+        or (is_deferred and call.pair is not None)
     )
     # The block's trace must not take the equations of a layer for operations: a layer packs its residuals itself.
     application = Application(call, is_deferred)

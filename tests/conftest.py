@@ -53,30 +53,6 @@ def pytest_configure(config):
 
 # What the core that was built anew does not keep yet, one test each: errors, memory or counts. Mend one, remove its line.
 KNOWN_GAPS = {
-    "a constant is packed in eager mode": [
-        "hooks/test_packers.py::test_bytes_that_are_kept_for_backward[cast_saved-0.5]",
-        "hooks/test_packers.py::test_bytes_that_are_kept_for_backward[quantize_saved 8-0.27]",
-        "hooks/test_packers.py::test_bytes_that_are_kept_for_backward[quantize_saved 4-0.27]",
-        "hooks/test_reach.py::test_constants_are_not_packed[grad-False]",
-        "hooks/test_reach.py::test_constants_are_not_packed[grad-True]",
-    ],
-    "0.625 of the memory for 0.6 where many layers follow each other": [
-        "hooks/test_packers.py::test_memory_of_a_compiled_step",
-    ],
-    "an eager layer with forward mode is not packed in a vmap": [
-        "hooks/test_nesting.py::test_a_tensor_is_packed_once_by_the_innermost_pair[vmap-SavedForward-another]",
-        "hooks/test_nesting.py::test_a_tensor_is_packed_once_by_the_innermost_pair[vmap-SavedForward-the same]",
-    ],
-    "a one-hot array of constants is kept whole": [
-        "hooks/test_derived.py::test_only_what_does_not_follow_is_kept[one hot]",
-    ],
-    "a second derivative over what staged code packed is refused": [
-        "hooks/test_operations.py::test_gradients[grad-grad_of_jit]",
-        (
-            "autodiff/test_programs.py::test_a_program_of_right_layers_has_the_derivatives_of_plain_jax"
-            "[derivatives in a scan-in a block-1]"
-        ),
-    ],
     "host hooks: an eager loop holds what it packed until the end, and a program until another one packs": [
         "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[grad of map]",
         "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[grad of scan]",
@@ -99,23 +75,6 @@ KNOWN_GAPS = {
     ],
     "a block around an implicit derivative of a fixed point is refused": [
         "ecosystem/test_optimistix.py::test_implicit_gradients[spy-fixed-point]",
-    ],
-    "an argument of a layer in a block counts as an input": [
-        "report/test_report.py::test_an_input_is_told_apart_from_its_copy",
-    ],
-    "a collective over an axis that no operand has is JAX's NameError": [
-        "methods/test_named_axis.py::test_what_depends_on_the_index_along_a_mapped_axis[sum of ranks-eager-forward mode]",
-        "methods/test_named_axis.py::test_what_depends_on_the_index_along_a_mapped_axis[sum of ranks-jit-forward mode]",
-    ],
-    "NumPy in the vmap of a class cannot run within another vmap": [
-        "frameworks/torch/test_function.py::test_as_in_torch[eager-under_a_transform-vmap_of_vmap-sort]",
-        "frameworks/torch/test_function.py::test_as_in_torch[eager-under_a_transform-vmap_of_vmap-take]",
-    ],
-    "the error of @once_differentiable comes before that of the method": [
-        (
-            "methods/test_tracebacks.py::test_frames_between_the_call_and_the_method_hide_themselves"
-            "[backward, once: hessian]"
-        ),
     ],
 }
 

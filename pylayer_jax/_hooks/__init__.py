@@ -17,7 +17,7 @@ from .block import disable_saved_tensors_hooks, saved_tensors_hooks
 from .operations import layers_pack_themselves, pair_to_pack_with
 from .pack_array import PACK_SCOPE
 from .pair import TensorInfo
-from .residuals import PackedResiduals, pack
+from .residuals import PackedResiduals, keeps_residuals, pack
 
 __all__ = [
     "PACK_SCOPE",
@@ -25,6 +25,7 @@ __all__ = [
     "TensorInfo",
     "disable_saved_tensors_hooks",
     "hooks_suspended",
+    "keeps_residuals",
     "layers_pack_themselves",
     "pack",
     "pair_to_pack_with",

@@ -66,7 +66,7 @@ from .active import Block, active, active_pair, hooks_suspended, innermost_block
 from .derive import CONSTANT as CONSTANT_INPUT
 from .derive import MOVE_NAMES, ROOT, Instruction, Recorder, adds_a_number, is_number, small_jaxpr
 from .pair import OFFSETS, Pair, PairOfLayer, TensorInfo, WeakTable
-from .residuals import PackedResiduals, Residual, Root, pack
+from .residuals import PackedResiduals, Residual, Root, keeps_residuals, pack
 
 Bind = Callable[..., Any]
 
@@ -130,7 +130,7 @@ class Operation(RuleFunction):
             values = apply(self, primals)
             return values, [None] * len(values)
         run = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
-        if not any(is_unknown(t) or is_staged(t) for t in given):  # forward mode keeps nothing
+        if not keeps_residuals(given):
             with hooks_suspended():
                 values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
@@ -276,6 +276,8 @@ class HooksTrace(PassThroughTrace):
             return found if primitive.multiple_results else [found]
 
         name = primitive.name
+        if name == "convert_element_type" and _changes_nothing(tracers[0], **params):
+            return tracers[0]  # JAX makes a copy in eager mode, which would be packed too
         shown = params["name"] if name in _JITTED or primitive is rule_function_p else _custom_name(name, params)
         values = self._process(_Request(bind, name, shown or name, params, primitive), tracers)
         if name == "name":
@@ -453,6 +455,11 @@ def _source_of_results(request: _Request, args: Sequence[Any], sources: Sequence
         e.primitive.name in _PASSING_ON or not any(has_tangent(v.aval) for v in e.outvars) for e in opened[0].eqns
     )
     return OUTSIDE if only_moves else COMPUTED
+
+
+def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) -> bool:
+    aval = typeof(x)
+    return aval.dtype == new_dtype and aval.weak_type == weak_type and sharding is None
 
 
 def _closes_over_ref(jaxpr: Any) -> bool:

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from pylayer_jax._jax.identities import barrier
 from pylayer_jax._jax.imports import set_current_trace
-from pylayer_jax._jax.tracers import current_trace, is_staged, is_staging, is_tracer, trace_below, trace_of_primals
+from pylayer_jax._jax.tracers import (
+    current_trace,
+    is_staged,
+    is_staging,
+    is_tracer,
+    is_unknown,
+    trace_below,
+    trace_of_primals,
+)
 from pylayer_jax._jax.types import as_arrays, is_key, is_ref
 
 from .active import SUSPENDED, active, hooks_suspended
@@ -198,6 +206,11 @@ def pack(
             packed = PackedResiduals(residuals)
     arrays, packed.arrays = packed.arrays, []
     return packed, arrays, list(outputs)
+
+
+def keeps_residuals(tangents: Sequence[Any]) -> bool:
+    """Return whether a rule with these tangents (None: zero) keeps residuals: not in forward mode in eager mode."""
+    return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
 def _of_layer(layer: str, names: Sequence[str], i: int) -> TensorInfo:

@@ -268,10 +268,8 @@ def _transpose_linear(linear: LinearMap, args: Sequence[Any], cotangents: Sequen
 def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
     n = linear.n_residuals
-    if all(d is None for d in dims):  # the axis has a name; a collective over it in `pull` is JAX's error
-        values = apply_linear(linear, args[:n], args[n:])
-        return values, [None] * len(values)
-    # A tangent that all examples share is repeated: the transpose of this sums the cotangents of the examples.
+    # A tangent that all examples share is repeated: the transpose of this sums the cotangents of the examples. So are
+    # all, if the axis has a name: `push` may use it, as a layer whose `backward` sums over the axis does.
     tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
     values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
     return values, [0] * len(values)

@@ -7,8 +7,9 @@ JAX gives these classes no public names. Each is learned at import from what a t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
@@ -195,6 +196,20 @@ class PassThroughTrace(Trace):
         return getattr(self.parent_trace, name)  # other attributes of the current trace that JAX reads, as `cur_qdd`
 
 
+_KINDS: Final = {
+    "passes through": PassThroughTrace,
+    "staging": STAGED.trace,
+    "forward mode": FORWARD.trace,
+    "reverse mode": REVERSE.trace,
+    "usual": (EVAL_TRACE, BATCHED.trace, PARTIAL.trace),
+}
+
+
+@functools.cache
+def _kind_of(trace_class: type[Any]) -> str:
+    return next((kind for kind, classes in _KINDS.items() if issubclass(trace_class, classes)), "unusual")
+
+
 def trace_below(trace: Any) -> Any:
     """Return the first trace that transforms something: `trace` itself, or one further out."""
     while isinstance(trace, PassThroughTrace):
@@ -202,13 +217,14 @@ def trace_below(trace: Any) -> Any:
     return trace
 
 
-def active_traces() -> list[Any]:
-    """Return the current trace and those further out, without traces that transform nothing."""
-    traces: list[Any] = []
+def active_traces() -> list[tuple[str, Any]]:
+    """Return the current trace and those further out, each with its kind, but for those that transform nothing."""
+    traces: list[tuple[str, Any]] = []
     trace = current_trace()
     while trace is not None:
-        if not isinstance(trace, PassThroughTrace):
-            traces.append(trace)
+        kind = _kind_of(type(trace))
+        if kind != "passes through":
+            traces.append((kind, trace))
         trace = getattr(trace, "parent_trace", None)
     return traces
 
@@ -218,14 +234,10 @@ class Surroundings(NamedTuple):
 
     is_staged: bool  # an active trace makes a jaxpr
     differentiations: list[Any]  # traces of differentiations within that jaxpr, innermost first
+    is_forward_mode: bool  # the innermost of these differentiations is `jax.jvp`
     is_forward_over_reverse: bool  # jax.jvp differentiates outside of a reverse-mode differentiation
     is_differentiated: bool  # any differentiation is active
     is_unusual: bool  # a trace that is neither staging nor eager, as that of an eager jax.shard_map
-
-    @property
-    def is_forward_mode(self) -> bool:
-        """The innermost differentiation is `jax.jvp`."""
-        return bool(self.differentiations) and isinstance(self.differentiations[0], FORWARD.trace)
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
         """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
@@ -234,30 +246,28 @@ class Surroundings(NamedTuple):
         )
 
 
-_DIFFERENTIATIONS = (FORWARD.trace, REVERSE.trace)
-_USUAL = (EVAL_TRACE, BATCHED.trace, PARTIAL.trace, *_DIFFERENTIATIONS)
-
-
 def surroundings() -> Surroundings:
     """Look at the active traces once."""
     is_staged = is_unusual = False
     within: list[Any] = []
-    modes: list[bool] = []  # of all differentiations, innermost first: whether it is jax.jvp
-    for trace in active_traces():
-        if isinstance(trace, STAGED.trace):
+    modes: list[str] = []  # of all differentiations, innermost first
+    for kind, trace in active_traces():
+        if kind == "staging":
             is_staged = True
-        elif isinstance(trace, _DIFFERENTIATIONS):
-            modes.append(isinstance(trace, FORWARD.trace))
+        elif kind in ("forward mode", "reverse mode"):
+            modes.append(kind)
             if not is_staged:
                 within.append(trace)
-        elif not isinstance(trace, _USUAL):
-            is_unusual = is_unusual or not is_staged
-    return Surroundings(is_staged, within, True in modes[1:] and not modes[0], bool(modes), is_unusual)
+        elif kind == "unusual" and not is_staged:
+            is_unusual = True
+    is_forward_over_reverse = bool(modes) and modes[0] == "reverse mode" and "forward mode" in modes
+    is_forward_mode = bool(within) and modes[0] == "forward mode"
+    return Surroundings(is_staged, within, is_forward_mode, is_forward_over_reverse, bool(modes), is_unusual)
 
 
 def is_staging() -> bool:
     """Return whether an active trace makes a jaxpr, at any level."""
-    return any(isinstance(trace, STAGED.trace) for trace in active_traces())
+    return "staging" in [kind for kind, _ in active_traces()]
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:

@@ -44,17 +44,17 @@ class SavedTensorsReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the vjp function holds: those of all rows as they are packed, inputs and host memory included."""
-        return sum(r.packed_bytes for r in self.rows)
+        """Bytes that the vjp function holds beside the inputs of the function, which the caller holds anyway."""
+        return sum(r.packed_bytes for r in self.rows if r.kind != "input")
 
     @property
     def total_unpacked_bytes(self) -> int:
         """What `total_bytes` would be if nothing was packed."""
-        return sum(r.bytes for r in self.rows)
+        return sum(r.bytes for r in self.rows if r.kind != "input")
 
     @property
     def input_bytes(self) -> int:
-        """The part of `total_bytes` that is inputs of the function as they are, which exist anyway."""
+        """Bytes of the inputs that the vjp function holds as they are."""
         return sum(r.packed_bytes for r in self.rows if r.kind == "input")
 
     @property
@@ -95,10 +95,13 @@ class SavedTensorsReport:
 
     def _total(self) -> str:
         kept, unpacked = self.total_bytes, self.total_unpacked_bytes
-        parts = [f"{kept:,} bytes are kept for backward", f"{unpacked:,} before packing" if unpacked != kept else ""]
-        places = {"in inputs of the function": self.input_bytes, "in host memory": self.host_bytes}
-        parts += [f"{size:,} of them {place}" if size else "" for place, size in places.items()]
-        return ", ".join(filter(None, parts))
+        parts = {
+            f"{kept:,} bytes are kept for backward": True,
+            f"{unpacked:,} before packing": unpacked != kept,
+            f"{self.host_bytes:,} of them in host memory": self.host_bytes,
+            f"beside {self.input_bytes:,} in inputs of the function": self.input_bytes,
+        }
+        return ", ".join(part for part, applies in parts.items() if applies)
 
     def plot(self, ax: Any = None) -> Any:
         """Draw one bar per row, its bytes as packed, on `ax` or on new axes; return the axes. Needs matplotlib."""
@@ -150,7 +153,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
     names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
     inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
-    # Without the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _layer_rule.py.
+    # Without the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _front.py.
     arrays = [value for value in dict.fromkeys(outputs_of(jaxpr, inputs)) if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
     for array in arrays:

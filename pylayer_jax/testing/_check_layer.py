@@ -37,17 +37,17 @@ def check_layer(
     The report has one row per property:
 
     - eager: JAX can compute outputs and gradients;
-    - jit, vmap, scan, cond, remat, shard_map: the outputs and gradients are the same under this transform. vmap and
-      scan run several examples; they also map integer, boolean and key arguments if the layer accepts that. vmap maps
-      every choice of arrays, up to a limit; the row says how many. shard_map runs on all devices with replicated
-      arguments, or in the mesh of `jax.set_mesh`;
+    - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap runs several
+      examples, and maps every choice of arrays, up to a limit; the row says how many. It also maps integer, boolean
+      and key arguments if the layer accepts that. shard_map runs on all devices with replicated arguments, or in the
+      mesh of `jax.set_mesh`;
     - gradients, second order: they match numerical derivatives, or those of `reference`; in float64 and in the dtypes
       of the arguments, and for other values too if the layer takes these: each entry is multiplied by a random number,
       of either sign if the argument has both. The row says which were taken;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and for the tangent of one argument
       alone. A layer without forward mode passes;
-    - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
-      if the layer has forward mode. A layer that refuses it passes, and the row gives the reason;
+    - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse. A layer that refuses it passes,
+      and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated. Differentiable are
       those that hold floating-point or complex arrays;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
@@ -127,8 +127,6 @@ def _saved(subject: Subject) -> Cases:
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
     "jit": _transforms.jit,
     "vmap": _transforms.vmap,
-    "scan": _transforms.scan,
-    "cond": _transforms.cond,
     "remat": _transforms.remat,
     "shard_map": _transforms.shard_map,
     "gradients": _gradients.gradients,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -30,15 +30,6 @@ def jit(subject: Subject) -> Cases:
 
 def remat(subject: Subject) -> Cases:
     return (yield from _transformed(subject, " of jax.checkpoint", jax.checkpoint(subject.function.outputs)))
-
-
-def cond(subject: Subject) -> Cases:
-    @jax.jit
-    def chosen(predicate: Any, values: list[Any]) -> list[Any]:
-        # The other branch returns constants: if it were taken, the gradients would be zero.
-        return jax.lax.cond(predicate, subject.function.outputs, lambda _: list(subject.outputs), values)
-
-    return (yield from _transformed(subject, " of cond", lambda values: chosen(True, values)))
 
 
 def _transformed(subject: Subject, label: str, outputs: _Outputs) -> Cases:
@@ -89,18 +80,20 @@ _Mapping = dict[int, int]  # from the position of a mapped tensor to its mapped 
 
 
 def vmap(subject: Subject) -> Cases:
-    def map_over(f: Callable[[Any], Any], batch: Any, axes: Sequence[int]) -> Any:
-        return jax.vmap(f, in_axes=(list(axes),))(batch)
-
-    return (yield from _over_examples(subject, map_over, " of vmap", _mappings(subject.function)))
-
-
-def scan(subject: Subject) -> Cases:
-    def map_over(f: Callable[[Any], Any], batch: Any, _: Sequence[int]) -> Any:
-        return jax.lax.scan(lambda _, xs: (None, f(xs)), None, batch)[1]
-
-    few = {label: axes for label, axes in _mappings(subject.function).items() if -1 not in axes.values()}
-    return (yield from _over_examples(subject, map_over, " of scan", dict(itertools.islice(few.items(), 2))))
+    function, mappings = subject.function, _mappings(subject.function)
+    for i, (description, mapped) in enumerate(mappings.items()):
+        yield _case_of_examples(subject, mapped, f" of vmap{description}", is_first=i == 0)
+    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
+    others = [p for p, x in enumerate(function.tensors) if p not in function.differentiated and not _is_rbg_key(x)]
+    names = ", ".join(function.paths[p] for p in others)
+    for description, mapped in (("too", [*function.differentiated, *others]), ("alone", others)) if others else ():
+        try:
+            ending = f" of vmap, {names} mapped {description}"
+            case = _case_of_examples(subject, dict.fromkeys(sorted(mapped), 0), ending)
+        except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
+            return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
+        yield case
+    return f"{done}, with {names} mapped too" if others else done
 
 
 def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
@@ -114,28 +107,7 @@ def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
     return dict(itertools.islice(mappings.items(), _MOST_CHOICES))
 
 
-def _over_examples(
-    subject: Subject, map_over: Callable[..., Any], label: str, mappings: Mapping[str, _Mapping]
-) -> Cases:
-    function = subject.function
-    for i, (description, mapped) in enumerate(mappings.items()):
-        yield _case_of_examples(subject, map_over, mapped, f"{label}{description}", is_first=i == 0)
-    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
-    others = [p for p, x in enumerate(function.tensors) if p not in function.differentiated and not _is_rbg_key(x)]
-    names = ", ".join(function.paths[p] for p in others)
-    for description, mapped in (("too", [*function.differentiated, *others]), ("alone", others)) if others else ():
-        try:
-            ending = f"{label}, {names} mapped {description}"
-            case = _case_of_examples(subject, map_over, dict.fromkeys(sorted(mapped), 0), ending)
-        except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
-            return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
-        yield case
-    return f"{done}, with {names} mapped too" if others else done
-
-
-def _case_of_examples(
-    subject: Subject, map_over: Callable[..., Any], mapped: _Mapping, label: str, is_first: bool = False
-) -> Case:
+def _case_of_examples(subject: Subject, mapped: _Mapping, label: str, is_first: bool = False) -> Case:
     """Return the results of several examples at once, beside the results of each."""
     function = subject.function
     ways = range(_EXAMPLES)
@@ -157,7 +129,7 @@ def _case_of_examples(
             example = dict(enumerate(shared)) | dict(zip(mapped, batch, strict=True))
             return function.with_tensors(list(example.values())).run()
 
-        return map_over(one, [shared[p] for p in mapped], list(mapped.values()))
+        return jax.vmap(one, in_axes=(list(mapped.values()),))([shared[p] for p in mapped])
 
     def results(values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
         return _results(function, batched, values, cotangents, twice=is_first)
@@ -166,7 +138,7 @@ def _case_of_examples(
     given = [tensors[p] for p in function.differentiated], cotangents
     try:
         # Compiling the run once is much faster than running it operation by operation.
-        got = results(*given) if is_first and label == " of vmap" else jax.jit(results)(*given)
+        got = results(*given) if is_first else jax.jit(results)(*given)
     except NEEDS_VALUES:
         got = results(*given)
     return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")

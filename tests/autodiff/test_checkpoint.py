@@ -174,3 +174,31 @@ def test_needs_input_grad_under_remat_leaves_no_gradient_out():
         gradient = run(jax.grad(jax.checkpoint(lambda a: Asked.apply(a, X).sum() + Asked.apply(X, a).sum())))
         np.testing.assert_allclose(gradient(X * 2), 2 * X, rtol=1e-5)
     assert {*seen} == {(True, False), (False, True)}
+
+
+def test_a_checkpoint_applies_a_layer_again():
+    """Where backward is not linear, a second derivative is that of two applications, as with a plain custom_vjp."""
+
+    class Doubled(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * 1.0
+
+        @staticmethod
+        def backward(ctx, dy):
+            (x,) = ctx.saved_tensor()
+            return jnp.sin(dy) * x * 2.0
+
+    @jax.custom_vjp
+    def doubled(x):
+        return x * 1.0
+
+    doubled.defvjp(lambda x: (doubled(x), x), lambda x, dy: (jnp.sin(dy) * x * 2.0,))
+    x = jnp.float32(0.7)
+    for around in (jax.checkpoint, lambda f: f):
+        ours, plain = (
+            jax.grad(jax.grad(lambda x, f=f, around=around: jnp.sin(around(lambda x: jnp.tanh(f(x)) * 1.4)(x))))(x)
+            for f in (Doubled.apply, doubled)
+        )
+        assert jnp.allclose(ours, plain, rtol=1e-5)

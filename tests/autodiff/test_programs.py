@@ -84,7 +84,8 @@ def test_a_program_of_right_layers_has_the_derivatives_of_plain_jax(name, block,
         found = jax.jit(derivative(layers))(X)
     except TypeError as error:
         # A second derivative over what was packed in staged code is refused, and never wrong.
-        if order == 2 and block is not PLAIN and "differentiable=True" in str(error):
+        is_second = order == 2 or name == "derivatives in a scan"
+        if is_second and block is not PLAIN and "differentiable=True" in str(error):
             return
         raise
     np.testing.assert_allclose(found, derivative(plain)(X), rtol=1e-4, atol=1e-6)

@@ -38,7 +38,7 @@ FUNCTIONS = {
     "normalize": (lambda x: jnp.sum(jnp.square(normalize(x))), 1),
     "one input, three uses": (lambda x: jnp.sum(jnp.sin(normalize(x)) + normalize(x) ** 2 * 0.5), None),
     "masked": (lambda x: jnp.sum(jnp.where(jnp.tri(64, 128, dtype=bool), x, -1.0) * jnp.arange(128.0)), 0),
-    "one hot": (lambda x: jnp.sum(x * jax.nn.one_hot(jnp.arange(64) % 7, 128)), 0),
+    "one hot": (lambda x: jnp.sum(x * jax.nn.one_hot(jnp.arange(64) % 7, 128)), None),  # a constant, as without hooks
     "layer of what follows": (lambda x: jnp.sum(Multiply.apply(normalize(x), jnp.ones(128))), None),
     "softmax": (lambda x: jnp.sum(jax.nn.softmax(x) ** 2 * WEIGHTS), None),
     "of two": (lambda x: jnp.sum(jnp.tanh(x).T @ jnp.sin(x)), None),

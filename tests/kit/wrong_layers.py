@@ -551,12 +551,7 @@ WRONG = {
     "shape on class": Wrong(ShapeOnClass, (X,), ("repeatable",), lambda x: x.mean(0)),
     # Under a transform.
     "jit": Wrong(sine(backward=other_under_jit), (X,), ("jit",), jnp.sin),
-    "host code": Wrong(OnHost, (X,), ("jit", "vmap", "scan", "cond", "remat", "shard_map", "leaks")),
-    "scan": Wrong(wrong_within("loops"), (X,), ("scan",)),
-    "outputs of scan": Wrong(
-        sine(forward=lambda ctx, x: Sine.forward(ctx, x) * (1.1 if within("loops") else 1.0)), (X,), ("scan",)
-    ),
-    "cond": Wrong(wrong_within("conditionals"), (X,), ("cond",)),
+    "host code": Wrong(OnHost, (X,), ("jit", "vmap", "remat", "shard_map", "leaks")),
     "remat": Wrong(wrong_within("ad_checkpoint"), (X,), ("remat",)),
     "shard_map": Wrong(wrong_within("shard_map"), (X,), ("shard_map",)),
     "eager shard_map": Wrong(wrong_within("shard_map", "pjit"), (X,), ("shard_map",)),

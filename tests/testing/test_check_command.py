@@ -62,7 +62,7 @@ class Inside:
 
 NUMBER = 3
 """
-MOST = ["vmap", "scan", "cond", "remat", "shard_map", "second order", "forward mode", "forward over reverse", "linear"]
+MOST = ["vmap", "remat", "shard_map", "second order", "forward mode", "forward over reverse", "linear"]
 MOST += ["repeatable", "leaks"]
 FAST = [f"--skip={name}" for name in MOST]
 

@@ -1,0 +1,204 @@
+"""The `jax.custom_vjp` function in front of each class: see NOTE [orders] in `_layer_rule.py`."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._call import LayerCall, Run
+from ._errors import once_differentiable_error
+from ._jax.identities import forbid_derivative
+from ._jax.imports import DebugInfo, SymbolicZero
+from ._jax.masks import merge, select
+from ._jax.rule_function import apply
+from ._jax.tracers import NEEDS_VALUES, is_batched, is_differentiated, is_tracer
+from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
+from ._layer_map import LayerMap
+from ._layer_rule import StagedLayer, differentiated, refuse_host_code, stage_layer
+from ._messages import source_of
+
+Values = list[Any]
+
+
+class Application:
+    """One application of a layer, as the first argument of the front: a pytree node without leaves."""
+
+    __slots__ = ("call", "is_deferred", "maps", "staged")
+
+    def __init__(self, call: LayerCall, is_deferred: bool) -> None:
+        self.call = call
+        # True if a jaxpr is being made: JAX may run the fwd rule later, any number of times.
+        self.is_deferred = is_deferred
+        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by the types of the inputs, if it closes over nothing
+        self.maps: list[LayerMap] = []  # of each run of the fwd rule
+
+    def stage(self, tensors: Sequence[Any]) -> tuple[StagedLayer, Values]:
+        """Stage `forward` for tensors of these types, once. Return the values that it closes over, too."""
+        __tracebackhide__ = True
+        key = tuple([typeof(x) for x in tensors])
+        if (staged := self.staged.get(key)) is not None:
+            return staged, []
+        staged, consts = stage_layer(self.call, key)
+        if not consts:  # otherwise they belong to the trace that is active now
+            self.staged[key] = staged
+        return staged, consts
+
+    def bind(self, tensors: Sequence[Any], packs: bool = False) -> tuple[StagedLayer, Values]:
+        """Return `forward` as a function with its rule, and its values."""
+        __tracebackhide__ = True
+        staged, consts = self.stage(tensors)
+        return staged, apply(staged.packing() if packs else staged, [*consts, *tensors])
+
+
+jax.tree_util.register_static(Application)
+
+
+def _primal(application: Application, *tensors: Any) -> tuple[Any, ...]:
+    __tracebackhide__ = True
+    if not application.is_deferred and not any(map(is_tracer, tensors)):
+        return tuple(application.call.run_on_values(as_arrays(tensors), [False] * len(tensors)).outputs)
+    staged, values = application.bind(tensors)
+    return tuple(values[: staged.n_outputs])
+
+
+def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    __tracebackhide__ = True
+    call = application.call
+    tensors = [p.value for p in primals]
+    needs = [p.perturbed for p in primals]
+    if not application.is_deferred and not any(map(is_tracer, tensors)):
+        tensors = as_arrays(tensors)  # jax.grad(f)(2.0) hands on the Python number
+        run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
+    else:
+        if application.is_deferred:
+            call.check_closure_of_backward()
+        try:
+            staged, values = application.bind(tensors)
+        except NEEDS_VALUES as error:
+            refuse_host_code(call, error, tensors)
+            raise
+        run = Run(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
+    return _remember(application, run, tensors, needs)
+
+
+def _remember(
+    application: Application, run: Run, inputs: Sequence[Any], needs: list[bool]
+) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """Return what a fwd rule returns, and remember the linear map of the run on the application.
+
+    NOTE [several runs]
+    JAX may run the fwd rule of one application several times, and gives the bwd rule of each the structure of the last.
+    What differs between the runs (what hooks returned, and what `forward` kept of a Ref) is found by the number of the
+    run, which travels as the length of an empty residual. tests: test_several_runs.py
+    """
+    linear, outputs, residuals = differentiated(application.call, run, inputs, needs, packs=True)
+    maps = application.maps
+    if maps and maps[0].n_residuals != linear.n_residuals:
+        raise ValueError(
+            f"{application.call.name} kept {maps[0].n_residuals} arrays for backward the first time that JAX traced it "
+            f"here, and {linear.n_residuals} the next time. forward, and hooks that pack, have to keep as many each "
+            "time; or differentiate inside jit: jax.jit(jax.grad(f))."
+        )
+    maps.append(linear)
+    number = [np.zeros((len(maps) - 1, 0), np.bool)] if application.is_deferred else []
+    return tuple(outputs), (application, *residuals, *number)
+
+
+def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+    __tracebackhide__ = True
+    application, arrays = residuals[0], residuals[1:]
+    number = arrays[-1].shape[0] if application.is_deferred else 0
+    given = [None if _is_symbolic_zero(c) else c for c in cotangents]
+    gradients = application.maps[number].gradients(arrays[: application.maps[number].n_residuals], given)
+    batched = next((c for c in given if is_batched(c)), None)
+    if batched is not None:
+        # NOTE [all outputs are batched]: a gradient that no cotangent reaches counts once per example too.
+        # Along an explicit axis of a mesh, JAX takes no single entry.
+        has_entry = batched.size and explicit_sharding(batched) is None
+        is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
+        gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
+    return None, *gradients
+
+
+def _is_symbolic_zero(cotangent: Any) -> bool:
+    # float0 is the dtype of the cotangent of an integer. A Python number, which a vjp function takes, has no dtype.
+    return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
+
+
+# A call that takes a Ref has a front of its own, without symbolic zeros: only there does JAX recognize a Ref that the
+# fwd rule keeps as an argument. `forward` is not staged, since an equation of ours cannot write to a Ref. A second
+# derivative would go through its code, so it is forbidden.
+
+
+def _primal_with_ref(application: Application, *tensors: Any) -> tuple[Any, ...]:
+    __tracebackhide__ = True
+    return tuple(application.call.run_forward(as_arrays(tensors), [False] * len(tensors)).outputs)
+
+
+def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    __tracebackhide__ = True
+    call = application.call
+    tensors = tuple(as_arrays(tensors))
+    needs = call.arguments.can_get_gradient([True] * len(tensors))
+
+    def error() -> Exception:
+        return once_differentiable_error(call.layer) or ref_error(call)
+
+    try:
+        kept, outputs, residuals = call.run_forward(tensors, needs)
+    except Exception as refused:
+        if any(map(is_differentiated, tensors)):  # JAX refuses to write a value that is differentiated
+            raise error() from refused
+        raise
+    arrays = [not is_ref(x) for x in residuals]
+    outputs = forbid_derivative(outputs, error)
+    residuals = merge(arrays, forbid_derivative(select(residuals, arrays), error), residuals)
+    return _remember(application, Run(kept, outputs, residuals), tensors, needs)
+
+
+def ref_error(call: LayerCall) -> TypeError:
+    return TypeError(
+        f"{call.name}.apply takes a jax.Ref ({', '.join(call.arguments.ref_names())}). Such a call has a first "
+        "derivative in reverse mode only: no second derivative, no forward mode, no vmap method, no gradient of what "
+        "the Ref holds. Where the Ref is only read, pass its value: ref[...]."
+    )
+
+
+_BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
+# Not an attribute of the class, which a class made from the members of another one would take over.
+_fronts: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
+
+
+def front_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
+    """Return the `jax.custom_vjp` function of a class, (application, *tensors) -> outputs; made at the first call."""
+    fronts = _fronts.setdefault(layer, {})
+    if takes_refs not in fronts:
+        name, source = layer.__qualname__, source_of(layer.__qualname__, layer.forward)
+        rules = (_primal_with_ref, _fwd_with_ref, _bwd) if takes_refs else (_primal, _fwd, _bwd)
+        primal, fwd, bwd = (_named_copy(rule, name, source) for rule in rules)
+        front = jax.custom_vjp(primal)
+        front.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)
+        fronts.setdefault(takes_refs, front)  # another thread may have been first
+    return fronts[takes_refs]
+
+
+def _named_copy(function: Any, name: str, source: str) -> Any:
+    """Copy a plain function under another name.
+
+    NOTE [names made once]
+    At each call of a custom_vjp function, JAX reads the signatures of its three functions, and works out their names
+    and the names of their arguments, which errors show. This takes a fifth of the time to trace a layer. Therefore the
+    copies have these as attributes. A JAX that does not read `__fun_debug_info__` works them out again, and is slower.
+    """
+    copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
+    copy.__qualname__ = name
+    copy.__signature__ = _BY_POSITION
+    copy.__fun_debug_info__ = DebugInfo("custom_vjp", source, None, None)
+    return copy

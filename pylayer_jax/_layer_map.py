@@ -1,0 +1,180 @@
+"""The derivative of a layer as a linear map, and that of the tensors that `forward` computes and saves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from ._call import LayerCall
+from ._context import Kept
+from ._errors import NotLinearError, once_differentiable_error
+from ._jax.jaxprs import evaluate_part, stage
+from ._jax.linearity import transpose_jaxpr
+from ._jax.masks import merge, scatter, select
+from ._jax.rule_function import LinearMap
+from ._jax.tracers import NEEDS_VALUES
+from ._jax.types import tangent_type, zeros_of
+from ._messages import add_note
+
+Values = list[Any]
+
+
+class LayerMap(LinearMap):
+    """residuals, tangents of the inputs in the mask `needs` -> tangents of the outputs that can have one.
+
+    With a pullback B (the layer's `backward`, linear in the cotangents c) and residuals r, it is the transpose of B,
+
+        c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
+
+    unless the class gives the map itself, as its `jvp`. Reverse mode transposes the map, which gives B back: `backward`
+    is simply called, so it may be anything. Only forward mode evaluates the map; then B itself has to be linear.
+    """
+
+    nonlinearity = "a layer whose saved tensors depend on them"
+
+    def __init__(
+        self, call: LayerCall, kept: Kept, n_residuals: int, needs: Sequence[bool], packed: Any = None
+    ) -> None:
+        self.call, self.kept, self.n_residuals, self.packed = call, kept, n_residuals, packed
+        self.needs = list(needs)  # which inputs have a tangent
+        self.name = call.name
+        self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
+
+    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
+        """Return gradients of all inputs from cotangents of all outputs."""
+        __tracebackhide__ = True
+        unpacked = self._unpacked(residuals, cotangents)
+        return self.call.run_backward(self.kept, unpacked, self.needs, cotangents, is_transposed)
+
+    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
+        __tracebackhide__ = True
+        full = scatter(cotangents, self.kept.outputs.has_tangent)
+        return select(self.gradients(residuals, full, is_transposed), self.needs)
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        call, layer = self.call, self.call.layer
+        if layer._jvp_method() is not None:
+            given = scatter(tangents, self.needs)
+            pushed = call.run_jvp(self.kept, self._unpacked(residuals, ()), self.needs, given)
+            return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
+
+        def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
+            __tracebackhide__ = True
+            gradients = self.pull(residuals, cotangents, is_transposed=True)
+            nonzero = [g is not None for g in gradients]
+            return select(gradients, nonzero), nonzero
+
+        try:
+            jaxpr, consts, nonzero = stage(nonzero_gradients, self.types, f"backward of {call.name}")
+            args = [*consts, *[None] * len(self.types)]
+            given = select(tangents, nonzero)
+            found = transpose_jaxpr(f"{call.name}.backward", jaxpr, args, given, "its cotangents")
+        except NEEDS_VALUES as error:
+            self._check_declared()
+            error.add_note(
+                f"Forward mode transposes {call.name}.backward, which is traced for that and sees no numbers. Write it "
+                f"with jax.numpy, or give {call.name} a static jvp(ctx, *tangents), which sees them."
+            )
+            raise
+        except Exception as error:
+            self._check_declared()
+            if getattr(error, "__notes__", None):  # it happened in a method of the user
+                raise
+            raise self._not_linear_error(error) from error
+        pushed = found[len(consts) :]
+        return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
+
+    def _check_declared(self) -> None:
+        __tracebackhide__ = True
+        # Without forward mode this is a second derivative, and its own error comes before any other.
+        if not self.call.layer.forward_mode:
+            self.check_derivative()
+
+    def _not_linear_error(self, error: Exception) -> NotLinearError:
+        name = self.call.name
+        message = next(iter(str(error).splitlines()), "")
+        if not isinstance(error, NotLinearError):
+            message = f"{name}.backward cannot be transposed by JAX ({type(error).__name__}: {message})."
+        if self.call.layer.forward_mode:
+            advice = (
+                f"forward_mode = True derives the tangent map by transposing a linear backward. Give {name} a static "
+                "jvp(ctx, *tangents) instead, or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
+            )
+        else:
+            advice = (
+                "Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes a linear backward. Use "
+                "reverse over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
+            )
+        return NotLinearError(f"{message} {advice}")
+
+    def check_derivative(self) -> None:
+        __tracebackhide__ = True
+        # A transposed `backward` does not run as it was written, and cannot raise this itself.
+        if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
+            raise error
+
+    def _unpacked(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        if self.packed is None:
+            return residuals
+        n = self.packed.n_arrays
+        return _Unpacked(self.packed.unpack(residuals[:n], cotangents), self.kept.n_saved, residuals[n:])
+
+
+class _Unpacked(Sequence[Any]):
+    """Residuals of which the first are unpacked when they are read."""
+
+    def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
+        self.packed, self.n_packed, self.rest = packed, n_packed, rest
+
+    def __len__(self) -> int:
+        return self.n_packed + len(self.rest)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.packed[i] if i < self.n_packed else self.rest[i - self.n_packed]
+
+
+class CodeMap(LinearMap):
+    """values of variables of a jaxpr, tangents of some of them -> tangents of variables computed from them.
+
+    Differentiates the code of `forward` for the tensors that it saved and that are neither inputs nor outputs. A first
+    derivative needs neither `push` nor `pull`, so code that JAX derives in one mode only is no obstacle in the other.
+    """
+
+    nonlinearity = "the code of a forward whose values depend on them"
+
+    def __init__(self, name: str, jaxpr: Any, given: list[Any], nonzero: list[bool], wanted: list[Any]) -> None:
+        self.name, self.jaxpr, self.given, self.nonzero, self.wanted = name, jaxpr, given, nonzero, wanted
+        self.n_residuals = len(given)
+        self.types = [tangent_type(v.aval) for v in wanted]
+
+    def _code(self, residuals: Sequence[Any], wanted: list[Any]) -> tuple[Callable[..., Values], Values]:
+        def code(*moving: Any) -> Values:
+            known = dict(zip(self.given, merge(self.nonzero, moving, residuals), strict=True))
+            return evaluate_part(self.jaxpr, known, wanted)
+
+        return code, select(residuals, self.nonzero)
+
+    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        code, moving = self._code(residuals, self.wanted)
+        with self._noting_errors():
+            return list(jax.jvp(code, moving, list(tangents))[1])
+
+    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        used = [c is not None for c in cotangents]
+        code, moving = self._code(residuals, select(self.wanted, used))
+        with self._noting_errors():
+            return list(jax.vjp(code, *moving)[1](select(cotangents, used)))
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Any:
+        try:
+            yield
+        except Exception as error:
+            add_note(error, self.name, "forward")
+            raise
