@@ -22,8 +22,23 @@ def cleaned(notebook: dict[str, Any]) -> dict[str, Any]:
     for cell in cells:
         cell["metadata"] = {k: v for k, v in cell["metadata"].items() if k not in ("execution", "ExecuteTime")}
         if "outputs" in cell:
-            cell["outputs"] = [without_folders(output) for output in cell["outputs"]]
+            cell["outputs"] = joined([without_folders(output) for output in cell["outputs"]])
     return notebook | {"cells": cells, "metadata": METADATA}
+
+
+def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the outputs with one text for what was printed at several times, and without empty ones."""
+    found: list[dict[str, Any]] = []
+    for output in outputs:
+        if output["output_type"] == "stream":
+            text = output["text"] if isinstance(output["text"], list) else output["text"].splitlines(keepends=True)
+            if found and found[-1].get("name") == output["name"]:
+                found[-1]["text"] += text
+            elif "".join(text).strip():
+                found.append(output | {"text": list(text)})
+        else:
+            found.append(output)
+    return found
 
 
 def without_folders(value: Any) -> Any:

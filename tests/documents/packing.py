@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     found: dict[str, Any] = {"jax": jax.__version__, "programs": {}, "training": {}}
     for name, place in PROGRAMS:
-        found["programs"][f"{name} | {PLACES[place]}"] = figures = measure(name, place, 0 if options.memory else 15)
+        found["programs"][f"{name} | {PLACES[place]}"] = figures = measure(name, place, 0 if options.memory else 9)
         print(name, place, {n: {k: v for k, v in f.items() if k != "time"} for n, f in figures.items()}, flush=True)
     for name in [] if options.memory else TRAINED:
         found["training"][name] = train(name, 3, 300)
