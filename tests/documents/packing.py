@@ -1,7 +1,7 @@
 """When packing saved tensors pays: memory, time and error of small models, as tables of notebooks/packing.md.
 
     python -m tests.documents.packing --json FILE [--memory]        measure with this version of JAX
-    python -m tests.documents.packing --write FILE [FILE]           put measured figures into the page
+    python -m tests.documents.packing --write NEW [OLD]             put figures of two versions into the pages
 
 A program is a model, and the place of the block: around the whole loss, around each layer, or in the body of a scan
 over the layers. Everything is compared with the same program without a block, round by round.
@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from pylayer_jax.packers import cast_saved, quantize_saved
 
-PAGE = Path(__file__).parents[2] / "notebooks" / "packing.md"
+ROOT = Path(__file__).parents[2]
+README, PAGE = ROOT / "README.md", ROOT / "notebooks" / "packing.md"
 Layer = Callable[[Any, Any], Any]
 
 
@@ -168,6 +169,12 @@ PROGRAMS = [
     ("gelu, bf16, weights cast before", "loss"),
     ("gelu, 1024 wide, batch 16", "loss"),
 ]
+IN_README = {
+    "transformer": "transformer",
+    "gelu, batch 4096": "gelu network, batch 4096",
+    "convolutions": "convolutions and relu",
+    "gelu, 1024 wide, batch 16": "**weights dominate**: gelu network, 1024 wide, batch 16",
+}
 # What the error of gradients does to training is measured on smaller ones.
 TRAINED: dict[str, Callable[[], Model]] = {
     "transformer": lambda: transformer(width=64, length=32, batch=4, depth=2),
@@ -236,7 +243,9 @@ def measure(name: str, place: str, rounds: int) -> dict[str, Any]:
 
 def train(name: str, seeds: int, n_steps: int) -> dict[str, list[float]]:
     """Return least, median and largest over seeds of the loss (of the last 20 steps) above that of plain training."""
-    model = TRAINED[name]()
+    import optax
+
+    model, adam = TRAINED[name](), optax.adam(3e-3)
     found: dict[str, list[float]] = {}
     losses = {"plain": program(model, "loss", None)} | {n: program(model, "loss", p()) for n, p in PACKERS.items()}
     results: dict[str, list[float]] = {n: [] for n in losses}
@@ -244,14 +253,13 @@ def train(name: str, seeds: int, n_steps: int) -> dict[str, list[float]]:
 
         @jax.jit
         def run(params: Any, keys: Any, loss: Any = loss) -> Any:
-            def step(state: Any, key: Any) -> Any:
-                params, momentum = state
+            def step(trained: Any, key: Any) -> Any:
+                params, state = trained
                 value, gradient = jax.value_and_grad(loss)(params, *model.batch(key))
-                momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, gradient)
-                return (jax.tree.map(lambda p, m: p - 0.02 * m, params, momentum), momentum), value
+                changes, state = adam.update(gradient, state)
+                return (optax.apply_updates(params, changes), state), value
 
-            params_and_zeros = params, jax.tree.map(jnp.zeros_like, params)
-            return jax.lax.scan(step, params_and_zeros, keys)[1]
+            return jax.lax.scan(step, (params, adam.init(params)), keys)[1]
 
         for seed in range(seeds):
             values = run(model.init(), jax.random.split(jax.random.key(seed), n_steps))
@@ -263,6 +271,8 @@ def train(name: str, seeds: int, n_steps: int) -> dict[str, list[float]]:
         found[f"error of {n}"] = [relative_error(gradients[n], gradients["plain"])]
         above = [a - b for a, b in zip(results[n], results["plain"], strict=True)]
         found[n] = [min(above), statistics.median(above), max(above)]
+    first = jax.jit(losses["plain"])(model.init(), *model.batch(jax.random.key(9)))
+    found["first"] = [float(first)]
     found["plain"] = [min(results["plain"]), statistics.median(results["plain"]), max(results["plain"])]
     return found
 
@@ -273,32 +283,34 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--json", metavar="FILE", help="measure, and write the figures")
     parser.add_argument("--memory", action="store_true", help="only memory, which needs no repetition")
+    parser.add_argument("--training", action="store_true", help="only training")
     parser.add_argument("--write", metavar="FILE", nargs="+", help="write tables of these figures into the page")
     options = parser.parse_args(arguments)
     if options.write:
-        write_page([json.loads(Path(file).read_text()) for file in options.write])
+        write_pages([json.loads(Path(file).read_text()) for file in options.write])
         return
     found: dict[str, Any] = {"jax": jax.__version__, "programs": {}, "training": {}}
-    for name, place in PROGRAMS:
+    write = Path(options.json).write_text if options.json else len
+    for name, place in [] if options.training else PROGRAMS:
         found["programs"][f"{name} | {PLACES[place]}"] = figures = measure(name, place, 0 if options.memory else 9)
         print(name, place, {n: {k: v for k, v in f.items() if k != "time"} for n, f in figures.items()}, flush=True)
+        write(json.dumps(found, indent=1))
     for name in [] if options.memory else TRAINED:
         found["training"][name] = train(name, 3, 300)
         print(name, found["training"][name], flush=True)
-    if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1))
+        write(json.dumps(found, indent=1))
 
 
-def write_page(found: list[dict[str, Any]]) -> None:
-    """Replace the tables between the marks of the page."""
-    text = PAGE.read_text()
+def write_pages(found: list[dict[str, Any]]) -> None:
+    """Replace the tables between the marks of the page and of the README."""
     for title, table in tables(found).items():
-        mark = re.escape(f"<!-- table: {title} -->")
+        page = README if title == "packing" else PAGE
+        text, mark = page.read_text(), re.escape(f"<!-- table: {title} -->")
         text, count = re.subn(
             rf"({mark}\n).*?(<!-- end -->)", lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL
         )
         assert count == 1, title
-    PAGE.write_text(text)
+        page.write_text(text)
 
 
 def ratio(figure: float, plain: float) -> str:
@@ -323,15 +335,16 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
         low_middle_high = [figures[c]["time"] for c in columns]
         cells = [f"{t[1]:.2f} [{t[0]:.2f}, {t[2]:.2f}]" for t in low_middle_high]
         times += f"| {name} | {place} | " + " | ".join(cells) + " |\n"
-    errors = (
-        "| model | error of the gradient: cast; 8 bits; 4 bits | loss of plain | above it, cast | 8 bits | 4 bits |\n"
-    )
+    errors = "| model | error of the gradient: cast; 8 bits; 4 bits | loss of plain: before; after "
+    errors += "| above it, cast | 8 bits | 4 bits |\n"
     errors += "|---|---|---|---|---|---|\n"
     for name, losses in newest["training"].items():
         error = "; ".join(f"{losses[f'error of {n}'][0]:.1e}" for n in PACKERS)
         cells = [f"{m:+.4f} [{low:+.4f}, {high:+.4f}]" for low, m, high in (losses[n] for n in PACKERS)]
-        errors += f"| {name} | {error} | {losses['plain'][1]:.4f} | " + " | ".join(cells) + " |\n"
-    result = {"memory": memory, "times": times, "errors": errors}
+        errors += (
+            f"| {name} | {error} | {losses['first'][0]:.2f}; {losses['plain'][1]:.4f} | " + " | ".join(cells) + " |\n"
+        )
+    result = {"memory": memory, "times": times, "errors": errors, "packing": in_short(newest["programs"])}
     if others:
         (old,) = others
         table = "| model | block | plain, MiB | " + " | ".join(columns) + " |\n|" + "---|" * (3 + len(columns)) + "\n"
@@ -342,6 +355,25 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
             table += f"| {name} | {place} | {plain['temp']:.0f} | " + " | ".join(cells) + " |\n"
         result["older"] = table
     return {title: re.sub(r"\|  (?=\|)", "| ", text) for title, text in result.items()}
+
+
+def in_short(programs: dict[str, Any]) -> str:
+    """Return the table of the README: memory, and time with quartiles, of some programs."""
+    columns = {
+        "cast": "`cast_saved()`",
+        "8 bits": "`quantize_saved(8)`",
+        "checkpoint": "`jax.checkpoint` of each layer",
+    }
+    table = "| | plain | " + " | ".join(columns.values()) + " |\n|" + "---|" * (2 + len(columns)) + "\n"
+    for name, shown in IN_README.items():
+        figures = programs[f"{name} | {PLACES['loss']}"]
+        plain = figures["plain"]["temp"]
+        cells = [
+            f"{ratio(figures[c]['temp'], plain)}; {{1:.2f}} [{{0:.2f}}, {{2:.2f}}]".format(*figures[c]["time"])
+            for c in columns
+        ]
+        table += f"| {shown} | {plain:.0f} MiB | " + " | ".join(cells) + " |\n"
+    return table
 
 
 if __name__ == "__main__":
