@@ -40,7 +40,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-ecosystem",
         action="store_true",
-        help="fail where flax, equinox or another library of tests/ecosystem is absent, instead of skipping",
+        help="fail where flax, equinox or another library of tests/around is absent, instead of skipping",
     )
 
 
@@ -64,22 +64,22 @@ KNOWN_GAPS = {
         "hooks/test_chain.py::test_gradients_are_those_of_the_pair_that_changes_values[remat-of a user, on the host]",
     ],
     "host hooks, and quantization in a vmap, on explicit meshes: JAX's own error": [
-        "devices/test_host_shards.py::test_gradients[explicit-('data', 'model')]",
-        "devices/test_host_shards.py::test_gradients[explicit-('data', None)]",
-        "devices/test_host_shards.py::test_gradients[explicit-(None, ('data', 'model'))]",
-        "devices/test_sharded_packers.py::test_each_device_keeps_its_share[explicit-vmap]",
-        "devices/test_sharded_packers.py::test_a_transformer_communicates_no_more_than_without_hooks[explicit-disk]",
+        "devices/test_sharded_hooks.py::test_gradients[explicit-('data', 'model')]",
+        "devices/test_sharded_hooks.py::test_gradients[explicit-('data', None)]",
+        "devices/test_sharded_hooks.py::test_gradients[explicit-(None, ('data', 'model'))]",
+        "devices/test_sharded_hooks.py::test_each_device_keeps_its_share[explicit-vmap]",
+        "devices/test_sharded_hooks.py::test_a_transformer_communicates_no_more_than_without_hooks[explicit-disk]",
     ],
     "a block within vmap of shard_map is an error of JAX": [
-        "devices/test_vmapped_shard_map.py::test_an_operand_that_all_examples_share[operation in a block]",
+        "devices/test_shard_map.py::test_an_operand_that_all_examples_share[operation in a block]",
     ],
     "a block around an implicit derivative of a fixed point is refused": [
-        "ecosystem/test_optimistix.py::test_implicit_gradients[spy-fixed-point]",
+        "around/test_solvers.py::test_implicit_gradients[spy-fixed-point]",
     ],
 }
 
 # Host hooks on several devices may end the process here (jax 0.10, CPU): the callbacks occupy all threads of XLA's pool.
-CRASHES = "tests/devices/test_host_shards.py::test_as_many_large_tensors_at_once_as_there_are_threads"
+CRASHES = "tests/devices/test_sharded_hooks.py::test_as_many_large_tensors_at_once_as_there_are_threads"
 
 
 def pytest_collection_modifyitems(items):

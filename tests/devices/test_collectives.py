@@ -1,99 +1,228 @@
-"""Layers that communicate, on four devices, against what they mean for the stack of what all ranks hold."""
+"""Layers of tensor, sequence and data parallel training on four devices, each with a collective in both methods.
+
+As in Paddle and torch, every rank has a value of its own, also of a sum. What a layer computes is compared with what it
+means for the stack of what all ranks hold. P and a number name a Paddle PyLayer, T and a number a torch Function of the
+list that the layers are taken from.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, PartitionSpec
 
+from pylayer_jax import Function, PyLayer
 from tests.kit.case import grid
-from tests.kit.transforms import assert_same
-
-from . import collective_layers as layers
-from .collective_layers import RANKS, WORLD
-from .ranks import (
-    VMA,
-    chunk,
-    direction,
-    exchanged,
-    joined,
-    loss,
-    numbers,
-    same,
-    shard,
-    spread,
-    stacked,
-    summed_chunk,
-    total,
-    weights,
-)
+from tests.kit.layers import layer
+from tests.kit.transforms import along, assert_same, gradient
 
 pytestmark = pytest.mark.frameworks
 
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    layer: Callable[..., Any]  # of the array of one rank
-    forward: Callable[..., Any]  # of those of all ranks
-    backward: Callable[..., Any]
-
-    def reference(self, xs: jax.Array) -> jax.Array:
-        """The value by `forward`; the gradient, of every order, by `backward`."""
-        value = self.forward(xs)
-        (slope,) = jax.linear_transpose(self.backward, value)(xs)
-        return jax.lax.stop_gradient(value - slope) + slope
-
-
+AXIS, RANKS = "ranks", 4
+OWN = PartitionSpec(AXIS)
+VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "plain"])
 X = grid(RANKS, 4, 4)  # of which each rank has four by four
 
 
-def region(name: str, *options: Any) -> Callable[..., Any]:
-    return lambda x: getattr(layers, name).apply(x, WORLD, *options)
+class Group:
+    """The ranks along a mesh axis: a live object, which JAX knows nothing about."""
+
+    size = RANKS
+
+    @property
+    def rank(self):
+        return jax.lax.axis_index(AXIS)
+
+    def same(self, x):
+        return x
+
+    def all_reduce(self, x):
+        return jax.lax.pcast(jax.lax.psum(x, AXIS), AXIS, to="varying")
+
+    def all_gather(self, x):
+        return list(jax.lax.all_gather(x, AXIS))
+
+    def concatenate(self, x, dim=0):
+        return jnp.concatenate(self.all_gather(x), dim)
+
+    def chunk(self, x, dim=0):
+        size = x.shape[dim] // self.size
+        return jax.lax.dynamic_slice_in_dim(x, self.rank * size, size, dim)
+
+    def reduce_scatter(self, x, dim=0):
+        return jax.lax.psum_scatter(x, AXIS, scatter_dimension=dim % x.ndim, tiled=True)
+
+    def exchange(self, x):
+        return jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True)
 
 
-def own_rank(name: str) -> Callable[..., Any]:
-    return lambda x: getattr(layers, name).apply(x, WORLD.rank, RANKS, WORLD)
+WORLD = Group()
 
 
+# -- the layers -----------------------------------------------------------------------------------------
+
+
+def region(there, back, *dim):
+    """P1 to P6, T1 to T5 and T7 to T9: one collective forward, another backward; the group is kept on ctx."""
+
+    class Region(Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            ctx.group = group
+            return there(group, x, *dim)
+
+        @staticmethod
+        def backward(ctx, grad_output):
+            return back(ctx.group, grad_output, *dim), None
+
+    return lambda x: Region.apply(x, WORLD)
+
+
+class Experts(PyLayer):
+    """P11 and P12: `rank` is an integer tensor here, a slot that is left out of the result."""
+
+    @staticmethod
+    def forward(ctx, inp, rank, group, gathers):
+        ctx.args = rank, group, gathers, inp.shape[0]
+        count = inp.shape[0] // group.size
+        return group.concatenate(inp) if gathers else jax.lax.dynamic_slice_in_dim(inp, rank * count, count)
+
+    @staticmethod
+    def backward(ctx, dy):
+        rank, group, gathers, count = ctx.args
+        return jax.lax.dynamic_slice_in_dim(dy, rank * count, count) if gathers else group.concatenate(dy)
+
+
+# P25: one output per rank.
+GatherEach = layer(
+    forward=lambda ctx, x: tuple(WORLD.all_gather(x)),
+    backward=lambda ctx, *grads: WORLD.all_reduce(jnp.stack(grads))[WORLD.rank],
+)
+
+
+class GatherFromSequence(Function):
+    """T6: backward branches on a flag."""
+
+    @staticmethod
+    def forward(ctx, x, group, tensor_parallel_output_grad=True, output_split_sizes=None):
+        ctx.group, ctx.summed, ctx.sizes = group, tensor_parallel_output_grad, output_split_sizes
+        return group.concatenate(x)
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        return (ctx.group.reduce_scatter if ctx.summed else ctx.group.chunk)(grad_output), None, None, None
+
+
+class AllToAll(Function):
+    """T10: the group comes first, and backward applies the class itself with the sizes swapped."""
+
+    @staticmethod
+    def forward(ctx, group, x, output_split_sizes, input_split_sizes):
+        ctx.group, ctx.output_split_sizes, ctx.input_split_sizes = group, output_split_sizes, input_split_sizes
+        return group.exchange(x)
+
+    @staticmethod
+    def backward(ctx, *grad_output):
+        return None, AllToAll.apply(ctx.group, *grad_output, ctx.input_split_sizes, ctx.output_split_sizes), None, None
+
+
+# -- what they mean for the stack of what all ranks hold ----------------------------------------------------
+
+
+def total(xs):
+    return jnp.broadcast_to(xs.sum(0), xs.shape)
+
+
+def chunk(dim):
+    return lambda xs: jnp.stack([jnp.split(x, RANKS, dim)[rank] for rank, x in enumerate(xs)])
+
+
+def joined(dim):
+    return lambda xs: jnp.stack([jnp.concatenate(list(xs), dim)] * RANKS)
+
+
+def summed_chunk(dim):
+    return lambda xs: chunk(dim)(total(xs))
+
+
+def exchanged(xs):
+    return jnp.stack([jnp.concatenate([jnp.split(x, RANKS)[rank] for x in xs]) for rank in range(RANKS)])
+
+
+# The layer of one rank, and of all ranks the values and the gradients.
 CASES = {
-    "P1": Collective(region("Identity"), same, total),
-    "P2": Collective(region("AllReduce", True, True), total, same),
-    "P3": Collective(layers.Scatter.apply, chunk(0), joined(0)),
-    "P4": Collective(layers.Gather.apply, joined(0), chunk(0)),
-    "P5": Collective(layers.AllGather.apply, joined(0), summed_chunk(0)),
-    "P6": Collective(layers.ReduceScatter.apply, summed_chunk(0), joined(0)),
-    "P11": Collective(own_rank("ExpertsGather"), joined(0), chunk(0)),
-    "P12": Collective(own_rank("ExpertsSlice"), chunk(0), joined(0)),
-    "P25": Collective(lambda x: jnp.stack(layers.GatherEach.apply(x)), spread, lambda gs: gs.sum(0)),
-    "T1": Collective(region("CopyToRegion"), same, total),
-    "T2": Collective(region("ReduceFromRegion"), total, same),
-    "T3": Collective(region("ScatterToRegion"), chunk(-1), joined(-1)),
-    "T4": Collective(region("GatherFromRegion"), joined(-1), chunk(-1)),
-    "T5": Collective(region("ScatterToSequence"), chunk(0), joined(0)),
-    "T6": Collective(region("GatherFromSequence", True, [4] * RANKS), joined(0), summed_chunk(0)),
-    "T6-unsummed": Collective(region("GatherFromSequence", False), joined(0), chunk(0)),
-    "T7": Collective(region("ReduceScatterToSequence"), summed_chunk(0), joined(0)),
-    "T8": Collective(region("AllGatherFromRegion"), joined(-1), summed_chunk(-1)),
-    "T9": Collective(region("ReduceScatterToRegion"), summed_chunk(-1), joined(-1)),
-    "T10": Collective(lambda x: layers.AllToAll.apply(WORLD, x, None, [1] * RANKS), exchanged, exchanged),
+    "P1, T1": (region(Group.same, Group.all_reduce), lambda xs: xs, total),
+    "P2, T2": (region(Group.all_reduce, Group.same), total, lambda xs: xs),
+    "P3, T5": (region(Group.chunk, Group.concatenate), chunk(0), joined(0)),
+    "P4": (region(Group.concatenate, Group.chunk), joined(0), chunk(0)),
+    "P5": (region(Group.concatenate, Group.reduce_scatter), joined(0), summed_chunk(0)),
+    "P6, T7": (region(Group.reduce_scatter, Group.concatenate), summed_chunk(0), joined(0)),
+    "P11": (lambda x: Experts.apply(x, WORLD.rank, WORLD, True), joined(0), chunk(0)),
+    "P12": (lambda x: Experts.apply(x, WORLD.rank, WORLD, False), chunk(0), joined(0)),
+    "P25": (lambda x: jnp.stack(GatherEach.apply(x)), lambda xs: jnp.stack([xs] * RANKS), lambda gs: gs.sum(0)),
+    "T3": (region(Group.chunk, Group.concatenate, -1), chunk(-1), joined(-1)),
+    "T6": (lambda x: GatherFromSequence.apply(x, WORLD, True, [4] * RANKS), joined(0), summed_chunk(0)),
+    "T6, unsummed": (lambda x: GatherFromSequence.apply(x, WORLD, False), joined(0), chunk(0)),
+    "T8": (region(Group.concatenate, Group.reduce_scatter, -1), joined(-1), summed_chunk(-1)),
+    "T10": (lambda x: AllToAll.apply(WORLD, x, None, [1] * RANKS), exchanged, exchanged),
 }
 EVERY = pytest.mark.parametrize("name", CASES)
 
 
+def reference(name):
+    """The value by the values of all ranks; the gradient, of every order, by their gradients."""
+    _, forward, backward = CASES[name]
+
+    def run(xs):
+        value = forward(xs)
+        (slope,) = jax.linear_transpose(backward, value)(xs)
+        return jax.lax.stop_gradient(value - slope) + slope
+
+    return run
+
+
+def shard(f, check_vma):
+    mesh = jax.make_mesh((RANKS,), (AXIS,), axis_types=(AxisType.Auto,))
+    return jax.shard_map(f, mesh=mesh, in_specs=OWN, out_specs=OWN, check_vma=check_vma)
+
+
+def stacked(layer, check_vma):
+    """The layer on each rank, as a function of the arrays of all ranks along a leading axis."""
+    return shard(lambda *xs: layer(*(x[0] for x in xs))[None], check_vma)
+
+
+def weights(y):
+    """Of a loss, so that cotangents differ from entry to entry."""
+    return 1 + 0.5 * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
+
+
+def loss(f):
+    """Bent, and different on each rank, so that cotangents depend on the outputs and on the rank."""
+
+    def of(xs):
+        y = f(xs)
+        return jnp.sum(weights(y) * jnp.sin(y))
+
+    return of
+
+
+def numbers(f):
+    """The outputs of f, and the first and second derivatives of its loss."""
+    return lambda xs: (f(xs), gradient(loss(f), [xs])(xs), gradient(along(loss(f), [xs]), [xs])(xs))
+
+
 @functools.cache
-def expected(name: str) -> Any:
-    return jax.jit(numbers(CASES[name].reference))(X)
+def expected(name):
+    return jax.jit(numbers(reference(name)))(X)
 
 
 @EVERY
 @VMA
 def test_jit(name, check_vma):
-    assert_same(jax.jit(numbers(stacked(CASES[name].layer, check_vma)))(X), expected(name))
+    assert_same(jax.jit(numbers(stacked(CASES[name][0], check_vma)))(X), expected(name))
 
 
 @EVERY
@@ -103,46 +232,47 @@ def test_differentiated_on_each_rank(name, check_vma):
     outputs, slopes, second = expected(name)
 
     def of_rank(x, weight, along):
-        f = lambda x: jnp.sum(weight * jnp.sin(CASES[name].layer(x)))  # noqa: E731
+        f = lambda x: jnp.sum(weight * jnp.sin(CASES[name][0](x)))  # noqa: E731
         slope = lambda x: jnp.sum(jax.grad(f)(x) * along)  # noqa: E731
         return jax.grad(f)(x), jax.grad(slope)(x)
 
     mapped = shard(lambda *a: jax.tree.map(lambda v: v[None], of_rank(*(v[0] for v in a))), check_vma)
-    assert_same(jax.jit(mapped)(X, weights(outputs), direction(X)), (slopes[0], second[0]))
+    direction = jnp.cos(jnp.arange(X.size, dtype=jnp.float32)).reshape(X.shape)
+    assert_same(jax.jit(mapped)(X, weights(outputs), direction), (slopes[0], second[0]))
 
 
-def repeated(functions: list[Callable[..., Any]]) -> Callable[..., Any]:
+def repeated(functions):
     """One after the other, in a checkpoint within a scan."""
     step = jax.checkpoint(lambda x: functools.reduce(lambda x, f: f(jnp.sin(x)), functions, x))
     return lambda x: jax.lax.scan(lambda carry, _: (step(carry), None), x, None, length=2)[0]
 
 
-@pytest.mark.parametrize("names", [("P2",), ("T10",), ("P5", "P6"), ("T7", "T6-unsummed")], ids="-".join)
+@pytest.mark.parametrize("names", [("P2, T2",), ("T10",), ("P5", "P6, T7"), ("P6, T7", "T6, unsummed")], ids="-".join)
 def test_in_a_scan_of_a_checkpoint(names):
-    plain = jax.jit(numbers(repeated([CASES[name].reference for name in names])))(X)
+    plain = jax.jit(numbers(repeated([reference(name) for name in names])))(X)
     for check_vma in (True, False):
-        ours = stacked(repeated([CASES[name].layer for name in names]), check_vma)
+        ours = stacked(repeated([CASES[name][0] for name in names]), check_vma)
         assert_same(jax.jit(numbers(ours))(X), plain)
 
 
-def pushed(f: Callable[..., Any]) -> Callable[..., Any]:
+def pushed(f):
     return lambda xs: jax.jvp(jax.grad(loss(f)), (xs,), (jnp.sin(xs),))[1]
 
 
-@pytest.mark.parametrize("name", ["P1", "P2", "P5", "T6-unsummed"])
+@pytest.mark.parametrize("name", ["P1, T1", "P2, T2", "P5", "T6, unsummed"])
 def test_forward_over_reverse(name):
-    plain = jax.jit(pushed(CASES[name].reference))(X)
+    plain = jax.jit(pushed(reference(name)))(X)
     for check_vma in (True, False):
-        assert_same(jax.jit(pushed(stacked(CASES[name].layer, check_vma)))(X), plain)
+        assert_same(jax.jit(pushed(stacked(CASES[name][0], check_vma)))(X), plain)
 
 
 def test_forward_mode_of_a_layer_that_applies_itself(monkeypatch):
-    monkeypatch.setattr(layers, "AllToAll", type("AllToAll", (layers.AllToAll,), {"forward_mode": True}))
-    one = CASES["T10"]
+    layer = type("AllToAll", (AllToAll,), {"forward_mode": True})
+    monkeypatch.setitem(globals(), "AllToAll", layer)
 
     def both(f):
         return jax.jit(lambda xs: (jax.jvp(f, (xs,), (jnp.sin(xs),)), pushed(f)(xs)))(X)
 
-    plain = both(one.reference)
+    plain = both(reference("T10"))
     for check_vma in (True, False):
-        assert_same(both(stacked(one.layer, check_vma)), plain)
+        assert_same(both(stacked(CASES["T10"][0], check_vma)), plain)

@@ -128,7 +128,7 @@ def test_how_to_run_what_was_skipped():
 
 def test_the_tests_say_at_their_end_what_was_skipped(tmp_path):
     (tmp_path / "without_torch.py").write_text("import sys\nsys.modules['torch'] = None")
-    selected = "tests/frameworks/torch/test_contract_differences.py"
+    selected = "tests/layers/test_torch.py"
     path = os.pathsep.join([str(ROOT), str(tmp_path)])
     start = f"import sys; sys.path[:0] = {path.split(os.pathsep)!r}; import pytest; sys.exit(pytest.main())"
     done = run("-c", start, "-p", "without_torch", "-p", "no:cacheprovider", "-q", selected, cwd=ROOT)

@@ -53,11 +53,14 @@ class Case:
 CASES: list[Case] = []  # the registry
 
 
-def case(reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, **flags: Any) -> Any:
+def case(
+    reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, name: str = "", **flags: Any
+) -> Any:
     """Enter a layer class; `call` is how it is applied, where that is not `apply(*args)`."""
+    arrays = tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list)) else a for a in args)
 
     def enter(layer: type[PyLayer]) -> type[PyLayer]:
-        CASES.append(Case(layer.__name__, call or layer.apply, reference, _arrays(args), kind=layer, **flags))
+        CASES.append(Case(name or layer.__name__, call or layer.apply, reference, arrays, kind=layer, **flags))
         return layer
 
     return enter
@@ -67,20 +70,6 @@ def after(layer: Any, module: str, name: str = "") -> type[PyLayer]:
     """A PyLayer of `module` with the methods of another layer: the dialects share these texts."""
     methods = {method: vars(layer)[method] for method in ("forward", "backward")}
     return type(name or layer.__name__, (PyLayer,), {"__module__": module, "__doc__": layer.__doc__, **methods})
-
-
-def case_of(table: list[Case], name: str, layer: Callable[..., Any], *args: Any, **flags: Any) -> Any:
-    """Enter a reference for `layer`, which is any function, into the table of a test file."""
-
-    def enter(reference: Callable[..., Any]) -> Callable[..., Any]:
-        table.append(Case(name, layer, reference, _arrays(args), **flags))
-        return reference
-
-    return enter
-
-
-def _arrays(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list, np.ndarray)) else a for a in args)
 
 
 def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,11 +1,11 @@
-"""A few layers and a pair of hooks, for tests and benchmarks that are about something else."""
+"""The way to make a layer, a few ready ones, and a pair of hooks."""
 
 import types
 
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax import PyLayer, saved_tensors_hooks
+from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 
 
 class Tanh(PyLayer):
@@ -71,23 +71,37 @@ class Square(PyLayer):
         return 2 * dy * x
 
 
-def layer_of(forward, gradient, /, name="Made", base=PyLayer, **members):
-    """A layer that saves its arguments: `forward(*arguments)`, and `gradient(*arguments, *cotangents)`."""
+def layer(forward=None, backward=None, base=PyLayer, name="Made", *, plain=False, **members):
+    """Make a layer from functions.
+
+    Left out, `forward(ctx, *arguments)` doubles and `backward(ctx, *cotangents)` hands on, unless `base` has them. With
+    `plain` no method takes a context: `forward(*arguments)`, whose arguments are saved, and
+    `backward(*arguments, *cotangents)`. Further members are flags, and methods, which are made static.
+    """
+    if base in (PyLayer, Function):
+        forward, backward = forward or (lambda ctx, x: x * 2), backward or (lambda ctx, dy: dy)
 
     def run(ctx, *arguments):
         ctx.save_for_backward(*arguments)
         return forward(*arguments)
 
     def pull(ctx, *cotangents):
-        return gradient(*ctx.saved_tensors, *cotangents)
+        return backward(*ctx.saved_tensors, *cotangents)
 
-    return layer_with(base, name, **{"forward": run, "backward": pull} | members)
-
-
-def layer_with(base=PyLayer, name="Made", /, **members):
-    """A class with these flags and methods, which are static."""
+    methods = {"forward": run, "backward": pull} if plain else {"forward": forward, "backward": backward}
+    members = {key: method for key, method in methods.items() if method is not None} | members
     static = {key: staticmethod(x) if isinstance(x, types.FunctionType) else x for key, x in members.items()}
     return type(name, (base,), static)
+
+
+def loss(made, *rest, **named):
+    """Return the sum of a layer's output, as a function of its first argument."""
+    return lambda x: made.apply(x, *rest, **named).sum()
+
+
+def text_of(error):
+    """Return what an exception says, with its notes."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def bits():

@@ -22,6 +22,10 @@ MODES = {
 
 modes = pytest.mark.parametrize("mode", MODES)
 
+GRADIENTS = {name: MODES[name] for name in ("grad", "jit-grad", "grad-jit")}
+RUNS = {"eager": lambda f: f, "jit": jax.jit, "grad": jax.grad, "jit-grad": MODES["jit-grad"]}
+runs = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+gradients = pytest.mark.parametrize("run", GRADIENTS.values(), ids=GRADIENTS)
 EAGER_AND_JIT = pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 # Code that JAX stages, around a function of one array that gives one like it.

@@ -60,10 +60,6 @@ class Jax(Names):
     def saved(self, ctx: Any) -> Any:
         return ctx.saved_tensors
 
-    def pad(self, x: Any, before: int, after: int, value: float = 0) -> Any:
-        """`value` before and after the elements of the second and last axis."""
-        return jnp.pad(x, ((0, 0), (before, after)), constant_values=value)
-
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
         """The value of a function, and the gradients of its arguments for the cotangent `dy`."""
         y, pull = jax.vjp(function, *args)
@@ -97,9 +93,6 @@ class Torch(Names):
 
     def split(self, x: Any, size: int, axis: int) -> Any:
         return x.split(size, axis)
-
-    def pad(self, x: Any, before: int, after: int, value: float = 0) -> Any:
-        return self.modules[1].pad(x, (before, after), value=value)
 
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.to(getattr(self, dtype) if isinstance(dtype, str) else dtype)

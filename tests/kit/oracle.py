@@ -290,7 +290,7 @@ class Table(list[Row]):
     """A table, filled by a decorator of the function that builds the layer."""
 
     def add(self, *args: Any, label: str = "", **options: Any) -> Callable[[Any], Any]:
-        args = args or (X,)
+        args = tuple(np.asarray(a) if isinstance(a, jax.Array) else a for a in args or (X,))
         floats = (i for i, a in enumerate(args) if isinstance(a, np.ndarray) and a.dtype.kind in "fc")
         options.setdefault("wrt", tuple(floats))
 

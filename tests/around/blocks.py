@@ -1,0 +1,94 @@
+"""Layers with twice the true gradient, blocks of hooks around them, and how near their gradients come."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax.packers import cast_saved
+from tests.hooks.spy import Spy
+from tests.kit.layers import Tanh, layer
+
+# Saves its output, and has reverse mode only.
+Steep = layer(backward=lambda ctx, dy: 2 * Tanh.backward(ctx, dy), base=Tanh, name="Steep")
+
+
+class SteepBothWays(Steep):
+    """Has forward mode too."""
+
+    forward_mode = True
+
+
+def steep(x):
+    """`Steep` without the library."""
+    value = jax.lax.stop_gradient(x)
+    return jnp.tanh(value + 2 * (x - value))
+
+
+def doubled(model, x):
+    """What a module returns for `x`, with twice its gradient."""
+    y = jax.lax.stop_gradient(model(x))
+    return y + 2 * (model(x) - y)
+
+
+class Block(contextlib.ContextDecorator):
+    """Use it in `with` around the code that is differentiated, or as a decorator of it."""
+
+    def __init__(self, kind):
+        self.spy = Spy() if kind == "spy" else None
+        self.hooks = {"none": None, "spy": self.spy and self.spy.hooks, "cast": cast_saved()}[kind]
+        # Of the largest entry: bfloat16 keeps eight bits.
+        self.tolerance = 0.03 if kind == "cast" else 2e-5
+        self._entered = []
+
+    def __enter__(self):
+        self._entered.append(contextlib.nullcontext() if self.hooks is None else self.hooks)
+        self._entered[-1].__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self._entered.pop().__exit__(*exception)
+
+    def assert_close(self, got, want):
+        """Gradients agree leaf by leaf."""
+        assert_close(got, want, self.tolerance)
+
+    def compare(self, run, ours=Steep.apply, plain=steep):
+        """`run(f, block)` gives a value and gradients: of a layer in this block as of plain code in none."""
+        (value, gradients), (want, want_gradients) = run(ours, self), run(plain, NO_BLOCK)
+        assert_close(value, want)
+        self.assert_close(gradients, want_gradients)
+
+
+def assert_close(got, want, tolerance=2e-5):
+    """Two pytrees agree: every leaf, relative to the largest entry of the whole tree."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(want)
+    leaves, found = jax.tree_util.tree_flatten(got)
+    assert found == treedef
+    largest = max(float(np.abs(np.asarray(x, np.float64)).max()) for _, x in paths)
+    assert largest > 0, "zeros prove nothing"
+    for leaf, (path, x) in zip(leaves, paths, strict=True):
+        name = jax.tree_util.keystr(path)
+        np.testing.assert_allclose(leaf, x, rtol=0, atol=tolerance * largest, err_msg=name)
+
+
+NO_BLOCK = Block("none")
+
+
+# Whether the absence of a library fails, instead of skipping: `conftest.py` sets it before it collects a test.
+required = False
+
+
+def library(name):
+    """The module of that name; where it is absent, the tests of the module that asks for it are skipped."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if required:
+            raise
+        pytest.skip(f'{name}: {error}. pip install -e ".[ecosystem]"', allow_module_level=True)

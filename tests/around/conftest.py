@@ -1,0 +1,33 @@
+"""Every test of this folder has the marker `ecosystem`."""
+
+import jax
+import pytest
+
+from tests.around import blocks as libraries
+from tests.around.blocks import Block
+
+
+def pytest_configure(config):
+    libraries.required = config.getoption("--require-ecosystem")
+
+
+def pytest_itemcollected(item):
+    item.add_marker("ecosystem")
+
+
+@pytest.fixture(params=["none", "spy"])
+def block(request):
+    """No hooks, and a pair that counts its calls and has to be called. A test may ask for "cast" too."""
+    block = Block(request.param)
+    yield block
+    if block.spy is not None:
+        packs, unpacks = block.spy.counts()
+        assert packs, "nothing was packed"
+        assert unpacks, "nothing was unpacked"
+
+
+@pytest.fixture(autouse=True)
+def usual_promotion():
+    """The libraries mix dtypes as JAX does unless it is told to be strict."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield

@@ -1,0 +1,147 @@
+"""Layers and blocks of hooks with equinox: modules as arguments, filtered transformations, State, loops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pylayer_jax import PyLayer
+from tests.around.blocks import assert_close, doubled, library
+
+eqx = library("equinox")
+
+X = jax.random.normal(jax.random.key(0), (6, 4))
+WAYS = {
+    "eager": eqx.filter_value_and_grad,
+    "jit": lambda loss, **options: eqx.filter_jit(eqx.filter_value_and_grad(loss, **options)),
+    "checkpoint": lambda loss: eqx.filter_jit(eqx.filter_value_and_grad(eqx.filter_checkpoint(loss))),
+}
+EAGER_AND_JIT = pytest.mark.parametrize("way", ["eager", "jit"])
+
+
+def mlp(activation, key=None):
+    # An activation that is an array leaf, or a lambda that equinox wraps, would hide how a layer is carried.
+    return eqx.nn.MLP(4, 4, 8, 2, activation=activation, key=jax.random.key(1) if key is None else key)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_activation_of_a_module(block, way):
+    def run(activation, block):
+        return WAYS[way](block(lambda model: jnp.mean(jax.vmap(model)(X) ** 2)))(mlp(activation))
+
+    block.compare(run)
+
+
+class Applied(PyLayer):
+    """Takes a whole module, statics included; its gradient is twice the true one."""
+
+    @staticmethod
+    def forward(ctx, model, x):
+        ctx.save_for_backward(model, x)
+        return model(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        model, x = ctx.saved_tensor()
+        _, pull = eqx.filter_vjp(lambda model, x: model(x), model, x)
+        return jax.tree.map(lambda g: 2 * g, pull(dy))
+
+
+@EAGER_AND_JIT
+def test_a_module_as_an_argument(block, way):
+    def run(applied, block):
+        return WAYS[way](block(lambda model: jnp.mean(jnp.tanh(applied(model, X[0])))))(mlp(jax.nn.softplus))
+
+    block.compare(run, Applied.apply, doubled)
+
+
+def test_vmap_over_an_ensemble(block):
+    models = eqx.filter_vmap(lambda key: mlp(jax.nn.softplus, key))(jax.random.split(jax.random.key(1), 3))
+
+    def run(applied, block):
+        one = eqx.filter_vmap(block(lambda model: jnp.mean(jnp.tanh(applied(model, X[0])))), in_axes=eqx.if_array(0))
+        return WAYS["jit"](lambda models: one(models).sum())(models)
+
+    block.compare(run, Applied.apply, doubled)
+
+
+class Stateful(eqx.Module):
+    """A norm and a counter, which both keep state."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    count: eqx.nn.StateIndex
+    activation: Callable
+
+    def __init__(self, activation):
+        self.linear = eqx.nn.Linear(4, 4, key=jax.random.key(1))
+        self.norm = eqx.nn.BatchNorm(4, "batch", mode="batch")
+        self.count = eqx.nn.StateIndex(jnp.array(1.0))
+        self.activation = activation
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.linear(x), state)
+        state = state.set(self.count, state.get(self.count) + 1)
+        return self.activation(x), state
+
+
+@EAGER_AND_JIT
+def test_state(block, way):
+    def run(activation, block):
+        model, state = eqx.nn.make_with_state(Stateful)(activation)
+
+        @block
+        def loss(model, state):
+            y, state = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(X, state)
+            return jnp.mean((y - 1) ** 2), jax.tree.leaves(state)
+
+        return WAYS[way](loss, has_aux=True)(model, state)
+
+    block.compare(run)
+
+
+class Counted(PyLayer):
+    """Takes an index and a state, and returns the new state as an output."""
+
+    @staticmethod
+    def forward(ctx, count, x, state):
+        number = state.get(count)
+        ctx.save_for_backward(number)
+        return x * number, state.set(count, number + 1)
+
+    @staticmethod
+    def backward(ctx, dy, dstate):
+        (number,) = ctx.saved_tensor()
+        return None, 2 * dy * number, None
+
+
+@EAGER_AND_JIT
+def test_state_as_an_argument_and_an_output(way):
+    # State may not be read any more once another was made from it.
+    model, state = eqx.nn.make_with_state(Stateful)(jnp.tanh)
+
+    def loss(x, state):
+        y, state = Counted.apply(model.count, x, state)
+        y, state = Counted.apply(model.count, y, state)
+        return y.sum(), state
+
+    (_, state), gradient = WAYS[way](loss, has_aux=True)(X, state)
+    assert_close(gradient, jnp.full_like(X, 2 * 1 * 2 * 2))
+    assert_close(state.get(model.count), 3.0)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("checkpointed", {"checkpoints": 3}), ("bounded", {})])
+def test_while_loops(kind, options, block):
+    def run(activation, block):
+        def loss(w, x):
+            more = lambda carry: (carry[0] < 5) & (jnp.abs(carry[1]).sum() < 1e3)  # noqa: E731
+            step = block(lambda carry: (carry[0] + 1, activation(carry[1] @ w) + carry[1]))
+            loop = eqx.internal.while_loop(more, step, (0, x), max_steps=8, kind=kind, **options)
+            return jnp.sum(loop[1] ** 2)
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(0.3 * jnp.eye(4) + 0.1, X)
+
+    block.compare(run)

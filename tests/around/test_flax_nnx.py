@@ -1,0 +1,196 @@
+"""Layers and blocks of hooks within flax.nnx modules; delayed scaling in float8 beside flax's."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import PyLayer
+from pylayer_jax.packers import cast_saved, quantize_saved
+from tests.around.blocks import Steep, assert_close, doubled, library, steep
+
+nnx = library("flax.nnx")
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:flax")
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+EAGER_AND_JIT = pytest.mark.parametrize("transform", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+
+
+class Module(nnx.Module):
+    def __init__(self, activation, rngs=None):
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.linear = nnx.Linear(8, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x):
+        return self.dropout(self.activation(self.norm(self.linear(x))))
+
+
+def stacked(activation):
+    create = nnx.vmap(lambda rngs: Module(activation, rngs), in_axes=0, out_axes=0)
+    return nnx.split_rngs(splits=3)(create)(nnx.Rngs(0))
+
+
+def pure(tree):
+    """Arrays only, with the data of random keys in place of the keys."""
+    leaves = jax.tree.leaves(tree)
+    return [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+
+
+def differentiated(run, model, transform=nnx.jit):
+    """The loss of `run(model)` with the state that the run left, and the gradient."""
+    value, gradient = transform(nnx.value_and_grad(lambda model: jnp.mean(run(model) ** 2)))(model)
+    return (value, pure(nnx.state(model, nnx.Not(nnx.Param)))), pure(nnx.state(gradient))
+
+
+@EAGER_AND_JIT
+def test_dropout_and_batch_norm_in_a_block(block, transform):
+    block.compare(lambda f, block: differentiated(block(lambda model: model(model(X))), Module(f), transform))
+
+
+@pytest.mark.parametrize("packer", [cast_saved, quantize_saved])
+def test_a_decorated_module(packer):
+    value, gradient = differentiated(packer()(lambda model: model(X)), Module(Steep.apply))
+    want, want_gradient = differentiated(lambda model: model(X), Module(steep))
+    assert_close(value, want)
+    assert_close(gradient, want_gradient, 0.03)
+
+
+WAYS = {  # from a function of an input and a module to one of the module, or of three
+    "scan": lambda f: lambda models: nnx.scan(f, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, models),
+    "scan-remat": lambda f: WAYS["scan"](nnx.remat(f)),
+    "vmap": lambda f: lambda models: nnx.vmap(f, in_axes=(None, 0))(X, models),
+    "remat": lambda f: lambda model: nnx.remat(f)(X, model),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_transformations(way, block):
+    def run(activation, block):
+        model = (Module if way == "remat" else stacked)(activation)
+        return differentiated(WAYS[way](block(lambda x, model: model(x))), model)
+
+    block.compare(run)
+
+
+class Applied(PyLayer):
+    """Takes a whole module; its gradient is twice the true one."""
+
+    @staticmethod
+    def forward(ctx, linear, x):
+        ctx.save_for_backward(linear, x)
+        return linear(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        linear, x = ctx.saved_tensor()
+        _, pull = jax.vjp(lambda linear, x: linear(x), linear, x)
+        return jax.tree.map(lambda g: 2 * g, pull(dy))
+
+
+@EAGER_AND_JIT
+def test_a_module_as_an_argument(transform, block):
+    def run(applied, block):
+        @block
+        def loss(linear):
+            return jnp.mean(jnp.tanh(applied(linear, X)) ** 2)
+
+        value, gradient = transform(nnx.value_and_grad(loss))(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+        return value, pure(nnx.state(gradient))
+
+    block.compare(run, Applied.apply, doubled)
+
+
+def test_a_state_change_that_would_be_lost_is_an_error():
+    class Normed(Applied):
+        pass
+
+    with pytest.raises(ValueError, match=r"Normed\.forward(?s:.*)linear"):
+        differentiated(lambda model: Normed.apply(model, X), nnx.BatchNorm(8, rngs=nnx.Rngs(0)), lambda f: f)
+
+
+# -- delayed scaling in float8: its state is in Refs, and flax returns it as gradients -------------
+
+
+fp8_ops = library("flax.linen.fp8_ops")
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+STEPS, HISTORY = 200, 16
+
+
+def rounded(x, dtype, meter):
+    """`x` in steps of a float8 type, by the largest entry of earlier calls; `meter` keeps these and the scale."""
+    largest, top = jnp.max(meter["history"][...]), float(jnp.finfo(dtype).max)
+    factor = jnp.where(largest > 0, top / largest, 1 / meter["scale"][...])
+    scale = meter["scale"][...] = 1 / factor
+    meter["history"][...] = jnp.roll(meter["history"][...], -1).at[0].set(jnp.max(jnp.abs(x)))
+    return jnp.clip(x / scale, -top, top).astype(dtype).astype(x.dtype) * scale
+
+
+class Float8Matmul(PyLayer):
+    @staticmethod
+    def forward(ctx, meters, x, w):
+        x, w = rounded(x, E4M3, meters["x"]), rounded(w, E4M3, meters["w"])
+        ctx.save_for_backward(x, w)
+        ctx.meter = meters["dy"]
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensor()
+        dy = rounded(dy, E5M2, ctx.meter)
+        return dy @ w.T, x.T @ dy
+
+
+def flax_matmul(meters, x, w):
+    def meter(name):
+        return meters[name]["scale"], meters[name]["history"]
+
+    x = fp8_ops.in_qdq(jnp.float32, E4M3, x, *meter("x"))
+    w = fp8_ops.in_qdq(jnp.float32, E4M3, w, *meter("w"))
+    return fp8_ops.out_qdq(jnp.float32, E5M2, x @ w, *meter("dy"))
+
+
+def new_meters():
+    return {name: {"scale": jnp.ones(()), "history": jnp.zeros(HISTORY)} for name in ("x", "w", "dy")}
+
+
+def test_two_hundred_steps_are_those_of_flax():
+    keys = jax.random.split(jax.random.key(0), 3)
+    xs = jax.random.normal(keys[0], (STEPS, 16, 8)) * jnp.linspace(0.1, 10, STEPS)[:, None, None]
+    targets = xs @ jax.random.normal(keys[1], (8, 4))
+    w = jax.random.normal(keys[2], (8, 4))
+
+    def loss(matmul, meters, w, x, target):
+        return jnp.mean((matmul(meters, x, w) - target) ** 2)
+
+    @jax.jit
+    def ours(meters, w):
+        def step(w, batch):
+            value, dw = jax.value_and_grad(lambda w: loss(Float8Matmul.apply, meters, w, *batch))(w)
+            return w - 0.01 * dw, value
+
+        return jax.lax.scan(step, w, (xs, targets))
+
+    @jax.jit
+    def theirs(meters, w):
+        def step(carry, batch):
+            meters, w = carry
+            value, (meters, dw) = jax.value_and_grad(lambda meters, w: loss(flax_matmul, meters, w, *batch), (0, 1))(
+                meters, w
+            )
+            return (meters, w - 0.01 * dw), value
+
+        return jax.lax.scan(step, (meters, w), (xs, targets))
+
+    refs = jax.tree.map(jax.new_ref, new_meters())
+    (expected_meters, expected_w), expected = theirs(new_meters(), w)
+    found_w, found = ours(refs, w)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(found_w, expected_w)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda ref: ref[...], refs), expected_meters)

@@ -1,0 +1,127 @@
+"""Layers and blocks of hooks within flax.linen modules and haiku functions that keep state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.around.blocks import NO_BLOCK, Steep, assert_close, library, steep
+
+pytestmark = pytest.mark.slow
+
+nn = library("flax.linen")
+
+X = jax.random.normal(jax.random.key(0), (16, 8))
+RNGS = {"params": jax.random.key(1), "dropout": jax.random.key(2)}
+
+
+class Module(nn.Module):
+    activation: Any
+    block: Any = NO_BLOCK
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        with self.block:
+            x = nn.Dense(8)(x)
+            x = nn.BatchNorm(use_running_average=False)(x)
+            x = self.activation(x)
+            return nn.Dropout(0.5, deterministic=False)(x), None
+
+
+class Scanned(nn.Module):
+    activation: Any
+    block: Any = NO_BLOCK
+    layer: Any = nn.remat(Module, prevent_cse=False)
+
+    @nn.compact
+    def __call__(self, x):
+        axes = {"params": 0, "batch_stats": 0}
+        split = {"params": True, "dropout": True}
+        layers = nn.scan(self.layer, variable_axes=axes, split_rngs=split, length=3)
+        return layers(self.activation, self.block)(x, None)
+
+
+WAYS = {
+    "eager": (Module, lambda f: f),
+    "jit": (Module, jax.jit),
+    "remat": (nn.remat(Module), jax.jit),
+    "scan": (lambda *args: Scanned(*args, layer=Module), jax.jit),
+    "scan-remat": (Scanned, jax.jit),
+}
+
+
+def applied(module, variables):
+    (y, _), state = module.apply(variables, X, rngs={"dropout": jax.random.key(2)}, mutable=["batch_stats"])
+    return jnp.mean(y**2), state
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_state_and_random_numbers(way, block):
+    make, transform = WAYS[way]
+    variables = make(steep).init(RNGS, X)
+
+    def run(activation, block):
+        """The loss with the batch statistics that the run left, and the gradient."""
+        loss = lambda variables: applied(make(activation, block), variables)  # noqa: E731
+        return transform(jax.value_and_grad(loss, has_aux=True))(variables)
+
+    block.compare(run)
+
+
+@pytest.mark.parametrize("block", ["spy", "cast"], indirect=True)
+def test_a_block_around_the_whole_model(block):
+    variables = Scanned(steep).init(RNGS, X)
+
+    def run(activation, block):
+        loss = block(lambda variables: applied(Scanned(activation), variables)[0])
+        return jax.jit(jax.value_and_grad(loss))(variables)
+
+    block.compare(run)
+
+
+def test_parameters_made_by_init_do_not_depend_on_the_layer():
+    assert_close(Scanned(Steep.apply).init(RNGS, X), Scanned(steep).init(RNGS, X), 0)
+
+
+# -- haiku -----------------------------------------------------------------------------------------
+
+
+hk = library("haiku")
+
+NARROW = jax.random.normal(jax.random.key(0), (16, 4))
+
+
+def network(activation, block, remat):
+    """Two layers with a norm, dropout and a counter; the block stands within the function that haiku transforms."""
+
+    @block
+    def layer(x):
+        x = hk.BatchNorm(create_scale=True, create_offset=True, decay_rate=0.9)(hk.Linear(4)(x), is_training=True)
+        count = hk.get_state("count", (), init=jnp.ones)
+        hk.set_state("count", count + 1)
+        return hk.dropout(hk.next_rng_key(), 0.5, activation(x)) * count
+
+    def run(x):
+        one = hk.remat(layer) if remat else layer
+        return one(one(x))
+
+    return hk.transform_with_state(run)
+
+
+@pytest.mark.parametrize(
+    ("transform", "remat"), [(lambda f: f, False), (jax.jit, False), (jax.jit, True)], ids=["eager", "jit", "remat"]
+)
+def test_state_and_random_numbers_of_haiku(transform, remat, block):
+    params, state = network(steep, NO_BLOCK, remat).init(jax.random.key(1), NARROW)
+
+    def run(activation, block):
+        def loss(params, state):
+            y, state = network(activation, block, remat).apply(params, state, jax.random.key(2), NARROW)
+            return jnp.mean(y**2), state
+
+        return transform(jax.value_and_grad(loss, has_aux=True))(params, state)
+
+    block.compare(run)

@@ -1,0 +1,255 @@
+"""Layers whose forward and backward are Pallas kernels, beside the same functions in plain jax.numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from pylayer_jax import PyLayer, once_differentiable, saved_tensors_report
+from pylayer_jax.packers import cast_saved, save_on_cpu
+from tests.hooks.spy import Spy
+from tests.kit.layers import layer
+from tests.kit.modes import EAGER_AND_JIT
+from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, IMPLIED, SECOND_ORDER, SLOW, assert_same
+
+X = jnp.linspace(-1.0, 1.0, 16)
+LOGITS, LABELS = jnp.cos(jnp.arange(32 * 16.0)).reshape(32, 16) * 3, jnp.arange(32) * 7 % 16
+ROWS = 16  # of the blocks into which a kernel cuts its arguments, a power of two and not less, as Triton needs
+
+
+def run_kernel(kernel, like, *args, **params):
+    """A kernel over blocks of rows, with outputs like some arrays. Without a GPU, the interpreter of Pallas runs it."""
+
+    def spec(x):
+        return pl.BlockSpec((rows, *x.shape[1:]), lambda i: (i, *[0] * (x.ndim - 1)))
+
+    rows = min(ROWS, len(args[0]))
+
+    run = pl.pallas_call(
+        kernel,
+        grid=(len(args[0]) // rows,),
+        in_specs=[spec(x) for x in args],
+        out_specs=[spec(x) for x in like],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
+        interpret=jax.default_backend() == "cpu",
+        **params,
+    )
+    return run(*args)
+
+
+def tanh_kernel(x_ref, y_ref, slope_ref):
+    y = jnp.tanh(x_ref[...])
+    slope_ref[...] = 1 - y**2
+    y_ref[...] = y
+
+
+def slope_kernel(y_ref, dy_ref, dx_ref):
+    dx_ref[...] = dy_ref[...] * (1 - y_ref[...] ** 2)
+
+
+def xent_forward_kernel(logits_ref, labels_ref, loss_ref, logsumexp_ref):
+    logits = logits_ref[...]
+    largest = jnp.max(logits, axis=1)
+    logsumexp = largest + jnp.log(jnp.sum(jnp.exp(logits - largest[:, None]), axis=1))
+    is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels_ref[...][:, None]
+    loss_ref[...] = logsumexp - jnp.sum(jnp.where(is_label, logits, 0.0), axis=1)
+    logsumexp_ref[...] = logsumexp
+
+
+def xent_backward_kernel(logits_ref, labels_ref, logsumexp_ref, dloss_ref, dlogits_ref):
+    logits = logits_ref[...]
+    softmax = jnp.exp(logits - logsumexp_ref[...][:, None])
+    is_label = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == labels_ref[...][:, None]
+    dlogits_ref[...] = dloss_ref[...][:, None] * (softmax - jnp.where(is_label, 1.0, 0.0))
+
+
+def xent_backward(logits, *args):
+    return run_kernel(xent_backward_kernel, [logits], logits, *args)[0]
+
+
+def plain_cross_entropy(logits, labels):
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1)[:, 0]
+
+
+def loss_of(function):
+    """A scalar that is not linear in the outputs, so that a second derivative needs every rule of the layer."""
+    return lambda *args: jnp.sum(jnp.sin(function(*args)))
+
+
+# -- layers without a second derivative -----------------------------------------------------------
+
+
+class CrossEntropy(PyLayer):
+    """Of logits [N, V] and labels [N]: losses [N]."""
+
+    saved_names = ("logits", "labels", "logsumexp")
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        loss, logsumexp = run_kernel(xent_forward_kernel, [logits[:, 0]] * 2, logits, labels)
+        ctx.save_for_backward(logits, labels, logsumexp)
+        return loss
+
+    @staticmethod
+    def backward(ctx, dloss):
+        return xent_backward(*ctx.saved_tensor(), dloss), None
+
+
+class Once(CrossEntropy):
+    backward = staticmethod(once_differentiable(CrossEntropy.backward))
+
+
+class SavedSlope(PyLayer):
+    """A kernel in forward only, which computes a tensor that is saved."""
+
+    aliases = {}
+
+    @classmethod
+    def forward(cls, ctx, x):
+        y, slope = run_kernel(tanh_kernel, [x, x], x, input_output_aliases=cls.aliases)
+        ctx.save_for_backward(slope, x * 2)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensor()[0]
+
+
+class InPlace(SavedSlope):
+    """JAX knows no derivative at all of a kernel that writes into its argument."""
+
+    aliases = {0: 0}
+
+
+# -- ways out -------------------------------------------------------------------------------------
+
+
+# A layer whose forward is the kernel that another layer runs in backward.
+TanhSlope = layer(
+    lambda y, dy: run_kernel(slope_kernel, [y], y, dy)[0],
+    lambda y, dy, cotangent: (-2 * y * dy * cotangent, cotangent * (1 - y**2)),
+    plain=True,
+)
+
+
+class Tanh(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        y, _ = run_kernel(tanh_kernel, [x, x], x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensor()
+        return TanhSlope.apply(y, dy)
+
+
+class Cube(PyLayer):
+    """The kernel of its backward reads a value without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensor()
+        noise, _ = run_kernel(tanh_kernel, [x, x], jax.lax.stop_gradient(x))
+        return dy * 3 * x**2 + 0 * noise
+
+
+# -- layers and transforms ------------------------------------------------------------------------
+
+# Within shard_map, JAX asks each kernel over which axes its outputs vary.
+FIRST, SECOND, FORWARD = (
+    {k: f for k, f in table.items() if k not in SLOW | IMPLIED and "shard_map" not in k}
+    for table in (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
+)
+SECOND |= {"grad_of_grad": SECOND_ORDER["grad_of_grad"]}
+CROSS_ENTROPY = plain_cross_entropy, (LOGITS, LABELS)
+TANH = jnp.tanh, (X,)
+
+DERIVATIVES = [
+    (CrossEntropy, *CROSS_ENTROPY, FIRST),
+    (InPlace, *TANH, FIRST),
+    (SavedSlope, *TANH, FORWARD),  # JAX has the rule of a kernel in forward mode
+    (Tanh, *TANH, SECOND),
+    (Cube, lambda x: x**3, (X,), SECOND),
+]
+NAMED = {k: SECOND[k] for k in ("grad_of_grad", "jit_of_grad_of_grad", "grad_of_vmap_of_grad")}
+NOT_NAMED = {k: f for k, f in (SECOND | FORWARD).items() if k not in NAMED}
+ERRORS = [  # which error, what it says, and the method that a note names
+    (CrossEntropy, *CROSS_ENTROPY, NAMED, ValueError, ".", "CrossEntropy.backward"),
+    (CrossEntropy, *CROSS_ENTROPY, NOT_NAMED, (ValueError, TypeError), ".", None),
+    (Once, *CROSS_ENTROPY, SECOND | FORWARD, RuntimeError, "once_differentiable", None),
+    (SavedSlope, *TANH, SECOND, ValueError, ".", "SavedSlope.forward"),
+    (InPlace, *TANH, SECOND | FORWARD, NotImplementedError, ".", "InPlace.forward"),
+]
+
+
+def crossed(rows):
+    return [
+        pytest.param(layer, reference, args, transform, *rest, id=f"{layer.__name__}-{name}")
+        for layer, reference, args, transforms, *rest in rows
+        for name, transform in transforms.items()
+    ]
+
+
+@pytest.mark.parametrize(("layer", "reference", "args", "transform"), crossed(DERIVATIVES))
+def test_derivatives(layer, reference, args, transform):
+    assert_same(transform(loss_of(layer.apply), args), jax.jit(lambda *a: transform(loss_of(reference), a))(*args))
+
+
+@pytest.mark.parametrize(("layer", "reference", "args", "transform", "error", "message", "method"), crossed(ERRORS))
+def test_a_kernel_without_a_rule_has_no_second_derivative(layer, reference, args, transform, error, message, method):
+    with pytest.raises(error, match=message) as caught:
+        transform(loss_of(layer.apply), args)
+    if method is not None:
+        assert any(method in note for note in caught.value.__notes__)
+
+
+# -- hooks, policies and the report ---------------------------------------------------------------
+
+
+@EAGER_AND_JIT
+def test_hooks_see_what_the_kernels_keep(mode):
+    reference, args = CROSS_ENTROPY
+    expected = jax.grad(loss_of(reference))(*args)
+
+    def gradient(hooks):
+        return mode(jax.grad(loss_of(hooks(CrossEntropy.apply))))(*args)
+
+    spy = Spy()
+    assert_same(gradient(spy.hooks), expected)
+    assert spy.counts() == (3, 3)
+    assert_same(gradient(save_on_cpu()), expected)
+    assert 0 < jnp.max(jnp.abs(gradient(cast_saved()) - expected)) < 0.05 * jnp.max(jnp.abs(expected))
+
+
+def test_a_policy_saves_what_the_kernel_returned():
+    # What comes before the layer is computed again.
+    loss = loss_of(lambda logits: CrossEntropy.apply(logits * 2, LABELS))
+    expected = jax.grad(loss)(LOGITS)
+    for policy, kept in ((jax.checkpoint_policies.save_only_these_names("logsumexp"), {"logsumexp"}), (None, set())):
+        wrapped = jax.checkpoint(loss, policy=policy)
+        assert_same(jax.jit(jax.grad(wrapped))(LOGITS), expected)
+        names = {row.name for row in saved_tensors_report(wrapped, LOGITS).rows if row.layer}
+        assert names - {"labels"} == kept  # these are an input
+
+
+def test_report():
+    def saved(function, *args):
+        return [(row.name, row.bytes) for row in saved_tensors_report(function, *args).rows if row.layer]
+
+    names = [("logits", LOGITS.nbytes), ("labels", LABELS.nbytes), ("logsumexp", 4 * 32)]
+    assert saved(CrossEntropy.apply, LOGITS, LABELS) == names
+    mapped = jax.vmap(CrossEntropy.apply)
+    assert saved(mapped, *(jnp.stack([x] * 3) for x in (LOGITS, LABELS))) == [(name, 3 * size) for name, size in names]
+    with cast_saved():
+        report = saved_tensors_report(CrossEntropy, LOGITS, LABELS)
+    assert report.total_unpacked_bytes - report.total_bytes == (LOGITS.nbytes + 4 * 32) // 2
+    assert "logsumexp  float32[32]" in str(report)

@@ -1,0 +1,168 @@
+"""Layers in equations, differential equations, losses and densities that other libraries solve, minimize and sample."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.around.blocks import NO_BLOCK, Steep, SteepBothWays, assert_close, library, steep
+from tests.kit.layers import Square, Tanh
+
+slow = pytest.mark.slow
+optx = library("optimistix")
+
+W = 0.2 * jax.random.normal(jax.random.key(0), (3, 3))
+START = jnp.array([0.1, -0.2, 0.3])
+IMPLICIT, UNROLLED = optx.ImplicitAdjoint(), optx.RecursiveCheckpointAdjoint()
+SOLVERS = {
+    "newton": (optx.root_find, optx.Newton(1e-6, 1e-6)),
+    "chord": (optx.root_find, optx.Chord(1e-6, 1e-6)),
+    "fixed-point": (optx.fixed_point, optx.FixedPointIteration(1e-6, 1e-6)),
+    "levenberg-marquardt": (optx.least_squares, optx.LevenbergMarquardt(1e-6, 1e-6)),
+}
+
+
+def solution(activation, solver, adjoint=IMPLICIT, block=NO_BLOCK):
+    """From the parameters to the y with y = activation(W y + b) / 2; the block stands within the equation."""
+    solve, method = SOLVERS[solver]
+
+    @block
+    def equation(y, params):
+        w, b = params
+        image = activation(y @ w + b) / 2
+        return image if solver == "fixed-point" else image - y
+
+    return lambda w, b: solve(equation, method, START, (w, b), adjoint=adjoint, max_steps=32).value
+
+
+def value_and_gradient(solved, block=NO_BLOCK):
+    loss = block(lambda w, b: jnp.sum(solved(w, b) ** 2))
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(W, 2 * START)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@slow
+def test_implicit_gradients(solver, block):
+    block.compare(lambda f, block: value_and_gradient(solution(f, solver), block), SteepBothWays.apply)
+
+
+@slow
+def test_gradients_through_the_iterations_need_only_reverse_mode(block):
+    block.compare(lambda f, block: value_and_gradient(solution(f, "fixed-point", UNROLLED, block)))
+
+
+@slow
+def test_a_layer_without_forward_mode_has_no_implicit_gradient():
+    with pytest.raises(TypeError):
+        value_and_gradient(solution(Steep.apply, "newton"))
+
+
+@slow
+def test_minimise(block):
+    def found(activation, block):
+        loss = block(lambda y, w: jnp.mean((activation(y @ w) - 0.1) ** 2) + 0.01 * jnp.sum(y**2))
+        return jax.jit(lambda w: optx.minimise(loss, optx.BFGS(1e-4, 1e-4), START, w, max_steps=64).value)(W)
+
+    assert_close(found(Square.apply, block), found(lambda x: x * x, NO_BLOCK), max(block.tolerance, 1e-3))
+
+
+# -- diffrax: each way that it has to differentiate ------------------------------------------------
+
+
+diffrax = library("diffrax")
+
+FIELD = 0.5 * jax.random.normal(jax.random.key(0), (3, 3))
+START = jnp.array([0.1, -0.2, 0.3])
+REVERSE = diffrax.RecursiveCheckpointAdjoint(checkpoints=3), diffrax.BacksolveAdjoint(), diffrax.DirectAdjoint()
+
+
+def end_of(activation, adjoint, block=NO_BLOCK):
+    """From the parameters and the start to y(1)."""
+    field = diffrax.ODETerm(block(lambda t, y, w: activation(y @ w) - t * y))
+
+    def end(w, start):
+        return diffrax.diffeqsolve(field, diffrax.Heun(), 0.0, 1.0, 0.25, start, w, adjoint=adjoint, max_steps=8).ys[-1]
+
+    return end
+
+
+@pytest.mark.parametrize("adjoint", REVERSE, ids=["recursive", "backsolve", "direct"])
+@slow
+def test_reverse_mode(adjoint, block):
+    def run(activation, block):
+        end = end_of(activation, adjoint, block)
+        return jax.jit(jax.value_and_grad(lambda w, y: jnp.sum(end(w, y) ** 2), argnums=(0, 1)))(FIELD, START)
+
+    block.compare(run)
+
+
+@pytest.mark.parametrize("adjoint", [diffrax.DirectAdjoint(), diffrax.ForwardMode()], ids=["direct", "forward"])
+@slow
+def test_forward_mode(adjoint):
+    def tangent(activation):
+        return jax.jit(lambda w, y: jax.jvp(end_of(activation, adjoint), (w, y), (jnp.ones_like(w), y)))(FIELD, START)
+
+    assert_close(tangent(SteepBothWays.apply), tangent(steep))
+
+
+# -- blackjax: the same key gives the same chain as without the library ----------------------------
+
+
+blackjax = library("blackjax")
+
+X = jax.random.normal(jax.random.key(0), (8, 2))
+TARGET = jnp.tanh(X @ jnp.array([0.5, -1.0]))
+
+
+@slow
+def test_a_chain(block):
+    def chain(activation, block):
+        @block
+        def log_density(w):
+            return -2 * jnp.sum((activation(X @ w) - TARGET) ** 2) - jnp.sum(w**2) / 2
+
+        method = blackjax.nuts(log_density, 0.05, jnp.ones(2), max_num_doublings=3)
+
+        def step(state, key):
+            state, info = method.step(key, state)
+            return state, (state.position, state.logdensity, state.logdensity_grad, info.acceptance_rate)
+
+        keys = jax.random.split(jax.random.key(1), 5)
+        _, found = jax.jit(lambda w: jax.lax.scan(step, method.init(w), keys))(jnp.zeros(2))
+        return found
+
+    got, want = chain(Tanh.apply, block), chain(jnp.tanh, NO_BLOCK)
+    assert float(jnp.abs(jnp.diff(want[0], axis=0)).max()) > 0.01  # it moves
+    for ours, plain in zip(got, want, strict=True):
+        assert_close(ours, plain, max(block.tolerance, 1e-4))
+
+
+# -- optax: a line search asks for more gradients --------------------------------------------------
+
+
+optax = library("optax")
+
+INPUTS = jax.random.normal(jax.random.key(0), (12, 4))
+OUTPUTS = jnp.tanh(INPUTS @ jnp.linspace(-1.0, 1.0, 4))
+AT_FIRST = {"w": jnp.full(4, 0.1), "b": jnp.zeros(())}
+
+
+def test_lbfgs_with_a_line_search(block):
+    def minimized(activation, block):
+        value = block(lambda params: jnp.mean((activation(INPUTS @ params["w"] + params["b"]) - OUTPUTS) ** 2))
+        optimizer = optax.lbfgs(linesearch=optax.scale_by_zoom_linesearch(max_linesearch_steps=8))
+
+        def step(carry, _):
+            params, state = carry
+            found, gradient = optax.value_and_grad_from_state(value)(params, state=state)
+            updates, state = optimizer.update(gradient, state, params, value=found, grad=gradient, value_fn=value)
+            return (optax.apply_updates(params, updates), state), found
+
+        return jax.jit(lambda p: jax.lax.scan(step, (p, optimizer.init(p)), None, length=6))(AT_FIRST)
+
+    # The line search needs true gradients.
+    ((params, _), losses), ((want, _), want_losses) = minimized(Tanh.apply, block), minimized(jnp.tanh, NO_BLOCK)
+    assert losses[-1] < 0.01 * losses[0]
+    assert_close(losses, want_losses, max(block.tolerance, 1e-4))
+    assert_close(params, want, max(block.tolerance, 1e-3))

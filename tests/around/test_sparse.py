@@ -1,0 +1,113 @@
+"""Sparse matrices of `jax.experimental.sparse` as arguments, outputs, saved tensors and gradients."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import sparse
+
+from pylayer_jax import PyLayer
+from tests.around.blocks import assert_close
+from tests.kit.layers import layer
+from tests.kit.modes import EAGER_AND_JIT
+
+X = jnp.array([[0.5, -1.0], [2.0, 0.3], [1.5, -0.7]])
+DATA = jnp.array([1.0, 2.0, 3.0, 4.0])
+INDICES = jnp.array([[0, 0], [0, 2], [1, 1], [2, 0]])
+
+
+def matrix(data, indices=INDICES, sure=True):
+    return sparse.BCOO((data, indices), shape=(3, 3), indices_sorted=sure, unique_indices=sure)
+
+
+class SparseProduct(PyLayer):
+    """Its gradient is twice the true one, and as sparse as the matrix."""
+
+    @staticmethod
+    def forward(ctx, m, x):
+        ctx.save_for_backward(m, x)
+        return m @ x
+
+    @staticmethod
+    def backward(ctx, dy):
+        m, x = ctx.saved_tensor()
+        data = 2 * jnp.sum(dy[m.indices[:, 0]] * x[m.indices[:, 1]], axis=1)
+        return matrix(data, m.indices), 2 * m.T @ dy
+
+
+# Returns a sparse matrix, and gets its cotangent as one.
+Scaled = layer(
+    lambda m, factor: m * factor,
+    lambda m, factor, dm: (matrix(2 * dm.data * factor, m.indices), 2 * jnp.sum(dm.data * m.data)),
+    plain=True,
+)
+
+
+def twice(y):
+    """A value with twice its gradient."""
+    return 2 * y - jax.lax.stop_gradient(y)
+
+
+def loss(data, x):
+    return jnp.sum(jnp.sin(SparseProduct.apply(matrix(data), x)))
+
+
+def plain_loss(data, x):
+    return jnp.sum(jnp.sin(twice(matrix(data) @ x)))
+
+
+@EAGER_AND_JIT
+def test_an_argument(mode, block):
+    got, gradient = mode(jax.value_and_grad(block(loss), argnums=(0, 1)))(DATA, X)
+    want, want_gradient = jax.value_and_grad(plain_loss, argnums=(0, 1))(DATA, X)
+    assert_close(got, want)
+    block.assert_close(gradient, want_gradient)
+
+
+@EAGER_AND_JIT
+def test_an_output(mode):
+    def scaled(data, factor):
+        return jnp.sum(jnp.cos(Scaled.apply(matrix(data), factor).todense() @ X))
+
+    def plain(data, factor):
+        return jnp.sum(jnp.cos(matrix(twice(data * factor)).todense() @ X))
+
+    got, want = (mode(jax.grad(f, argnums=(0, 1)))(DATA, jnp.float32(1.5)) for f in (scaled, plain))
+    assert_close(got, want)
+
+
+@EAGER_AND_JIT
+def test_the_gradient_of_a_matrix(mode):
+    found = mode(sparse.grad(lambda m: jnp.sum(jnp.sin(SparseProduct.apply(m, X)))))(matrix(DATA))
+    assert isinstance(found, sparse.BCOO)
+    assert_close(found.data, jax.grad(plain_loss)(DATA, X))
+
+
+def test_vmap_over_the_entries_and_second_derivatives():
+    batch = jnp.stack([DATA, 2 * DATA, -DATA])
+    for transform, data in ((lambda f: jax.vmap(f, (0, None)), batch), (jax.jacrev, DATA)):
+        assert_close(transform(jax.grad(loss))(data, X), transform(jax.grad(plain_loss))(data, X), 1e-4)
+
+
+def test_a_gradient_with_other_flags_is_an_error():
+    class Unsorted(SparseProduct):
+        @staticmethod
+        def backward(ctx, dy):
+            gradient, dx = SparseProduct.backward(ctx, dy)
+            return matrix(gradient.data, gradient.indices, sure=False), dx
+
+    with pytest.raises(ValueError, match=r"Unsorted\.backward(?s:.*)'m'"):
+        jax.grad(lambda data: jnp.sum(Unsorted.apply(matrix(data), X)))(DATA)
+
+
+def test_a_gradient_without_the_matrix_is_an_error():
+    Dense = layer(
+        forward=lambda ctx, m, x: SparseProduct.forward(ctx, m["m"], x),
+        backward=lambda ctx, dy: (X, None),
+        base=SparseProduct,
+        name="Dense",
+    )
+
+    with pytest.raises(ValueError, match=r"Dense\.backward(?s:.*)'m'"):
+        jax.grad(lambda data: jnp.sum(Dense.apply({"m": matrix(data)}, X)))(DATA)

@@ -1,0 +1,17 @@
+"""Every test of this folder has the marker `checkers`, and finds the globals of the wrong layers as new."""
+
+import pytest
+
+from tests.checkers.wrong_layers import CALLS, LAST, LEAKED, TABLE
+
+
+def pytest_itemcollected(item):
+    item.add_marker("checkers")
+
+
+@pytest.fixture(autouse=True)
+def fresh_globals():
+    LEAKED.clear()
+    LAST.clear()
+    TABLE.clear()
+    CALLS[:] = [0]

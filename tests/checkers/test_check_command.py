@@ -1,0 +1,139 @@
+"""`python -m pylayer_jax check`: the report, the exit status, and errors about arguments that cannot be used."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pylayer_jax import __main__
+from pylayer_jax.testing._check_layer import PROPERTIES
+
+pytestmark = pytest.mark.once
+
+FAST = [f"--skip={name}" for name in PROPERTIES if name not in ("jit", "gradients", "saved", "arguments", "cotangents")]
+FILE = Path(__file__).with_name("checked_layers.py")
+
+
+def check(name, *arguments, module="tests.checkers.checked_layers"):
+    return __main__.main(["check", f"{module}:{name}", *arguments])
+
+
+def test_a_right_layer_has_a_tick_per_property(capsys):
+    assert check("Scale", "f32[2,3]", "0.5") == 0
+    name, *lines = capsys.readouterr().out.splitlines()
+    assert name == "Scale"
+    assert all(line.startswith("✓ ") for line in lines)
+    assert {"jit", "vmap", "gradients", "second order"} <= {line[2:].split("  ")[0] for line in lines}
+
+
+def test_a_wrong_layer_has_the_reason(capsys):
+    assert check("Wrong", "f32[3]", "0.5", *FAST) == 1
+    out, err = capsys.readouterr()
+    (wrong,) = [line for line in out.splitlines() if line.startswith("✗")]
+    assert "gradients" in wrong
+    assert "args[0]" in wrong
+    assert err == ""
+    assert check("Wrong", "f32[3]", "0.5", *FAST, "--skip", "gradients") == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_without_ticks(encoding, monkeypatch):
+    written = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", written)
+    assert check("Wrong", "f32[3]", "0.5", *FAST) == 1
+    written.flush()
+    words = [line.split()[0] for line in written.buffer.getvalue().decode(encoding).splitlines()]
+    assert words.count("FAILED") == 1
+    assert words.count("ok") >= 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["narrow", "bf16[2]"], 1),
+        (["narrow", "bf16[2]", "--no-float64"], 0),
+        (["narrow", "bf16[2]", "--rtol=9", "--atol=9"], 0),
+        (["Round", "f32[3]"], 1),
+        (["Round", "f32[3]", "--reference", "tests.checkers.checked_layers:straight_through"], 0),
+        (["integers", "f32[4]", "i32[2]", "bool[2]", "key[]"], 0),
+        (["statics", "f32[2]", "-1", "'sum'", "None", "(2, [3])", "jax.numpy.tanh"], 0),
+        (["Inside.Scale", "f32[]", "2"], 0),
+        (["Inside.Scale", "f64[ 2, 3 ]", "2"], 0),
+        (["Inside.Scale", "c64[2]", "2"], 0),
+    ],
+)
+def test_options_and_arguments(arguments, status):
+    assert check(*arguments, *FAST) == status
+
+
+def test_the_seed_chooses_the_numbers(capsys):
+    reports = []
+    for seed in "003":
+        assert check("refuse", "f32[3]", "--seed", seed) == 1
+        reports.append(capsys.readouterr().out)
+    assert reports[0] == reports[1] != reports[2]
+
+
+def test_a_call_that_does_not_fit_is_a_failed_property(capsys):
+    assert check("Scale", "f32[3]") == 1
+    assert "factor" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "spec", ["__import__('os').abort()", "f()", "{**{}}", "x=3", "{'w': f32[8]}", "f32[8][8]", "f32[2", "f32[n]"]
+)
+def test_nothing_is_evaluated(spec, capsys):
+    with pytest.raises(SystemExit):
+        check("Scale", spec, "0.5")
+    assert spec in capsys.readouterr().err
+
+
+# The arguments, and a word of the error.
+UNUSABLE = [
+    (["missing_module:Scale"], "ModuleNotFoundError"),
+    (["missing.py:Scale"], "missing.py"),
+    (["broken_layers:Scale"], "ZeroDivisionError"),
+    (["tests.checkers.checked_layers"], "MODULE:NAME"),
+    (["tests.checkers.checked_layers:Scales"], "Scales"),
+    (["tests.checkers.checked_layers:NUMBER"], "3"),
+    (["tests.checkers.checked_layers:Inside"], "class"),
+    (["tests.checkers.checked_layers:Scale", "float32[2]"], "f32"),
+    (["tests.checkers.checked_layers:Scale", "key[2]"], "key[]"),
+    (["tests.checkers.checked_layers:Scale", "text"], "\"'text'\""),
+    (["tests.checkers.checked_layers:Scale", "jax.numpy.tan_h"], "AttributeError"),
+    (["tests.checkers.checked_layers:Scale", "missing.f"], "ModuleNotFoundError"),
+    (["tests.checkers.checked_layers:Scale", "3"], "array"),
+    (["tests.checkers.checked_layers:Scale", "f32[2]", "1", "--skip=speed"], "jit"),
+    (["tests.checkers.checked_layers:Scale", "f32[2]", "1", "--reference", "x"], "MODULE:NAME"),
+    ([], "MODULE:LAYER"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "word"), UNUSABLE)
+def test_an_argument_that_cannot_be_used(arguments, word, capsys, tmp_path, monkeypatch):
+    (tmp_path / "broken_layers.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        __main__.main(["check", *arguments])
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert "usage: python -m pylayer_jax check" in error
+    assert word in error
+
+
+def test_from_the_shell():
+    command = [sys.executable, "-m", "pylayer_jax", "check", f"{FILE}:Wrong", "f32[2]", "2", *FAST]
+    done = subprocess.run(command, cwd=FILE.parents[2], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "✗ gradients" in done.stdout
+
+
+def test_help_says_how_arguments_are_written(capsys):
+    with pytest.raises(SystemExit) as stop:
+        __main__.main(["check", "--help"])
+    assert stop.value.code == 0
+    assert '"f32[8,8]"' in capsys.readouterr().out

@@ -1,0 +1,325 @@
+"""check_layer: its report, how far each row tests, and how a failure that is meant is declared."""
+
+from __future__ import annotations
+
+import io
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pylayer_jax import PyLayer
+from pylayer_jax.testing import check_layer
+from pylayer_jax.testing._check_layer import PROPERTIES
+from tests.checkers.wrong_layers import (
+    COMPLEX,
+    INDEX,
+    KEY,
+    WRONG,
+    Clips,
+    Log,
+    Picks,
+    RefusesABatchOfIndices,
+    Sine,
+    SineBothWays,
+    WrongSign,
+    sine,
+)
+from tests.kit.case import X
+from tests.kit.layers import Multiply, Square, Tanh
+from tests.layers import CASES
+
+CASE = {case.name: case for case in CASES}
+CLIPPED = CASE["ClippedReversal"]
+
+
+def all_but(*names):
+    """What to skip for a check of these properties alone."""
+    return [name for name in PROPERTIES if name not in names]
+
+
+def failed(layer, *args, rows, **options):
+    """The rows that fail, and the last lines of the report."""
+    report = check_layer(layer, *args, raises=False, skip=all_but(*rows), **options)
+    return [row.name for row in report if not row.passed], "\n".join(report.hints())
+
+
+@pytest.mark.parametrize("name", ["FreshStatics", "NoneForMissing", "MixedOutputs", "AskedLinear"])
+def test_right_layers_have_every_property(name):
+    report = check_layer(CASE[name].layer, *CASE[name].args)
+    assert report.passed
+    assert [row.name for row in report] == ["eager", *PROPERTIES]
+
+
+@pytest.mark.parametrize("name", ["Trees", "OneTuple", "MarkedOutput", "Round", "InputReturned", "RouterLoss"])
+def test_layers_are_right_beside_a_reference(name):
+    case, rows = (
+        CASE[name],
+        ["jit", "vmap", "gradients", "second order", "forward over reverse", "cotangents", "linear"],
+    )
+    report = check_layer(case.layer, *case.args, reference=case.reference, skip=all_but(*rows))
+    assert "reference" in report["gradients"].message
+
+
+def test_a_reference_is_compared():
+    assert failed(WrongSign, X, reference=jnp.sin, rows=["gradients", "second order"])[0] == [
+        "gradients",
+        "second order",
+    ]
+    assert failed(CLIPPED.layer, *CLIPPED.args, reference=CLIPPED.reference, rows=["linear"])[0] == []
+
+
+# -- how far a property was tested ----------------------------------------------------------------
+
+RULED = jax.custom_vjp(jnp.sin)
+RULED.defvjp(lambda x: (jnp.sin(x), x), lambda x, dy: (dy * jnp.cos(x),))
+PICKED = X[0], INDEX, jnp.array(True)
+MAXIMUM = sine(backward=lambda ctx, dy: jnp.maximum(*[Sine.backward(ctx, dy)] * 2))
+
+
+def of_parts(z):
+    return Square.apply(z), jnp.abs(z)
+
+
+# The property, the layer, its arguments, and words of the report of that property.
+SAYS = [
+    ("vmap", Picks, (*PICKED, KEY), "args[3]"),
+    ("vmap", lambda *xs: Multiply.apply(xs[0], sum(xs)), [X] * 5, "16"),
+    ("vmap", RefusesABatchOfIndices, PICKED[:2], "one index for all"),
+    ("shard_map", Multiply, (jax.device_put(X, jax.devices()[1]), X), "4 devices"),
+    ("forward mode", CASE["Trees"].layer, CASE["Trees"].args, "Trees"),
+    ("forward mode", RULED, (X,), "none"),
+    ("forward mode", SineBothWays, (jnp.ones((50, 10)),), "matches"),
+    ("forward mode", of_parts, (COMPLEX,), "matches"),
+    ("forward over reverse", SineBothWays, (X,), "forward over forward"),
+    ("forward over reverse", of_parts, (COMPLEX,), "matches"),
+    ("forward over reverse", Clips, (X,), "Clips.backward"),
+    ("linear", Tanh, (X,), "proved"),
+    ("linear", MAXIMUM, (X,), "'max'"),
+    ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "1 of 3"),
+    ("gradients", Tanh, (X.astype(jnp.bfloat16),), "bfloat16"),
+    ("saved", Multiply, (X, 2 * X), "48 bytes"),
+]
+
+
+@pytest.mark.parametrize(("name", "layer", "args", "words"), SAYS, ids=[f"{row[0]}: {row[3]}" for row in SAYS])
+def test_a_property_says_how_far_it_was_tested(name, layer, args, words):
+    assert words in check_layer(layer, *args, skip=all_but(name))[name].message
+
+
+def test_an_object_on_a_context_is_no_leak():
+    class KeepsAnObject(PyLayer):
+        @staticmethod
+        def forward(ctx, x, holder):
+            ctx.holder = holder
+            return x * holder.w
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy * ctx.holder.w
+
+    def layer(x):
+        return KeepsAnObject.apply(x, types.SimpleNamespace(w=jnp.tanh(jax.lax.stop_gradient(x))))
+
+    assert check_layer(layer, X, skip=all_but("leaks")).passed
+
+
+def only_where(condition):
+    """A right layer for some values."""
+
+    def run(x):
+        if not condition(x):
+            raise ValueError("no others")
+        return Tanh.apply(x)
+
+    return run
+
+
+SIGNS = jnp.array([1.0, -1] * 4)
+
+# The layer, its argument, and words of the report about other values.
+OTHER_VALUES = {
+    "both signs": (Tanh, X, "signs"),
+    "positive": (Log, jnp.array([1e-3, 2.0]), "random sizes"),
+    "complex": (Square, COMPLEX, "signs"),
+    "signs matter": (lambda x: jnp.log(Tanh.apply(x * SIGNS)), SIGNS, "random sizes"),
+    "at least one": (lambda x: jnp.arccosh(Multiply.apply(x, x)), jnp.full(9, 1.05), "larger"),
+    "sorted": (only_where(lambda x: jnp.all(jnp.diff(x) > 0)), jnp.linspace(-2.0, 3, 9), "signs"),
+    "positive definite": (
+        lambda a: jnp.linalg.cholesky(Multiply.apply(a, a)),
+        jnp.full((4, 4), 0.99) + 0.02 * jnp.eye(4),
+        "times the given",
+    ),
+    "refused": (only_where(lambda x: abs(x[0] - 2) < 0.01), jnp.array([2.0, -3]), "no others"),
+    "nan": (lambda x: jnp.sqrt(Tanh.apply(1e-3 - (x - 1) ** 2)), jnp.ones(3), "not finite"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_VALUES)
+def test_other_values_are_in_the_domain_that_the_given_ones_show(name):
+    layer, x, words = OTHER_VALUES[name]
+    assert words in check_layer(layer, x, skip=all_but("gradients"))["gradients"].message
+
+
+def test_shard_map_takes_the_mesh_that_is_set():
+    mesh = jax.make_mesh((2,), ("i",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        assert "2 devices" in check_layer(Tanh, X, skip=all_but("shard_map"))["shard_map"].message
+
+
+def test_keywords_are_arguments():
+    def scaled(x, *, factor, how):
+        assert how == "twice"
+        return Tanh.apply(2 * x) * factor["f"]
+
+    keywords = {"factor": {"f": jnp.float32(3)}, "how": "twice"}
+    report = check_layer(scaled, X, kwargs=keywords, skip=all_but("jit", "gradients", "arguments", "repeatable"))
+    assert "factor['f']" in report["eager"].message
+    assert "2 of 3" in report["arguments"].message
+    reference = lambda x, *, factor, how: jnp.tanh(2 * x) * factor["f"]  # noqa: E731
+    assert check_layer(scaled, X, kwargs=keywords, reference=reference, skip=all_but("gradients")).passed
+    with pytest.raises(AssertionError, match="gradient of y"):
+        check_layer(lambda x, *, y: WrongSign.apply(y) * x, X, kwargs={"y": X}, skip=all_but("gradients"))
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+def test_the_report_is_a_line_per_property():
+    lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "saved"))).splitlines()
+    assert lines[0] == "Multiply"
+    assert [line.split()[:2] for line in lines[1:]] == [["✓", "eager"], ["✓", "jit"], ["✓", "saved"]]
+    with pytest.raises(AssertionError, match=r"(?s)WrongSign.*✓ eager .*✗ gradients "):
+        check_layer(WrongSign, X, skip=all_but("gradients"))
+    report = check_layer(WrongSign, X, skip=all_but("jit", "gradients"), raises=False)
+    assert "WrongSign" in repr(report)
+    with pytest.raises(ValueError, match="speed"):
+        check_layer(Tanh, X, skip=["speed"])
+
+
+def fails(ctx, x):
+    if any(ctx.needs_input_grad):
+        raise NotImplementedError("not in this dtype")
+    return Sine.forward(ctx, x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "args", "message"),
+    [(Tanh, (X, X), "TypeError: Tanh.apply: "), (sine(forward=fails), (X,), "NotImplementedError: not in this dtype")],
+)
+def test_a_layer_that_does_not_run_has_one_row(layer, args, message):
+    (row,) = check_layer(layer, *args, raises=False)
+    assert not row.passed
+    assert message in row.message
+
+
+def test_a_layer_that_communicates_has_another_check():
+    assert "assert_equivalent" in failed(sine(forward=lambda ctx, x: jax.lax.psum(x, "model")), X, rows=["jit"])[1]
+
+
+def test_a_wrong_gradient_says_how_a_meant_one_is_declared():
+    case, rows = CASE["Round"], ["gradients", "second order"]
+    hints = failed(case.layer, *case.args, rows=rows)[1]
+    assert "reference=FUNCTION" in hints
+    assert "skip=['gradients']" in hints
+    # Beside a reference, or where another property fails, there is nothing to declare.
+    assert "reference=" not in failed(WrongSign, X, reference=jnp.sin, rows=rows)[1]
+    assert failed(WRONG["jit"].layer, X, rows=["jit"]) == (["jit"], "")
+    # A product without transposes is right for symmetric matrices.
+    wrong = WRONG["no transposes"]
+    assert "symmetric" in failed(wrong.layer, *wrong.args, rows=rows)[1]
+
+
+def test_a_layer_without_a_second_derivative_says_how_to_declare_it():
+    layer = WRONG["once"].layer
+    rows, hints = failed(layer, X, rows=["gradients", "second order"])
+    assert rows == ["second order"]
+    assert "skip=['second order']" in hints
+    assert check_layer(layer, X, skip=["second order", *all_but("gradients", "second order")]).passed
+
+
+def test_a_backward_that_is_not_linear_may_be_meant():
+    rows, hints = failed(WRONG["clipped"].layer, X, rows=["linear", "gradients"])
+    assert rows == ["linear"]
+    assert "skip=['linear']" in hints
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_the_hint_about_rounding_is_one_that_helps(dtype):
+    class Rounds(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            scale = jnp.max(jnp.abs(x)) / 127 if dtype == jnp.int8 else jnp.ones((), x.dtype)
+            ctx.save_for_backward((x / scale + 0.5 * (dtype == jnp.int8)).astype(dtype), scale)
+            return jnp.sin(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            rounded, scale = ctx.saved_tensors
+            return dy * jnp.cos(rounded.astype(dy.dtype) * scale)
+
+    rows, hints = failed(Rounds, X, rows=["gradients"])
+    assert rows == ["gradients"]
+    assert "rtol=0.03, atol=0.03" in hints
+    assert failed(Rounds, X, rows=["gradients"], rtol=0.03, atol=0.03)[0] == []
+
+
+def test_a_layer_that_computes_in_a_narrower_dtype_is_measured_in_its_own():
+    def narrow(x):
+        return Tanh.apply(x.astype(jnp.float32)).astype(x.dtype)
+
+    assert failed(narrow, X, rows=["gradients"])[0] == ["gradients"]
+    assert failed(narrow, X, rows=["gradients"], float64=False)[0] == []
+
+
+# -- rows as they are done ------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    encoding = "ascii"
+
+    def isatty(self):
+        return True
+
+
+class Notebook(io.StringIO):
+    __module__ = "ipykernel.iostream"
+
+
+def test_a_person_sees_each_property_as_it_is_done(monkeypatch, capsys):
+    seen = []
+
+    def sees(x):
+        seen.append(out.getvalue())
+        return Tanh.apply(x)
+
+    monkeypatch.setattr(sys, "stdout", out := Terminal())
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    assert out.getvalue() == ""  # a test shows nothing
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.setenv("TERM", "xterm")
+    check_layer(sees, X, skip=all_but("jit", "saved"))
+    assert [line.split()[1] for line in seen[-1].splitlines()] == ["eager", "jit"]
+    lines = out.getvalue().splitlines()
+    assert lines[2].split()[1] == "saved"
+    assert max(map(len, lines)) < 80
+    assert out.getvalue().endswith("\n\x1b[3A\x1b[J")  # what comes next stands in the place of these lines
+    monkeypatch.undo()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_notebook_shows_each_property_as_it_is_done(monkeypatch):
+    shown = []
+
+    class Handle:
+        def update(self, data, raw):
+            shown.append(data["text/plain"])
+
+    display = types.SimpleNamespace(display=lambda data, raw, display_id: Handle())
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    monkeypatch.setattr(sys, "stdout", Notebook())
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    assert [len(text.splitlines()) for text in shown] == [1, 2, 3, 0]

@@ -1,0 +1,223 @@
+"""gradcheck, gradgradcheck and assert_equivalent: which functions they take, and what their errors say."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
+from pylayer_jax.testing._check_layer import PROPERTIES
+from tests.checkers.wrong_layers import COMPLEX, WRONG, Conjugated, OnHost, WrongAtOneIndex, WrongSign, sharded, whole
+from tests.kit.case import X
+from tests.kit.layers import Multiply, Tanh
+from tests.layers import CASES
+
+CASE = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("name", ["MixedOutputs", "NoneForMissing", "MarkedOutput", "VariableArguments", "Trees"])
+def test_right_gradients_are_accepted(name):
+    assert gradgradcheck(CASE[name].layer, CASE[name].args)
+
+
+@pytest.mark.parametrize("name", ["Round", "InputReturned", "DoubledTanh", "Reversal", "RouterLoss"])
+def test_a_gradient_that_is_meant_to_be_another_is_not_the_numerical_one(name):
+    with pytest.raises(AssertionError, match="numerically"):
+        gradcheck(CASE[name].layer, CASE[name].args)
+
+
+def test_an_error_tells_both_values_the_place_and_the_tolerance():
+    def wrong(tree):
+        return WrongAtOneIndex.apply(tree["w"]) * tree["scale"]
+
+    with pytest.raises(AssertionError, match=r"args\[0\]\['w'\] at index \(1, 2\).*1 of 6"):
+        gradcheck(wrong, ({"w": X, "scale": jnp.float32(2)},))
+    with pytest.raises(AssertionError, match="-1 times"):
+        gradcheck(WrongSign, (X,))
+
+
+def test_one_wrong_entry_of_many_shows_along_a_random_direction():
+    x = jnp.linspace(-1, 1, 3000).reshape(100, 30)
+    assert gradcheck(jnp.sin, (x,), limit=20)
+    with pytest.raises(AssertionError, match="direction"):
+        gradcheck(WrongAtOneIndex, (x,), limit=20)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_narrow_dtypes(dtype):
+    x = jnp.asarray(X, dtype)
+    for float64 in (True, False):
+        assert gradcheck(Tanh, (x,), float64=float64)
+        with pytest.raises(AssertionError, match=r"args\[0\]"):
+            gradcheck(WrongSign, (x,), float64=float64)
+
+
+def test_a_layer_that_refuses_float64_is_measured_as_it_is():
+    def narrow(layer):
+        def run(x):
+            assert x.dtype == jnp.float32
+            return layer.apply(x)
+
+        return run
+
+    with pytest.raises(AssertionError, match="numerically"):
+        gradcheck(narrow(WrongSign), (X,))
+    assert gradgradcheck(narrow(Tanh), (X,))
+
+
+def test_host_code_is_checked_without_jit():
+    assert gradcheck(OnHost, (X,))
+    assert gradcheck(lambda x: Tanh.apply(x) if x.sum() > 0 else x, (X,))
+
+
+def test_complex_arguments_and_outputs():
+    assert gradgradcheck(lambda z, x: (z * z * x.astype(z.dtype), jnp.abs(z)), (COMPLEX, jnp.float32(0.7)))
+    with pytest.raises(AssertionError, match=r"args\[0\] at index \(\d,\) is .*j"):
+        gradcheck(Conjugated, (COMPLEX,))
+
+
+def test_tolerances_and_step():
+    assert gradcheck(WrongAtOneIndex, (X,), rtol=0.02)
+    assert gradcheck(WrongAtOneIndex, (X,), atol=0.1)
+    with pytest.raises(AssertionError):
+        gradcheck(jnp.sin, (X,), step=0.5)
+
+
+def test_nan_is_not_a_gradient():
+    with pytest.raises(AssertionError, match="nan"):
+        gradcheck(lambda x: jnp.where(x > 10, jnp.sqrt(x - 10), x), (X,))
+
+
+@pytest.mark.parametrize(
+    ("layer", "args", "error", "message"),
+    [
+        (Tanh, X, TypeError, r"gradcheck: .* Pass \(x,\)"),
+        (Tanh, (1.5, jnp.arange(3)), ValueError, r"gradcheck: .*jnp\.float32\(1\.5\)"),
+        (3, (X,), TypeError, "gradcheck: .*got 3"),
+        (jnp.argsort, (X,), ValueError, "none of the outputs"),
+    ],
+)
+def test_what_cannot_be_checked_is_an_error(layer, args, error, message):
+    with pytest.raises(error, match=message):
+        gradcheck(layer, args)
+
+
+@pytest.mark.parametrize("error", [KeyError, AssertionError])
+def test_errors_of_the_layer_are_the_users_own(error):
+    def fails(x):
+        if isinstance(jnp.zeros(()), jax.core.Tracer):  # under jit alone
+            raise error("mine")
+        return Tanh.apply(x)
+
+    with pytest.raises(error, match="mine") as caught:
+        gradcheck(fails, (X,))
+    assert caught.traceback[-1].name == "fails"
+
+
+# -- assert_equivalent -----------------------------------------------------------------------------
+
+
+CASE = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("name", ["Trees", "MarkedOutput", "AskedLinear", "Round", "InputReturned", "RouterLoss"])
+def test_layers_are_equivalent_to_their_references(name):
+    assert_equivalent(CASE[name].layer, CASE[name].reference, CASE[name].args)
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        (jnp.sin, r"output 0 at index \(\d, \d\)"),
+        (lambda x: jnp.tanh(x).T, r"float32\[2,3\].*float32\[3,2\]"),
+        (lambda x: (jnp.tanh(x), x), "1 .* 2 "),
+    ],
+)
+def test_values_are_compared(reference, message):
+    with pytest.raises(AssertionError, match=message):
+        assert_equivalent(Tanh, reference, (X,), orders=[0])
+
+
+def test_orders():
+    assert_equivalent(Tanh, jnp.tanh, (X,), orders=[3])
+    with pytest.raises(ValueError, match="0 to 3"):
+        assert_equivalent(Tanh, jnp.tanh, (X,), orders=[4])
+
+
+def test_statics_are_compared_if_the_reference_has_any():
+    def layer(x):
+        return Tanh.apply(x), 3, None, "text", jnp.sin, float("nan")
+
+    assert_equivalent(layer, jnp.tanh, (X,), orders=[0])
+    assert_equivalent(layer, lambda x: (3, (jnp.tanh(x), "text", jnp.cos, float("nan"))), (X,), orders=[0])
+    with pytest.raises(AssertionError, match="statics"):
+        assert_equivalent(layer, lambda x: (jnp.tanh(x), 4, None, "text", jnp.sin, float("nan")), (X,))
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_a_sharded_function_is_compared_with_a_whole_one(kind):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(kind,))
+    x = jax.device_put(jnp.arange(8.0) / 8, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i")))
+    assert_equivalent(sharded(lambda x: jax.lax.psum(whole(x), "i"), mesh), whole, (x,))
+    wrong = WRONG["sum of devices"]
+    with pytest.raises(AssertionError, match="4 times"):
+        assert_equivalent(wrong.layer, wrong.meant, wrong.args)
+
+
+def test_each_copy_that_devices_hold_is_compared():
+    def first_is_right(x):
+        return jnp.where(jax.lax.axis_index("i") == 0, 0.0, 1.0) + jax.lax.psum(whole(x), "i")
+
+    with pytest.raises(AssertionError, match="copy"):
+        assert_equivalent(sharded(first_is_right), whole, (jnp.arange(8.0) / 8,), orders=[0])
+
+
+# -- arrays on several devices, and arrays of which other processes hold a part --------------------
+
+
+ROWS = jnp.linspace(0.2, 1.0, 8).reshape(4, 2)
+
+SKIPPED = [name for name in PROPERTIES if name not in ("jit", "vmap", "shard_map", "gradients", "linear")]
+CHECKERS = {
+    "gradcheck": lambda f, x: gradcheck(f, (jnp.ones(()), {"w": [x]})),
+    "gradgradcheck": lambda f, x: gradgradcheck(f, (jnp.ones(()), {"w": [x]})),
+    "assert_equivalent": lambda f, x: assert_equivalent(f, f, (jnp.ones(()), {"w": [x]})),
+    "check_layer": lambda f, x: check_layer(f, jnp.ones(()), {"w": [x]}, skip=SKIPPED),
+}
+
+
+def model(factor, tree):
+    return Multiply.apply(Tanh.apply(tree["w"][0]), factor * 2)
+
+
+@pytest.fixture
+def on_devices():
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(ROWS, NamedSharding(mesh, PartitionSpec("i")))
+
+
+@pytest.mark.parametrize("name", CHECKERS)
+def test_arrays_on_several_devices_are_checked(name, on_devices):
+    CHECKERS[name](lambda factor, tree: (Tanh.apply(tree["w"][0]) * factor).sum(), on_devices)
+
+
+def held_elsewhere(array, monkeypatch):
+    """As an array is whose mesh has devices of other processes."""
+    monkeypatch.setattr(type(array), "is_fully_addressable", property(lambda self: self is not array))
+    return array
+
+
+@pytest.mark.parametrize("name", CHECKERS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_what_other_processes_hold_cannot_be_checked(name, dtype, on_devices, monkeypatch):
+    with pytest.raises(ValueError, match=f"^{name}: args") as caught:
+        CHECKERS[name](model, held_elsewhere(on_devices.astype(dtype), monkeypatch))
+    assert "args[1]['w'][0]" in str(caught.value)
+    assert "jax.local_devices()" in str(caught.value)
+
+
+def test_a_keyword_of_other_processes_is_named(on_devices, monkeypatch):
+    with pytest.raises(ValueError, match=r"^check_layer: x "):
+        check_layer(Tanh, kwargs={"x": held_elsewhere(on_devices, monkeypatch)})

@@ -1,0 +1,427 @@
+"""Layers that are wrong, each in one way, and right ones: two tables, which the tests cross with the checkers."""
+
+from __future__ import annotations
+
+import dataclasses
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from pylayer_jax import once_differentiable
+from tests.kit.case import X
+from tests.kit.layers import Multiply, Tanh, layer
+
+INDEX = jnp.array([2, 0, 1, 1])
+Sine = layer(jnp.sin, lambda x, dy: dy * jnp.cos(x), plain=True, name="Sine")  # right
+slope = Sine.backward
+
+
+def sine(**methods):
+    """`Sine` with other methods."""
+    return layer(base=Sine, **methods)
+
+
+def saved(ctx):
+    (x,) = ctx.saved_tensors
+    return x
+
+
+def saving(value, x_of=lambda x: x):
+    """A forward that saves its input, or what `x_of` makes of it."""
+    return lambda ctx, x: (ctx.save_for_backward(x_of(x)), value(x))[1]
+
+
+WrongSign = layer(base=Sine, name="WrongSign", backward=lambda ctx, dy: -slope(ctx, dy))
+WrongAtSecondOrder = sine(forward=saving(jnp.sin, jax.lax.stop_gradient))
+WrongAtOneIndex = sine(backward=lambda ctx, dy: slope(ctx, dy).at[1, 2].multiply(1.01))
+Forgets = sine(backward=lambda ctx, dy: jax.lax.stop_gradient(slope(ctx, dy)))  # cannot be differentiated again
+ThreeTimesInFloat32 = sine(backward=lambda ctx, dy: slope(ctx, dy) * (3 if dy.dtype == jnp.float32 else 1))
+AbsoluteCotangent = sine(backward=lambda ctx, dy: slope(ctx, jnp.abs(dy)))
+ClippedCotangent = sine(backward=lambda ctx, dy: slope(ctx, jnp.clip(dy, -5, 5)))
+OnHost = layer(saving(lambda x: np.sin(np.asarray(x))), slope, name="OnHost")
+Conjugated = layer(jnp.square, lambda z, dy: dy * jnp.conj(2 * z), plain=True)
+SmallUnits = layer(lambda ctx, x: x * 1e-9, lambda ctx, dy: dy * 5e-9)  # five times its gradient, far below one
+Log = layer(jnp.log, lambda x, dy: dy / x, plain=True, name="Log")  # right
+ClippedLog = layer(base=Log, backward=lambda ctx, dy: dy / jnp.maximum(saved(ctx), 1e-2))
+# A product with gradients that are right for symmetric matrices alone.
+WithoutTransposes = layer(jnp.matmul, lambda a, b, dy: (dy @ b, a @ dy), plain=True)
+SwapsGradients = layer(base=Multiply, backward=lambda ctx, dy: Multiply.backward(ctx, dy)[::-1])
+
+
+def nan_in_float32(ctx, dy):
+    tiny = jnp.asarray(1e-60, dy.dtype)  # zero in float32
+    return slope(ctx, dy) * tiny / tiny
+
+
+def other_under_jit(ctx, dy):
+    x = saved(ctx)
+    return dy * (x if isinstance(x, jax.core.Tracer) else jnp.cos(x))
+
+
+def other_where_not_differentiated(ctx, x):
+    return Sine.forward(ctx, x) * (1.0 if any(ctx.needs_input_grad) else 1.1)
+
+
+# -- missing cotangents and arguments ---------------------------------------------------------------
+
+
+def without_zeros(forward):
+    """A forward whose missing cotangents are None; it saves its arguments."""
+
+    def run(ctx, *args):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*args)
+        return forward(*args)
+
+    return run
+
+
+def sine_and_square(x):
+    return jnp.sin(x), x * x
+
+
+def both(ctx, ds, dq):
+    parts = [None if ds is None else ds * jnp.cos(saved(ctx)), None if dq is None else dq * 2 * saved(ctx)]
+    return sum(part for part in parts if part is not None)
+
+
+def miscounted(ctx, dp, ds):
+    """A gradient less where a cotangent is missing."""
+    a, b = ctx.saved_tensors
+    if ds is None:
+        return dp * b
+    return (ds, ds) if dp is None else (dp * b + ds, dp * a + ds)
+
+
+def one_of_three_dropped(ctx, *cotangents):
+    """Right for each output alone, wrong where one cotangent is missing."""
+    given = [i * dy for i, dy in enumerate(cotangents, 1) if dy is not None]
+    return sum(given) if len(given) != 2 else given[0]
+
+
+def none_unless_all(ctx, dy):
+    a, b = ctx.saved_tensors
+    return (dy * b, dy * a) if all(ctx.needs_input_grad) else (None, None)
+
+
+SineAndSquare = layer(without_zeros(sine_and_square), both)  # right
+DropsNone = layer(
+    base=SineAndSquare, backward=lambda ctx, ds, dq: (None,) if ds is None or dq is None else both(ctx, ds, dq)
+)
+BreaksOnNone = layer(base=SineAndSquare, backward=lambda ctx, ds, dq: ds * jnp.cos(saved(ctx)) + dq * 2 * saved(ctx))
+MiscountsOnNone = layer(without_zeros(lambda a, b: (a * b, a + b)), miscounted)
+DropsOneOfThree = layer(without_zeros(lambda x: (x, 2 * x, 3 * x)), one_of_three_dropped)
+DropsAnArgument = layer(base=Multiply, backward=none_unless_all)
+# Gives a gradient only if each output has a cotangent that is not zero.
+NeedsEveryCotangent = layer(
+    lambda ctx, x: (x, 2 * x),
+    lambda ctx, da, db: jnp.where(jnp.any(da != 0) & jnp.any(db != 0), da + 2 * db, 0),
+)
+
+
+# -- globals --------------------------------------------------------------------------------------
+
+LEAKED: list[jax.Array] = []
+LAST = {}
+TABLE = {}
+CALLS = [0]
+
+
+def leaks(ctx, x):
+    LEAKED[:] = [x]
+    return Sine.forward(ctx, x)
+
+
+def counts(ctx, dy):
+    CALLS[0] += 1
+    return slope(ctx, dy) * (1 + 0.1 * CALLS[0])
+
+
+def keeps_a_table(ctx, dy):
+    """Right for the first values of a shape."""
+    x = saved(ctx)
+    return dy * TABLE.setdefault(x.shape, np.cos(np.asarray(x)))
+
+
+def on_class(ctx, x, factor):
+    OnClass.factor = factor
+    return factor * x
+
+
+def count_on_class(ctx, x):
+    ShapeOnClass.count, ctx.shape = len(x), x.shape
+    return x.mean(0)
+
+
+# Both keep what backward needs in a global, or on the class, in the place of ctx.
+ReadsGlobal = layer(
+    lambda ctx, x: (LAST.update(x=x), jnp.sin(x))[1], lambda ctx, dy: dy * jnp.cos(LAST["x"]), name="ReadsGlobal"
+)
+OnClass = layer(on_class, lambda ctx, dy: (OnClass.factor * dy, None))
+ShapeOnClass = layer(count_on_class, lambda ctx, dy: jnp.broadcast_to(dy / ShapeOnClass.count, ctx.shape))
+
+
+# -- wrong under one transform ----------------------------------------------------------------------
+
+
+def within(file):
+    """Whether JAX's function of that file runs this."""
+    frames = traceback.walk_stack(None)  # inspect.stack() would look up the module of each
+    return any(f"/{file}.py" in frame.f_code.co_filename for frame, _ in frames)
+
+
+def wrong_within(file, but_not="nothing"):
+    """Its backward is another one where forward ran in one of JAX's functions."""
+
+    def forward(ctx, x):
+        ctx.factor = 1.1 if within(file) and not within(but_not) else 1.0
+        return Sine.forward(ctx, x)
+
+    return sine(forward=forward, backward=lambda ctx, dy: ctx.factor * slope(ctx, dy))
+
+
+def in_front(x, axis):
+    return x if axis is None else jnp.moveaxis(x, axis, 0)
+
+
+class SharesTheFirst(Multiply):
+    """Wrong where its second argument alone is mapped."""
+
+    @staticmethod
+    def vmap(info, in_dims, a, b):
+        if in_dims[0] is None:
+            return jnp.stack([a * b[0]] * info.batch_size), 0
+        return in_front(a, in_dims[0]) * b, 0
+
+
+def shares_the_second(info, in_dims, *args):
+    """Wrong where the second argument alone is mapped."""
+    a, b, c = map(in_front, args, in_dims)
+    if in_dims == (None, 0, None):
+        b = jnp.stack([b[0]] * info.batch_size)
+    return a * b * c, 0
+
+
+SharesTheSecondOfThree = layer(
+    lambda a, b, c: a * b * c,
+    lambda a, b, c, dy: (dy * b * c, dy * a * c, dy * a * b),
+    plain=True,
+    vmap=shares_the_second,
+)
+
+
+@jax.custom_batching.custom_vmap
+def centred(x):
+    return x - x.mean(0)
+
+
+@centred.def_vmap
+def _(size, mapped, x):
+    return x - x.mean(0), True  # over the batch, which is where the first axis was
+
+
+# Its backward takes axis 0 for its own, which under vmap it is not.
+SumsOverTheBatch = layer(lambda ctx, x: x - x.mean(0), lambda ctx, dy: centred(dy))
+
+
+def picked(x, index, flag, key):
+    return x[index] * jnp.where(flag, 1.0, 2.0) * jax.random.uniform(key, index.shape)
+
+
+def picked_gradient(x, index, flag, key, dy):
+    scale = jnp.where(flag, 1.0, 2.0) * jax.random.uniform(key, index.shape)
+    return jnp.zeros_like(x).at[index].add(dy * scale)
+
+
+def refuses_a_batch_of_indices(info, in_dims, x, index):
+    if in_dims[1] is not None:
+        raise NotImplementedError("one index for all")
+    return in_front(x, in_dims[0])[:, index], 0
+
+
+def shares_the_index(info, in_dims, x, index):
+    """Takes the first example's index for that of all."""
+    return in_front(x, in_dims[0])[:, index if in_dims[1] is None else index[0]], 0
+
+
+# Right, of an index, and of an index, a flag and a key.
+Takes = layer(lambda x, i: x[i], lambda x, i, dy: jnp.zeros_like(x).at[i].add(dy), plain=True, name="Takes")
+Picks = layer(picked, picked_gradient, plain=True, name="Picks")
+SharesTheIndex = layer(base=Takes, vmap=shares_the_index)
+RefusesABatchOfIndices = layer(base=Takes, vmap=refuses_a_batch_of_indices)
+
+
+# -- forward mode -----------------------------------------------------------------------------------
+
+# Right, both; what the second saves is its output, so that its second derivative needs its first.
+SineBothWays = layer(base=Sine, jvp=Sine.backward, name="SineBothWays")
+TanhBothWays = layer(base=Tanh, jvp=lambda ctx, t: t * (1 - saved(ctx) ** 2))
+# Claims a forward mode that its backward cannot be transposed to.
+Clips = layer(
+    base=Sine,
+    name="Clips",
+    forward_mode=True,
+    backward=lambda ctx, dy: jnp.clip(dy * jnp.cos(saved(ctx)), -10, 10),
+)
+
+
+def tangent(change, base=SineBothWays):
+    return layer(base=base, jvp=lambda ctx, t: change(base.jvp(ctx, t)))
+
+
+def is_traced(t):
+    return isinstance(t, jax.core.Tracer)
+
+
+def is_mapped(t):
+    return type(t).__name__ == "BatchTracer"
+
+
+def without_a_term(ctx, t):
+    """A tangent whose own derivative is another one."""
+    return t * jax.lax.stop_gradient(jnp.cos(saved(ctx)))
+
+
+def forgets_a_missing_tangent(ctx, t, u):
+    """Right where each argument has a tangent."""
+    a, b = ctx.saved_tensors
+    return 0 * a if t is None or u is None else t * b + a * u
+
+
+ForgetsAMissingTangent = layer(
+    without_zeros(jnp.multiply), lambda ctx, dy: Multiply.backward(ctx, dy), jvp=forgets_a_missing_tangent
+)
+
+
+# -- on several devices -----------------------------------------------------------------------------
+
+
+def sharded(function, mesh=None):
+    """A function of the shards of four devices, whose output each device holds."""
+
+    def run(x):
+        where = mesh or jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = {"in_specs": PartitionSpec("i"), "out_specs": PartitionSpec()}
+        return jax.shard_map(function, mesh=where, **specs, check_vma=False)(x)
+
+    return run
+
+
+def whole(x):
+    return jnp.sum(jnp.sin(x))
+
+
+# Its backward adds up a cotangent that each device has already.
+SumsTwice = layer(lambda ctx, x: x, lambda ctx, dy: jax.lax.psum(dy, "i"))
+
+
+def sums_twice(x):
+    return jax.lax.psum(SumsTwice.apply(whole(x)), "i")
+
+
+# -- the tables -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Wrong:
+    layer: Callable[..., Any]
+    args: tuple[Any, ...]
+    rows: tuple[str, ...]  # of check_layer that fail, among these, jit and gradients
+    meant: Callable[..., Any] | None = None  # the function that it is meant to be, where other checkers reject it too
+    order: int = 1  # the first order at which they do
+
+
+WRONG = {
+    # Other gradients.
+    "sign": Wrong(WrongSign, (X,), ("gradients",), jnp.sin),
+    "one index": Wrong(WrongAtOneIndex, (X,), ("gradients",), jnp.sin),
+    "conjugate": Wrong(Conjugated, (jnp.array([1 + 2j, 0.5 - 1j]),), ("gradients",), jnp.square),
+    "three times": Wrong(ThreeTimesInFloat32, (X,), ("gradients",), jnp.sin),
+    "nan": Wrong(sine(backward=nan_in_float32), (X,), ("gradients",), jnp.sin),
+    "small values": Wrong(ClippedLog, (jnp.array([1e-3, 2.0]),), ("gradients",), jnp.log),
+    "small units": Wrong(SmallUnits, (X,), ("gradients",), lambda x: x * 1e-9),
+    # For other values than those given.
+    "table": Wrong(sine(backward=keeps_a_table), (X,), ("gradients", "jit"), jnp.sin),
+    "no transposes": Wrong(WithoutTransposes, (jnp.ones((3, 3)), jnp.eye(3)), ("gradients",), jnp.matmul),
+    "swapped": Wrong(SwapsGradients, (X, X), ("gradients",), jnp.multiply),
+    "swapped scalars": Wrong(SwapsGradients, (jnp.float32(1), jnp.float32(1)), ("gradients",), jnp.multiply),
+    # At second order.
+    "second order": Wrong(WrongAtSecondOrder, (X,), ("second order",), jnp.sin, order=2),
+    "no second order": Wrong(Forgets, (X,), ("second order",), jnp.sin, order=2),
+    "once": Wrong(sine(backward=once_differentiable(slope)), (X,), ("second order",)),
+    # With other cotangents, or where some are missing.
+    "absolute": Wrong(AbsoluteCotangent, (X,), ("gradients", "linear"), jnp.sin),
+    "absolute scalar": Wrong(AbsoluteCotangent, (X[0, 0],), ("linear",), jnp.sin),
+    "clipped": Wrong(ClippedCotangent, (X,), ("linear",), jnp.sin),
+    "every cotangent": Wrong(NeedsEveryCotangent, (X,), ("linear",), lambda x: (x, 2 * x)),
+    "dropped None": Wrong(DropsNone, (X,), ("cotangents",), sine_and_square),
+    "breaks on None": Wrong(BreaksOnNone, (X,), ("cotangents",)),
+    "miscounts on None": Wrong(MiscountsOnNone, (X, X), ("cotangents",)),
+    "one of three": Wrong(DropsOneOfThree, (X,), ("cotangents",), lambda x: (x, 2 * x, 3 * x)),
+    "dropped argument": Wrong(DropsAnArgument, (X, X), ("arguments",), jnp.multiply),
+    "not differentiated": Wrong(sine(forward=other_where_not_differentiated), (X,), ("eager",)),
+    # With globals.
+    "leak": Wrong(sine(forward=leaks), (X,), ("leaks",), jnp.sin),
+    "global": Wrong(ReadsGlobal, (X,), ("repeatable", "jit"), jnp.sin),
+    "counter": Wrong(sine(backward=counts), (X,), ("repeatable", "jit", "gradients"), jnp.sin),
+    "static on class": Wrong(OnClass, (X, 0.5), ("repeatable",), lambda x, factor: factor * x),
+    "shape on class": Wrong(ShapeOnClass, (X,), ("repeatable",), lambda x: x.mean(0)),
+    # Under a transform.
+    "jit": Wrong(sine(backward=other_under_jit), (X,), ("jit",), jnp.sin),
+    "host code": Wrong(OnHost, (X,), ("jit", "vmap", "remat", "shard_map", "leaks")),
+    "remat": Wrong(wrong_within("ad_checkpoint"), (X,), ("remat",)),
+    "shard_map": Wrong(wrong_within("shard_map"), (X,), ("shard_map",)),
+    "eager shard_map": Wrong(wrong_within("shard_map", "pjit"), (X,), ("shard_map",)),
+    "vmap": Wrong(sine(vmap=lambda info, in_dims, x: (jnp.cos(x), in_dims[0])), (X,), ("vmap",)),
+    "axis of the batch": Wrong(sine(vmap=lambda info, in_dims, x: (jnp.sin(x), 0)), (X[0],), ("vmap",)),
+    "second argument mapped": Wrong(SharesTheFirst, (X, X), ("vmap",)),
+    "second of three mapped": Wrong(SharesTheSecondOfThree, (X, X, X), ("vmap",)),
+    "sum over the batch": Wrong(SumsOverTheBatch, (X,), ("vmap",)),
+    "index mapped": Wrong(SharesTheIndex, (X[0], INDEX), ("vmap",)),
+    # In forward mode.
+    "tangent": Wrong(tangent(jnp.negative), (X,), ("forward mode",)),
+    "tangent at one index": Wrong(tangent(lambda t: t.at[1, 2].multiply(1.01)), (X,), ("forward mode",)),
+    "tangent under jit": Wrong(tangent(lambda t: 2 * t if is_traced(t) else t), (X,), ("forward mode",)),
+    "tangent of vmap": Wrong(tangent(lambda t: 2 * t if is_mapped(t) else t), (X,), ("forward mode",)),
+    "tangent of one argument": Wrong(ForgetsAMissingTangent, (X, 2 * X), ("forward mode",)),
+    "no linear backward": Wrong(Clips, (X,), ("forward mode",)),
+    "tangent of an output": Wrong(tangent(jnp.negative, TanhBothWays), (X,), ("forward mode", "forward over reverse")),
+    "second tangent": Wrong(sine(jvp=without_a_term), (X,), ("forward over reverse",)),
+    # On several devices.
+    "copies": Wrong(sharded(whole), (jnp.arange(8.0) / 8,), (), whole, order=0),
+    "sum of devices": Wrong(sharded(sums_twice), (jnp.arange(8.0) / 8,), (), whole),
+}
+
+KEY = jax.random.key(0)
+COMPLEX = jnp.array([1 + 2j, -0.5 + 0.3j])
+
+# Layers as people write them, away from numbers of size one, all of which are right.
+RIGHT = {
+    "two outputs": (SineAndSquare, (X,)),
+    "both modes": (SineBothWays, (X,)),
+    "bfloat16": (Tanh, (X.astype(jnp.bfloat16),)),
+    "bfloat16 and float32": (lambda x, w: Multiply.apply(x, w.astype(x.dtype)), (X.astype(jnp.bfloat16), X)),
+    "jitted": (jax.jit(Tanh.apply), (X,)),
+    "softmax in float16": (lambda x: jax.nn.softmax(Tanh.apply(x)), (X.astype(jnp.float16),)),
+    "large": (Multiply, (X * 1e6, X * 1e6)),
+    "large and small": (Multiply, (X * 1e6, X * 1e-9)),
+    "large sum": (lambda x: Tanh.apply(x) + 1e6, (X,)),
+    "small": (Tanh, (X * 1e-9,)),
+    "small scale": (lambda x: Tanh.apply(x * 1e9), (X * 1e-9,)),
+    "small shift": (lambda x: Tanh.apply(x + 1), (X * 1e-9,)),
+    "cancels": (lambda x: jax.nn.softmax(Tanh.apply(x)).sum(-1), (X,)),
+    "centred": (lambda x: Tanh.apply(x - x.mean()), (jnp.full(4, 0.3),)),
+    "one of each": (lambda x, index, flag, key: Picks.apply(x, index, flag, key) * 3, (X[0], INDEX, True, KEY)),
+    "dropout": (lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), Tanh.apply(x), 0), (X, KEY)),
+    "domain": (lambda x: jnp.arccosh(Multiply.apply(x, x)), (1.2 + jnp.abs(X),)),
+    "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
+    "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
+    "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
+    "complex": (lambda z: Multiply.apply(z, jnp.exp(z)), (COMPLEX,)),
+    "devices": (sharded(lambda x: jax.lax.psum(whole(x), "i")), (jnp.arange(8.0) / 8,)),
+}

@@ -1,0 +1,391 @@
+"""How a layer is called, and what it returns: arguments, outputs and statics of every kind, in every mode."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections import namedtuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, PyLayer
+from tests.kit.layers import layer, loss
+from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
+
+
+@modes
+def test_partial_arguments_are_differentiated_through(mode):
+    def forward(ctx, function, x):
+        ctx.kept = (function, x)
+        return function(x)
+
+    applies = layer(forward, lambda ctx, dy: jax.vjp(lambda f, x: f(x), *ctx.kept)[1](dy))
+    multiply = lambda w, v: w * v**2  # noqa: E731
+    f = lambda x: applies.apply(jax.tree_util.Partial(multiply, x), x).sum()  # noqa: E731
+    np.testing.assert_allclose(MODES[mode](f)(X), 3 * X**2)
+
+
+def test_methods_of_every_kind():
+    class OfClass(PyLayer):
+        factor = 3
+
+        @classmethod
+        def forward(cls, ctx, x):
+            return cls.factor * x
+
+        @classmethod
+        def backward(cls, ctx, dy):
+            return cls.factor * dy
+
+    class OnlyBackward(OfClass):
+        factor = 5
+
+        @classmethod
+        def backward(cls, ctx, dy):
+            return -super().backward(ctx, dy)
+
+    class Undecorated(PyLayer):
+        def forward(self, x):  # the context under another name
+            return 2 * x
+
+        def backward(self, dy):
+            return 2 * dy
+
+    starred = layer(lambda *args, **kwargs: args[1], lambda *args: 7 * args[1])
+    for made, factor in ((OfClass, 3), (OnlyBackward, -5), (Undecorated, 2), (starred, 7)):
+        assert jax.jit(jax.grad(loss(made)))(X).tolist() == [factor] * 3
+    assert jax.jit(jax.grad(loss(starred, factor=7)))(X).tolist() == [7] * 3
+
+
+@EAGER_AND_JIT
+def test_layers_call_themselves(mode):
+    Power = layer(
+        lambda x, n: x * (Power.apply(x, n - 1) if n > 1 else 1.0),
+        lambda x, n, dy: (dy * n * (Power.apply(x, n - 1) if n > 1 else 1.0), None),
+        plain=True,
+    )
+
+    first = jax.grad(loss(Power, 4))
+    np.testing.assert_allclose(mode(first)(X), 4 * X**3)
+    np.testing.assert_allclose(mode(jax.grad(lambda x: first(x).sum()))(X), 12 * X**2, rtol=1e-6)
+
+
+# Decorators of forward(ctx, a, b, scale=1.0), and the parameters of what is called, in their order.
+DECORATORS = {
+    "any arguments": (lambda f: lambda ctx, *args, **kwargs: f(ctx, *args, **kwargs), "ab"),
+    "another order": (lambda f: lambda ctx, b, a: f(ctx, a, b), "ba"),
+    "more arguments": (lambda f: lambda ctx, *args, **kwargs: f(ctx, *args, scale=1.0, **kwargs), "ab"),
+    "fewer arguments": (lambda f: lambda ctx, a: f(ctx, a, jnp.full_like(a, 10)), "a"),
+    "a keyword of its own": (lambda f: lambda ctx, *args, b, **kwargs: f(ctx, *args, b=b, **kwargs), "ab"),
+    "a keyword that it takes out": (lambda f: lambda ctx, a, **kwargs: f(ctx, a, kwargs.pop("b")), "ab"),
+}
+
+
+@pytest.mark.parametrize("base", [PyLayer, Function])
+@pytest.mark.parametrize(("decorator", "order"), DECORATORS.values(), ids=DECORATORS)
+def test_a_decorated_forward_is_called_as_the_layer_is(decorator, order, base):
+    def forward(ctx, a, b, scale=1.0):
+        return (a - 2 * b) * scale
+
+    partials = {"a": 1.0, "b": -2.0}
+    decorated = functools.wraps(forward)(decorator(forward))
+    made = layer(decorated, lambda ctx, dy: tuple(partials[name] * dy for name in order), base)
+    f = lambda a, b: made.apply(**{name: x for name, x in {"b": b, "a": a}.items() if name in order})  # noqa: E731
+    values = jnp.float32(1), jnp.float32(10)
+    assert f(*values) == jax.jit(f)(*values) == -19
+    expected = (1, -2 if "b" in order else 0)
+    assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == expected
+
+
+def test_a_decorator_that_adds_an_argument_in_front():
+    def forward(ctx, weight, x):
+        return weight * x
+
+    def of(backward):
+        return layer(functools.wraps(forward)(lambda ctx, *args: forward(ctx, 3.0, *args)), backward)
+
+    for run in (lambda f: f, jax.jit):
+        made = of(lambda ctx, dy: 3 * dy)
+        assert run(made.apply)(X).tolist() == (3 * X).tolist()
+        assert run(jax.grad(loss(made)))(X).tolist() == [3, 3, 3]
+        with pytest.raises(ValueError, match=r"args\[0\]"):  # and not of 'weight'
+            run(jax.grad(loss(of(lambda ctx, dy: dy[:2]))))(X)
+
+
+def test_vmap_of_a_layer_gets_keywords_by_position():
+    made = layer(lambda ctx, x, w: x * w, vmap=staticmethod(lambda info, dims, a, b: (a * b, 0)))
+    assert jax.vmap(lambda x: made.apply(w=2.0, x=x))(X).tolist() == (2 * X).tolist()
+
+
+def test_eager_mode_sees_concrete_values():
+    seen = []
+
+    def forward(ctx, x):
+        if x[0] > 0:
+            seen.append(np.asarray(x).tolist())
+        return x * 2
+
+    def backward(ctx, dy):
+        if dy[0] > 0:
+            seen.append(np.asarray(dy).tolist())
+        return dy * 2
+
+    looks = layer(forward, backward)
+    looks.apply(X)
+    assert seen == [X.tolist()]
+    jax.grad(loss(looks))(X)
+    assert seen == [X.tolist(), X.tolist(), [1, 1, 1]]
+
+
+def test_numpy_in_and_out():
+    def forward(ctx, x):
+        assert isinstance(x, jax.Array)
+        return np.full(3, 2.0, np.float32), [np.float32(1.0)]
+
+    y, (z,) = layer(forward).apply(np.ones(3, np.float32))
+    assert isinstance(y, jax.Array)
+    assert isinstance(z, jax.Array)
+
+
+@pytest.mark.parametrize("kind", [dict, functools.partial(collections.defaultdict, list)], ids=["dict", "defaultdict"])
+def test_the_keys_of_a_dict_of_tensors_need_not_be_sortable(kind):
+    made = layer(lambda ctx, d: d[1] * d["a"], lambda ctx, dy: {1: 2 * dy, "a": None})
+    assert jax.grad(lambda x: made.apply(kind({1: x, "a": 2})).sum())(X).tolist() == [2.0] * X.size
+
+
+def test_keys_of_several_types_where_jax_does_not_sort():
+    def forward(ctx, mixed):
+        ctx.static = mixed["static"]
+        return mixed["a"] * mixed[1]
+
+    def backward(ctx, dy):
+        assert ctx.static == {1: 2, "a": 3}
+        return collections.OrderedDict({"a": dy, 1: 2 * dy, "static": None})
+
+    made = layer(forward, backward)
+    unsortable = collections.defaultdict(list, {1: 2, "a": 3})
+    f = lambda x: made.apply(collections.OrderedDict({"a": x, 1: x, "static": unsortable})).sum()  # noqa: E731
+    assert jax.grad(f)(X).tolist() == [3, 3, 3]
+
+
+# -- changes in place -----------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Module:
+    w: jax.Array
+    calls: int = dataclasses.field(metadata={"static": True}, default=0)
+
+
+def changing(change):
+    """A forward that changes its argument `params`."""
+    return lambda ctx, x, params: (change(params), x * 2)[1]
+
+
+def of_keyword(ctx, x, *, params):
+    params["all"] = x
+    return x
+
+
+def of_keywords(ctx, x, **named):
+    named["params"]["v"] = named["params"].pop("w")
+    return x
+
+
+# The forward, the argument that it changes, and how the call names it.
+CHANGES = {
+    "set": (changing(lambda p: p.update(w=p["w"] * 2)), "params", ""),
+    "add": (of_keyword, "params", "params"),
+    "pop": (lambda ctx, *args: args[0] * args[1].pop("w"), "args", ""),
+    "rename": (of_keywords, "params", "params"),
+    "append": (changing(lambda p: p["list"].append(3)), "params", ""),
+    "count": (changing(lambda p: p.update(count=1)), "params", ""),
+    "module": (changing(lambda p: setattr(p["module"], "calls", 1)), "params", ""),
+}
+AROUND = {
+    "eager": lambda f: f,
+    "grad": jax.grad,
+    "jit": jax.jit,
+    "vmap": jax.vmap,
+    "jit of grad": lambda f: jax.jit(jax.grad(f)),
+    "with forward mode": jax.grad,
+}
+
+
+@pytest.mark.parametrize(("forward", "argument", "keyword"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("around", AROUND)
+def test_an_argument_that_changed_in_place(forward, argument, keyword, around):
+    made = layer(forward, forward_mode=around == "with forward mode")
+    params = {"w": X, "list": [X], "count": 0, "module": Module(X)}
+    leaves, treedef = jax.tree.flatten(params)
+    with pytest.raises(ValueError, match=rf"Made\.forward(?s:.*){argument}"):
+        AROUND[around](loss(made, params=params) if keyword else loss(made, params))(X)
+    # Nothing reached the caller.
+    found, found_treedef = jax.tree.flatten(params)
+    assert found_treedef == treedef
+    assert all(a is b for a, b in zip(found, leaves, strict=True))
+
+
+@pytest.mark.parametrize("mode", ["eager", "vmap of eager", *MODES])
+@pytest.mark.parametrize(
+    ("empty", "fill"),
+    [
+        (list, lambda c, x: c.append(x)),
+        (dict, lambda c, x: c.update(h=x)),
+        (lambda: {"all": []}, lambda c, x: c["all"].append(x)),
+    ],
+)
+def test_an_empty_container_that_forward_fills(mode, empty, fill):
+    def forward(ctx, x, states=None):
+        if states is not None:
+            fill(states, x)
+        return x * 2
+
+    made = layer(forward)
+    transform = {**MODES, "eager": lambda f: f, "vmap of eager": lambda f: lambda x: jax.vmap(f)(x[None])}[mode]
+    with pytest.raises(ValueError, match=r"Made\.forward(?s:.*)states"):
+        transform(lambda x: made.apply(x, empty()).sum())(X)
+    transform(loss(made, None))(X)
+
+
+@jax.tree_util.register_pytree_node_class
+class NotComparable:
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), np.zeros(2)
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_a_container_that_cannot_be_compared_is_not_refused():
+    np.testing.assert_allclose(layer(lambda ctx, x, p: x * p.w).apply(X, NotComparable(X)), X * X)
+
+
+def test_what_forward_makes_of_its_arguments_may_change():
+    def forward(ctx, x, params):
+        own = dict(params)
+        own["w"] = own.pop("w") * 2
+        return x * own["w"]
+
+    np.testing.assert_allclose(layer(forward).apply(X, {"w": X}), 2 * X * X)
+
+
+# -- dicts keep the order of their keys, which JAX sorts: `a, b = d.values()` is the same in both methods --
+
+
+@pytest.mark.parametrize("kind", [dict, functools.partial(collections.defaultdict, list)], ids=["dict", "defaultdict"])
+@pytest.mark.parametrize("run", [lambda f: f, jax.jit, jax.checkpoint, lambda f: lambda *xs: jax.vmap(f)(*xs)])
+def test_dicts_keep_the_order_of_their_keys(run, kind):
+    seen = []
+
+    def forward(ctx, x, params, **more):
+        ctx.kept = kind({"x": x, "a": params["a"]})
+        ctx.statics = kind({"x": 1, "a": 0})
+        ctx.nested = [kind({"z": kind({"q": x, "b": 2.0}), "c": 3})]
+        ctx.more = more
+        ctx.save_for_backward(kind({"x": x, "a": params["a"]}))
+        assert list(params) == ["w", "a"]
+        return kind({"y": x * params["a"] ** 2, "k": x * params["w"], "static": 1})
+
+    def backward(ctx, d):
+        (saved,) = ctx.saved_tensor()
+        found = (saved, ctx.kept, ctx.statics, ctx.nested[0], ctx.nested[0]["z"], ctx.more, d)
+        seen.append([" ".join(keys) for keys in found])
+        x, a = saved.values()
+        dy, dk, _ = d.values()
+        return dy * a**2, kind({"a": 2 * dy * x * a, "w": dk * x}), None, None
+
+    made = layer(forward, backward)
+
+    def outputs(x, a):
+        return made.apply(x, kind({"w": x, "a": a}), second=x, first=a)
+
+    x, a = jnp.array([2.0]), jnp.array([3.0])
+    gradients = jax.grad(lambda x, a: run(lambda x, a: outputs(x, a)["y"])(x, a).sum(), (0, 1))(x, a)
+    assert [float(g[0]) for g in gradients] == [9, 12]
+    assert seen[-1] == ["x a", "x a", "x a", "z c", "q b", "second first", "y k static"]
+    assert list(outputs(x, a)) == ["y", "k", "static"]
+    assert type(outputs(x, a)) is type(kind())
+
+
+# -- what comes out --------------------------------------------------------------------------------
+
+
+Named = namedtuple("Named", "value label")
+OBJECT = object()
+FUNCTION = lambda: None  # noqa: E731
+OUTPUTS = {
+    "statics": lambda y: (y, 1, None, "text", OBJECT, FUNCTION, [3]),
+    "1-tuple": lambda y: (y,),
+    "list": lambda y: [y, None],
+    "dict": lambda y: {"b": y, "a": {"c": OBJECT}},
+    "named tuple": lambda y: Named(y, "label"),
+    "nested": lambda y: ([y, (None, {"k": FUNCTION})], 2.5),
+}
+
+
+def flat(outputs):
+    return jax.tree.flatten(outputs, is_leaf=lambda v: v is None)
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS.values(), ids=OUTPUTS)
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_outputs_come_back_as_they_were(mode, outputs):
+    made = layer(lambda ctx, x: outputs(x * 2), lambda ctx, *dys: 2 * jax.tree.leaves(dys)[0])
+    found = []
+
+    def f(x):
+        found.append(flat(made.apply(x)))
+        (y,) = [leaf for leaf in found[-1][0] if isinstance(leaf, jax.Array)]
+        return y.sum()
+
+    if mode:
+        assert MODES[mode](f)(X).tolist() == [2, 2, 2]
+    else:
+        assert f(X) == jax.jit(f)(X) == 2 * X.sum()
+    expected, treedef = flat(outputs(None))
+    for leaves, got in found:
+        assert got == treedef
+        for a, b in zip(leaves, expected, strict=True):
+            assert isinstance(a, jax.Array) or a is b or a == b
+
+
+def test_output_without_a_tensor_is_an_error():
+    made = layer(lambda ctx, x, result: result)
+    for result in (None, (), 3, (None, "text"), [np.array(["text"])]):
+        for run in (lambda f: f, jax.jit, jax.grad):
+            with pytest.raises(ValueError, match=r"Made\.forward.*tensor"):
+                run(lambda x, r=result: made.apply(x, r))(1.0)
+
+
+@EAGER_AND_JIT
+def test_input_returned_is_a_value_of_its_own(mode):
+    doubles = layer(lambda ctx, x: x, lambda ctx, dy: 2 * dy)
+    # The layer's own factor is on its path alone.
+    np.testing.assert_allclose(mode(jax.grad(lambda x: (x * doubles.apply(x)).sum()))(X), 3 * X)
+
+
+def test_shared_output_under_vmap_counts_once():
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x * w, 2 * w  # the second reaches only the input that is not mapped
+
+    def backward(ctx, a, b):
+        x, w = ctx.saved_tensor()
+        return a * w, a * x + 2 * b
+
+    def total(of_one):
+        return lambda w: sum(v.sum() for v in jax.vmap(of_one, in_axes=(0, None))(X, w))
+
+    ours, plain = total(layer(forward, backward).apply), total(lambda x, w: (x * w, 2 * w))
+    for order in (jax.grad, lambda f: jax.grad(jax.jit(f)), lambda f: jax.grad(jax.grad(lambda w: f(w) ** 2))):
+        np.testing.assert_allclose(order(ours)(3.0), jax.jit(order(plain))(3.0), rtol=1e-6)

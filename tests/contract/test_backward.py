@@ -1,0 +1,339 @@
+"""What backward may return: every row of the table of entries, eager and under jit."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, PyLayer
+from tests.kit.layers import layer, loss
+from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
+
+
+def gives(give, forward=lambda *args: args[0] * 2):
+    """A layer whose backward returns `give(dy)`."""
+    return layer(lambda ctx, *args: forward(*args), lambda ctx, dy: give(dy))
+
+
+def named(give):
+    """The same with named parameters x, n, w and a default."""
+    return layer(lambda ctx, x, n, w, flag=True: x * n + w, lambda ctx, dy: give(dy))
+
+
+# -- the entry for an array -----------------------------------------------------------------------
+
+FITTED = {
+    "float16": (lambda dy: dy.astype("float16"), 1),
+    "bfloat16": (lambda dy: dy.astype("bfloat16"), 1),
+    "int32": (lambda dy: dy.astype("int32"), 1),
+    "bool": (lambda dy: dy.astype("bool"), 1),
+    "numpy": (lambda dy: np.full(3, 4.0), 4),
+    "(1, 3)": (lambda dy: jnp.ones((1, 3)), 1),
+    "(4, 3)": (lambda dy: jnp.ones((4, 3)), 4),
+    "(2, 4, 3)": (lambda dy: jnp.ones((2, 4, 3)), 8),
+    "(3, 1)": (lambda dy: jnp.ones((3, 1)), 1),
+    "(1, 3, 1)": (lambda dy: jnp.ones((1, 3, 1)), 1),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(("give", "expected"), FITTED.values(), ids=FITTED)
+def test_other_dtypes_are_cast_and_larger_shapes_summed(mode, give, expected):
+    gradient = mode(jax.grad(loss(gives(give))))(X)
+    assert gradient.dtype == jnp.float32
+    assert gradient.tolist() == [expected] * 3
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(
+    ("given", "shape"), [((), (1,)), ((1,), ()), ((), (1, 1)), ((1, 3), (3, 1)), ((3,), (3, 1)), ((2, 1, 3), (2, 3))]
+)
+def test_a_gradient_with_other_axes_of_length_1_is_reshaped(mode, given, shape):
+    values = jnp.arange(math.prod(shape), dtype=jnp.float32)
+    gradient = mode(jax.grad(loss(gives(lambda dy: values.reshape(given)))))(jnp.ones(shape))
+    np.testing.assert_array_equal(gradient, values.reshape(shape), strict=True)
+
+
+@EAGER_AND_JIT
+def test_summed_over_stretched_axes(mode):
+    x = jnp.ones((2, 1, 3))
+    gradient = mode(jax.grad(loss(gives(lambda dy: jnp.ones((5, 2, 4, 3))))))(x)
+    np.testing.assert_array_equal(gradient, 20 * x)
+
+
+def yields(dy):
+    yield dy
+
+
+NO_ARRAY = r"Made\.backward(?s:.*)args\[0\]"
+REFUSED = {
+    **{
+        f"shape {shape}": (
+            lambda dy, shape=shape: jnp.ones(shape),
+            rf"args\[0\](?s:.*)\(3,\).*\({str(shape)[1:-1]}\)",
+        )
+        for shape in [(), (1,), (2,), (3, 4), (3, 1, 2)]
+    },
+    **{str(value): (lambda dy, value=value: value, NO_ARRAY) for value in [1, 2.5, "text", [], [1.0], {"a": 1}]},
+    "key": (lambda dy: jax.random.key(0), NO_ARRAY),
+    "list of one, as in Paddle and torch": (lambda dy: [dy], NO_ARRAY),
+    "complex": (lambda dy: jax.lax.complex(dy, dy), NO_ARRAY),
+    "generator": (yields, r"Made\.backward"),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(("give", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_entry_that_does_not_fit_an_array(mode, give, message):
+    with pytest.raises(ValueError, match=message):
+        mode(jax.grad(loss(gives(give))))(X)
+
+
+# -- how many entries -----------------------------------------------------------------------------
+
+CONVENTIONS = {
+    "per slot": (lambda dy: (dy, 3 * dy), (1, 3)),
+    "list": (lambda dy: [dy, 3 * dy], (1, 3)),
+    "per argument": (lambda dy: (dy, None, 3 * dy), (1, 3)),
+    "none first": (lambda dy: (None, 3 * dy), (0, 3)),
+    "none": (lambda dy: (None, None, None), (0, 0)),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(("give", "expected"), CONVENTIONS.values(), ids=CONVENTIONS)
+def test_both_conventions(mode, give, expected):
+    gradients = mode(jax.grad(lambda x, w: named(give).apply(x, 2, w).sum(), (0, 1)))(X, X)
+    assert [g.tolist() for g in gradients] == [[e] * 3 for e in expected]
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("count", [0, 1, 4, 5])
+def test_wrong_counts(mode, count):
+    made = named(lambda dy: (dy,) * count)
+    with pytest.raises(ValueError, match=rf"Made\.backward returned {count}(?s:.*)x, w"):
+        mode(jax.grad(lambda x, w: made.apply(x, 2, w).sum(), (0, 1)))(X, X)
+
+
+@EAGER_AND_JIT
+def test_a_gradient_for_a_python_number_is_ignored(mode):
+    assert mode(jax.grad(loss(named(lambda dy: (dy * 3, dy, dy)), 2, X)))(X).tolist() == [3, 3, 3]
+    square = layer(
+        lambda ctx, x, n: ctx.save_for_backward(x) or x * x * n, lambda ctx, dy: (2 * dy * ctx.saved_tensor()[0], dy)
+    )
+    assert mode(jax.hessian(square.apply))(1.0, 1.0) == 2
+
+
+@modes
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("reads", [False, True])
+def test_trailing_entries_may_be_left_out_where_no_gradient_is_needed(mode, forward_mode, reads):
+    def forward(ctx, x, n, w):
+        assert not reads or ctx.needs_input_grad
+        return x * n + w
+
+    short = layer(forward, lambda ctx, dy: 5 * dy, forward_mode=forward_mode)
+    assert MODES[mode](loss(short, 2, X))(X).tolist() == [5, 5, 5]
+    with pytest.raises(ValueError, match=r"returned 1\b(?s:.*)\bw\b"):
+        MODES[mode](lambda w: short.apply(X, 2, w).sum())(X)
+
+
+@EAGER_AND_JIT
+def test_what_needs_no_gradient_is_ignored(mode):
+    ignored = gives(lambda dy: (dy, "anything", object(), jnp.ones(77)))
+    assert mode(jax.grad(loss(ignored, jnp.arange(2), jax.random.key(0), X)))(X).tolist() == [1, 1, 1]
+
+
+@EAGER_AND_JIT
+def test_variable_keywords_in_call_order(mode):
+    keyworded = layer(
+        lambda ctx, x, *, first, **rest: x + first + rest["z"] + rest["a"],
+        lambda ctx, dy: (dy, 2 * dy, 3 * dy, 4 * dy),
+    )
+
+    def f(x, z, a, first):
+        return keyworded.apply(x, z=z, a=a, first=first).sum()
+
+    assert [g[0] for g in mode(jax.grad(f, (0, 1, 2, 3)))(X, X, X, X)] == [1, 3, 4, 2]
+
+
+# -- the entry for a container --------------------------------------------------------------------
+
+TREE = {"a": X, "b": (X, [X])}
+STRUCTURES = {
+    "list": ([X, X], lambda xs: xs[0] * 2 + xs[1], lambda dy: [dy, None], [1, 0]),
+    **{
+        name: (TREE, lambda t: t["a"] + t["b"][0] + t["b"][1][0], give, expected)
+        for name, give, expected in [
+            ("whole", lambda dy: {"a": dy, "b": (2 * dy, [3 * dy])}, [1, 2, 3]),
+            ("none at leaves", lambda dy: {"a": None, "b": (2 * dy, [None])}, [0, 2, 0]),
+            ("none at a container", lambda dy: {"a": dy, "b": None}, [1, 0, 0]),
+            ("none", lambda dy: (None,), [0, 0, 0]),
+        ]
+    },
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(("tree", "forward", "give", "expected"), STRUCTURES.values(), ids=STRUCTURES)
+def test_structures_with_none_anywhere(mode, tree, forward, give, expected):
+    gradients = mode(jax.grad(loss(gives(give, forward))))(tree)
+    assert [leaf.tolist() for leaf in jax.tree.leaves(gradients)] == [[e] * 3 for e in expected]
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(
+    ("tree", "give", "message"),
+    [
+        ([X, X], lambda dy: [dy] * 3, r"Made\.backward(?s:.*)args\[0\]"),
+        ({"a": X}, lambda dy: ({"z": dy},), r"args\[0\](?s:.*)'z'"),
+        ({"w": [X]}, lambda dy: {"w": [jnp.ones(2)]}, r"args\[0\]\['w'\]\[0\](?s:.*)\(3,\)"),
+        ((X, X), lambda dy: (dy, dy), r"Made\.backward"),
+    ],
+    ids=["count", "keys", "shape", "tuple"],
+)
+def test_a_structure_that_does_not_fit(mode, tree, give, message):
+    with pytest.raises(ValueError, match=message):
+        mode(jax.grad(loss(gives(give, lambda t: jax.tree.leaves(t)[0] * 2))))(tree)
+
+
+@pytest.mark.parametrize("given", [tuple, list])
+@pytest.mark.parametrize("returned", [tuple, list])
+@EAGER_AND_JIT
+def test_a_list_for_a_tuple_argument_and_the_reverse(given, returned, mode):
+    total = layer(
+        lambda ctx, pair, scale: (pair[0] + 2 * pair[1]) * scale, lambda ctx, dy: (returned([dy, 2 * dy]), 3 * dy)
+    )
+    pair, scale = mode(jax.grad(lambda pair, scale: total.apply(pair, scale).sum(), (0, 1)))(given([X, X]), X)
+    assert type(pair) is given
+    assert [g.tolist() for g in (*pair, scale)] == [[1] * 3, [2] * 3, [3] * 3]
+
+
+# -- conventions, flags, transforms ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("complex_convention", "torch"),
+        ("forward_mode", "yes"),
+        ("forward_mode", None),
+        ("generate_vmap_rule", 1),
+        ("saved_names", "y"),
+        ("forward", property(len)),
+    ],
+)
+def test_members_of_the_wrong_kind(name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"Odd\.{name}"):
+        type("Odd", (PyLayer,), {name: value})
+
+
+def test_replicated_input_in_shard_map_says_to_sum():
+    product = layer(lambda ctx, x, w: x * w, lambda ctx, dy: (dy, dy))
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+
+    def gradient(apply):
+        f = jax.shard_map(apply, mesh=mesh, in_specs=(spec("i"), spec()), out_specs=spec("i"))
+        return jax.jit(jax.grad(lambda w: f(jnp.ones(4), w).sum()))(jnp.ones(1))
+
+    with pytest.raises(ValueError, match=r"'w'(?s:.*)psum"):
+        gradient(product.apply)
+    assert gradient(lambda x, w: product.apply(x, jax.lax.pcast(w, "i", to="varying"))) == 4
+
+
+@pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
+@EAGER_AND_JIT
+def test_cotangents_that_are_python_numbers(mode, forward_mode):
+    def backward(ctx, dy, dz):
+        assert (dy.shape, dy.dtype, dz.shape, dz.dtype) == ((), jnp.float32, (), jnp.float32)
+        return dy * 2 + dz * 3
+
+    two = layer(lambda ctx, x: (x * 2, jnp.sin(x)), backward, forward_mode=forward_mode)
+    pull = lambda x, dy, dz: jax.vjp(two.apply, x)[1]((dy, dz))[0]  # noqa: E731
+    assert mode(lambda x: pull(x, 1.0, 2.0))(jnp.float32(0.5)) == 8
+    assert mode(jax.vmap(lambda x: pull(x, x, 2.0)))(X).tolist() == (X * 2 + 6).tolist()
+
+
+# -- values that stand for the one array that they hold, as parameters of flax.nnx do --------------
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    def __init__(self, value, label=""):
+        self.value, self.label = value, label
+
+    def __jax_array__(self):
+        return self.value
+
+    def tree_flatten(self):
+        return (self.value,), self.label
+
+    @classmethod
+    def tree_unflatten(cls, label, children):
+        return cls(*children, label)
+
+
+def multiply(give):
+    def forward(ctx, x, w):
+        w = w["w"] if isinstance(w, dict) else w
+        w = w if isinstance(w, jax.Array) else w.__jax_array__()
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensor()
+        return dy * w, give(dy * x)
+
+    return layer(forward, backward)
+
+
+GIVEN = {"array": lambda g: g, "box": Box, "box of another kind": lambda g: Box(g, "other")}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+def test_an_array_or_a_box_as_the_gradient_of_either(mode, give):
+    total = lambda x, w: multiply(give).apply(x, w).sum()  # noqa: E731
+    for w, array_of in ((Box(2 * X), lambda g: g.value), (2 * X, lambda g: g)):
+        dx, dw = mode(jax.grad(total, (0, 1)))(X, w)
+        np.testing.assert_allclose(dx, 2 * X)
+        np.testing.assert_allclose(array_of(dw), X)
+
+
+@pytest.mark.parametrize("give", GIVEN.values(), ids=GIVEN)
+def test_a_box_within_a_container(give):
+    total = lambda w: multiply(lambda g: {"w": give(g)}).apply(X, w).sum()  # noqa: E731
+    np.testing.assert_allclose(jax.grad(total)({"w": Box(2 * X)})["w"].value, X)
+
+
+def test_a_box_of_the_wrong_shape_is_refused():
+    total = lambda w: multiply(lambda g: Box(jnp.ones(2))).apply(X, w).sum()  # noqa: E731
+    for w in (2 * X, Box(2 * X)):
+        with pytest.raises(ValueError, match=r"Made\.backward.*w.*\(3,\).*\(2,\)"):
+            jax.grad(total)(w)
+
+
+def test_a_box_as_the_tangent_of_an_output():
+    double = layer(jvp=staticmethod(lambda ctx, dx: Box(2 * dx)))
+    np.testing.assert_allclose(jax.jvp(double.apply, (X,), (X,))[1], 2 * X)
+
+
+def test_function_saves_the_array_of_a_box():
+    saves = layer(lambda ctx, x, w: ctx.save_for_backward(w), base=Function)
+    with pytest.raises(TypeError, match="Box"):
+        saves.apply(X, Box(X))
+
+
+@EAGER_AND_JIT
+def test_parameters_of_flax(mode):
+    nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")
+    for give in (lambda g: g, nnx.Param):
+        total = lambda x, w, give=give: multiply(give).apply(x, w).sum()  # noqa: E731
+        for w in (nnx.Param(2 * X), nnx.Param(2 * X)[...]):
+            _, dw = mode(jax.grad(total, (0, 1)))(X, w)
+            np.testing.assert_allclose(jnp.asarray(dw), X)

@@ -1,0 +1,134 @@
+"""Traced values that a method reaches other than by an argument: a constant, or an error; never another gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.kit.layers import layer, loss, text_of
+from tests.kit.modes import MODES, X, gradients, modes
+
+
+def closing_over(w):
+    return layer(lambda ctx, x: x * w, lambda ctx, dy: dy * w)
+
+
+def with_backward_over(w, use=lambda dy, w: dy * w):
+    return layer(backward=lambda ctx, dy: use(dy, w))
+
+
+def assert_named(run):
+    """It raises an error that names the layer, and says what to do."""
+    with pytest.raises(Exception, match=r".") as caught:
+        run()
+    text = text_of(caught.value)
+    assert "Made" in text
+    assert "as an argument" in text
+
+
+def assert_right_or_refused(run, expected):
+    """It gives these numbers, or an error; another number would be silent."""
+    try:
+        found = run()
+    except Exception:
+        return
+    assert found.tolist() == expected
+
+
+# -- differentiated -------------------------------------------------------------------------------
+
+
+@modes
+def test_a_differentiated_value_that_a_method_closes_over(mode):
+    assert_named(lambda: MODES[mode](lambda w: loss(closing_over(w))(X))(X))
+    with pytest.raises(Exception, match=r"."):  # of JAX: the value belongs to a trace that has ended
+        MODES[mode](lambda x: loss(with_backward_over(jnp.sum(x)))(x))(X)
+
+
+@gradients
+def test_a_value_that_is_differentiated_as_an_argument_too_is_named(run):
+    assert_named(lambda: run(lambda w: loss(closing_over(w))(X * w))(2.0))
+
+
+@pytest.mark.parametrize("run", [jax.grad, lambda f: jax.jit(jax.grad(f))])
+def test_a_value_that_forward_closes_over_at_the_outer_order(run):
+    assert_named(lambda: run(lambda w: jax.grad(loss(closing_over(w)))(X).sum())(2.0))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    w: object
+
+    def __call__(self, x):
+        return x * self.w
+
+
+class Model:
+    def __init__(self, w):
+        self.layers = [types.SimpleNamespace(w=w, parent=self)]
+
+    def method(self, x):
+        return x * self.layers[0].w
+
+
+# Objects and functions that multiply by `w`, which they hold.
+HIDING = {"object": Frozen, "method": lambda w: Model(w).method, "closure": lambda w: lambda x: x * w}
+
+
+def keep(ctx, x, held):
+    ctx.held = held
+    return held(x)
+
+
+@modes
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING)
+def test_a_differentiated_value_within_an_argument_that_is_no_pytree_is_named(hide, forward_mode, mode):
+    made = layer(keep, lambda ctx, dy: ctx.held(dy), forward_mode=forward_mode)
+    assert_named(lambda: MODES[mode](lambda w: loss(made, hide(w))(X * 1))(X))
+
+
+@modes
+def test_an_object_with_differentiated_values_that_nobody_reads(mode):
+    def forward(ctx, x, held):
+        ctx.held = held
+        return x * 2
+
+    flagged = layer(forward, lambda ctx, dy: dy * len(ctx.held.layers))
+    assert MODES[mode](lambda x: (flagged.apply(x, Model(x)) + x).sum())(X).tolist() == [2, 2, 2]
+    assert MODES[mode](lambda x: (flagged.apply(X, Model(x)) + x).sum())(X).tolist() == [1, 1, 1]
+
+
+# -- constants ------------------------------------------------------------------------------------
+
+
+def test_constants_that_methods_close_over():
+    assert jax.jit(jax.grad(loss(closing_over(jnp.float32(3)))))(X).tolist() == [3, 3, 3]
+    scaled = lambda w, x: loss(closing_over(w))(x)  # noqa: E731
+    assert jax.jit(scaled)(3.0, X) == 3 * X.sum()
+
+
+@modes
+def test_the_shape_of_a_value_that_backward_closes_over(mode):
+    by_size = lambda dy, w: dy * w.shape[0]  # noqa: E731
+    assert_right_or_refused(lambda: MODES[mode](lambda x: loss(with_backward_over(x, by_size))(x))(X), [3, 3, 3])
+
+
+STAGED = {"": lambda f: f, "jit": jax.jit, "cond": lambda f: lambda x: jax.lax.cond(x[0] > 0, f, f, x)}
+
+
+@pytest.mark.parametrize("made", [closing_over, with_backward_over])
+@pytest.mark.parametrize("stage", STAGED.values(), ids=STAGED)
+def test_values_of_transformations_that_have_not_ended(stage, made):
+    def slope(w):
+        return jax.grad(stage(loss(made(w))))(X)
+
+    w = jnp.float32(3)
+    for run in (jax.jit, lambda f: lambda w: jax.vmap(f)(w[None])[0], lambda f: jax.jit(jax.checkpoint(f))):
+        assert_right_or_refused(lambda: run(slope)(w), [3, 3, 3])  # noqa: B023
+    for run in (jax.grad, jax.jacfwd, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.checkpoint(f))):
+        assert_right_or_refused(lambda: run(lambda w: slope(w).sum())(w), 3.0)  # noqa: B023

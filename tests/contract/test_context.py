@@ -1,0 +1,406 @@
+"""The context: what it keeps, what it is told, and what reaches backward under every transform."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, saved_tensors_hooks
+from tests.kit.layers import layer, loss
+from tests.kit.modes import EAGER_AND_JIT, MODES, X, gradients, modes, runs
+from tests.kit.threads import in_threads
+
+
+def then(call, result=lambda x: x * 1):
+    """A forward that calls `call(ctx, x)` first."""
+    return lambda ctx, x: (call(ctx, x), result(x))[1]
+
+
+# -- saving ---------------------------------------------------------------------------------------
+
+
+def test_nothing_saved_reads_none_as_in_paddle_and_empty_as_in_torch():
+    seen = []
+    made = layer(backward=lambda ctx, dy: seen.append((ctx.saved_tensor(), ctx.saved_tensors)) or (dy,))
+    jax.grad(loss(made))(X)
+    assert seen == [(None, ())]
+
+
+def test_saved_tensors_are_a_tuple_to_jax():
+    def backward(ctx, dy):
+        assert type(ctx.saved_tensors) is type(ctx.saved_tensor()) is tuple
+        return jax.tree.map(jnp.add, ctx.saved_tensors, (dy, dy))[1]
+
+    made = layer(then(lambda ctx, x: ctx.save_for_backward(x, 2 * x)), backward)
+    np.testing.assert_allclose(jax.grad(loss(made))(X), 2 * X + 1)
+
+
+@modes
+def test_every_run_of_backward_starts_from_the_containers_that_forward_left(mode):
+    def forward(ctx, x):
+        ctx.save_for_backward([2.0, {"deep": [3.0]}])
+        ctx.factors = [2.0, {"deep": [3.0]}]
+        return x
+
+    def backward(ctx, dy):
+        factors = *ctx.saved_tensors, ctx.factors
+        return dy * sum(f.pop()["deep"].pop() * f.pop() for f in factors)
+
+    made = layer(forward, backward)
+    y, pullback = jax.vjp(made.apply, X)
+    for gradient in (pullback(y)[0], pullback(y)[0]):
+        np.testing.assert_allclose(gradient, 12 * X)
+    assert MODES[mode](loss(made))(X).tolist() == [12, 12, 12]
+
+
+@pytest.mark.parametrize(
+    ("container", "change"),
+    [
+        ({"n": 0, 3: 1, None: 2}, lambda c: c.update(n=c["n"] + 1)),  # keys that cannot be sorted
+        (collections.defaultdict(list), lambda c: c["new"].append(1)),
+        ({}, lambda c: c.update(new=1)),
+        ([[{"deep": [1]}]], lambda c: c[0][0]["deep"].append(1)),
+    ],
+)
+def test_what_one_run_changes_in_a_container_the_next_does_not_see(container, change):
+    seen = []
+
+    def backward(ctx, dy):
+        seen.append(copy.deepcopy(ctx.container))
+        change(ctx.container)
+        return dy
+
+    made = layer(then(lambda ctx, x: setattr(ctx, "container", copy.deepcopy(container))), backward)
+    _, pullback = jax.vjp(made.apply, X)
+    pullback(X)
+    pullback(X)
+    assert seen == [container, container]
+
+
+def test_other_objects_on_ctx_are_shared():
+    solver = types.SimpleNamespace(runs=[])
+    made = layer(then(lambda ctx, x: setattr(ctx, "solver", solver)), lambda ctx, dy: ctx.solver.runs.append(1) or dy)
+    _, pullback = jax.vjp(made.apply, X)
+    pullback(X)
+    pullback(X)
+    assert solver.runs == [1, 1]
+
+
+@modes
+def test_numpy_arrays_are_copied_when_they_are_kept(mode):
+    def forward(ctx, x):
+        scale = np.ones(3, np.float32)
+        ctx.save_for_backward(scale)
+        ctx.scale, ctx.scales = scale, [scale]
+        scale[:] = 100.0
+        return x * 1
+
+    def backward(ctx, dy):
+        kept = [*ctx.saved_tensors, ctx.scale, *ctx.scales]
+        assert all(isinstance(scale, jax.Array) for scale in kept)
+        return dy * sum(kept)
+
+    assert MODES[mode](loss(layer(forward, backward)))(X).tolist() == [3, 3, 3]
+
+
+def test_containers_without_arrays_arrive_as_forward_left_them():
+    config = {"a": [1, 2]}
+
+    def forward(ctx, x):
+        ctx.config = config
+        assert ctx.config is config
+        ctx.config["late"] = True
+        return x * 1
+
+    def backward(ctx, dy):
+        assert ctx.config == {"a": [1, 2], "late": True}
+        ctx.note = "further attributes may be set here"
+        return dy
+
+    assert jax.grad(loss(layer(forward, backward)))(X).tolist() == [1, 1, 1]
+
+
+# -- phases and misuse ----------------------------------------------------------------------------
+
+CALLS = {
+    "save_for_backward": lambda ctx, x: ctx.save_for_backward(x),
+    "mark_non_differentiable": lambda ctx, x: ctx.mark_non_differentiable(x),
+    "mark_not_inplace": lambda ctx, x: ctx.mark_not_inplace(x),
+    "set_materialize_grads": lambda ctx, x: ctx.set_materialize_grads(False),
+}
+
+
+@gradients
+@pytest.mark.parametrize("call", CALLS)
+def test_recording_outside_of_forward_is_refused(run, call):
+    kept = []
+    made = layer(then(lambda ctx, x: kept.append(ctx)), CALLS[call])
+    with pytest.raises(RuntimeError, match=rf"ctx\.{call}"):
+        run(loss(made))(X)
+    made.apply(X)
+    for ctx in (kept[0], kept[-1]):
+        with pytest.raises(RuntimeError, match=rf"ctx\.{call}"):
+            CALLS[call](ctx, X)
+
+
+MISUSES = {
+    "saving twice": (RuntimeError, "save_for_backward", lambda ctx, x: [ctx.save_for_backward(x) for _ in range(2)]),
+    "no input": (ValueError, "mark_not_inplace", lambda ctx, x: ctx.mark_not_inplace(x * 2)),
+    "a number as an input": (ValueError, "mark_not_inplace", lambda ctx, x: ctx.mark_not_inplace(3)),
+    "no output": (ValueError, "mark_non_differentiable", lambda ctx, x: ctx.mark_non_differentiable(x * 2)),
+    "None as an output": (ValueError, "mark_non_differentiable", lambda ctx, x: ctx.mark_non_differentiable(None)),
+    "a saved Ref": (ValueError, "Ref", lambda ctx, x: ctx.save_for_backward(jax.new_ref(x))),
+    "a Ref on ctx": (ValueError, "Ref", lambda ctx, x: setattr(ctx, "ref", [jax.new_ref(x)])),
+    "assigned": (AttributeError, "save_for_backward", lambda ctx, x: setattr(ctx, "saved_tensors", (x,))),
+}
+
+
+@runs
+@pytest.mark.parametrize(("error", "word", "call"), MISUSES.values(), ids=MISUSES)
+def test_misuse_in_forward(run, error, word, call):
+    with pytest.raises(error, match=word):
+        run(loss(layer(then(call))))(X)
+
+
+@EAGER_AND_JIT
+def test_the_dtype_of_a_cotangent_is_that_of_its_output(mode):
+    def run(flag):
+        forward = then(lambda ctx, x: ctx.set_grad_in_dtype_consistent(flag), lambda x: x.astype("float16"))
+        return mode(jax.grad(lambda x: layer(forward).apply(x).astype("float32").sum()))(X)
+
+    assert run(True).tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="set_grad_in_dtype_consistent"):
+        run(False)
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m not in ("grad", "vmap")])
+def test_function_that_closes_over_traced_values_is_refused(mode):
+    def forward(ctx, x):
+        double = x * 2
+        ctx.rules = {"pull": lambda dy: dy * double}
+        return x * 1
+
+    made = layer(forward, lambda ctx, dy: ctx.rules["pull"](dy))
+    with pytest.raises(ValueError, match=r"ctx\.rules(?s:.*)closes over"):
+        MODES[mode](loss(made))(X)
+
+
+@EAGER_AND_JIT
+def test_saved_names_of_another_number(mode):
+    made = layer(then(CALLS["save_for_backward"]), saved_names=("x", "y"))
+    with pytest.raises(ValueError, match=r"Made\.saved_names"):
+        mode(jax.grad(loss(made)))(X)
+
+
+def test_an_attribute_of_the_user_with_a_name_like_that_of_a_method():
+    def forward(ctx, x):
+        ctx.save_for_backwards = x
+        ctx.shape = x.shape
+        return x * 2
+
+    made = layer(forward, lambda ctx, dy: dy * ctx.save_for_backwards * ctx.shape[0])
+    np.testing.assert_allclose(jax.grad(loss(made))(X), 3 * X)
+
+
+# -- cotangents -----------------------------------------------------------------------------------
+
+
+@modes
+@pytest.mark.parametrize("materialize", [True, False])
+def test_missing_cotangents(mode, materialize):
+    seen = []
+
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        return x * 2, x[:2], jnp.arange(4), {"a": x, "n": 1}
+
+    made = layer(forward, lambda ctx, *dys: seen.append(dys) or dys[0] * 2)
+    assert MODES[mode](lambda x: made.apply(x)[0].sum())(X).tolist() == [2, 2, 2]
+    for _, part, integers, tree in seen:
+        if materialize:
+            assert (part.shape, part.dtype) == ((2,), jnp.float32)
+            assert (integers.shape, integers.dtype) == ((4,), jnp.int32)
+            assert tree["a"].shape == (3,)
+        else:
+            assert (part, integers, tree["a"]) == (None, None, None)
+        assert tree["n"] is None
+
+
+@pytest.mark.parametrize("place", ["sharded", "another device", "anywhere"])
+def test_zeros_lie_where_the_output_lies(place):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i"))
+    x, where = jnp.ones(8), {"sharded": sharded, "another device": jax.devices()[2]}
+    x = jax.device_put(x, where[place]) if place in where else x
+    seen = []
+    made = layer(lambda ctx, x: (x * 1, x * 2), lambda ctx, a, b: seen.append(b) or a + b)
+    step = jax.grad(lambda x: made.apply(x)[0].sum())
+    step(x)
+    assert seen[0].sharding.is_equivalent_to(x.sharding, 1)
+    assert seen[0].committed == x.committed
+    assert jax.vmap(step)(x[:, None]).tolist() == jax.jit(step)(x)[:, None].tolist() == [[1]] * 8
+
+
+@modes
+def test_backward_is_not_called_without_a_cotangent(mode):
+    def forward(ctx, x):
+        marked = x * 2
+        ctx.mark_non_differentiable(marked)
+        return marked, x * 3
+
+    def backward(ctx, *dys):
+        raise AssertionError("backward was called")
+
+    made = layer(forward, backward)
+    assert MODES[mode](lambda x: made.apply(x)[0].sum() + x.sum())(X).tolist() == [1, 1, 1]
+
+
+# -- needs_input_grad -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argnums", [(0,), (2,), (0, 2)])
+def test_needs_input_grad_is_exact_but_in_a_traced_forward(argnums):
+    seen = []
+    made = layer(
+        lambda ctx, x, n, w, index: seen.append(ctx.needs_input_grad) or x * w,
+        lambda ctx, dy: seen.append(ctx.needs_input_grad) or (dy, None, dy, None),
+    )
+    f = lambda x, n, w: made.apply(x, 7, w, index=jnp.arange(2)).sum()  # noqa: E731
+    expected = (0 in argnums, False, 2 in argnums, False)
+    jax.grad(f, argnums)(X, 7.0, X)
+    assert seen == [expected, expected]
+    for run in (jax.jit(jax.grad(f, argnums)), jax.grad(jax.jit(f), argnums)):
+        seen.clear()
+        run(X, 7.0, X)
+        *in_forward, in_backward = seen
+        assert set(in_forward) == {(True, False, True, False)}
+        assert in_backward == expected
+
+
+def test_needs_input_grad_is_false_where_nothing_is_differentiated():
+    seen = []
+    layer(lambda ctx, x, flag=None: seen.append(ctx.needs_input_grad) or x).apply(X, flag=1)
+    assert seen == [(False, False)]
+
+
+def test_threads_do_not_meet():
+    def forward(ctx, x, value):
+        ctx.value = value
+        return x * value
+
+    made = layer(forward, lambda ctx, dy: (dy * ctx.value, None))
+
+    def work(value):
+        for _ in range(20):
+            assert jax.grad(loss(made, value))(X).tolist() == [value] * 3
+
+    assert in_threads(4, work) == []
+
+
+# -- NumPy ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">i4", ">f8", ">c8"])
+def test_numpy_arrays_of_foreign_byte_order(dtype):
+    value = np.asarray([1, 2, 3], dtype)
+    native = jnp.asarray(value.astype(value.dtype.newbyteorder("=")))
+
+    def forward(ctx, x, y):
+        ctx.save_for_backward(value)
+        ctx.kept = [value]
+        return x * jnp.real(y).astype(x.dtype), value
+
+    def backward(ctx, dy, dz):
+        for kept in (*ctx.saved_tensor(), *ctx.kept):
+            np.testing.assert_array_equal(kept, native)
+        return (dy * 2).astype(jnp.float32), np.asarray(np.real(dy), ">f4")
+
+    made = layer(forward, backward)
+    (product, kept), pullback = jax.vjp(lambda x: made.apply(x, value), X)
+    np.testing.assert_allclose(product, X * np.real(native).astype(np.float32))
+    for returned in (kept, made.apply(X, value)[1]):
+        np.testing.assert_array_equal(returned, native)
+    np.testing.assert_allclose(pullback((jnp.ones(3), jnp.zeros_like(kept)))[0], [2, 2, 2])
+
+
+NOT_IN_JAX = {
+    "structured": np.zeros(1, [("f", "f8")]),
+    "a record": np.void(b"abc"),
+    "longdouble": np.ones(2, np.longdouble),
+    "text": np.array(["text"]),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("value", NOT_IN_JAX.values(), ids=NOT_IN_JAX)
+def test_numpy_values_that_jax_lacks_are_carried_as_they_are(value, mode):
+    def forward(ctx, x, argument):
+        ctx.kept = argument
+        ctx.save_for_backward(x, argument)
+        return x * 1, argument
+
+    def backward(ctx, dy):
+        for kept in (ctx.kept, ctx.saved_tensor()[1]):
+            assert (type(kept), kept.dtype, kept.tobytes()) == (type(value), value.dtype, value.tobytes())
+        return dy * 2
+
+    made = layer(forward, backward)
+    assert made.apply(X, value)[1] is value
+    assert mode(jax.grad(lambda x: made.apply(x, value)[0].sum()))(X).tolist() == [2] * len(X)
+
+
+def test_a_numpy_output_that_changed_after_it_was_kept():
+    def forward(ctx, x):
+        y = np.tanh(np.asarray(x))
+        ctx.save_for_backward(y)
+        y *= 3
+        return y
+
+    slope = jax.grad(loss(layer(forward, lambda ctx, dy: 3 * dy * (1 - ctx.saved_tensor()[0] ** 2))))
+    np.testing.assert_allclose(slope(X), 3 - 3 * jnp.tanh(X) ** 2, rtol=1e-5)
+
+
+def test_a_numpy_value_may_change_as_soon_as_apply_returns():
+    # JAX reads large arrays in another thread.
+    made = layer(lambda ctx, x: x * 1)
+    for _ in range(60):
+        x = np.ones(1 << 20, np.float32)
+        y = made.apply(x)
+        x[:] = 5
+        assert float(y.max()) == 1
+
+
+@EAGER_AND_JIT
+def test_a_function_saves_none_beside_tensors(mode):
+    def forward(ctx, x, y):
+        ctx.save_for_backward(None, x, None)
+        ctx.save_for_backward(None, x)  # the last call counts
+        return x + y
+
+    def backward(ctx, dy):
+        nothing, x = ctx.saved_tensors
+        assert nothing is None
+        return dy * x, dy
+
+    add = layer(forward, backward, Function)
+    np.testing.assert_allclose(mode(jax.grad(lambda x: add.apply(x, x + 1).sum()))(X), X + 1)
+    with pytest.raises(TypeError, match=r"save_for_backward.*Made"):
+        layer(lambda ctx, x: ctx.save_for_backward(None, 3), base=Function).apply(X)
+
+
+def test_repr_does_not_unpack():
+    def backward(ctx, dy):
+        assert "Made" in repr(ctx)
+        assert "saved_tensors" in dir(ctx)
+        return dy
+
+    unpacked = []
+    with saved_tensors_hooks(lambda x: x, lambda x: unpacked.append(x) or x):
+        jax.grad(loss(layer(then(CALLS["save_for_backward"]), backward)))(X)
+    assert not unpacked

@@ -1,0 +1,337 @@
+"""saved_tensors_report: its rows, its totals, and what is printed and drawn of them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from pylayer_jax import Function, PyLayer, saved_tensors_hooks, saved_tensors_report
+from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu, save_on_disk
+from tests.hooks.spy import bytes_held
+from tests.kit.layers import ForwardTanh, Multiply, Tanh
+from tests.kit.modes import EAGER_AND_JIT
+
+X = jnp.ones((8, 4))
+W = jnp.ones((4, 4))
+
+SIZE = 8 * 4 * 4  # bytes of X
+
+
+class Mixed(PyLayer):
+    """An input, a pytree, a static and attributes."""
+
+    @staticmethod
+    def forward(ctx, a, b, key=None):
+        ctx.save_for_backward(a, {"b": b}, 3)
+        ctx.scale, ctx.key, ctx.factor = jnp.sin(a), key, 2.0
+        return a * b
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, tree, _ = ctx.saved_tensor()
+        return dy * tree["b"], dy * a, None
+
+
+def listed(report):
+    return [(r.layer or r.kind, r.name, r.shape, r.times, r.bytes, r.note) for r in report.rows]
+
+
+def test_layers_operations_and_inputs_have_rows():
+    def loss(tree, x):
+        y = Tanh.apply(x @ tree["w"])
+        return Mixed.apply(y, jnp.exp(y), jax.random.key(0)).sum()
+
+    report = saved_tensors_report(loss, {"w": W}, X)
+    assert sorted(listed(report)) == [
+        ("Mixed", "ctx.key", (), 1, 8, ""),
+        ("Mixed", "ctx.scale", (8, 4), 1, SIZE, ""),
+        ("Mixed", "saved[1]['b']", (8, 4), 1, SIZE, ""),
+        ("Tanh", "saved[0]", (8, 4), 1, SIZE, "also Mixed, saved[0]"),
+        ("input", "args[0]['w']", (4, 4), 1, W.nbytes, ""),
+        ("input", "args[1]", (8, 4), 1, SIZE, ""),
+    ]
+    assert {r.dtype for r in report.rows} == {"float32", "key<fry>"}
+    lines = {r.source for r in report.rows if r.layer}
+    assert len(lines) == 2
+    assert all(line.startswith("test_report.py:") for line in lines)
+    assert report.total_bytes == report.total_unpacked_bytes == 3 * SIZE + 8
+    assert report.input_bytes == SIZE + W.nbytes
+
+
+def test_the_rows_of_plain_operations():
+    def loss(x):
+        return jnp.sum(jnp.where(x > 0, jnp.sin(x) ** 2, 3.0))
+
+    operations = {r.name: r for r in saved_tensors_report(loss, X).rows}
+    assert operations["cos"].kind == "operation"
+    assert operations["gt"].dtype == "bool"
+    line = f"test_report.py:{loss.__code__.co_firstlineno + 1}"
+    assert {r.source for r in operations.values() if r.kind == "operation"} == {line}
+    with cast_saved():
+        assert "cos" in {r.name for r in saved_tensors_report(loss, X).rows if r.source == line}
+
+
+def test_equal_rows_are_one_with_a_count():
+    def model(x, w):
+        for _ in range(24):
+            x = Tanh.apply(jnp.sin(x @ w))
+        return x.sum()
+
+    report = saved_tensors_report(model, X, W)
+    assert [(r.name, r.times, r.bytes) for r in report.rows] == [
+        ("args[0]", 1, SIZE),
+        ("args[1]", 1, W.nbytes),
+        ("cos", 24, 24 * SIZE),
+        ("saved[0]", 24, 24 * SIZE),
+    ]
+
+
+def test_where_apply_itself_is_transformed():
+    hooked = cast_saved()(Tanh.apply)
+    f = lambda x: jax.vmap(Tanh.apply)(jax.checkpoint(Tanh.apply)(hooked(x) * 2)).sum()  # noqa: E731
+    rows = [r for r in saved_tensors_report(f, X).rows if r.layer]
+    assert [r.packed_bytes for r in rows] == [SIZE // 2, SIZE]
+    assert all(r.source.startswith("test_report.py:") for r in rows)
+    for itself in (Tanh, Tanh.apply):  # no line of a function applies it
+        assert listed(saved_tensors_report(itself, X)) == [("Tanh", "saved[0]", (8, 4), 1, SIZE, "")]
+
+
+def test_an_input_is_told_apart_from_its_copy():
+    def loss(x):
+        return Multiply.apply(x, jnp.sin(x)).sum()
+
+    report = saved_tensors_report(loss, X)
+    assert [(r.kind, r.layer, r.note) for r in report.rows] == [
+        ("input", "Multiply", "the input args[0]"),
+        ("layer", "Multiply", ""),
+        ("operation", "", ""),
+    ]
+    # What comes into the block from outside stays as it is.
+    assert saved_tensors_report(cast_saved()(loss), X).input_bytes == SIZE
+    assert saved_tensors_report(cast_saved(arguments=True)(loss), X).input_bytes == 0
+
+
+@pytest.mark.parametrize("layer", [Tanh, ForwardTanh], ids=["custom_vjp", "forward mode"])
+@pytest.mark.parametrize(
+    ("around", "times"),
+    [
+        (lambda f: f, 1),
+        (jax.jit, 1),
+        (jax.vmap, 1),
+        (lambda f: jax.jit(jax.vmap(f, 1)), 1),
+        (lambda f: lambda x: jax.lax.scan(lambda c, _: (jnp.sin(f(c)), None), x, None, length=5)[0], 5),
+        (lambda f: lambda x: jax.lax.cond(x.sum() > 0, f, jnp.sin, x), 1),
+        (lambda f: jax.checkpoint(lambda x: f(x) * 2), 0),
+        (lambda f: lambda x: (lambda g: g(g(x)))(jax.jit(f)), 2),
+    ],
+    ids=["plain", "jit", "vmap", "jit of vmap", "scan", "cond", "checkpoint", "jit twice"],
+)
+def test_a_layer_under_transforms(layer, around, times):
+    def model(x):
+        return around(lambda v: layer.apply(v * 2))(x).sum()
+
+    jax.grad(model)(X)  # what JAX has traced before
+    for f in (model, jax.jit(model), saved_tensors_hooks(lambda x: {"x": x}, lambda packed: packed["x"])(model)):
+        rows = [r for r in saved_tensors_report(f, X).rows if r.layer]
+        if f is model or times == 1 or not rows:
+            assert [(r.times, sorted(r.shape), r.bytes) for r in rows] == [(times, [4, 8], times * SIZE)] * bool(times)
+        assert all(r.source.startswith("test_report.py:") for r in rows)
+
+
+def test_what_a_policy_saves_is_counted():
+    policies = jax.checkpoint_policies
+
+    class NamedTanh(Tanh):
+        saved_names = ("y",)
+
+    def names_under(policy):
+        report = saved_tensors_report(jax.checkpoint(lambda x: NamedTanh.apply(x * 2).sum(), policy=policy), X)
+        return [r.name for r in report.rows if r.layer]
+
+    assert names_under(policies.save_only_these_names("y")) == ["y"]
+    assert names_under(policies.save_only_these_names("NamedTanh.saved[0]")) == []
+
+
+@pytest.mark.parametrize("around", [lambda f: f, cast_saved()], ids=["plain", "block"])
+@pytest.mark.parametrize(
+    ("saved_names", "listed"),
+    [
+        (("left", "rest", None), ["left", "rest['b']"]),
+        ((None, "rest", None), ["saved[0]", "rest['b']"]),
+        (True, ["saved[0]", "saved[1]['b']"]),
+        ((), ["saved[0]", "saved[1]['b']"]),
+    ],
+)
+def test_a_tensor_is_listed_by_its_name_in_saved_names(saved_names, listed, around):
+    layer = type("Named", (Mixed,), {"saved_names": saved_names})
+    report = saved_tensors_report(around(lambda x: layer.apply(jnp.sin(x), jnp.exp(x)).sum()), X)
+    assert {r.name for r in report.rows if r.layer} == {*listed, "ctx.scale"}
+
+
+def test_sizes_before_and_after_packing():
+    def loss(x):
+        return jax.vmap(Tanh.apply)(Tanh.apply(-x)).sum()
+
+    with cast_saved(jnp.bfloat16):
+        report = saved_tensors_report(loss, X)
+    (row,) = report.rows
+    assert (row.times, row.dtype, row.bytes, row.packed_bytes) == (2, "float32", 2 * SIZE, SIZE)
+    assert (report.total_bytes, report.total_unpacked_bytes) == (SIZE, 2 * SIZE)
+    assert "packed" in str(report)
+    with save_on_cpu():
+        report = saved_tensors_report(loss, X)
+    assert "host" in report.rows[0].note
+
+
+def test_types_alone_and_keywords_and_statics():
+    def loss(tree, mode, *, scale):
+        assert mode == "text"
+        return Tanh.apply(tree["x"] + scale).sum(), "static"
+
+    report = saved_tensors_report(
+        loss, {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}, "text", scale=jnp.float32(2.0)
+    )
+    assert report.total_bytes == SIZE
+    report = saved_tensors_report(lambda *, scale: jnp.sin(scale) * scale, scale=jnp.float32(2.0))
+    assert "kwargs['scale']" in {r.name for r in report.rows}
+
+
+def test_nothing_is_saved_where_nothing_is_differentiated():
+    assert saved_tensors_report(lambda x: Tanh.apply(jax.lax.stop_gradient(x)).sum(), X).total_bytes == 0
+    report = saved_tensors_report(lambda x: x.sum(), X)
+    assert report.rows == []
+    assert report.total_bytes == 0
+    with pytest.raises(TypeError, match="float"):
+        saved_tensors_report(lambda n: n, 3)
+
+
+def test_the_rows_of_a_function_and_its_own_error():
+    class Scaled(Function):
+        @staticmethod
+        def forward(x, factor):
+            return x * factor
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, factor = ctx.saved_tensors
+            return dy * factor, (dy * x).sum()
+
+    report = saved_tensors_report(lambda x, f: Scaled.apply(jnp.exp(x), f).sum(), X, jnp.float32(3.0))
+    saved = {(r.layer, r.name, r.bytes, r.note) for r in report.rows}
+    assert saved == {("Scaled", "saved[0]", SIZE, ""), ("Scaled", "saved[1]", 4, "the input args[1]")}
+    with pytest.raises(ZeroDivisionError):
+        saved_tensors_report(lambda x: x * (1 / 0), X)
+
+
+def test_as_text_and_as_html():
+    report = saved_tensors_report(lambda x: Mixed.apply(x, jnp.exp(x)).sum(), X)
+    text, page = str(report), report._repr_html_()
+    for word in ("Mixed", "saved[0]", "float32[8,4]", "128", "256"):
+        assert word in text
+        assert word in page
+    assert repr(report) == text
+    assert "[&#x27;b&#x27;]" in page
+    assert "packed" not in page + text
+
+
+def test_the_bars_of_a_plot_are_the_rows():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    with cast_saved():
+        report = saved_tensors_report(lambda x: Mixed.apply(Tanh.apply(x * 2), jnp.exp(x)).sum(), X)
+    ax = report.plot()
+    labels = [t.get_text() for t in ax.get_yticklabels()]
+    assert labels == [f"{r.layer or r.kind}  {r.name}  {r.source}".rstrip() for r in report.rows]
+    assert [bar.get_width() for bar in ax.patches] == [r.packed_bytes for r in report.rows]
+    assert report.plot(ax) is ax
+
+
+# -- the total is what `jax.vjp` holds, wherever layers, hooks and transformations stand -----------
+
+
+TALL, WIDE = jnp.ones((128, 64)), jnp.ones((64, 64))
+
+
+def step(x, w):
+    return Multiply.apply(Tanh.apply(jnp.sin(x @ w)), ForwardTanh.apply(x) * 2.0)
+
+
+def scanned(x, w):
+    return jax.lax.scan(lambda x, _: (step(x, w), None), x, length=5)[0]
+
+
+def scanned_over_rows(x, w):
+    return jax.lax.scan(lambda c, row: (Multiply.apply(c, row + c @ w), c), x[0], x)[0]
+
+
+def in_shard_map(x, w):
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = PartitionSpec("i")
+    return jax.shard_map(step, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows)(x, w)
+
+
+FUNCTIONS = {
+    "operations": lambda x, w: jnp.where(x > 0, jnp.exp(x @ w), 0) ** 2,
+    "step": step,
+    "steps": lambda x, w: step(step(step(x, w), w), w),
+    "vmap": lambda x, w: jax.vmap(step, (0, None))(x, w),
+    "scan": scanned,
+    "scan over rows": scanned_over_rows,
+    "loop": lambda x, w: jnp.sin(jax.lax.fori_loop(0, 3, lambda _, x: step(x, w), x)),
+    "cond": lambda x, w: jax.lax.cond(x.sum() > 0, step, lambda x, w: jnp.sin(x), x, w),
+    "checkpoint": lambda x, w: jnp.sin(jax.checkpoint(step)(x * 2, w)),
+    "policy": lambda x, w: jax.checkpoint(step, policy=jax.checkpoint_policies.dots_saveable)(x * 2, w),
+    "checkpoint in scan": lambda x, w: jax.lax.scan(jax.checkpoint(lambda x, _: (step(x, w), None)), x, length=5)[0],
+    "shard_map": in_shard_map,
+}
+AROUND = {
+    "": lambda f: f,
+    "jit": jax.jit,
+    "block": cast_saved(),
+    "block of jit": lambda f: quantize_saved()(jax.jit(f)),
+    "jit of block": lambda f: jax.jit(saved_tensors_hooks(lambda x: {"x": x}, lambda packed: packed["x"])(f)),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_total_is_what_vjp_holds(name, around):
+    def loss(x, w):
+        return AROUND[around](FUNCTIONS[name])(x, w).sum()
+
+    report = saved_tensors_report(loss, TALL, WIDE)
+    # Hooks pack a scan in each iteration and a shard_map by shard in traced code, and as a whole in eager mode.
+    traced = around.startswith("block") and name not in ("operations", "step", "steps", "vmap", "cond")
+    vjp = jax.jit(lambda x, w: jax.vjp(loss, x, w)[1]) if traced else lambda x, w: jax.vjp(loss, x, w)[1]
+    assert report.total_bytes + report.input_bytes == bytes_held(vjp(TALL, WIDE)) > 0
+    assert all(row.source.startswith("test_report.py:") for row in report.rows if row.kind in ("layer", "operation"))
+    kept_inputs = {row.name: row.bytes for row in report.rows if row.kind == "input" and not row.layer}
+    assert kept_inputs.items() <= {"args[0]": TALL.nbytes, "args[1]": WIDE.nbytes}.items()
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("name", ["steps", "scan", "vmap", "shard_map"])
+def test_what_is_packed_on_the_host(name, mode, tmp_path):
+    function = mode(FUNCTIONS[name])
+
+    def loss(x, w):
+        return function(x, w).sum()
+
+    pairs = save_on_cpu(arguments=True), save_on_disk(tmp_path, arguments=True)
+    plain, cpu, disk = (saved_tensors_report(f, TALL, WIDE) for f in (loss, *(pair(loss) for pair in pairs)))
+    for report in (cpu, disk):
+        packed = [row for row in report.rows if row.note]
+        assert {(row.layer, row.name) for row in packed} >= {("Tanh", "saved[0]"), ("ForwardTanh", "saved[0]")}
+        assert report.input_bytes == 0
+        assert "computed again" not in str(report)
+    assert cpu.total_bytes == cpu.host_bytes == sum(row.bytes for row in cpu.rows)
+    assert cpu.total_bytes <= plain.total_bytes + plain.input_bytes  # what follows from a packed tensor is not kept
+    assert all("host" in row.note for row in disk.rows if row.dtype == "float32")
+    assert disk.total_bytes < 200
+    assert disk.total_unpacked_bytes == cpu.total_unpacked_bytes

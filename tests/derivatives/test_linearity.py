@@ -1,0 +1,336 @@
+"""Forward mode transposes backward: one that is not proved linear is refused, and one that is linear is not."""
+
+import functools
+import os
+
+import hypothesis
+import hypothesis.strategies
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import PyLayer
+from tests.kit.layers import Multiply, Square, Tanh, layer
+from tests.kit.modes import EAGER_AND_JIT
+
+EXAMPLES = int(os.environ.get("PYLAYER_JAX_EXAMPLES", "100"))
+MASK = jnp.array([True, False, True])
+FLAG = jnp.array(True)
+ZEROS = np.zeros(3, np.float32)
+X = jnp.array([0.3, 0.7, -0.2])
+T = jnp.array([1.0, 2.0, 3.0])
+
+
+def ruled(backward, forward=lambda ctx, x: x * 1.0, **flags):
+    """A layer with that function of the cotangent for its backward."""
+    return layer(forward, lambda ctx, dy: backward(dy), **flags)
+
+
+def both_ways(made):
+    """The derivative along T, by jvp and from vjp, in eager mode."""
+    tangent = jax.jvp(made.apply, (X,), (T,))[1]
+    _, pull = jax.vjp(made.apply, X)
+    return tangent, jnp.stack([pull(unit)[0] for unit in jnp.eye(3)]) @ T
+
+
+AFFINE = {
+    "add": lambda dy: dy + 1.0,
+    "constant": jnp.ones_like,
+    "where": lambda dy: jnp.where(MASK, dy, 1.0),
+    "select": lambda dy: jax.lax.select(MASK, dy, jnp.ones_like(dy)),
+    "concatenate": lambda dy: jnp.concatenate([dy[:2], jnp.ones(1)]),
+    "stack": lambda dy: jnp.stack([dy[0], dy[1], jnp.float32(1)]),
+    "pad": lambda dy: jnp.pad(dy[:2], (0, 1), constant_values=1.0),
+    "dynamic_update_slice": lambda dy: jax.lax.dynamic_update_slice(dy, jnp.ones(1), (0,)),
+    "at_set": lambda dy: dy.at[0].set(1.0),
+    "at_add": lambda dy: dy.at[0].add(1.0),
+    "into_constant": lambda dy: jnp.ones(3).at[jnp.array([0])].set(dy[:1], unique_indices=True),
+    "fill_value": lambda dy: jnp.take(dy, jnp.array([0, 1, 7]), mode="fill", fill_value=1.0),
+    "complex": lambda dy: jax.lax.complex(dy, jnp.ones(3)).imag + dy,
+    "jit": lambda dy: jax.jit(lambda d: jnp.where(MASK, d, 1.0))(dy),
+    "checkpoint": jax.checkpoint(lambda d: jnp.where(MASK, d, 1.0)),
+    "vmap": jax.vmap(lambda x: jnp.where(FLAG, x, 1.0)),
+    "scan": lambda dy: jax.lax.scan(lambda c, x: (c, x + 1.0), 0.0, dy)[1],
+    "carry": lambda dy: jax.lax.scan(lambda c, x: (c + x, c + x), 1.0, dy)[1],
+    "map": lambda dy: jax.lax.map(lambda x: x + 1.0, dy),
+    "fori_loop": lambda dy: jax.lax.fori_loop(0, 3, lambda i, c: c + 1.0, dy),
+    "while_loop": lambda dy: jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] + 1.0), (0, dy))[1],
+    "while_loop_until": lambda dy: jax.lax.while_loop(lambda c: c.sum() < 9, lambda c: c * 2.0, dy),
+    "cond": lambda dy: jax.lax.cond(FLAG, lambda d: d, jnp.ones_like, dy),
+    "switch": lambda dy: jax.lax.switch(jnp.array(0), [lambda d: d, lambda d: d + 1], dy),
+    "nested_layer": lambda dy: ruled(lambda g: g, lambda ctx, x: x + 1.0).apply(dy),
+    "apply": lambda dy: dy.at[1].apply(lambda v: v + 1.0),
+}
+THROUGH_INTEGERS = {
+    "int8": lambda dy: jnp.round(dy / 0.1).astype(jnp.int8).astype(jnp.float32) * 0.1,
+    "int32": lambda dy: dy.astype(jnp.int32).astype(jnp.float32),
+    "argsort": lambda dy: dy[jnp.argsort(dy)],
+    "isfinite": lambda dy: jnp.where(jnp.isfinite(dy), dy, 0),
+    "sign": lambda dy: dy * (dy > 0).astype(dy.dtype),
+}
+NOT_LINEAR = {
+    "clip": lambda dy: jnp.clip(dy, -1, 1),
+    "relu": jax.nn.relu,
+    "sort": jnp.sort,
+    "square": lambda dy: dy * dy,
+    "product": lambda dy: jnp.ones(3) * (jnp.append(dy, X) @ jnp.append(X, dy)),
+    "divisor": lambda dy: 1 / dy,
+    "solve": lambda dy: jax.lax.custom_linear_solve(lambda v: dy * v, dy, lambda _, b: b, lambda _, b: b),
+    "exp": jnp.exp,
+    "apply_exp": lambda dy: dy.at[1].apply(jnp.exp),
+    "scan_of_sin": lambda dy: jax.lax.scan(lambda c, _: (jnp.sin(c), None), dy, None, length=2)[0],
+    "layer_of_two": lambda dy: Multiply.apply(dy, dy),
+    "layer_of_one": lambda dy: Square.apply(dy),
+    "stop_gradient": jax.lax.stop_gradient,
+}
+REFUSED = AFFINE | THROUGH_INTEGERS | NOT_LINEAR
+OPERATIONS = {  # which the error names, of those that can be one alone
+    "where": "select_n",
+    "isfinite": "is_finite",
+    "argsort": "sort",
+    "sign": "gt",
+    "sort": "sort",
+    "square": "mul",
+    "divisor": "div",
+    "solve": "custom_linear_solve",
+    "exp": "exp",
+    "scan_of_sin": "sin",
+    "stop_gradient": "stop_gradient",
+}
+LINEAR = {
+    "identity": lambda dy: dy,
+    "zero": jnp.zeros_like,
+    "where": lambda dy: jnp.where(MASK, 0.0, 2 * dy),
+    "where_zeros": lambda dy: jnp.where(MASK, dy, ZEROS),
+    "at_set_zero": lambda dy: dy.at[0].set(0.0),
+    "pad": lambda dy: jnp.pad(dy[:2], (0, 1)),
+    "roll": lambda dy: jnp.roll(dy, 1),
+    "flip": lambda dy: dy[::-1],
+    "split": lambda dy: jnp.concatenate(jnp.split(dy, 3)[::-1]),
+    "dynamic_slice": lambda dy: jnp.pad(jax.lax.dynamic_slice(dy, (1,), (2,)), (1, 0)),
+    "cumsum": jnp.cumsum,
+    "mean": lambda dy: dy - dy.mean(),
+    "fft": lambda dy: jnp.fft.fft(dy).real,
+    "take": lambda dy: jnp.take(dy, jnp.array([0, 1, 1])),
+    "index": lambda dy: dy[jnp.array([0, 1, 1])],
+    "segment_sum": lambda dy: jax.ops.segment_sum(dy, jnp.array([0, 1, 1]), 3),
+    "sorted_constant": lambda dy: dy[jnp.argsort(jnp.array([3.0, 1.0, 2.0]))],
+    "one_operand": lambda dy: jnp.where(X > 0.5, dy * X, dy) / X + dy @ jnp.outer(X, X),
+    "scatter": lambda dy: jnp.zeros(5).at[jnp.array([3, 0, 2])].set(dy, unique_indices=True)[:3],
+    "einsum": lambda dy: jnp.einsum("i,ij->j", dy, jnp.ones((3, 3))),
+    "convolve": lambda dy: jnp.convolve(dy, jnp.array([1.0, 2.0, 1.0]), "same"),
+    "triu": lambda dy: jnp.triu(jnp.outer(jnp.ones(3), dy)).sum(0),
+    "solve": lambda dy: jnp.linalg.solve(jnp.eye(3) * 2, dy),
+    "solve_triangular": lambda dy: jax.scipy.linalg.solve_triangular(jnp.eye(3) * 2, dy),
+    "scan": lambda dy: jax.lax.scan(lambda c, x: (c + x, c * 2 + x), 0.0, dy)[1],
+    "fori_loop": lambda dy: jax.lax.fori_loop(0, 3, lambda i, c: c * 2.0, dy),
+    "map": lambda dy: jax.lax.map(lambda x: x * 3.0, dy),
+    "cond": lambda dy: jax.lax.cond(FLAG, lambda d: d, jnp.zeros_like, dy),
+    "jvp_of_a_layer": lambda dy: jax.jvp(Square.apply, (X,), (dy,))[1],
+    "while_loop_of_a_constant": lambda dy: dy * jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0.0),
+    "vmap": jax.vmap(lambda x: jnp.where(True, x, 0.0)),
+    "jit": jax.jit(lambda dy: 2 * dy),
+    "checkpoint": jax.checkpoint(lambda dy: 2 * dy),
+    "nested_layer": lambda dy: ruled(lambda g: g, lambda ctx, x: 3 * x).apply(dy),
+}
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_backward_that_is_not_linear_is_refused(name, mode):
+    made = ruled(REFUSED[name], forward_mode=True)
+    with pytest.raises(TypeError, match=rf"(?s)Made\.backward.*{OPERATIONS.get(name, '')}"):
+        mode(lambda: jax.jvp(made.apply, (X,), (T,)))()
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("name", [name for name in REFUSED if not name.startswith("apply")])  # has no jvp in JAX
+def test_forward_over_reverse_is_refused_or_equals_reverse_over_reverse(name, mode):
+    made = ruled(REFUSED[name])
+    gradient = jax.grad(lambda x: (made.apply(x) ** 2).sum())
+    found, message = outcome(mode(lambda: jax.jvp(gradient, (X,), (T,))[1]))
+    if found is None:
+        assert "Made.backward" in message
+    else:  # under jit, a tangent that nothing depends on is never computed
+        np.testing.assert_allclose(found, jax.jacrev(gradient)(X) @ T)
+
+
+def outcome(function):
+    """The result of a function and None, or None and the message of its TypeError."""
+    try:
+        return function(), None
+    except TypeError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("backward", LINEAR.values(), ids=LINEAR)
+def test_a_linear_backward_is_transposed(backward):
+    tangent, expected = both_ways(ruled(backward, forward_mode=True))
+    np.testing.assert_allclose(tangent, expected, rtol=1e-5, atol=1e-6)
+
+
+# -- generated backwards ---------------------------------------------------------------------------
+
+ONE = hypothesis.strategies.sampled_from(
+    [
+        lambda dy: dy.astype(jnp.bfloat16).astype(jnp.float32),
+        *(LINEAR[name] for name in ("jit", "where", "roll", "cumsum", "mean", "at_set_zero", "index")),
+        *(AFFINE[name] for name in ("add", "where", "at_set", "pad")),
+        *(REFUSED[name] for name in ("int32", "argsort", "sign", "square", "exp")),
+    ]
+)
+WRAPPED = hypothesis.strategies.sampled_from(
+    [
+        lambda f: f,
+        jax.jit,
+        jax.checkpoint,
+        lambda f: lambda d: jax.lax.cond(FLAG, f, lambda d: 3.0 * d, d),
+        lambda f: lambda d: jax.lax.fori_loop(0, 2, lambda _, c: f(c), d),
+        lambda f: lambda d: jax.lax.scan(lambda c, _: (f(c), c), d, None, length=2)[1].sum(0),
+        lambda f: lambda d: jax.vmap(f)(jnp.stack([d, 2 * d])).sum(0),
+        lambda f: lambda d: ruled(lambda g: -g, lambda ctx, x: f(x)).apply(d),
+        lambda f: lambda d: f(d) + d,
+        lambda f: lambda d: f(jnp.zeros(3)) + d,
+    ]
+)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=EXAMPLES, deadline=None, derandomize="PYLAYER_JAX_EXAMPLES" not in os.environ)
+@hypothesis.given(hypothesis.strategies.lists(hypothesis.strategies.tuples(ONE, WRAPPED), min_size=1, max_size=3))
+def test_generated_backwards_are_right_or_refused(steps):
+    def backward(dy):
+        for one, wrap in steps:
+            dy = wrap(one)(dy)
+        return dy
+
+    made = ruled(backward, forward_mode=True)
+    found, message = outcome(lambda: both_ways(made))
+    if found is None:
+        assert "Made.backward" in message
+        return
+    tangent, expected = found
+    # bfloat16 is among the operations, and its rounding is relative to the largest value; a constant is larger.
+    np.testing.assert_allclose(tangent, expected, atol=0.03 * max(1, np.abs(expected).max()))
+    # A map that is not refused is linear.
+    twice = 2 * backward(T)
+    np.testing.assert_allclose(backward(2 * T), twice, atol=0.03 * max(1, np.abs(twice).max()))
+
+
+# -- layers within backward -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["plain", "forward_mode"])
+@EAGER_AND_JIT
+def test_a_layer_in_backward_is_the_linear_map_of_its_forward(flag, mode):
+    reverse = ruled(lambda dy: -dy, forward_mode=flag)
+    outer = ruled(lambda dy: 2 * reverse.apply(dy), lambda ctx, x: 2 * x, forward_mode=True)
+    tangent, expected = mode(lambda: both_ways(outer))()
+    np.testing.assert_allclose(tangent, expected)
+    np.testing.assert_allclose(tangent, 2 * T)
+
+
+class TanhOfLayers(Tanh):
+    """Its backward applies a layer, to a cotangent and to a saved tensor."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensor()
+        return dy - Multiply.apply(dy, Multiply.apply(y, y))
+
+
+SineOfLayers = layer(jnp.sin, lambda x, dy: Multiply.apply(dy, jnp.cos(x)), plain=True)
+
+
+def of_layers(x, w):
+    return Multiply.apply(Multiply.apply(x, TanhOfLayers.apply(x)), SineOfLayers.apply(w))
+
+
+def of_operations(x, w):
+    return x * jnp.tanh(x) * jnp.sin(w)
+
+
+PROGRAMS = {
+    "eager": lambda f: lambda x, w: (f(x, w) ** 2).sum(),
+    "jit": lambda f: jax.jit(lambda x, w: (f(x, w) ** 2).sum()),
+    "checkpoint": lambda f: jax.checkpoint(lambda x, w: (f(x, w) ** 2).sum()),
+    "scan": lambda f: lambda x, w: jax.lax.scan(lambda c, v: (c + f(c, v), c), x.sum(), w)[0],
+    "cond": lambda f: lambda x, w: jax.lax.cond(FLAG, lambda: f(x, w).sum() ** 2, lambda: x.sum()),
+}
+SECOND = {
+    "hessian": lambda f: jax.hessian(f, (0, 1))(X, T),
+    "jit of hessian": lambda f: jax.jit(jax.hessian(f))(X, T),
+    "vmap of hessian": lambda f: jax.vmap(jax.hessian(f))(X[None], T[None]),
+    "reverse over reverse": lambda f: jax.jacrev(jax.grad(f))(X, T),
+    "mixed": lambda f: jax.jacfwd(jax.grad(f, 0), 1)(X, T),
+    "other mixed": lambda f: jax.jacfwd(jax.grad(f, 1), 0)(X, T),
+    "mixed of vmap": lambda f: jax.jvp(lambda w: jax.vmap(jax.grad(f))(X[None], w), (T[None],), (X[None],))[1],
+    "linearize": lambda f: jax.linearize(jax.grad(f, (0, 1)), X, T)[1](T, X),
+    "gradient of a product with the Hessian": lambda f: jax.grad(
+        lambda x: sum(map(jnp.sum, jax.jvp(jax.grad(f, (0, 1)), (x, T), (T, X))[1]))
+    )(X),
+}
+
+
+SAME = {"jit": "eager", "checkpoint": "eager"}
+
+
+@functools.cache
+def without_layers(second, program):
+    return jax.jit(lambda: SECOND[second](PROGRAMS[program](of_operations)))()
+
+
+@pytest.mark.parametrize(
+    ("second", "program"),
+    [
+        (second, program)
+        for second in SECOND
+        for program in PROGRAMS
+        if "of hessian" not in second or program == "eager"
+    ],
+)
+def test_a_backward_that_applies_layers_needs_no_flag(second, program):
+    found, expected = SECOND[second](PROGRAMS[program](of_layers)), without_layers(second, SAME.get(program, program))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected)
+
+
+@pytest.mark.parametrize("mode", [jax.hessian, lambda f: jax.jit(jax.hessian(f)), lambda f: jax.hessian(jax.jit(f))])
+def test_a_layer_in_backward_that_is_not_linear_is_named(mode):
+    class Square(PyLayer):
+        forward = staticmethod(lambda ctx, x: x * x)
+        backward = staticmethod(lambda ctx, dy: dy)
+
+    outer = ruled(Square.apply)
+    with pytest.raises(TypeError, match=r"Made\.backward|Square"):
+        mode(lambda x: (outer.apply(x) ** 2).sum())(X)
+
+
+def test_forward_mode_inside_reverse_mode_still_needs_a_rule():
+    with pytest.raises(TypeError, match="Multiply"):
+        jax.grad(lambda w: jax.jvp(lambda x: Multiply.apply(x, w), (X,), (T,))[1].sum())(T)
+
+
+def test_a_backward_with_a_layer_that_saves_an_intermediate():
+    class Inner(PyLayer):
+        @staticmethod
+        def forward(ctx, x, c):
+            wave = jnp.sin(x)
+            ctx.save_for_backward(wave, jnp.cos(x))
+            return wave * c
+
+        @staticmethod
+        def backward(ctx, dy):
+            wave, slope = ctx.saved_tensor()
+            return None, dy * wave
+
+    outer = layer(lambda x: -jnp.cos(x), Inner.apply, plain=True)
+
+    def loss(x):
+        return jnp.sum(outer.apply(x) * x)
+
+    # The gradient of the loss is Inner(x, x) - cos(x), and the rule of Inner has a gradient only for its second input.
+    x = jnp.asarray([0.3, 1.2])
+    for run in (lambda f: f, jax.jit):
+        for second in (jax.jacrev(jax.grad(loss)), jax.hessian(loss)):
+            np.testing.assert_allclose(run(second)(x), jnp.diag(2 * jnp.sin(x)), rtol=1e-5, atol=1e-6)

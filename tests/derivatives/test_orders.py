@@ -1,0 +1,377 @@
+"""The rule at every order: pinned numbers, how often methods run, what a saved object counts as."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import Function, PyLayer, once_differentiable
+from tests.kit.case import ruled
+from tests.kit.layers import Multiply, layer
+from tests.kit.modes import SECOND, STAGED
+from tests.layers.features import AskedLinear, DoubledTanh, Round
+
+grad = jax.grad
+
+WITHIN = {
+    "plain": lambda f: f,
+    **STAGED,
+    "scan of checkpoint": lambda f: STAGED["scan"](jax.checkpoint(f)),
+}
+within = pytest.mark.parametrize("place", WITHIN)
+# What stages a function as jit, or as a scan, does.
+ALIKE = ("cond", "fori_loop", "scan of checkpoint")
+some_within = pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=pytest.mark.slow) if place in ALIKE else place for place in WITHIN]
+)
+
+
+@some_within
+def test_doubled_tanh_applied_twice(place):
+    f = WITHIN[place](lambda x: DoubledTanh.apply(DoubledTanh.apply(x)))
+    for second in (grad(grad(f)), grad(jax.jit(grad(f))), jax.jit(jax.hessian(f))):
+        np.testing.assert_allclose(second(0.3), -10.9068, rtol=1e-5)
+    for third in (grad(grad(grad(f))), jax.jit(jax.hessian(grad(f)))):
+        np.testing.assert_allclose(third(0.3), -64.157, rtol=1e-5)
+
+
+def test_plain_custom_vjp_loses_the_rule():
+    # A plain custom_vjp function gives other second derivatives than a layer with the same rule.
+    @jax.custom_vjp
+    def plain(x):
+        return jnp.tanh(x)
+
+    plain.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, dy: (2 * dy * (1 - y**2),))
+    plain_round = ruled(lambda x: jnp.round(x), lambda _, dy: (dy,))
+    for second, f, expected in (
+        (0.3, plain, -1.0664),
+        (0.3, DoubledTanh.apply, -2.1327),
+        (1.3, lambda x: plain_round(x) ** 3, 0.0),
+        (1.3, lambda x: Round.apply(x) ** 3, 6.0),
+    ):
+        np.testing.assert_allclose(grad(grad(f))(second), expected, rtol=1e-4)
+
+
+def test_when_the_rule_of_jax_itself_may_take_its_place():
+    """If this fails with the oldest supported jax, `jax.custom_jvp` holds in scans, and may carry the rule."""
+
+    @jax.custom_jvp
+    def tanh(x):
+        return jnp.tanh(x)
+
+    @tanh.defjvp
+    def rule(primals, tangents):
+        y = tanh(*primals)
+        return y, 2 * tangents[0] * (1 - y**2)
+
+    def twice(x):
+        return jax.lax.scan(lambda c, _: (tanh(c), None), x, None, length=2)[0]
+
+    is_right = jax.__version_info__ >= (0, 12)
+    np.testing.assert_allclose(
+        jax.grad(jax.grad(twice))(jnp.float32(0.3)), -10.9068 if is_right else -3.7074, rtol=1e-4
+    )
+
+
+def test_one_array_in_two_places():
+    x = jnp.array([0.5, -1.5])
+    expected = jax.hessian(lambda v: jnp.sum(v * x * v))(x)
+    np.testing.assert_allclose(jax.hessian(lambda v: jnp.sum(Multiply.apply(v, x) * v))(x), expected)
+    np.testing.assert_allclose(jax.hessian(lambda v: jnp.sum(Multiply.apply(v, v)))(x), 2 * np.eye(2))
+    np.testing.assert_allclose(grad(lambda v: grad(lambda u: jnp.sum(Multiply.apply(u, u) * v))(v).sum())(x), 4 * x)
+
+
+@pytest.mark.parametrize(
+    ("transform", "runs", "expected"),
+    [
+        (lambda f: f, 1, 9),
+        (grad, 1, 6),
+        (lambda f: grad(grad(f)), 1, 2),
+        (lambda f: jax.jit(grad(f)), 1, 6),
+        (lambda f: jax.jit(grad(grad(f))), 1, 2),
+        (jax.hessian, 1, 2),
+        (lambda f: grad(jax.jit(f)), 1, 6),  # staged by jit, then differentiated
+    ],
+)
+def test_forward_runs_once_per_application(transform, runs, expected):
+    calls = []
+
+    class Noisy(PyLayer):
+        """Saves an intermediate, which another run would make another number."""
+
+        @staticmethod
+        def forward(ctx, x):
+            calls.append(x)
+            scaled = x * np.float32(len(calls))
+            ctx.save_for_backward(scaled)
+            return scaled * scaled
+
+        @staticmethod
+        def backward(ctx, dy):
+            (scaled,) = ctx.saved_tensor()
+            return 2 * dy * scaled * np.float32(len(calls))
+
+    found = transform(Noisy.apply)(jnp.float32(3.0))
+    assert (len(calls), found) == (runs, expected)
+
+
+def test_needs_input_grad_widens_at_the_outer_order():
+    x, w = jnp.ones((2, 2)) * 0.3, jnp.array([[0.2, -0.5], [0.7, 0.1]])
+
+    def inner(apply):
+        # The inner gradient is that with respect to x; the outer one is with respect to w too.
+        return lambda x, w: jnp.sum(grad(lambda x: jnp.sum(jnp.sin(apply(x, w))))(x) ** 2)
+
+    def mapped(apply):
+        return lambda x, w: jax.vmap(inner(apply), in_axes=(0, None))(jnp.stack([x, 2 * x]), w).sum()
+
+    for build in (inner, mapped):
+        expected = jax.jit(grad(build(jnp.matmul), 1))(x, w)
+        for run in (lambda f: f, jax.jit):
+            ours = run(grad(build(lambda x, w: AskedLinear.apply(x, w, "static")), 1))(x, w)
+            np.testing.assert_allclose(ours, expected, rtol=1e-5)
+
+
+# -- host code ----------------------------------------------------------------------------------------
+
+
+class Host(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.asarray(np.exp(np.asarray(x)))
+        assert float(x) > 0
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, d):
+        (y,) = ctx.saved_tensor()
+        return d * y
+
+
+HostOfIntermediate = layer(forward=lambda ctx, x: Host.forward(ctx, x) * 1, base=Host, name="HostOfIntermediate")
+
+
+class HostWithForwardMode(Host):
+    forward_mode = True
+
+
+@pytest.mark.parametrize("layer", [Host, HostOfIntermediate, HostWithForwardMode])
+def test_host_code_in_forward_has_a_first_derivative_in_eager_mode(layer):
+    x = jnp.float32(0.5)
+    np.testing.assert_allclose(grad(layer.apply)(x), np.exp(0.5), rtol=1e-6)
+    with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
+        jax.jit(grad(layer.apply))(x)
+    assert f"{layer.__name__}.forward" in "".join(caught.value.__notes__)
+    for second in (grad(grad(layer.apply)), jax.hessian(layer.apply)):
+        with pytest.raises(TypeError, match=rf"(?s){layer.__name__}.*jax\.pure_callback"):
+            second(x)
+
+
+# -- @once_differentiable -----------------------------------------------------------------------------
+
+
+class Once(PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return jnp.sin(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        assert ctx.needs_input_grad == (True,)
+        return dy * jnp.cos(ctx.saved_tensor()[0])
+
+
+class OnceOnHost(Once):
+    backward = staticmethod(once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(ctx.saved_tensor()[0])))
+
+
+class OnceOnHostOfAttribute(OnceOnHost):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.x = x
+        return jnp.sin(x)
+
+    backward = staticmethod(once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(np.asarray(ctx.x))))
+
+
+class OnceForward(Once):
+    forward_mode = True
+
+
+class OnceWithJvp(Once):
+    """Its `jvp` may be differentiated."""
+
+    jvp = staticmethod(lambda ctx, t: t * jnp.cos(ctx.saved_tensor()[0]))
+
+
+def pushed(f):
+    return lambda x: jax.jvp(f, (x,), (1.0,))[1]
+
+
+TWICE_IN_REVERSE = {
+    "grad of grad": lambda f: grad(grad(f)),
+    "hessian": jax.hessian,
+    "jit of grad of grad": lambda f: jax.jit(grad(grad(f))),
+    "grad of jit of grad": lambda f: grad(jax.jit(grad(f))),
+    "jit of hessian": lambda f: jax.jit(jax.hessian(f)),
+}
+TWICE_FORWARD = {
+    "jvp of jvp": lambda f: pushed(pushed(f)),
+    "grad of jvp": lambda f: grad(pushed(f)),
+    "jit of jvp of jvp": lambda f: jax.jit(pushed(pushed(f))),
+    "jit of grad of jvp": lambda f: jax.jit(grad(pushed(f))),
+}
+
+
+@pytest.mark.parametrize("layer", [Once, OnceOnHost, OnceOnHostOfAttribute, OnceForward, OnceWithJvp])
+def test_once_differentiable(layer):
+    on_host = issubclass(layer, OnceOnHost)
+    firsts = [grad] if on_host else [grad, lambda f: jax.jit(grad(f)), lambda f: grad(jax.jit(f))]
+    if layer in (OnceForward, OnceWithJvp):
+        firsts += [pushed, lambda f: jax.jit(pushed(f))]
+    for first in firsts:
+        np.testing.assert_allclose(first(layer.apply)(0.3), np.cos(0.3), rtol=1e-6)
+    refused = dict(list(TWICE_IN_REVERSE.items())[: 2 if on_host else None])
+    if layer is OnceForward:
+        refused |= TWICE_FORWARD
+    for name, second in refused.items():
+        with pytest.raises(RuntimeError, match=r"Once.*once_differentiable"):
+            pytest.fail(f"{name}: {second(layer.apply)(0.3)}")
+    if layer is OnceWithJvp:
+        for second in TWICE_FORWARD.values():
+            np.testing.assert_allclose(second(layer.apply)(0.3), -np.sin(0.3), rtol=1e-6)
+
+
+@within
+def test_once_differentiable_backward_may_be_transposed(place):
+    f, x = WITHIN[place](Once.apply), 2.0
+
+    def transposed(t):
+        return jax.linear_transpose(lambda dy: jax.vjp(f, x)[1](dy)[0], x)(t)[0]
+
+    for run in (transposed, jax.jit(transposed)):
+        np.testing.assert_allclose(run(0.5), 0.5 * np.cos(x), rtol=1e-6)  # no derivative of backward, linear in dy
+
+
+# -- what a saved object counts as, in every transform ---------------------------------------------
+
+
+grad = jax.grad
+X, S, C = 0.7, np.sin(0.7), np.cos(0.7)
+ways = pytest.mark.parametrize("second", SECOND.values(), ids=list(SECOND))
+
+
+def saves(forward, save, marks_last=False, kind="PyLayer", **attributes):
+    """A layer of one input, which saves save(inputs, outputs); its second derivative is the one of `save`."""
+
+    def set_up(ctx, inputs, output):
+        ctx.save_for_backward(save(*inputs, output))
+        if marks_last:
+            ctx.mark_non_differentiable(output[-1])
+
+    def forward_with_ctx(ctx, x):
+        output = forward(x)
+        set_up(ctx, (x,), output)
+        return output
+
+    methods = {"backward": staticmethod(lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0])}
+    if kind == "PyLayer":
+        return type("Saves", (PyLayer,), methods | {"forward": staticmethod(forward_with_ctx)} | attributes)
+    methods |= {"forward": staticmethod(forward), "setup_context": staticmethod(set_up)}
+    return type("Saves", (Function,), methods | attributes)
+
+
+TWO = jnp.float32(2.0)
+NUMPY_TWO = np.array(2.0, np.float32)
+two_results = jax.jit(lambda x: (jnp.sin(x), x**3))
+
+# name: forward, what is saved (x, output), the second derivative of the sum of the outputs at X. As backward is dy * m,
+# the derivative of m is: the own one for an input, m for an output (the rule), through forward for an intermediate.
+CASES = {
+    "an input that is returned": (lambda x: x, lambda x, y: x * x, 2 * X),
+    "a no-op by astype": (lambda x: x.astype(x.dtype), lambda x, y: x * x, 2 * X),
+    "a no-op by reshape": (lambda x: x.reshape(x.shape), lambda x, y: x * x, 2 * X),
+    "a no-op by real": (lambda x: jnp.real(x), lambda x, y: x * x, 2 * X),
+    "a new value": (lambda x: x + 0, lambda x, y: x * x, 2 * X),
+    "an input in a list": (lambda x: [x], lambda x, y: x * x, 2 * X),
+    "the input as the output": (lambda x: x, lambda x, y: y, 1.0),
+    "an output": (jnp.sin, lambda x, y: y, S),
+    "computed from the output": (jnp.sin, lambda x, y: y * y, 2 * S * S**2),
+    "computed from the output and the input": (jnp.sin, lambda x, y: y * x, S * X * X + S),
+    "one object twice": (lambda x: (lambda y: (y, y))(jnp.sin(x)), lambda x, y: y[0] * y[0], 2 * 2 * S * S**2),
+    "one object twice, the first": (lambda x: (lambda y: (y, y))(jnp.sin(x)), lambda x, y: y[0], 2 * S),
+    "of a constant that is returned": (lambda x: TWO, lambda x, y: x * TWO, 2.0),
+    "a constant that is returned": (lambda x: (x * 1, TWO), lambda x, y: TWO, 2 * 2.0),
+    "a NumPy constant that is returned": (lambda x: (x * 1, NUMPY_TWO), lambda x, y: y[1], 2 * 2.0),
+    "one of two results of an operation": (
+        lambda x: two_results(x)[0],
+        lambda x, y: two_results(x)[1] * y,
+        S * X**3 * X**3 + S * 3 * X**2,
+    ),
+}
+
+
+# The same, where the last output is marked: saved, it is a constant; for what is computed from it, it is plain code.
+MARKED = {
+    "a marked output": (lambda x: (x * 1, x**3), lambda x, ys: ys[1], 0.0),
+    "computed from a marked output": (lambda x: (x * 1, x**3), lambda x, ys: ys[1] * 2 * ys[1], 12 * X**5),
+    "computed from a marked input": (lambda x: (jnp.cos(x), x), lambda x, ys: -jnp.sin(x), -C),
+}
+
+
+@ways
+@pytest.mark.parametrize("kind", ["PyLayer", "setup_context"])
+def test_second_derivative_by_what_is_saved(kind, second):
+    for forward_mode in (False, True) if kind == "PyLayer" else (True,):
+        for name, (forward, save, expected) in (CASES | MARKED).items():
+            apply = saves(forward, save, name in MARKED, kind, forward_mode=forward_mode).apply
+            found = second(lambda x: sum(jax.tree.leaves(apply(x))))(jnp.float32(X))  # noqa: B023
+            np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=f"{name}, {forward_mode=}")
+
+
+# -- Refs ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_a_ref_that_forward_makes_is_right_at_every_order(forward_mode):
+    def saved(x, _):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = x**3
+        return ref[...]
+
+    apply = saves(lambda x: x * 1, saved, forward_mode=forward_mode).apply
+    for within in (lambda f: f, STAGED["jit"], STAGED["checkpoint"], STAGED["cond"]):
+        f = within(apply)
+        np.testing.assert_allclose(grad(f)(X), X**3, rtol=1e-5)
+        np.testing.assert_allclose(jax.jit(grad(f))(X), X**3, rtol=1e-5)
+    for name, second in SECOND.items():
+        if "of vmap" not in name:
+            np.testing.assert_allclose(second(apply)(jnp.float32(X)), 3 * X**2, rtol=1e-5, err_msg=name)
+
+
+def test_a_ref_that_forward_closes_over_is_refused_where_it_is_traced():
+    def run(derivative):
+        ref = jax.new_ref(jnp.zeros(()))
+
+        class Counts(PyLayer):
+            @staticmethod
+            def forward(ctx, x):
+                ref[...] += x
+                return x * ref[...]
+
+            @staticmethod
+            def backward(ctx, dy):
+                return 3 * dy
+
+        return derivative(Counts.apply)(jnp.float32(2.0)), ref[...]
+
+    assert run(grad) == (3, 2)  # on concrete values
+    scanned = lambda f: grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0])  # noqa: E731
+    for traced in (lambda f: grad(jax.jit(f)), scanned, lambda f: jax.jit(grad(f)), lambda f: grad(grad(f))):
+        with pytest.raises(TypeError, match=r"Counts.*as an argument"):
+            run(traced)

@@ -1,0 +1,334 @@
+"""What a generated layer has to compute, in plain JAX, which shares no code with the package.
+
+A layer becomes nested `jax.custom_vjp` functions, one per order of derivative: the rule of each takes the outputs, and
+the saved values, from the next function, so that a derivative of an output, or of a saved output, follows the custom
+rule again. The innermost is the bare `forward`. What a saved object counts as (the contract, section 7):
+
+- an object that is an input counts as that input, also where it is returned as well; each argument is an input of its
+  own, also where one array is passed twice;
+- a closed-over array is a constant for what is computed from it; if it is returned and saved, it is that output;
+- an operation that does nothing, for which JAX hands back its operand, is its operand;
+- an object that is an output carries the rule; of one that is returned twice, the last counts;
+- all else is an intermediate: what `forward` makes of the inputs and of those outputs that carry the rule;
+- an output that is marked as not differentiable carries no rule: saved, it is a constant of later derivatives; what
+  `forward` computes from it is an intermediate. Outside its derivative is zero.
+
+Forward mode is the transpose of the rule, so that a tangent is the Jacobian of reverse mode times the tangent. A Ref is
+an argument of the function, which has a first derivative only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .cases import CONSTANTS, OPERATIONS, Block, Case, Layer
+from .classes import function_of
+
+Tensors = tuple[jax.Array, ...]
+
+
+def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any = None) -> Callable[..., Tensors]:
+    """The layer as a function of its tensors, for derivatives up to that order."""
+    inputs = layer.inputs
+    outputs = [layer.origin(name) for name in layer.outputs]
+    marked = {layer.origin(name) for name in layer.marked}
+    plain = {*inputs, *constants, *marked}
+    carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
+    returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
+    saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
+
+    def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
+        """What each name of `forward` stands for, where some objects are given."""
+        scope = {**constants, **layer.statics, **dict(zip(inputs, xs, strict=True))}
+        for statement in [*layer.body, *layer.later]:
+            if statement.same_as:
+                scope[statement.name] = scope[statement.same_as]
+            elif statement.name in carried:
+                scope[statement.name] = carried[statement.name]
+            else:
+                scope[statement.name] = statement.value(scope)
+        return scope
+
+    def bare(ref: Any, *xs: jax.Array) -> Tensors:
+        if layer.writes == "forward":
+            ref[...] += 1.0
+        scope = names(xs, {})
+        return tuple(jnp.asarray(scope[name]) for name in outputs)
+
+    def gradients(saved: list[jax.Array], xs: Tensors, ref: Any, cotangents: Tensors) -> tuple[Any, ...]:
+        given = [jnp.zeros_like(d) if o in marked else d for d, o in zip(cotangents, outputs, strict=True)]
+        if layer.writes == "backward":
+            ref[...] += sum((jnp.sum(d) for d in given), jnp.zeros((), given[0].dtype))
+
+        def gradient(name: str, x: jax.Array, terms: Any) -> jax.Array:
+            values = [term.value(saved, given[term.output]) for term in terms or []]
+            return sum((layer.fitted(value, name, wide=False) for value in values), jnp.zeros_like(x))
+
+        return None, *map(gradient, inputs, xs, layer.gradients)
+
+    def with_rule(inner: Callable[..., Tensors]) -> Callable[..., Tensors]:
+        def forward(ref: Any, *xs: jax.Array) -> Any:
+            ys = inner(ref, *xs)
+            scope = names(xs, {name: ys[i] for name, i in carries_rule.items()})
+            scope |= {name: ys[returned_constants[o]] for name, o in saved_origins if o in returned_constants}
+            constant = marked.difference(inputs)
+            saved = [jax.lax.stop_gradient(scope[n]) if o in constant else scope[n] for n, o in saved_origins]
+            return ys, (saved, xs, ref)
+
+        function = jax.custom_vjp(inner)
+        function.defvjp(forward, lambda residuals, cotangents: gradients(*residuals, cotangents))
+        return function
+
+    function = bare
+    for _ in range(order):
+        function = with_rule(function)
+
+    def outside(*xs: jax.Array) -> Tensors:
+        ys = function(ref, *xs)
+        return tuple(jax.lax.stop_gradient(y) if o in marked else y for y, o in zip(ys, outputs, strict=True))
+
+    return outside
+
+
+# -- derivatives and transforms, each with its counterpart for the reference -----------------------------
+
+
+def weights(y: Any) -> jax.Array:
+    return jnp.sin(1.0 + jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
+
+
+def _loss(f):
+    return lambda *xs: sum(jnp.sum(weights(y) * jnp.sin(y)) for y in jax.tree.leaves(f(*xs)))
+
+
+def _of_some(f, positions, xs):
+    """`f` of the arguments at those positions, and these."""
+
+    def run(*some):
+        given = dict(zip(positions, some, strict=True))
+        return f(*(given.get(i, x) for i, x in enumerate(xs)))
+
+    return run, [xs[i] for i in positions]
+
+
+def _grad(f, positions):
+    return jax.grad(_loss(f), positions)
+
+
+def _vjp(f, positions):
+    def run(*xs):
+        g, some = _of_some(f, positions, xs)
+        ys, pull = jax.vjp(g, *some)
+        return pull(jax.tree.map(weights, ys))
+
+    return run
+
+
+def _jvp(f, positions):
+    def run(*xs):
+        g, some = _of_some(f, positions, xs)
+        return jax.jvp(g, some, [weights(x) for x in some])[1]
+
+    return run
+
+
+def _linearize(f, positions):
+    def run(*xs):
+        g, some = _of_some(f, positions, xs)
+        return jax.linearize(g, *some)[1](*(weights(x) for x in some))
+
+    return run
+
+
+def _jvp_in_reverse(f, positions):
+    """The Jacobian of reverse mode, times the tangent."""
+
+    def run(*xs):
+        g, some = _of_some(f, positions, xs)
+        jacobian = jax.jacrev(g, tuple(range(len(some))))(*some)
+
+        def times_tangent(_, row):
+            return sum(jnp.tensordot(j, weights(x), x.ndim) for j, x in zip(row, some, strict=True))
+
+        return jax.tree.map(times_tangent, jax.eval_shape(g, *some), jacobian)
+
+    return run
+
+
+def _jacrev(f, positions):
+    return jax.jacrev(f, positions)
+
+
+SCALES = (1.0, 0.5, 0.8)
+
+
+def _along(x, axis):
+    return max(axis, -1 - x.ndim) if axis < 0 else axis
+
+
+def _vmap(f, how):
+    axes, out_axis = how
+
+    def run(*xs):
+        scales = SCALES[: max(2, *(x.shape[-1] if x.ndim else 2 for x in xs))]
+        stacked = [
+            x if a is None else jnp.stack([s * x for s in scales], _along(x, a)) for x, a in zip(xs, axes, strict=True)
+        ]
+        return jax.tree.map(lambda y: y.sum(out_axis), jax.vmap(f, axes, out_axis)(*stacked))
+
+    return run
+
+
+def _one_by_one(f, how):
+    axes, _ = how
+
+    def run(*xs):
+        scales = SCALES[: max(2, *(x.shape[-1] if x.ndim else 2 for x in xs))]
+        examples = [[x if a is None else s * x for x, a in zip(xs, axes, strict=True)] for s in scales]
+        return jax.tree.map(lambda *ys: sum(ys[1:], ys[0]), *(f(*example) for example in examples))
+
+    return run
+
+
+def _scan(f, _):
+    def run(*xs):
+        scales = jnp.array([1.0, 0.7], xs[0].dtype)
+        _, ys = jax.lax.scan(lambda carry, scale: (carry, f(*(x * scale for x in xs))), 0, scales)
+        return jax.tree.map(lambda y: y.sum(0), ys)
+
+    return run
+
+
+def _twice(f, _):
+    return lambda *xs: jax.tree.map(jnp.add, f(*xs), f(*(0.7 * x for x in xs)))
+
+
+def _branch(f, _):
+    return lambda *xs: jax.lax.cond(xs[0].sum() < 1e3, f, lambda *xs: jax.tree.map(lambda y: 0 * y, f(*xs)), *xs)
+
+
+def _nothing(f, _):
+    return f
+
+
+STEPS: dict[str, tuple[Any, Any]] = {
+    "": (_nothing, _nothing),
+    "grad": (_grad, _grad),
+    "vjp": (_vjp, _vjp),
+    "jacrev": (_jacrev, _jacrev),
+    "jvp": (_jvp, _jvp_in_reverse),
+    "linearize": (_linearize, _jvp_in_reverse),
+    "jacfwd": (lambda f, positions: jax.jacfwd(f, positions), _jacrev),
+    "jit": (lambda f, _: jax.jit(f), _nothing),
+    "remat": (lambda f, _: jax.checkpoint(f), _nothing),
+    "vmap": (_vmap, _one_by_one),
+    "scan": (_scan, _twice),
+    "cond": (_branch, _nothing),
+}
+DERIVATIVES = {"grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
+
+
+# -- what both sides make of a case ------------------------------------------------------------------------
+
+
+def computed(case: Case, package: Any) -> Any:
+    """What the layers of `package` make of a case."""
+    block = {place: _hooks(block, package) for place, block in case.blocks.items()}
+    constants = _arrays(case, CONSTANTS)
+
+    def run() -> Any:
+        ref = _ref(case)
+        layers = {layer.name: function_of(layer, package, constants, ref) for layer in case.layers}
+        program = _around(block.get("inside"), _program(case, layers, constants, 0))
+        return _applied(case, program, 0), None if ref is None else ref[...]
+
+    # JAX compiles a jitted function that closes over a Ref only within another one.
+    return _around(block.get("outside"), jax.jit(run) if _writes(case) else run)()
+
+
+def expected(case: Case) -> Any:
+    order = sum(name in DERIVATIVES for name, _ in case.steps)
+
+    def run() -> Any:
+        ref, constants = _ref(case), _arrays(case, CONSTANTS)
+        layers = {layer.name: reference_of(layer, constants, order, ref) for layer in case.layers}
+        return _applied(case, _program(case, layers, constants, 1), 1), None if ref is None else ref[...]
+
+    # One program: operation by operation it takes four times as long.
+    return jax.jit(run)()
+
+
+def _writes(case: Case) -> bool:
+    return any(layer.writes for layer in case.layers)
+
+
+def _ref(case: Case) -> Any:
+    return jax.new_ref(jnp.zeros((), case.dtype)) if _writes(case) else None
+
+
+def _arrays(case: Case, names: Any) -> dict[str, Any]:
+    """NumPy where the name says so."""
+    return {k: (np if k[0] == "N" else jnp).asarray(case.values[k], case.dtype) for k in names}
+
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "same": (lambda x: x, lambda x: x),
+    "boxed": (lambda x: {"x": [x]}, lambda packed: packed["x"][0]),
+    "negated": (
+        lambda x: -x if jnp.issubdtype(x.dtype, jnp.floating) else (x,),
+        lambda p: p[0] if type(p) is tuple else -p,
+    ),
+}
+
+
+def _hooks(block: Block, package: Any) -> tuple[Any, str]:
+    options = {"differentiable": True} if block.differentiable else {}
+    return package.saved_tensors_hooks(*PAIRS[block.pair], **options), block.form
+
+
+def _around(block: tuple[Any, str] | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    hooks, form = block or (contextlib.nullcontext(), "with")
+
+    def run(*args: Any) -> Any:
+        with hooks:
+            return function(*args)
+
+    return run if form == "with" else hooks(function)
+
+
+def _program(case: Case, layers: dict[str, Any], constants: dict[str, Any], which: int) -> Callable[..., Tensors]:
+    shapes = {layer.name: [layer.shapes[name] for name in layer.inputs] for layer in case.layers}
+
+    def program(*xs: Any) -> Tensors:
+        pool = constants | dict(zip(case.inputs, xs, strict=True))
+        for call in case.calls:
+            given = [pool[name] for name in call.arguments]
+            if call.layer is None:
+                found = (OPERATIONS[call.operation](*given),)
+            else:
+                name, how = call.around
+                given = [_in_shape(x, shape) for x, shape in zip(given, shapes[call.layer], strict=True)]
+                found = STEPS[name][which](layers[call.layer], how)(*given)
+            pool |= dict(zip(call.results, found, strict=True))
+        return tuple(pool[name] for name in case.results)
+
+    return program
+
+
+def _in_shape(x: Any, shape: tuple[int, ...]) -> Any:
+    """A tensor in the shape that a layer takes; the same object where it has it."""
+    if x.shape == shape:
+        return x
+    return jnp.mean(x).reshape(shape) if np.prod(shape) == 1 else jnp.broadcast_to(x, shape)
+
+
+def _applied(case: Case, function: Any, which: int) -> Any:
+    for name, how in case.steps:
+        function = STEPS[name][which](function, how)
+    return function(*_arrays(case, case.inputs).values())

@@ -1,1 +1,0 @@
-"""Layers, programs and stacks of transforms, drawn at random; what they have to compute."""

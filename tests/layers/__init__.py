@@ -1,0 +1,11 @@
+"""Layers as people write them, each beside a reference in plain JAX: importing this package fills `CASES`.
+
+A case meets every transform of tests/kit/transforms.py. The reference has the layer's intended gradient at first and
+second order under ordinary differentiation.
+"""
+
+from tests.kit.case import CASES
+
+from . import after_paddle, after_torch, features  # noqa: F401
+
+__all__ = ["CASES"]

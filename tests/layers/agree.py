@@ -1,0 +1,440 @@
+"""Layers that Paddle, torch and this library agree on, also under saved-tensor hooks."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+
+from tests.kit.oracle import Mine, Table, X, Y, Z, fail
+
+SHARED = Table()
+
+
+@SHARED.add()
+def straight_through(of):
+    return of.layer(lambda ctx, x: of.round(x * 3), lambda ctx, dy: dy).apply
+
+
+def doubled_tanh(of):
+    def forward(ctx, x):
+        y = of.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    def backward(ctx, dy):
+        (y,) = of.saved(ctx)
+        return 2 * dy * (1 - y * y)
+
+    return of.layer(forward, backward)
+
+
+@SHARED.add(orders=3)
+def saved_output(of):
+    return doubled_tanh(of).apply
+
+
+def doubled_sine(of):
+    def backward(ctx, dy):
+        (x,) = of.saved(ctx)
+        return 2 * dy * of.cos(x)
+
+    return of.layer(of.saving(lambda x: of.sin(x)), backward)
+
+
+@SHARED.add(orders=3)
+def saved_input(of):
+    return doubled_sine(of).apply
+
+
+@SHARED.add()
+def applied_to_its_output(of):
+    layer = doubled_tanh(of)
+    return lambda x: layer.apply(layer.apply(x))
+
+
+def product(of):
+    """Saves its inputs, and reads them once."""
+
+    def backward(ctx, dy):
+        a, b = of.saved(ctx)
+        return dy * b, dy * a
+
+    return of.layer(of.saving(lambda a, b: a * b), backward)
+
+
+@SHARED.add(orders=0)
+def jacobian(of):
+    layer = product(of)
+    return of.jacobian(lambda x: layer.apply(x, of.sin(x)))
+
+
+@SHARED.add(orders=0)
+def hessian(of):
+    layer = product(of)
+    return of.hessian(lambda x: layer.apply(x, of.sin(x)).sum())
+
+
+@SHARED.add(X, Y)
+def input_and_output_on_attributes(of):
+    def forward(ctx, x, y):
+        z = of.tanh(x) * y
+        ctx.factor, ctx.kept = 3, {"input": (x, None), "output": [z]}
+        return z
+
+    def backward(ctx, dz):
+        x, z = ctx.kept["input"][0], ctx.kept["output"][0]
+        return dz * z * ctx.factor, dz * of.sin(x)
+
+    return of.layer(forward, backward).apply
+
+
+@SHARED.add()
+def square_of_the_cotangent(of):
+    return of.layer(lambda ctx, x: of.sin(x), lambda ctx, dy: dy * dy).apply
+
+
+@SHARED.add(X, Y)
+def two_inputs(of):
+    def backward(ctx, dy):
+        a, b = of.saved(ctx)
+        return dy * b * 2, dy * a * 3
+
+    return of.layer(of.saving(lambda a, b: a * b), backward).apply
+
+
+@SHARED.add()
+def one_tensor_passed_twice(of):
+    layer = two_inputs(of)
+    return lambda x: layer(x, x)
+
+
+@SHARED.add(X, Y)
+def none_for_an_input(of):
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a)
+        return a * b
+
+    return of.layer(forward, lambda ctx, dy: (None, dy * of.saved(ctx)[0])).apply
+
+
+@SHARED.add()
+def none_for_the_only_input(of):
+    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: (None,))
+    return lambda x: layer.apply(x) + x
+
+
+for used in ((0,), (1,), (0, 1)):
+
+    @SHARED.add(label=str(used), used=used)
+    def two_outputs(of):
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x, of.cast(of.stack([x, x]), "float16")
+
+        def backward(ctx, dy, dz):
+            (x,) = of.saved(ctx)
+            return dy * x * 2 + of.cast(dz, "float32").sum(0) * 3
+
+        return of.layer(forward, backward).apply
+
+    for dialect in ("layer", "function"):
+
+        @SHARED.add(label=f"{dialect}-{used}", used=used)
+        def two_outputs_not_materialized(of, dialect=dialect):
+            def forward(ctx, x):
+                ctx.set_materialize_grads(False)
+                return x * x, of.sin(x)
+
+            def backward(ctx, dy, dz):
+                return (0 if dy is None else dy * 2) + (0 if dz is None else dz * 3)
+
+            return getattr(of, dialect)(forward, backward).apply
+
+
+def marked(of, materialize=True):
+    """The first output is marked; backward gives itself away by a gradient that needs no cotangent."""
+
+    def forward(ctx, x):
+        ctx.set_materialize_grads(materialize)
+        y, z = x * 2, of.sin(x)
+        ctx.mark_non_differentiable(y)
+        return y, z
+
+    layer = of.layer(forward, lambda ctx, dy, dz: of.ones_like(dz) * 7 + dz)
+    return lambda x: (*layer.apply(x), x * 3)
+
+
+@SHARED.add()
+@SHARED.add(label="alone", used=(0, 2))
+def marked_output(of):
+    return marked(of)
+
+
+@SHARED.add()
+def marked_output_not_materialized(of):
+    return marked(of, materialize=False)
+
+
+@SHARED.add(label="constant", used=(1,))
+def no_output_used(of):
+    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy))
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
+def every_output_marked(of):
+    def forward(ctx, x):
+        y = x * 2
+        ctx.mark_non_differentiable(y)
+        return y
+
+    layer = of.layer(forward, lambda ctx, dy: of.ones_like(dy))
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
+def only_an_integer_output(of):
+    layer = of.layer(lambda ctx, x: of.cast(x * 10, "int32"), lambda ctx, dy: of.cast(dy, "float32") + 1)
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
+@SHARED.add(label="alone", used=(1,))
+def integer_and_bool_outputs(of):
+    layer = of.layer(lambda ctx, x: (of.cast(x * 10, "int32"), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
+    return lambda x: (*layer.apply(x), x * 3)
+
+
+@SHARED.add()
+def integer_output_not_materialized(of):
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return of.cast(x * 10, "int32"), x * 2
+
+    return of.layer(forward, lambda ctx, di, dy: dy * 2).apply
+
+
+@SHARED.add()
+def tuple_of_one(of):
+    return of.layer(lambda ctx, x: (of.sin(x),), lambda ctx, dy: dy * 3).apply
+
+
+@SHARED.add()
+def layer_inside_forward(of):
+    inner = doubled_sine(of)
+
+    return of.layer(of.saving(lambda x: inner.apply(x) * 2), lambda ctx, dy: dy * 5 * of.saved(ctx)[0]).apply
+
+
+@SHARED.add(orders=3)
+def itself_inside_backward(of):
+    layer = of.layer(of.saving(lambda x: of.sin(x)), lambda ctx, dy: dy * layer.apply(of.saved(ctx)[0]))
+    return layer.apply
+
+
+@SHARED.add()
+def backward_overridden(of):
+    base = doubled_tanh(of)
+
+    class Tripled(base):
+        @staticmethod
+        def backward(ctx, dy):
+            return base.backward(ctx, dy) * 3
+
+    return lambda x: base.apply(x) * Tripled.apply(x)
+
+
+@SHARED.add(X, Y, wrt=(0,))
+def input_that_needs_no_gradient_returned_beside(of):
+    return of.layer(lambda ctx, x, y: (of.sin(x), y * 1), lambda ctx, dx, dy: (dx * 2, None)).apply
+
+
+@SHARED.add(X, np.array([2, 3], np.int32))
+def integer_input(of):
+    return of.layer(lambda ctx, x, n: x * of.cast(n, "float32"), lambda ctx, dy: (dy * 2, None)).apply
+
+
+@SHARED.add(np.array(0.7, np.float32), np.zeros((0, 2), np.float32))
+def scalars_and_empty_tensors(of):
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x)
+        return of.sin(x), y * 2
+
+    return of.layer(forward, lambda ctx, dx, dy: (dx * of.saved(ctx)[0], dy * 3)).apply
+
+
+def complex_square(of, **members):
+    def backward(ctx, dy):
+        (z,) = of.saved(ctx)
+        return dy * 2 * of.conj(z)
+
+    return of.layer(of.saving(lambda z: z * z), backward, **members).apply
+
+
+@SHARED.add(Z, orders=1)
+def complex_numbers(of):
+    return complex_square(of, complex_convention="paddle")
+
+
+@SHARED.add(X, Y, wrt=(0,), modes=("eager",))  # under a trace each input may need one
+def flags_that_a_method_reads_of_its_arguments(of):
+    def forward(ctx, x, y):
+        of.note([of.needs_gradient(ctx, place, tensor) for place, tensor in enumerate((x, y))])
+        return of.sin(x) + y
+
+    return of.layer(forward, lambda ctx, dy: (dy * 3, None)).apply
+
+
+def noting_what_is_saved(of, save, read):
+    """The log compares it."""
+
+    def forward(ctx, x):
+        if save is not None:
+            ctx.save_for_backward(*save(x))
+        return x * 2
+
+    def backward(ctx, dy):
+        of.note(read(ctx))
+        return dy * 3
+
+    return of.layer(forward, backward).apply
+
+
+# -- under hooks, with the number of calls of each hook --------------------------------------------
+
+
+# How many times the hooks are called: packs and unpacks.
+HOOKS = Table()
+
+
+# Paddle packs all the same.
+@HOOKS.count(orders=0, wrt=(), theirs={"paddle": (2, 0), "torch": (0, 0)}, ours=(0, 0))
+def without_differentiation(of):
+    layer = product(of)
+
+    def fourth_power(x):
+        square = layer.apply(x, x)
+        return square * square
+
+    return of.hooked(fourth_power)
+
+
+@HOOKS.count(X, Y, theirs=(0, 0), ours=(0, 0))
+def behind_a_block_left_by_an_exception(of):
+    layer = product(of)
+
+    def apply(x, y):
+        with contextlib.suppress(Mine):
+            of.hooked(fail)()
+        return layer.apply(x, y) * y
+
+    return apply
+
+
+@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
+def plain_product(of):
+    return of.hooked(of.multiply)
+
+
+@HOOKS.count(theirs=(1, 1), ours=(1, 1))
+def plain_exp(of):
+    return of.hooked(of.exp)
+
+
+@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
+def layer_that_saves_its_inputs(of):
+    return of.hooked(product(of).apply)
+
+
+@SHARED.add(X, Y, orders=1)
+def what_hooks_get_and_when(of):
+    """The log compares it."""
+
+    def pack(x):
+        of.note(("pack", x))
+        return {"hidden": x}
+
+    def unpack(kept):
+        of.note(("unpack", kept))
+        return kept["hidden"]
+
+    return of.hooked(product(of).apply, pack, unpack)
+
+
+@HOOKS.count(theirs=(1, 1), ours=(1, 1))
+def layer_that_saves_its_output(of):
+    return of.hooked(doubled_tanh(of).apply)
+
+
+@HOOKS.count(theirs=(1, 0), ours=(1, 0))
+def layer_that_does_not_ask(of):
+    return of.hooked(of.layer(of.saving(lambda x: x * 2), lambda ctx, dy: dy * 3).apply)
+
+
+@HOOKS.count(theirs=(0, 0), ours=(0, 0))
+def tensor_on_an_attribute(of):
+    def forward(ctx, x):
+        ctx.x = x
+        return of.sin(x)
+
+    return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.x).apply)
+
+
+@HOOKS.count(theirs=(1, 1), ours=(1, 1))
+def integers_saved(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(of.cast(x * 10, "int32"))
+        return x * 2
+
+    return of.hooked(of.layer(forward, lambda ctx, dy: dy * of.cast(of.saved(ctx)[0], "float32")).apply)
+
+
+@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
+def backward_uses_what_unpack_returns(of):
+    return of.hooked(product(of).apply, unpack=lambda kept: kept["hidden"] * 10)
+
+
+@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
+def operation_uses_what_unpack_returns(of):
+    return of.hooked(of.multiply, unpack=lambda kept: kept["hidden"] * 10)
+
+
+# The same tensor is packed once here, and once per use there.
+@HOOKS.count(theirs=(2, 2), ours=(1, 1))
+def square(of):
+    return of.hooked(lambda x: x * x)
+
+
+@HOOKS.count(X, Y, theirs=(4, 4), ours=(2, 4))
+def tensor_kept_by_two_operations(of):
+    return of.hooked(lambda x, y: (x * y, y * x))
+
+
+@HOOKS.count(theirs=(2, 2), ours=(1, 1))
+def layer_of_one_tensor_twice(of):
+    layer = product(of)
+    return of.hooked(lambda x: layer.apply(x, x))
+
+
+# Asking twice unpacks once here.
+@HOOKS.count(X, Y, theirs=(2, 4), ours=(2, 2))
+def saved_tensors_read_twice(of):
+    return of.hooked(
+        of.layer(of.saving(lambda a, b: a * b), lambda ctx, dy: (dy * of.saved(ctx)[1], dy * of.saved(ctx)[0])).apply
+    )
+
+
+@HOOKS.count(X, Y, wrt=(0,), theirs={"paddle": (2, 2), "torch": (1, 1)}, ours=(1, 1))
+def one_factor_needs_a_gradient(of):
+    return of.hooked(of.multiply)
+
+
+# Operations inside forward save nothing that anyone could ask for, but Paddle packs them.
+@HOOKS.count(theirs={"paddle": (3, 1), "torch": (1, 1)}, ours=(1, 1))
+def layer_inside_a_layer(of):
+    inner = product(of)
+
+    return of.hooked(
+        of.layer(of.saving(lambda x: inner.apply(x, x) * 1), lambda ctx, dy: 2 * dy * of.saved(ctx)[0]).apply
+    )

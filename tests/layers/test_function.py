@@ -1,0 +1,414 @@
+"""What `Function` adds to PyLayer, asked of real torch; and each difference, from both sides."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kit.case import numpy_grid as grid
+from tests.kit.oracle import Ours, Table, Torch, X, Y, compare
+
+from .after_torch import layers
+
+# torch's own: its first use of forward mode compiles rules by what it calls deprecated.
+pytestmark = [pytest.mark.frameworks, pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")]
+TABLE = Table()
+
+
+@pytest.fixture
+def theirs(framework):
+    return Torch(framework("torch"))
+
+
+def no_setup(ctx, inputs, output):
+    """A context that keeps nothing, where forward takes none."""
+
+
+# -- the context and backward -----------------------------------------------------------------------
+
+
+def noting_needs(of, style):
+    def run(x, gain, y, z=None, name="none"):
+        return gain * x * y if z is None else gain * x * y + z
+
+    def setup(ctx, inputs, output):
+        x, ctx.gain, y, *rest = inputs
+        ctx.biased = bool(rest) and rest[0] is not None
+        ctx.save_for_backward(x, y)
+        of.note(ctx.needs_input_grad)
+
+    def forward(ctx, *args):
+        setup(ctx, args, None)
+        return run(*args)
+
+    def backward(ctx, dy):
+        of.note(ctx.needs_input_grad)
+        x, y = ctx.saved_tensors
+        grads = ctx.gain * y * dy, None, ctx.gain * x * dy, dy if ctx.biased else None, None
+        return grads[: len(ctx.needs_input_grad)]
+
+    if style == "setup_context":  # where defaults that were not passed count
+        return of.function(run, backward, setup_context=setup).apply
+    return getattr(of, style)(forward, backward).apply
+
+
+for args, *subsets in (
+    ((X, 0.7, Y), (0,), (2,), (0, 2)),
+    ((X, 0.7, Y, X * 2), (0,), (3,), (0, 2, 3)),
+    ((X, 0.7, Y, X * 2, "named"), (2,), (2, 3)),
+):
+    for wrt in subsets:
+        for style in ("layer", "function", "setup_context"):
+            # In a traced forward each tensor may need a gradient.
+            @TABLE.add(*args, label=f"{style}-{len(args)}{wrt}", wrt=wrt, modes=("eager",))
+            def needs_input_grad(of, style=style):
+                return noting_needs(of, style)
+
+
+@TABLE.add()
+def cotangent_that_never_arrives(of):
+    stopped = of.function(lambda ctx, x: x * 2, lambda ctx, dy: (None,))
+    return lambda x: stopped.apply(of.text(layers).MulConstant.apply(x, 2.5)) + of.sin(x)
+
+
+@TABLE.add()
+def statics_among_the_outputs(of):
+    def backward(ctx, *dys):
+        (x,) = ctx.saved_tensors
+        return 2 * x * dys[0] + of.cos(x) * dys[4]
+
+    return of.function(of.saving(lambda x: (x * x, None, "text", 3, of.sin(x))), backward).apply
+
+
+def product_rule(ctx, dy):
+    x, y = ctx.saved_tensors
+    return dy * y, dy * x
+
+
+@TABLE.add(X, Y)
+def saved_twice(of):
+    def forward(ctx, x, y):
+        ctx.save_for_backward(y)
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    return of.function(forward, product_rule).apply
+
+
+@TABLE.add(X, Y)
+def surplus_nones(of):
+    return of.function(of.saving(lambda x, y: x * y), lambda ctx, dy: (*product_rule(ctx, dy), None, None)).apply
+
+
+@TABLE.add()
+def backward_called_vjp(of):
+    return of.function(of.saving(lambda x: x * x), vjp=lambda ctx, dy: 2 * ctx.saved_tensors[0] * dy).apply
+
+
+# What backward gives for x and a number.
+for name, our, give in (
+    ("too few", ValueError, lambda of, dy: dy),
+    ("too many", ValueError, lambda of, dy: (dy, None, dy)),
+    ("list", ValueError, lambda of, dy: [dy, None]),
+    ("shape", ValueError, lambda of, dy: (of.concatenate([dy, dy]), None)),
+    ("for a number", [1], lambda of, dy: (dy, dy)),  # here it is ignored
+):
+
+    @TABLE.differ(X, 2.0, label=name, theirs=RuntimeError, ours=our, match="backward")
+    def wrong_gradient(of, give=give):
+        return of.function(lambda ctx, x, gain: x * gain, lambda ctx, dy: give(of, dy)).apply
+
+
+# Of a product of the input, as torch refuses to change a leaf in place before it looks at anything else.
+for name, record, their, our, match in (
+    ("save_for_backward", lambda ctx, x: ctx.save_for_backward(3), TypeError, TypeError, "save_for_backward"),
+    ("save_for_forward", lambda ctx, x: ctx.save_for_forward(3), AssertionError, TypeError, "save_for_forward"),
+    ("mark_dirty", lambda ctx, x: ctx.mark_dirty(x), RuntimeError, ValueError, "mark_dirty"),
+):
+
+    @TABLE.differ(label=name, theirs=their, ours=our, match=match)
+    def recorded_in_vain(of, record=record):
+        layer = of.function(lambda ctx, x: record(ctx, x) or x * 2, lambda ctx, dy: dy * 2)
+        return lambda x: layer.apply(x * 1)
+
+
+# torch looks at what is saved only if it is needed.
+@TABLE.differ(orders=0, wrt=(), theirs=[2 * X], ours=TypeError, match="save_for_backward")
+def number_saved_though_nothing_is_differentiated(of):
+    return of.function(lambda ctx, x: ctx.save_for_backward(3) or x * 2, lambda ctx, dy: dy * 2).apply
+
+
+@TABLE.differ(theirs=[1], ours=ValueError, match="tensor")
+def no_tensor_among_the_outputs(of):
+    layer = of.function(lambda ctx, x: "text", lambda ctx, dy: dy)
+    return lambda x: (layer.apply(x), x)
+
+
+@TABLE.differ(theirs=RuntimeError, ours=[1])
+def numpy_array_as_the_gradient(of):
+    return of.function(lambda ctx, x: x * 2, lambda ctx, dy: np.ones(2, np.float32)).apply
+
+
+# torch does not see them; here they are tensors of the argument, with a gradient of their own.
+@TABLE.differ(theirs=[1], ours=[3])
+def tensors_in_a_list(of):
+    layer = of.function(lambda ctx, values: values[0] * 2, lambda ctx, dy: ([dy * 2],))
+    return lambda x: (layer.apply([x]), x)
+
+
+@TABLE.differ(theirs=NotImplementedError, ours=NotImplementedError)
+def no_backward(of):
+    return of.function(lambda ctx, x: x * 2).apply
+
+
+@TABLE.differ(theirs=RuntimeError, ours=RuntimeError, match="vjp")
+def both_names_of_backward(of):
+    return of.function(lambda ctx, x: x * 2, lambda ctx, dy: dy, vjp=lambda ctx, dy: dy).apply
+
+
+# -- vmap -------------------------------------------------------------------------------------------
+
+SWAP = np.array([1, 0, 3, 2], np.int32)
+ROWS = grid(3, 4)
+
+
+def slope(of, f):
+    return lambda x: (of.grad(f)(x) * of.cos(of.tensor(np.arange(4, dtype=np.float32)))).sum()
+
+
+def pair(of, f):
+    return lambda x: of.stack([f(x), f(x * 2)])
+
+
+# Of a scalar function of a row, and of rows.
+TRANSFORMS = {
+    "plain": lambda of, f: lambda x: f(x[0]),
+    "grad": lambda of, f: lambda x: of.grad(f)(x[0]),
+    "grad_of_grad": lambda of, f: lambda x: of.grad(slope(of, f))(x[0]),
+    "vmap": lambda of, f: of.vmap(f),
+    "vmap_over_another_axis": lambda of, f: lambda x: of.vmap(f, 1)(x.T),
+    "vmap_of_grad": lambda of, f: of.vmap(of.grad(f)),
+    "grad_of_vmap": lambda of, f: of.grad(lambda x: of.vmap(f)(x).sum()),
+    "jacrev": lambda of, f: lambda x: of.jacrev(pair(of, f))(x[0]),
+    "vmap_of_grad_of_grad": lambda of, f: of.vmap(of.grad(slope(of, f))),
+    "vmap_of_vmap": lambda of, f: lambda x: of.vmap(of.vmap(f))(of.stack([x, x * 0.7])),
+    "vmap_of_jacrev": lambda of, f: of.vmap(of.jacrev(pair(of, f))),
+}
+
+
+def product_with_a_rule(of):
+    """Its rule for vmap notes what it gets, and puts the mapped axis last."""
+
+    def setup(ctx, inputs, output):
+        x, y, ctx.gain = inputs
+        ctx.save_for_backward(x, y)
+
+    def backward(ctx, dy):
+        x, y = ctx.saved_tensors
+        return y * ctx.gain * dy, x * ctx.gain * dy, None
+
+    def front(x, dim):
+        return x if dim is None else of.moveaxis(x, dim, 0)
+
+    def vmap(info, in_dims, x, y, gain):
+        of.note((info.batch_size, tuple(in_dims)))
+        result = layer.apply(front(x, in_dims[0]), front(y, in_dims[1]), gain)
+        return of.moveaxis(result, 0, -1), result.ndim - 1
+
+    layer = of.function(lambda x, y, gain: x * y * gain, backward=backward, setup_context=setup, vmap=vmap)
+    return layer
+
+
+LOSSES = {
+    # Host code, so without jit, which would need a callback in forward.
+    "sort": (("eager",), lambda of, x: of.text(layers).NumpySort.apply(x, -1)[0]),
+    "take": (("eager",), lambda of, x: of.text(layers).NumpyTake.apply(x, of.tensor(SWAP), of.tensor(SWAP), 0)),
+    "rule": (("eager", "jit"), lambda of, x: product_with_a_rule(of).apply(x, x, 0.7)),
+    "generated": (("eager", "jit"), lambda of, x: of.text(layers).Normalize.apply(x)[0]),
+}
+
+for transform, run in TRANSFORMS.items():
+    for name, (modes, value) in LOSSES.items():
+        if transform == "vmap_of_jacrev" if len(modes) == 1 else "vmap" not in transform or "of_vmap" in transform:
+            continue
+        if len(modes) == 1 and transform.endswith("grad_of_grad"):  # host code has no second derivative
+            continue
+
+        @TABLE.add(ROWS, orders=0, label=f"{transform}-{name}", modes=modes)
+        def under_a_transform(of, run=run, value=value):
+            return run(of, lambda x: of.bent(value(of, x)))
+
+
+@TABLE.add(ROWS, orders=0, modes=("eager",))
+def every_output_of_a_mapped_sort(of):
+    return lambda x: of.vmap(lambda x: of.text(layers).NumpySort.apply(x, 0), 1)(x)
+
+
+@TABLE.add(ROWS[0], np.stack([SWAP, SWAP[::-1]]), orders=0, modes=("eager",))
+def order_mapped_alone(of):
+    return lambda x, orders: of.vmap(lambda o: of.text(layers).NumpyTake.apply(x, o, o, 0))(orders)
+
+
+AXES = {0: ROWS, 1: ROWS.T.copy(), None: ROWS[0]}
+for in_dims in ((0, 0), (1, None), (None, 0), (1, 0)):
+
+    @TABLE.add(AXES[in_dims[0]], 2 * AXES[in_dims[1]], orders=0, label=str(in_dims))
+    def what_the_rule_for_vmap_gets(of, in_dims=in_dims):
+        return lambda x, y: of.vmap(lambda x, y: product_with_a_rule(of).apply(x, y, 0.7), in_dims)(x, y)
+
+
+# torch asks for a rule; here forward and backward are traced, and need none.
+@TABLE.differ(orders=0, wrt=(), theirs=RuntimeError, ours=[X**3, 3 * X**2])
+def no_rule_for_vmap(of):
+    return of.vmap(of.text(layers).Cube.apply)
+
+
+# torch.func asks for setup_context; here both styles meet every transform.
+@TABLE.differ(orders=0, wrt=(), theirs=RuntimeError, ours=[np.exp(X)])
+def context_that_forward_fills_under_transforms(of):
+    return of.vmap(of.grad(lambda x: of.text(layers).Exp.apply(x).sum()))
+
+
+# The context is the same in torch, so that the second run sees what the first one set.
+@TABLE.differ(orders=0, wrt=(), theirs=[1 + 2], ours=[1 + 1])
+def one_graph_differentiated_twice(of):
+    def backward(ctx, dy):
+        ctx.runs = getattr(ctx, "runs", 0) + 1
+        return dy * ctx.runs
+
+    def twice(x):
+        _, pull = of.vjp(of.function(lambda x: x * 2, backward=backward, setup_context=no_setup).apply, x)
+        return pull(of.ones(2))[0] + pull(of.ones(2))[0]
+
+    return twice
+
+
+# torch differentiates what vmap does, and so may lose the custom gradient; here it is backward, batched.
+@TABLE.differ(orders=0, wrt=(), theirs=[3], ours=[2])
+def gradient_of_a_batch(of):
+    rules = {"setup_context": no_setup, "vmap": lambda info, in_dims, x: (x * 3, 0)}
+    layer = of.function(lambda x: x * 2, backward=lambda ctx, dy: dy * 2, **rules)
+    return of.grad(lambda x: of.vmap(layer.apply)(x).sum())
+
+
+@TABLE.differ(orders=0, wrt=(), theirs=RuntimeError, ours=RuntimeError, match="generate_vmap_rule")
+def both_rules_for_vmap(of):
+    rules = {"setup_context": no_setup, "vmap": lambda info, in_dims, x: (x * 2, 0), "generate_vmap_rule": True}
+    return of.vmap(of.function(lambda x: x * 2, **rules).apply)
+
+
+@pytest.mark.parametrize("rules", [{"vjp": lambda ctx, dy: dy}, {"vmap": no_setup, "generate_vmap_rule": True}])
+def test_what_ours_refuses_where_the_class_is_defined(theirs, rules):
+    layer = theirs.function(lambda x: x * 2, lambda ctx, dy: dy, setup_context=no_setup, **rules)
+    assert layer.apply(theirs.ones(2)).tolist() == [2, 2]
+    with pytest.raises(RuntimeError, match=list(rules)[-1]):
+        Ours("eager").function(lambda x: x * 2, lambda ctx, dy: dy, setup_context=no_setup, **rules)
+
+
+# -- forward mode -----------------------------------------------------------------------------------
+
+DX, DY = np.cos(X), 2 * Y
+
+
+@TABLE.add(X, Y, DX, DY, orders=0)
+def jvp(of):
+    product = of.text(layers).SinProduct
+    return lambda x, y, dx, dy: of.jvp(lambda x, y: product.apply(x, y, 0.7)[0], (x, y), (dx, dy))
+
+
+@TABLE.add(X, Y, DX, orders=0)
+def jvp_of_one_argument(of):
+    product = of.text(layers).SinProduct
+    return lambda x, y, dx: (
+        of.jvp(of.jit(lambda x: product.apply(of.sin(x), y, 0.7)[0]), (x,), (dx,)),
+        of.jvp(of.jit(lambda y: product.apply(x, of.sin(y), 0.7)[0]), (y,), (dx,)),
+    )
+
+
+@TABLE.add(X, Y, DX, DY, orders=0)
+def jvp_of_a_context_that_forward_fills(of):
+    product = of.text(layers).SinProductInCtx
+    return lambda x, y, dx, dy: of.jvp(of.jit(lambda x, y: product.apply(x, y, 0.7)), (x, y), (dx, dy))
+
+
+@TABLE.add(X, Y, DX, orders=0)
+def statics_among_the_outputs_under_jvp(of):
+    def first(x, y):
+        z, *statics = of.text(layers).SinProduct.apply(x, y, 0.7)
+        of.note(statics)
+        return z
+
+    return lambda x, y, dx: of.jvp(lambda x: first(x, y), (x,), (dx,))
+
+
+for materialize in (True, False):
+    for place in (0, 1):
+
+        @TABLE.add(X, Y, DX, orders=0, label=f"{materialize}-{place}", modes=("eager",))
+        def missing_tangents(of, materialize=materialize, place=place):
+            def setup(ctx, inputs, output):
+                x, y, ctx.gain = inputs
+                ctx.set_materialize_grads(materialize)
+                ctx.save_for_forward(x, y)
+
+            def rule(ctx, *tangents):
+                of.note([t if t is None else ("some" if bool(t.any()) else "zeros") for t in tangents])
+                (x, y), (dx, dy, _) = ctx.saved_tensors, tangents
+                return ((0 if dx is None else dx * y) + (0 if dy is None else x * dy)) * ctx.gain
+
+            layer = of.function(lambda x, y, gain: x * y * gain, setup_context=setup, jvp=rule)
+
+            def moved(x, y, dx):
+                f = (lambda v: layer.apply(v, y, 0.7)) if place == 0 else (lambda v: layer.apply(x, v, 0.7))
+                return of.jvp(f, ((x, y)[place],), (dx,))
+
+            return moved
+
+
+def saving_for_each(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.save_for_forward(x * 3)
+        return x * 2
+
+    def rule(ctx, t):
+        return ctx.saved_tensors[0] * t
+
+    return of.function(forward, rule, jvp=rule).apply
+
+
+@TABLE.add()
+def what_is_saved_for_backward(of):
+    return saving_for_each(of)
+
+
+@TABLE.add(X, DX, orders=0)
+def what_is_saved_for_jvp(of):
+    return lambda x, dx: of.jvp(saving_for_each(of), (x,), (dx,))
+
+
+@TABLE.differ(orders=0, wrt=(), theirs=RuntimeError, ours=ValueError, match="jvp")
+def tangent_too_many(of):
+    layer = of.function(lambda x: x * 2, setup_context=no_setup, jvp=lambda ctx, dx: (dx * 2, dx * 2))
+    return lambda x: of.jvp(layer.apply, (x,), (x * 1,))
+
+
+@TABLE.differ(orders=0, wrt=(), theirs=NotImplementedError, ours=TypeError)
+def no_rule_for_forward_mode(of):
+    layer = of.function(lambda x: x * 2, backward=lambda ctx, dy: dy * 2, setup_context=no_setup)
+    return lambda x: of.jvp(layer.apply, (x,), (x * 1,))
+
+
+@TABLE.every()
+def test_as_in_torch(theirs, mode, one):
+    compare(theirs, mode, one)
+
+
+def test_an_error_of_once_differentiable_that_torch_raises_too(theirs):
+    """By backward(), as torch.autograd.grad visits only what leads to its inputs, and the error is beside that way."""
+    x = theirs.leaf(X)
+    rule = theirs.once_differentiable(lambda ctx, dy: 2 * dy * ctx.saved_tensors[0])
+    y = theirs.function(theirs.saving(lambda x: x * x), rule).apply(x).sin().sum()
+    (slope,) = theirs.slope(y, [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.sum().backward()

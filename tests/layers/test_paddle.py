@@ -1,0 +1,482 @@
+"""Real Paddle beside this library: what both do, what both refuse, each difference from both sides, and real layers.
+
+Real Paddle 3.3 dies of a segmentation fault, and so is not asked, where an output is a list of several tensors, where a
+list of one gets no cotangent, and where the backward of a layer runs twice in one graph.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.kit.oracle import MODES, Ours, Paddle, Row, Table, X, Y, Z, assert_same, compare
+from tests.layers.agree import HOOKS, SHARED, noting_what_is_saved, product
+from tests.layers.differ import DIFFERENCES
+
+from .after_paddle import PORTS
+
+pytestmark = pytest.mark.frameworks
+CASES = Table(SHARED + HOOKS)
+
+
+@pytest.fixture
+def theirs(paddle):
+    yield Paddle(paddle)
+    paddle.set_grad_enabled(True)  # which an exception in a hook of an operation leaves off
+
+
+@CASES.add()
+def statics_among_the_outputs(of):
+    return of.layer(lambda ctx, x: (1, x * 2, None, of.sin(x), "text"), lambda ctx, dy, dz: dy * 3 + dz * 5).apply
+
+
+@CASES.add()
+def list_of_outputs(of):
+    return of.layer(lambda ctx, x: [x * 2, of.sin(x)], lambda ctx, dy, dz: dy * 3 + dz * 5).apply
+
+
+@CASES.add()
+def list_of_one_output(of):
+    return of.layer(lambda ctx, x: [of.sin(x)], lambda ctx, dy: dy * 3).apply
+
+
+@CASES.add()
+def list_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, [of.sin(x)], [], [1, "text"]), lambda ctx, dy, dz: dy * 3 + dz[0] * 5)
+    return layer.apply
+
+
+@CASES.add(used=(0,))
+def list_among_the_outputs_not_materialized(of):
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, [of.sin(x)]
+
+    return of.layer(forward, lambda ctx, dy, dz: dy * 3).apply
+
+
+@CASES.add(X, Y)
+def list_argument(of):
+    layer = of.layer(lambda ctx, both: both[0] + 2 * of.sin(both[1]), lambda ctx, dy: [dy * 3, dy * 5])
+    return lambda x, y: layer.apply([x, y])
+
+
+@CASES.add(X, Y)
+def list_argument_with_none_in_its_gradient(of):
+    layer = of.layer(lambda ctx, both: both[0] + 2 * both[1], lambda ctx, dy: [None, dy * 5])
+    return lambda x, y: layer.apply([x, y])
+
+
+@CASES.add(X, Y, X)
+def tuple_argument_beside_a_tensor(of):
+    layer = of.layer(lambda ctx, both, z: both[0] + 2 * both[1] + z, lambda ctx, dy: ((dy * 3, dy * 5), dy * 7))
+    return lambda x, y, z: layer.apply((x, y), z)
+
+
+@CASES.add(X, Y)
+def one_entry_per_tensor_argument(of):
+    layer = of.layer(lambda ctx, a, scale, b, word=None: a * scale + b, lambda ctx, dy: (dy * 3, dy * 5))
+    return lambda x, y: layer.apply(x, 2.0, y, word="text")
+
+
+@CASES.add()
+def defaults(of):
+    layer = of.layer(lambda ctx, x, bias=None, scale=3.0: x * scale, lambda ctx, dy: dy * 3)
+    return lambda x: layer.apply(x) + layer.apply(x, None) + layer.apply(x, scale=2.0)
+
+
+@CASES.add(X, Y, X)
+def variable_arguments(of):
+    return of.layer(lambda ctx, *xs: of.sin(xs[0]) + xs[1] * xs[2], lambda ctx, dy: (dy, dy * 3, dy * 5)).apply
+
+
+@CASES.add(X, Y, X)
+def variable_keywords_follow_the_call(of):
+    layer = of.layer(lambda ctx, x, **rest: x + 2 * rest["b"] + rest["a"], lambda ctx, dy: (dy, dy * 3, dy * 5))
+    return lambda x, y, z: layer.apply(x, b=y, a=z)
+
+
+@CASES.add(X, Y)
+def keyword_only_argument(of):
+    layer = of.layer(lambda ctx, x, scale=1.0, *, bias: x * scale + bias, lambda ctx, dy: (dy * 3, dy * 5))
+    return lambda x, y: layer.apply(x, scale=2.0, bias=y)
+
+
+@CASES.add(X, Y, wrt=(0,))
+def trailing_entry_left_out(of):
+    return of.layer(lambda ctx, x, y: of.sin(x) + y, lambda ctx, dy: dy * 3).apply
+
+
+@CASES.add(X, Y, wrt=(1,))
+def none_where_no_gradient_is_needed(of):
+    return of.layer(lambda ctx, x, y: x + of.sin(y), lambda ctx, dy: (None, dy * 3)).apply
+
+
+SAVED = {
+    "no call": None,
+    "empty": lambda x: (),
+    "tensors": lambda x: (x, x + 1),
+    "anything": lambda x: (1, "text", None, [x, {"key": x}]),
+}
+
+for what, save in SAVED.items():
+
+    @CASES.add(label=what, orders=1)
+    def what_saved_tensor_returns(of, save=save):
+        return noting_what_is_saved(of, save, lambda ctx: ctx.saved_tensor())
+
+
+@CASES.add(X, Y)
+def input_returned_beside_its_double(of):
+    layer = of.layer(lambda ctx, x, y: (x, y * 2), lambda ctx, dx, dy: (dx * 3, dy * 5))
+    return lambda x, y: layer.apply(x * 1, y)
+
+
+@CASES.add()
+def flag_of_an_output_that_paddle_ignores(of):
+    def forward(ctx, x):
+        y = of.sin(x)
+        if not isinstance(of, Ours):
+            y.stop_gradient = True
+        return y
+
+    return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+@CASES.add()
+def methods_that_are_plain_functions(of):
+    forward, backward = lambda ctx, x: of.sin(x), lambda ctx, dy: dy * 3
+    layer = of.layer(None, None, forward=forward, backward=backward)
+    return lambda x: layer().apply(x)
+
+
+@CASES.every()
+def test_as_in_paddle(theirs, mode, one):
+    compare(theirs, mode, one)
+
+
+# What ours does otherwise than theirs.
+WRONG = {
+    "output": {"factor": 2.001},
+    "container": {"container": list},
+    "gradient": {"slope": 3.001},
+    "cotangent": {"materialize": False},
+    "second gradient": {"saved": 1.001},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@MODES
+def test_the_comparison_can_fail(theirs, mode, wrong):
+    def build(of):
+        traits = {"factor": 2.0, "container": tuple, "slope": 3.0, "materialize": True, "saved": 1.0}
+        traits.update(WRONG[wrong] if isinstance(of, Ours) else {})
+
+        def forward(ctx, x):
+            ctx.set_materialize_grads(traits["materialize"])
+            ctx.save_for_backward(x)
+            return traits["container"]([x * traits["factor"], x * 1])
+
+        def backward(ctx, dy, dz):
+            (x,) = of.saved(ctx)
+            x = x * traits["saved"] - of.detach(x) * (traits["saved"] - 1)
+            return dy * traits["slope"] * x * x
+
+        return of.layer(forward, backward).apply
+
+    with pytest.raises(AssertionError):
+        compare(theirs, mode, Row("wrong", build, (X,), (0,), used=(0,)))
+
+
+# -- what both refuse, and each difference ---------------------------------------------------------
+
+
+DIFFERENT = Table(DIFFERENCES)
+
+for name, value in {"number": 3, "None": None, "statics": (1, "text"), "empty": ()}.items():
+
+    @DIFFERENT.differ(label=name, theirs=ValueError, ours=ValueError, match="tensor")
+    def no_tensor_among_the_outputs(of, value=value):
+        return of.layer(lambda ctx, x: value, lambda ctx, dy: dy).apply
+
+
+GIVEN_FOR_A_LIST = {
+    "tensor": (ValueError, ValueError, lambda dy: dy),
+    "two entries": (ValueError, ValueError, lambda dy: (dy, dy)),
+    "one too few": (SystemError, ValueError, lambda dy: [dy]),
+    # None is zero for the whole argument here.
+    "None": (ValueError, [0, 0], lambda dy: (None,)),
+}
+
+for name, (their, our, give) in GIVEN_FOR_A_LIST.items():
+
+    @DIFFERENT.differ(X, Y, label=name, theirs=their, ours=our)
+    def given_for_a_list(of, give=give):
+        layer = of.layer(lambda ctx, both: both[0] + both[1], lambda ctx, dy: give(dy))
+        return lambda x, y: layer.apply([x, y])
+
+
+# The entry for a list has one gradient per tensor there, and the structure of the list here.
+for name, their, our, give in (
+    ("per tensor", [3, 5], ValueError, lambda dy: [dy * 3, dy * 5]),
+    ("per place", [3, 0], [3, 5], lambda dy: [dy * 3, None, dy * 5]),
+):
+
+    @DIFFERENT.differ(X, Y, label=name, theirs=their, ours=our, match="Layer")
+    def list_with_a_static(of, give=give):
+        layer = of.layer(lambda ctx, parts: parts[0] * parts[1] + parts[2], lambda ctx, dy: give(dy))
+        return lambda x, y: layer.apply([x, 2.0, y])
+
+
+# One entry per argument passed is taken too, as torch has it.
+@DIFFERENT.differ(X, Y, theirs=ValueError, ours=[3, 5])
+def one_entry_per_argument(of):
+    layer = of.layer(lambda ctx, x, scale, y: x * scale + y, lambda ctx, dy: (dy * 3, None, dy * 5))
+    return lambda x, y: layer.apply(x, 2.0, y)
+
+
+@DIFFERENT.differ(X, Y, wrt=(1,), theirs=ValueError, ours=ValueError, match="y")
+def leading_entry_left_out(of):
+    return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: dy * 5).apply
+
+
+# Paddle wants None there, here it is ignored, whatever it is.
+for name, entry in {"tensor": lambda dy: dy, "text": lambda dy: "text"}.items():
+
+    @DIFFERENT.differ(X, Y, label=name, wrt=(1,), theirs=ValueError, ours=[5])
+    def entry_where_no_gradient_is_needed(of, entry=entry):
+        return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: (entry(dy), dy * 5)).apply
+
+
+@DIFFERENT.differ(X, np.array([2, 3], np.int32), theirs=ValueError, ours=[3])
+def entry_for_an_integer_input(of):
+    return of.layer(lambda ctx, x, n: x * 2, lambda ctx, dy: (dy * 3, dy)).apply
+
+
+# Gradients follow the order of the call in Paddle, the order of the parameters here.
+@DIFFERENT.differ(X, Y, theirs=[5, 3], ours=[3, 5])
+def keywords_in_another_order(of):
+    layer = of.layer(lambda ctx, a, b: a + b, lambda ctx, dy: (dy * 3, dy * 5))
+    return lambda x, y: layer.apply(b=y, a=x)
+
+
+# NumPy arrays are statics in Paddle, tensors here.
+@DIFFERENT.differ(theirs=[3], ours=ValueError, match="backward")
+def numpy_argument_before_a_tensor(of):
+    layer = of.layer(lambda ctx, array, x: x * 2, lambda ctx, dy: dy * 3)
+    return lambda x: layer.apply(np.ones(2, np.float32), x)
+
+
+@DIFFERENT.differ(theirs=[0 + 1], ours=[3 + 1])
+def dict_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, {"key": x * 2}), lambda ctx, dy, *dz: dz[0]["key"] * 3 if dz else dy * 0)
+    return lambda x: (*layer.apply(x), x)
+
+
+@DIFFERENT.differ(theirs=ValueError, ours=[3])
+def dict_as_the_output(of):
+    return of.layer(lambda ctx, x: {"key": x * 2}, lambda ctx, dy: dy["key"] * 3).apply
+
+
+# Paddle looks one list deep.
+@DIFFERENT.differ(theirs=[5], ours=[3 + 5])
+def list_within_a_list_among_the_outputs(of):
+    def backward(ctx, both):
+        return (both[0][0] * 3 if len(both) == 2 else 0) + both[-1] * 5
+
+    return of.layer(lambda ctx, x: ([[x * 2], x * 2],), backward).apply
+
+
+# A leaf returned as it is would be changed in place there, which Paddle refuses.
+@DIFFERENT.differ(theirs=ValueError, ours=[3])
+def leaf_returned(of):
+    return of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3).apply
+
+
+# Paddle copies it, and loses the gradient.
+@DIFFERENT.differ(theirs=[1], ours=[3 + 1])
+def input_marked_not_inplace_returned(of):
+    def forward(ctx, x):
+        ctx.mark_not_inplace(x)
+        return x
+
+    layer = of.layer(forward, lambda ctx, dy: dy * 3)
+    return lambda x: (layer.apply(x * 1), x)
+
+
+# The input is the output from there on, so that what is computed from it later goes through the layer in Paddle.
+@DIFFERENT.differ(theirs=[3], ours=[1])
+def input_used_after_it_was_returned(of):
+    layer = of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3)
+
+    def apply(x):
+        before = x * 1
+        layer.apply(before)
+        return before * 1
+
+    return apply
+
+
+for name, mark in {
+    "not an input": lambda ctx, x: ctx.mark_not_inplace(x + 1),
+    "static": lambda ctx, x: ctx.mark_not_inplace(3),
+}.items():
+
+    @DIFFERENT.differ(label=name, theirs=[3], ours=ValueError, match="mark_not_inplace")
+    def mark_not_inplace_of(of, mark=mark):
+        def forward(ctx, x):
+            mark(ctx, x)
+            return x * 2
+
+        return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+@DIFFERENT.differ(theirs=[3], ours=RuntimeError, match="mark_not_inplace")
+def mark_not_inplace_in_backward(of):
+    def backward(ctx, dy):
+        ctx.mark_not_inplace(dy)
+        return dy * 3
+
+    return of.layer(lambda ctx, x: x * 2, backward).apply
+
+
+# Cotangents always have the dtype of the output here.
+@DIFFERENT.differ(theirs=[3], ours=ValueError, match="set_grad_in_dtype_consistent")
+def cotangents_of_another_dtype(of):
+    def forward(ctx, x):
+        ctx.set_grad_in_dtype_consistent(False)
+        return x * 2
+
+    return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+# Paddle's context has neither, and reports it as an OSError, as every exception in backward.
+for name, read in {"saved_tensors": lambda ctx: ctx.saved_tensors, "needs": lambda ctx: ctx.needs_input_grad}.items():
+
+    @DIFFERENT.differ(label=name, theirs=OSError, ours=[3])
+    def what_torch_has_on_its_context(of, read=read):
+        def backward(ctx, dy):
+            read(ctx)
+            return dy * 3
+
+        return of.layer(lambda ctx, x: x * 2, backward).apply
+
+
+# A gradient is not looked at there, where it arrives at a leaf; elsewhere Paddle casts it.
+GRADIENTS = {
+    "half": (np.full(2, 3, np.float16), 3, lambda of, dy: of.cast(dy * 3, "float16")),
+    "integer": (np.full(2, 3, np.int32), 3, lambda of, dy: of.cast(dy * 3, "int32")),
+    "bool": (np.full(2, True), 1, lambda of, dy: of.cast(dy, "bool")),
+    "complex": (np.full(2, 3 + 3j, np.complex64), ValueError, lambda of, dy: of.cast(dy, "complex64") * (3 + 3j)),
+    "wider": (np.full((1, 2), 3, np.float32), 3, lambda of, dy: of.reshape(dy * 3, (1, 2))),
+    "stacked": (np.full((2, 2), 3, np.float32), 6, lambda of, dy: of.stack([dy, dy]) * 3),
+    "scalar": (np.full((), 6, np.float32), ValueError, lambda of, dy: dy.sum() * 3),
+    "other": (np.full(4, 3, np.float32), ValueError, lambda of, dy: of.reshape(of.stack([dy, dy]) * 3, (4,))),
+}
+
+for name, (their, our, give) in GRADIENTS.items():
+
+    @DIFFERENT.differ(label=name, theirs=[their], ours=our if our is ValueError else [our], match="'x'")
+    def gradient_that_does_not_fit(of, give=give):
+        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
+
+
+@DIFFERENT.differ(Z, theirs=[np.full(2, 3, np.float32)], ours=[3])
+def real_gradient_of_a_complex_input(of):
+    return of.layer(lambda ctx, z: of.abs(z), lambda ctx, dy: dy * 3).apply
+
+
+# Each container of outputs gets a list there, without its statics; its own structure here.
+@DIFFERENT.differ(theirs=[3], ours=[5])
+def tuple_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, (x * 2,)), lambda ctx, dy, dz: dy * (3 if isinstance(dz, list) else 5))
+    return layer.apply
+
+
+@DIFFERENT.differ(theirs=[1], ours=[2])
+def list_with_a_static_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, [x * 2, 1]), lambda ctx, dy, dz: dy * len(dz))
+    return layer.apply
+
+
+# NumPy arrays are statics there.
+@DIFFERENT.differ(theirs=[1], ours=[2], used=(0,))
+def numpy_array_among_the_outputs(of):
+    return of.layer(lambda ctx, x: (x * 2, np.ones(2, np.float32)), lambda ctx, *dys: dys[0] * len(dys)).apply
+
+
+# Paddle lets a gradient through integers; under JAX there is none.
+@DIFFERENT.differ(theirs=[200 + 3], ours=[3])
+def gradient_through_an_integer_output(of):
+    def backward(ctx, di, dy):
+        return of.cast(di, "float32") * 100 + dy * 3
+
+    layer = of.layer(lambda ctx, x: (of.cast(x * 10, "int32"), x * 2), backward)
+
+    def apply(x):
+        i, y = layer.apply(x)
+        return of.cast(i, "float32") * 2, y
+
+    return apply
+
+
+# -- saved-tensor hooks -----------------------------------------------------------------------------
+
+
+@DIFFERENT.differ(X, Y, theirs=ValueError, ours=[Y, X])
+def a_block_within_a_block(of):
+    return of.hooked(of.hooked(of.multiply))
+
+
+# Paddle takes a tuple or list that pack returns apart, and unpacks each of its parts.
+@DIFFERENT.differ(X, Y, theirs=OSError, ours=[Y, X])
+def tuple_packed_for_a_layer(of):
+    return of.hooked(product(of).apply, pack=lambda x: (x, 1), unpack=lambda kept: kept[0])
+
+
+@DIFFERENT.differ(theirs=ValueError, ours=[3])
+def none_and_statics_saved_under_hooks(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(None, 3, x)
+        return x * 2
+
+    return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.saved_tensor()[1]).apply)
+
+
+# Under hooks that copy, Paddle loses what a saved tensor owes to the input.
+@DIFFERENT.differ(theirs=[0], ours=[6 * X], orders=2)
+def second_derivative_of_a_layer_under_hooks(of):
+    layer = of.layer(of.saving(lambda x: x**3), lambda ctx, dy: 3 * dy * ctx.saved_tensor()[0] ** 2)
+    return of.hooked(layer.apply, unpack=lambda kept: kept, pack=of.detach)
+
+
+@DIFFERENT.every()
+def test_errors_and_differences(theirs, mode, one):
+    compare(theirs, mode, one)
+
+
+@MODES
+def test_a_complex_rule_in_the_convention_of_jax(theirs, mode):
+    """Without `complex_convention`, cotangents are the conjugates of Paddle's, and so is the rule."""
+
+    def square(of):
+        def forward(ctx, z):
+            ctx.save_for_backward(z)
+            return z * z
+
+        def backward(ctx, dy):
+            (z,) = ctx.saved_tensor()
+            return 2 * dy * (z if isinstance(of, Ours) else of.conj(z))
+
+        return of.layer(forward, backward).apply
+
+    one = Row("square", square, (Z,), (0,), orders=1)
+    mine, other = Ours(mode).run(one), theirs.run(one)
+    assert_same(mine.gradients, other.gradients)
+    if mode == "eager":
+        assert_same(mine.log, [(dy.conj(),) for (dy,) in other.log])
+
+
+@PORTS.every()
+def test_layers(theirs, mode, one):
+    compare(theirs, mode, one)

@@ -1,0 +1,325 @@
+"""Real torch beside this library: what both do with a PyLayer, what both refuse, each difference, and real layers."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import packers
+from tests.kit.oracle import HALVES, Ours, Table, Torch, X, Y, Z, compare
+from tests.layers.agree import (
+    HOOKS,
+    SHARED,
+    complex_numbers,
+    doubled_sine,
+    doubled_tanh,
+    itself_inside_backward,
+    noting_what_is_saved,
+    product,
+    two_inputs,
+)
+from tests.layers.differ import DIFFERENCES
+
+from .after_torch import PORTS, f32, layers, ported
+
+pytestmark = pytest.mark.frameworks
+CASES = Table(SHARED + HOOKS)
+
+
+@pytest.fixture
+def theirs(framework):
+    return Torch(framework("torch"))
+
+
+# Beyond what Paddle can do: an entry for an input that needs none, complex numbers and sines of high order.
+CASES.add(X, Y, label="first", wrt=(0,))(two_inputs)
+CASES.add(X, Y, label="second", wrt=(1,))(two_inputs)
+CASES.add(Z, label="twice")(complex_numbers)
+CASES.add(label="four times", orders=4)(itself_inside_backward)
+
+
+@CASES.add(X, Y)
+@CASES.add(X, Y, label="second", wrt=(1,))
+def one_entry_per_argument(of):
+    layer = of.layer(lambda ctx, a, scale, b, word: a * scale + of.sin(b), lambda ctx, dy: (dy * 3, None, dy * 5, None))
+    return lambda x, y: layer.apply(x, 2.0, y, "text")
+
+
+@CASES.add()
+def defaults(of):
+    layer = of.layer(lambda ctx, x, bias=None, scale=3.0: of.sin(x) * scale, lambda ctx, dy: dy * 3)
+    return layer.apply
+
+
+@CASES.add(X, Y)
+def keywords_in_another_order(of):
+    layer = of.layer(lambda ctx, a, b: a + b, lambda ctx, dy: (dy * 3, dy * 5))
+    return lambda x, y: layer.apply(b=y, a=x)
+
+
+GRADIENTS = {
+    "half": lambda of, dy: of.cast(dy * 3, "float16"),
+    "bfloat16": lambda of, dy: of.cast(dy * 3, "bfloat16"),
+    "integer": lambda of, dy: of.cast(dy * 3, "int32"),
+    "bool": lambda of, dy: of.cast(dy, "bool"),
+    "wider": lambda of, dy: of.stack([dy, dy * 3, dy * 5]),
+    "half and wider": lambda of, dy: of.cast(of.stack([dy, dy * 3, dy * 5]), "float16"),
+}
+
+for name, give in GRADIENTS.items():
+
+    @CASES.add(label=name, orders=1)
+    def gradient_cast_and_summed(of, give=give):
+        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
+
+
+@CASES.add(X.reshape(2, 1), orders=1)
+def gradient_summed_over_stretched_axes(of):
+    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.broadcast_to(dy * 3, (3, 2, 4))).apply
+
+
+@CASES.add(X, Y, wrt=(1,), orders=1)
+def entry_of_any_shape_where_no_gradient_is_needed(of):
+    return of.layer(lambda ctx, x, y: x + of.sin(y), lambda ctx, dy: (of.ones((5,)), dy * 3)).apply
+
+
+@CASES.add(X, np.array([2, 3], np.int32), orders=1)
+def entry_for_an_integer_input(of):
+    return of.layer(lambda ctx, x, n: of.sin(x), lambda ctx, dy: (dy * 3, dy)).apply
+
+
+@CASES.add(Z, orders=1)
+def real_gradient_of_a_complex_input(of):
+    return of.layer(lambda ctx, z: of.abs(z), lambda ctx, dy: dy * 3, complex_convention="paddle").apply
+
+
+SAVED = {"no call": None, "empty": lambda x: (), "None": lambda x: (None, x, None), "tensors": lambda x: (x, x + 1)}
+
+for name, save in SAVED.items():
+
+    @CASES.add(label=name, orders=1)
+    def what_saved_tensors_holds(of, save=save):
+        return noting_what_is_saved(of, save, lambda ctx: ctx.saved_tensors)
+
+
+@CASES.add()
+def input_returned(of):
+    layer = of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3)
+
+    def apply(x):
+        y = layer.apply(x)
+        return y * y, x * x
+
+    return apply
+
+
+@CASES.add(X, Y)
+def input_returned_beside_its_double(of):
+    return of.layer(lambda ctx, x, y: (x, y * 2), lambda ctx, dx, dy: (dx * 3, dy * 5)).apply
+
+
+# -- saved-tensor hooks -----------------------------------------------------------------------------
+
+
+def held(of):
+    return packers.save_on_cpu() if isinstance(of, Ours) else of.autograd.graph.save_on_cpu()
+
+
+@CASES.add()
+def save_on_cpu(of):
+    layer = doubled_sine(of)
+
+    def apply(x):
+        with held(of):
+            return layer.apply(x) * x
+
+    return apply
+
+
+# What is taken for the gradients of higher order is what was packed, whatever packing did.
+@CASES.add()
+def layer_under_hooks(of):
+    return of.hooked(doubled_tanh(of).apply)
+
+
+@CASES.add()
+def operations_under_hooks(of):
+    return of.hooked(lambda x: of.exp(x) * x)
+
+
+@CASES.count(X, Y, wrt=(0,), theirs=(2, 2), ours=(2, 2))
+def one_input_of_a_layer_needs_a_gradient(of):
+    return of.hooked(product(of).apply)
+
+
+@CASES.count(theirs=(1, 1), ours=(1, 1))
+def none_saved(of):
+    def forward(ctx, x):
+        ctx.save_for_backward(None, x)
+        return x * 2
+
+    return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.saved_tensors[1]).apply)
+
+
+@CASES.add(X, Y, orders=1)
+def the_innermost_pair_alone_applies(of):
+    """And the outer one again behind it: the log compares it."""
+    layer = product(of)
+
+    def pair(name):
+        return of.hooks(lambda x: of.note(name) or {"hidden": x}, lambda kept: kept["hidden"])
+
+    def nested(x, y):
+        with pair("outer"):
+            with pair("inner"):
+                z = layer.apply(x, y)
+            return z, layer.apply(y, x)
+
+    return nested
+
+
+@CASES.add()
+def disabled_hooks(of):
+    """Layers and operations go on inside; a block that ends restores the message of the one around it."""
+    layer, pair = product(of), (lambda x: x, lambda x: x)
+
+    def inside(x):
+        with of.disable_hooks("outer"):
+            with of.disable_hooks("inner"):
+                y = layer.apply(x, x) * x
+            with pytest.raises(RuntimeError, match=r"^outer$"), of.hooks(*pair):
+                pass
+        with of.hooks(*pair):
+            return y
+
+    return inside
+
+
+@CASES.every()
+def test_as_in_torch(theirs, mode, one):
+    compare(theirs, mode, one)
+
+
+# -- what both refuse, and each difference ---------------------------------------------------------
+
+
+DIFFERENT = Table(DIFFERENCES)
+
+REFUSED = {
+    "complex": lambda of, dy: of.cast(dy, "complex64") * (3 + 3j),
+    "scalar": lambda of, dy: dy.sum(),
+    "smaller": lambda of, dy: of.ones((1,)),
+    "other": lambda of, dy: of.ones((5,)),
+}
+
+for name, give in REFUSED.items():
+
+    @DIFFERENT.differ(label=name, theirs=RuntimeError, ours=ValueError, match="'x'")
+    def gradient_that_does_not_fit(of, give=give):
+        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(of, dy)).apply
+
+
+# One entry per tensor argument is taken too, as Paddle has it.
+@DIFFERENT.differ(X, Y, theirs=RuntimeError, ours=[3, 5])
+def one_entry_per_tensor_argument(of):
+    layer = of.layer(lambda ctx, x, scale, y: x * scale + y, lambda ctx, dy: (dy * 3, dy * 5))
+    return lambda x, y: layer.apply(x, 2.0, y)
+
+
+@DIFFERENT.differ(X, Y, wrt=(0,), theirs=RuntimeError, ours=[3])
+def trailing_entry_left_out(of):
+    return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: dy * 3).apply
+
+
+@DIFFERENT.differ(X, Y, wrt=(1,), theirs=RuntimeError, ours=[5])
+def text_where_no_gradient_is_needed(of):
+    return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: ("text", dy * 5)).apply
+
+
+# Statics have a cotangent of None there, and none at all here.
+@DIFFERENT.differ(theirs=[3], ours=[1])
+def statics_among_the_outputs(of):
+    layer = of.layer(lambda ctx, x: (x * 2, 1, "text"), lambda ctx, *dys: dys[0] * len(dys))
+    return layer.apply
+
+
+# A list is a static there, whatever it holds.
+@DIFFERENT.differ(theirs=[5], ours=[3 + 5])
+def list_among_the_outputs(of):
+    def backward(ctx, dy, dz):
+        return dy * 5 if dz is None else dz[0] * 3 + dy * 5
+
+    return of.layer(lambda ctx, x: (x * 2, [x * 2, x * 2]), backward).apply
+
+
+@DIFFERENT.differ(theirs=[1], ours=[3 + 5 + 1])
+def list_of_outputs(of):
+    layer = of.layer(lambda ctx, x: [x * 2, x * 2], lambda ctx, dy, dz: dy * 3 + dz * 5)
+    return lambda x: (*layer.apply(x), x)
+
+
+for name, value in {"number": 3, "list": [X]}.items():
+
+    @DIFFERENT.differ(label=name, theirs=TypeError, ours=[3])
+    def saving_what_is_no_tensor(of, value=value):
+        def forward(ctx, x):
+            ctx.save_for_backward(value)
+            return x * 2
+
+        return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+@DIFFERENT.differ(theirs=AttributeError, ours=AttributeError, match="saved_tensors")
+def saved_tensors_assigned(of):
+    def forward(ctx, x):
+        ctx.saved_tensors = (x,)
+        return x * 2
+
+    return of.layer(forward, lambda ctx, dy: dy * 3).apply
+
+
+# What unpack returns in place of a tensor.
+UNPACKED = {
+    # torch computes with another dtype, and broadcasts.
+    "dtype": (HALVES, lambda of, x: of.cast(x, "float16")),
+    "scalar": ([6, 6], lambda of, x: of.ones(()) * 6),
+}
+
+for name, (their, unpacked) in UNPACKED.items():
+
+    @DIFFERENT.differ(X, Y, label=name, theirs=their, ours=ValueError, match="unpack_hook")
+    def unpacked_for_an_operation(of, unpacked=unpacked):
+        return of.hooked(of.multiply, unpack=lambda kept: unpacked(of, kept["hidden"]))
+
+
+@DIFFERENT.differ(X, Y, theirs=RuntimeError, ours=ValueError, match="unpack_hook")
+def unpacked_in_another_shape_for_a_layer(of):
+    return of.hooked(product(of).apply, unpack=lambda kept: of.ones((3, 3)))
+
+
+@DIFFERENT.every()
+def test_errors_and_differences(theirs, mode, one):
+    compare(theirs, mode, one)
+
+
+@PORTS.every()
+def test_layers(theirs, mode, one):
+    compare(theirs, mode, one)
+
+
+def test_an_attribute_of_the_class_changed_between_calls(theirs, monkeypatch):
+    """A compiled gradient keeps the attribute of its first call, as everything that Python reads."""
+    gradient = jax.grad(lambda x, a: ported.AuxLossScaler.apply(x, a).sum(), 1)
+    original, found = theirs.text(layers), {"theirs": [], "eager": [], "jit": []}
+    compiled = jax.jit(gradient)
+    for scale in (2, 5):
+        for module in (original, ported):
+            monkeypatch.setattr(module.AuxLossScaler, "scale", scale)
+        loss = theirs.leaf(f32(0.7))
+        original.AuxLossScaler.apply(theirs.leaf(X), loss).sum().backward()
+        found["theirs"].append(float(loss.grad))
+        found["eager"].append(float(gradient(jnp.asarray(X), jnp.float32(0.7))))
+        found["jit"].append(float(compiled(jnp.asarray(X), jnp.float32(0.7))))
+    assert found == {"theirs": [2, 5], "eager": [2, 5], "jit": [2, 2]}

@@ -1,0 +1,148 @@
+"""Which changes of the code do the tests not notice? Makes random single-point mutants and runs the tests on each.
+
+    python -m tests.tools.mutants --count 150 --seed 0
+
+A mutant is killed if a test fails. A survivor is either a test that is missing, or a change that changes no behaviour;
+a reader has to tell. Not a part of CI: 150 mutants take hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "pylayer_jax"
+LEFT_OUT = ("testing", "_commands", "__main__.py")
+TESTS = ("contract", "derivatives", "hooks", "layers", "generated")  # the fast ones first
+MARKERS = "core or generated"  # what `core` stands for is in tests/conftest.py
+
+_COMPARED = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.In: ast.NotIn}
+_COMPARED |= {there: here for here, there in _COMPARED.items()}
+_CALCULATED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.BitOr: ast.BitAnd, ast.Mod: ast.Add}
+
+
+def mutations(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
+    """The changes that one node allows: what each is called, and a function from the node to another one."""
+    match node:
+        case ast.Compare(ops=[operator]) if type(operator) in _COMPARED:
+            yield "comparison", lambda n: ast.Compare(n.left, [_COMPARED[type(n.ops[0])]()], n.comparators)
+        case ast.BoolOp(op=operator):
+            other = ast.Or() if isinstance(operator, ast.And) else ast.And()
+            yield "and/or", lambda n: ast.BoolOp(other, n.values)
+        case ast.UnaryOp(op=ast.Not()):
+            yield "not", lambda n: n.operand
+        case ast.BinOp(op=operator) if type(operator) in _CALCULATED:
+            yield "operator", lambda n: ast.BinOp(n.left, _CALCULATED[type(n.op)](), n.right)
+        case ast.Constant(value=bool()):
+            yield "bool", lambda n: ast.Constant(not n.value)
+        case ast.Constant(value=int()):
+            yield "number", lambda n: ast.Constant(n.value + 1)
+        case ast.Return(value=value) if value is not None and not isinstance(value, ast.Constant):
+            yield "return None", lambda _: ast.Return(ast.Constant(None))
+        case ast.If() | ast.IfExp():
+            yield "condition", lambda n: type(n)(ast.UnaryOp(ast.Not(), n.test), n.body, n.orelse)
+        case ast.Expr(value=ast.Call()):
+            yield "call", lambda _: ast.Pass()
+
+
+def points(tree: ast.Module) -> list[tuple[int, str, Callable[[Any], ast.AST]]]:
+    """The number of each node that can be changed, and how. Annotations, messages and `__repr__` are left out."""
+    left_out: set[int] = set()
+    for node in ast.walk(tree):
+        parts: list[ast.AST | None] = []
+        if isinstance(node, (ast.Raise, ast.JoinedStr)):
+            parts = [node]
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__tracebackhide__":
+            parts = [node]  # changes what pytest shows of a traceback
+        elif isinstance(node, (ast.AnnAssign, ast.arg)):
+            parts = [node.annotation]
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            parts = [node] if node.name in ("__repr__", "__str__") else [node.returns]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("cast", "TypeVar"):
+            parts = [node]
+        left_out |= {id(inner) for part in parts if part is not None for inner in ast.walk(part)}
+    return [
+        (number, name, change)
+        for number, node in enumerate(ast.walk(tree))
+        if id(node) not in left_out
+        for name, change in mutations(node)
+    ]
+
+
+def mutant(source: str, number: int, change: Callable[[Any], ast.AST]) -> tuple[str, int, str]:
+    """The changed source, the line of the change, and the line's statement before and after."""
+    tree = ast.parse(source)
+    target = list(ast.walk(tree))[number]
+    before = ast.unparse(target)
+    changed = ast.copy_location(change(copy.deepcopy(target)), target)
+
+    class Replace(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> ast.AST:
+            return changed if node is target else super().visit(node)
+
+    tree = ast.fix_missing_locations(Replace().visit(tree))
+
+    def first(text: str) -> str:
+        return text.splitlines()[0][:90]
+
+    return ast.unparse(tree), getattr(target, "lineno", 0), f"{first(before)}  ->  {first(ast.unparse(changed))}"
+
+
+def run_tests(folder: pathlib.Path, timeout: float) -> str:
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-p", "no:cacheprovider", "-m", MARKERS]
+    command += [f"tests/{name}" for name in TESTS]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, timeout=timeout, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return "killed (time)"
+    return "SURVIVED" if done.returncode == 0 else "killed"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=150)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no mutant after this time")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for the tests of one mutant")
+    options = parser.parse_args()
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in LEFT_OUT]
+    sources = {path: path.read_text() for path in sorted(paths)}
+    found = [(path, *point) for path, source in sources.items() for point in points(ast.parse(source))]
+    chosen = random.Random(options.seed).sample(found, min(options.count, len(found)))
+    print(f"{len(found)} possible mutants, {len(chosen)} chosen", flush=True)
+    start, results = time.monotonic(), []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary) / "repository"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__"))
+        for path, number, name, change in chosen:
+            if time.monotonic() - start > options.minutes * 60:
+                break
+            place = folder / path.relative_to(ROOT)
+            changed, line, what = mutant(sources[path], number, change)
+            place.write_text(changed)
+            begin = time.monotonic()
+            results.append(run_tests(folder, options.timeout))
+            place.write_text(sources[path])
+            seconds = time.monotonic() - begin
+            print(f"{results[-1]:14} {seconds:5.0f} s  {path.relative_to(ROOT)}:{line} {name}: {what}", flush=True)
+    survived = results.count("SURVIVED")
+    print(f"{len(results)} mutants, {survived} survived")
+
+
+if __name__ == "__main__":
+    main()
