@@ -31,8 +31,9 @@ def check_layer(
 ) -> LayerReport:
     """Check a layer under each transform of JAX, and its derivatives in both modes.
 
-        report = check_layer(Tanh, x)  # raises an AssertionError if a property fails
-        print(report)
+        >>> report = check_layer(Tanh, x)  # raises an AssertionError if a property fails
+        >>> report.passed
+        True
 
     The report has one row per property:
 
