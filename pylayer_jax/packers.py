@@ -22,7 +22,7 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -42,7 +42,7 @@ except ImportError:  # Windows, where the files of a killed process stay
 
 Only = Callable[..., Any]
 
-__all__ = ["cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
+__all__ = ["by_name", "cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
 
 def _is_float(x: Any) -> bool:
@@ -593,12 +593,16 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             if not isinstance(pair, saved_tensors_hooks):
                 hint = " Write it with parentheses." if isinstance(pair, type) else ""
                 raise TypeError(f"chain: argument {number} must be a pair of hooks, got {pair!r}.{hint}")
+            if isinstance(pair, by_name):
+                raise ValueError(
+                    "chain: by_name cannot be part of a chain. Give by_name the chains: {name: chain(...)}."
+                )
             if pair._pair.only is not None:
                 raise ValueError(
                     f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
                     "predicate to the outer chain or to one of the pairs."
                 )
-            if number > 1 and (pairs[number - 2]._is_last or pairs[number - 2]._pair.host):
+            if number > 1 and pairs[number - 2]._comes_last():
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since what it packs is on the host, where "
                     f"{pair!r} could not pack it in a compiled program. Change the order."
@@ -607,7 +611,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._steps]
         self._keeps = min(pair._keeps for pair in pairs)
         self._packs_arguments = all(pair._packs_arguments for pair in pairs)
-        self._is_last = pairs[-1]._is_last or pairs[-1]._pair.host
+        self._is_last = pairs[-1]._comes_last()
         self._only = only
         self._set_up(steps, only)
 
@@ -618,3 +622,46 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     def __repr__(self) -> str:
         args, kwargs = self._made_with
         return f"chain({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
+
+
+# -- pairs by name ---------------------------------------------------------------------------------------
+
+
+class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
+    """Pack each tensor with the pair that its name is given.
+
+        by_name({"qkv": save_on_cpu(), "mlp_in": quantize_saved(8), ...: None})
+        by_name({"Attention": None, "tanh": cast_saved()})
+
+    The name of a tensor is the first of these that is a key: what `saved_names` of its layer, or
+    `jax.ad_checkpoint.checkpoint_name`, calls it; the class of the layer that saves it; the JAX operation that keeps
+    it, or the jitted function. They are `info.name`, `info.layer` and `info.operation` of the predicate `only`. The
+    Ellipsis `...` is the key for all other tensors, which otherwise stay as they are. The value None leaves a tensor
+    as it is.
+
+    What follows from another kept tensor is computed again as far as the least exact of the pairs allows. What comes
+    into the block from outside is packed if all pairs have `arguments=True`.
+
+    Args:
+        pairs: from a name, or Ellipsis, to a pair of hooks (a ready one, `saved_tensors_hooks`, a chain), or None.
+
+    Raises:
+        TypeError: if `pairs` is no mapping of names to pairs.
+    """
+
+    def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
+        if not isinstance(pairs, Mapping) or not pairs:
+            raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
+        for key, pair in pairs.items():
+            if not (key is ... or isinstance(key, str)):
+                raise TypeError(f"by_name: a key is a name or the Ellipsis `...`, got {key!r}.")
+            if pair is not None and (not isinstance(pair, saved_tensors_hooks) or isinstance(pair, by_name)):
+                raise TypeError(f"by_name: {key!r} must have a pair of hooks or None, got {pair!r}.")
+        self._made_with = ((dict(pairs),), {})
+        present = [pair for pair in pairs.values() if pair is not None]
+        self._keeps = min((pair._keeps for pair in present), default=OFFSETS)
+        self._packs_arguments = all(pair._packs_arguments for pair in present)
+        self._set_up((), by_name={key: pair and pair._pair for key, pair in pairs.items()})
+
+    def _key(self, bound: Any) -> Any:
+        return by_name, frozenset((key, pair and pair._pair.key) for key, pair in bound.arguments["pairs"].items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -165,7 +165,12 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     _pack_part: Hook | None = None  # packs an array that a pair before it in a chain made
     _is_last = False  # nothing can follow it in a chain
 
-    def _set_up(self, steps: Sequence[Step], only: Callable[..., Any] | None = None) -> None:
+    def _set_up(
+        self,
+        steps: Sequence[Step],
+        only: Callable[..., Any] | None = None,
+        by_name: Mapping[Any, Pair | None] | None = None,
+    ) -> None:
         args, kwargs = self._made_with
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -178,7 +183,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             only=predicate(only),
             keeps=self._keeps,
             packs_arguments=self._packs_arguments,
+            by_name=by_name,
         )
+
+    def _comes_last(self) -> bool:
+        return self._is_last or any(step.host for step in self._steps)
 
     def _key(self, bound: inspect.BoundArguments) -> Any:
         """Return what jit compares pairs by: the class, and the arguments that it was made with."""
