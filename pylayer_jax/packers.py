@@ -35,11 +35,6 @@ from ._hooks.pair import OFFSETS, SCALES, Step, key_of
 from ._jax.tracers import is_tracer
 from ._jax.types import explicit_sharding, shard_counts
 
-try:
-    import fcntl
-except ImportError:  # Windows, where the files of a killed process stay
-    fcntl = None
-
 Only = Callable[..., Any]
 
 __all__ = ["by_name", "cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
@@ -117,7 +112,8 @@ def _to_device(x: jax.Array) -> jax.Array:
 class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """Keep saved tensors in a narrower floating-point type, and bool arrays as bits.
 
-    Tensors of this width or a smaller one pass unchanged. With bfloat16 a value changes by at most 1 part in 256.
+    Tensors of this width or a smaller one pass unchanged. With bfloat16 a value changes by at most 1 part in 256, and
+    has the range of float32. float16 is more exact but ends at 65504: a larger value comes back as infinity.
 
     Args:
         dtype: the floating-point type of the kept tensors, of at least 16 bits.
@@ -415,8 +411,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     the function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On
     `close()` the files of compiled programs are removed, but not what a function of eager `jax.vjp` still holds.
     Objects with the same directory share the files of compiled programs, which stay until the last of them is closed.
-    When the process ends, all files are removed; those of a process that was killed, by the next one that uses the
-    directory (not on Windows).
+    When the process ends, all files are removed. A process that is killed leaves them in its folder saved_tensors-*.
 
     Args:
         directory: the files are written to a folder of this process in this directory. It is made if it does not exist.
@@ -446,28 +441,15 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder of this process in the directory of the user; removed when no hooks and no files use it.
-
-    NOTE [folders of dead processes]
-    A process that is killed cannot remove its files. Each process keeps a lock on its folder, which the operating
-    system releases with the process. Another process that makes a folder in the same directory removes the folders
-    that are not locked. A folder gets its name only after it is locked. Where locks do not work, nothing is removed.
-    """
+    """A folder of this process in the directory of the user; removed when no hooks and no files use it."""
 
     def __init__(self, directory: str) -> None:
         try:
             os.makedirs(directory, exist_ok=True)
-            for name in os.listdir(directory):
-                old = os.path.join(directory, name)
-                if name.startswith(_PREFIX) and (lock := _locked(old)) is not None:
-                    _remove(old, lock)
-            made = tempfile.mkdtemp(prefix=".", dir=directory)
-            lock = _locked(made)
-            self.path = os.path.join(directory, _PREFIX + os.path.basename(made)[1:])
-            os.rename(made, self.path)
+            self.path = tempfile.mkdtemp(prefix="saved_tensors-", dir=directory)
         except OSError as error:
             raise _unwritable_error(error, directory, "a folder") from error
-        weakref.finalize(self, _in_process, os.getpid(), _remove, self.path, lock)
+        weakref.finalize(self, _in_process, os.getpid(), shutil.rmtree, self.path, True)
 
 
 class _File:
@@ -504,7 +486,6 @@ class _File:
         )
 
 
-_PREFIX: Final = "saved_tensors-"
 _folders: weakref.WeakValueDictionary[str, _Folder] = weakref.WeakValueDictionary()
 _folders_lock = threading.RLock()  # a finalizer may make a folder at any line
 
@@ -513,27 +494,6 @@ def _folder_of(directory: str) -> _Folder:
     """Return the folder of this process in a directory; one for all hooks that use the directory."""
     with _folders_lock:
         return _folders.get(directory) or _folders.setdefault(directory, _Folder(directory))
-
-
-def _locked(folder: str) -> int | None:
-    """Return a locked descriptor of a folder; None if it cannot be locked, or another process has locked it."""
-    if fcntl is None:
-        return None
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _remove(folder: str, lock: int | None) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if lock is not None:
-        os.close(lock)
 
 
 def _unlink(path: str) -> None:

@@ -20,25 +20,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-_TAKES = {
-    "pack_hook": "the tensor that is saved, and returns what is kept of it",
-    "unpack_hook": "the value that pack_hook returned, and returns the tensor",
-    "only": "a tensor (or a tensor, and where it comes from), and returns whether it is packed",
-}
 
 
-def _misfit(hook: Callable[..., Any], n_arguments: int = 1) -> TypeError | None:
-    """Return why a function cannot be called with so many arguments; None if it can, or if that cannot be known."""
+def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
+    """Return whether a function can be called with so many arguments, or whether that cannot be known."""
     try:
         # A decorator of Python may change the arguments.
-        signature = inspect.signature(hook, follow_wrapped=not inspect.isfunction(hook))
+        signature = inspect.signature(function, follow_wrapped=not inspect.isfunction(function))
     except (TypeError, ValueError):  # an object of C
-        return None
+        return True
     try:
         signature.bind(*[None] * n_arguments)
-    except TypeError as error:
-        return error
-    return None
+    except TypeError:
+        return False
+    return True
 
 
 def check_hooks(owner: str, **functions: Any) -> None:
@@ -50,16 +45,15 @@ def check_hooks(owner: str, **functions: Any) -> None:
     for name, hook in functions.items():
         if not callable(hook):
             raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
-        misfit = _misfit(hook)
-        if misfit is not None and not (name == "only" and _misfit(hook, 2) is None):
-            raise TypeError(f"{owner}: {name} takes one argument, {_TAKES[name]}; {hook!r} does not: {misfit}.")
+        if not (_takes(hook, 1) or (name == "only" and _takes(hook, 2))):
+            raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
 
 
 def predicate(only: Callable[..., Any] | None) -> Callable[[Any, TensorInfo], Any] | None:
     """Return a predicate of (array, info) for one of an array alone, or of both."""
     if only is None:
         return None
-    takes_info = not isinstance(only, type) and _misfit(only) is not None
+    takes_info = not isinstance(only, type) and not _takes(only, 1)
     return only if takes_info else lambda array, _: only(array)
 
 

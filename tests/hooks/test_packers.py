@@ -470,30 +470,6 @@ def test_a_damaged_file_is_an_error_and_is_not_remembered(damage, tmp_path):
         np.testing.assert_allclose(jax.vjp(Square.apply, X)[1](X)[0], 2 * X * X, rtol=1e-6)
 
 
-def test_the_files_of_a_process_that_is_killed_are_removed_by_the_next_one(tmp_path):
-    code = """
-        import sys, jax, jax.numpy as jnp
-        from pylayer_jax.packers import save_on_disk
-        value, pullback = jax.vjp(save_on_disk(sys.argv[1])(lambda x: jnp.sin(x).sum()), jnp.ones((8, 8)))
-        print("ready", flush=True)
-        sys.stdin.read()
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)]
-    other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout.readline() == "ready\n"
-        of_the_living = files(tmp_path)
-        assert of_the_living
-        save_on_disk(tmp_path)
-        assert files(tmp_path) == of_the_living
-    finally:
-        other.kill()
-        other.communicate()
-    assert files(tmp_path) == of_the_living
-    save_on_disk(tmp_path)
-    assert files(tmp_path) == []
-
-
 # -- parameters -----------------------------------------------------------------------------------
 
 
