@@ -73,6 +73,18 @@ class FunctionCtx(PyLayerContext):
 class Function(PyLayer):
     """A custom gradient written for `torch.autograd.Function`, with jax.numpy in place of torch operations.
 
+        >>> class Multiply(Function):
+        ...     @staticmethod
+        ...     def forward(ctx, x, factor):
+        ...         ctx.factor = factor
+        ...         return x * factor
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, grad_output):
+        ...         return grad_output * ctx.factor, None
+        >>> print(jax.grad(Multiply.apply)(1.0, 3))
+        3.0
+
     Both styles work: `forward(ctx, ...)`, and `forward(...)` with `setup_context(ctx, inputs, output)`. It differs
     from `PyLayer` as torch does from Paddle:
 

@@ -25,19 +25,19 @@ from ._layer_rule import EagerLayer
 class PyLayer:
     """A custom gradient as a class: subclass it, define `forward` and `backward`, call `apply`.
 
-        class Tanh(PyLayer):
-            @staticmethod
-            def forward(ctx, x):
-                y = jnp.tanh(x)
-                ctx.save_for_backward(y)
-                return y
-
-            @staticmethod
-            def backward(ctx, dy):
-                (y,) = ctx.saved_tensor()
-                return dy * (1 - y**2)
-
-        y = Tanh.apply(x)
+        >>> class Tanh(PyLayer):
+        ...     @staticmethod
+        ...     def forward(ctx, x):
+        ...         y = jnp.tanh(x)
+        ...         ctx.save_for_backward(y)
+        ...         return y
+        ...
+        ...     @staticmethod
+        ...     def backward(ctx, dy):
+        ...         (y,) = ctx.saved_tensor()
+        ...         return dy * (1 - y**2)
+        >>> print(jax.grad(Tanh.apply)(0.0))
+        1.0
 
     The rule holds under every JAX transform of reverse mode and at every order of differentiation.
     `jax.hessian` and `jax.jvp` of `jax.grad` transpose `backward`. Therefore `backward` has to be linear in its

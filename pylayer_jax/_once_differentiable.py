@@ -20,9 +20,16 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def once_differentiable(backward: Method) -> Method:
     """Decorate `backward` to say that its own derivative is not defined.
 
-        @staticmethod
-        @once_differentiable
-        def backward(ctx, dy): ...
+        >>> class Once(Tanh):
+        ...     @staticmethod
+        ...     @once_differentiable
+        ...     def backward(ctx, dy):
+        ...         return Tanh.backward(ctx, dy)
+        >>> try:
+        ...     jax.grad(jax.grad(Once.apply))(0.0)
+        ... except RuntimeError:
+        ...     print("no second derivative")
+        no second derivative
 
     For a `backward` in host code, or one whose derivative would be wrong.
 

@@ -90,17 +90,15 @@ class _MadeWith:
 class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and torch
     """Pack the tensors that are saved for backward inside a block or a function, and unpack them for backward.
 
-        def pack(x):
-            return x.astype(jnp.bfloat16)
-
-        def unpack(packed):
-            return packed.astype(jnp.float32)
-
-        def loss(w, x):
-            with saved_tensors_hooks(pack, unpack):
-                return jnp.sum(jnp.tanh(x @ w))
-
-        jax.grad(loss)(w, x)
+        >>> def pack(x):
+        ...     return x.astype(jnp.bfloat16)
+        >>> def unpack(packed):
+        ...     return packed.astype(jnp.float32)
+        >>> def loss(w, x):
+        ...     with saved_tensors_hooks(pack, unpack):
+        ...         return jnp.sum(jnp.tanh(x @ w))
+        >>> jax.grad(loss)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
+        (3, 2)
 
     The pair reaches every tensor that `save_for_backward` saves in a layer, and the residuals of every JAX operation in
     the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once, and
@@ -251,6 +249,12 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 @contextlib.contextmanager
 def disable_saved_tensors_hooks(message: str) -> Generator[None]:
     """Make it an error to enter a pair of hooks inside a block or a decorated function.
+
+        >>> with disable_saved_tensors_hooks("not here"), cast_saved():
+        ...     pass
+        Traceback (most recent call last):
+            ...
+        RuntimeError: not here
 
     Raises:
         RuntimeError: with `message`, if a pair is entered inside, or is active outside.

@@ -119,10 +119,9 @@ class SavedTensorsReport:
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
     """List the residuals that `jax.vjp` of `fun(*args, **kwargs)` holds for backward.
 
-        print(saved_tensors_report(lambda x: Tanh.apply(x * 2).sum(), jnp.ones((8, 4))))
-
+        >>> print(saved_tensors_report(lambda x: Tanh.apply(x).sum(), jnp.ones((8, 4))))
         origin  name      type          times  bytes  where
-        Tanh    saved[0]  float32[8,4]      1    128  model.py:12
+        Tanh    saved[0]  float32[8,4]      1    128  ...
         128 bytes are kept for backward
 
     `fun` is a function or a layer. It is traced and does not run: arguments may be `jax.ShapeDtypeStruct`s. All float

@@ -31,8 +31,9 @@ def check_layer(
 ) -> LayerReport:
     """Check a layer under each transform of JAX, and its derivatives in both modes.
 
-        report = check_layer(Tanh, x)  # raises an AssertionError if a property fails
-        print(report)
+        >>> report = check_layer(Tanh, x)  # raises an AssertionError if a property fails
+        >>> report.passed
+        True
 
     The report has one row per property:
 
@@ -46,8 +47,8 @@ def check_layer(
       of either sign if the argument has both. The row says which were taken;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and for the tangent of one argument
       alone. A layer without forward mode passes;
-    - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse. A layer that refuses it passes,
-      and the row gives the reason;
+    - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
+      if the layer has forward mode. A layer that refuses it passes, and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated. Differentiable are
       those that hold floating-point or complex arrays;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;

@@ -39,12 +39,16 @@ def forward_over_reverse(subject: Subject) -> Cases:
     second, how = subject.derivative, "by jax.jvp of the gradients"
     if refusal := _refusal(second, NotLinearError, OnceDifferentiableError):
         return f"there is none: {refusal}"
+    over_forward = ""
+    if not _refusal(subject):
+        yield from _over_forward(subject, "by jax.jvp of jax.jvp")
+        over_forward = "; so does forward over forward"
     try:
         yield from _under_jit(second, f"{how}, under jit")
     except NEEDS_VALUES:  # jit cannot run such a layer in reverse mode either
         yield from _alone(second, how)
-        return "matches reverse over reverse; not under jit, since it needs concrete values"
-    return "matches reverse over reverse, entry by entry, also under jit"
+        return f"matches reverse over reverse; not under jit, since it needs concrete values{over_forward}"
+    return f"matches reverse over reverse, entry by entry, also under jit{over_forward}"
 
 
 def _refusal(subject: Subject, *kinds: type[Exception]) -> str:
@@ -80,11 +84,18 @@ def _cases(subject: Subject, jvp: Callable[[int, Any], list[Any]], limit: int, h
     """Yield gradients beside w . (J t); `jvp` maps the position of an array, and its tangent, to J t."""
     weights = list(subject.cotangents.values())
 
+    def terms(j: int, tangent: Any) -> list[np.ndarray]:
+        return [exact(w) * exact(t) for w, t in zip(weights, jvp(j, tangent), strict=True)]
+
+    return _summed_cases(subject, terms, limit, how)
+
+
+def _summed_cases(subject: Subject, terms: Callable[[int, Any], list[Any]], limit: int, how: str) -> Iterator[Case]:
     def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
         tangent = placed(subject.function.values[j], direction)
-        terms = [exact(w) * exact(t) for w, t in zip(weights, jvp(j, tangent), strict=True)]
-        size = sum(float(np.sum(np.abs(x))) for x in terms)
-        return sum(float(np.sum(x).real) for x in terms), 4 * subject.epsilon * size, exact(tangent)
+        arrays = list(map(exact, terms(j, tangent)))
+        size = sum(float(np.sum(np.abs(x))) for x in arrays)
+        return sum(float(np.sum(x).real) for x in arrays), 4 * subject.epsilon * size, exact(tangent)
 
     return directional_cases(subject, along, limit, how)
 
@@ -116,3 +127,20 @@ def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
     mapped = jax.vmap(lambda *values: _outputs(subject, values))
     batched = jax.jit(lambda values, tangents: jax.jvp(mapped, values, tangents))
     return _cases(subject, jvp, 0, how)
+
+
+def _over_forward(subject: Subject, how: str) -> Iterator[Case]:
+    """Yield second derivatives along random directions.
+
+    Reverse over reverse differentiates (J^T w) . u, where u are cotangents. In forward mode this is w . (J u).
+    """
+    second, count = subject.derivative, len(subject.function.values)
+    u = list(second.cotangents.values())
+
+    def products(*args: Any) -> list[Any]:  # of the values and w
+        return [w * t for w, t in zip(args[count:], _jvp(subject, args[:count], u), strict=True)]
+
+    def terms(j: int, tangent: Any) -> list[Any]:
+        return jax.jvp(products, tuple(second.function.values), _zeros_but(second, j, tangent))[1]
+
+    return _summed_cases(second, terms, 0, how)

@@ -30,8 +30,10 @@ def gradcheck(
 ) -> bool:
     """Compare the gradients of a layer, or of a function of layers, with central differences.
 
-        assert gradcheck(Tanh, (x,))
-        assert gradcheck(lambda x, w: Tanh.apply(x @ w), (x, w))
+        >>> gradcheck(Tanh, (x,))
+        True
+        >>> gradcheck(lambda x, w: Tanh.apply(x @ w), (x, w))
+        True
 
     Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
     float64. They must be the same for each output only, for each argument only, a second time, after `fun` ran on other
@@ -83,6 +85,9 @@ def gradgradcheck(
 ) -> bool:
     """Run `gradcheck`, and then compare the second derivatives, by reverse over reverse, with central differences.
 
+        >>> gradgradcheck(Tanh, (x,))
+        True
+
     Gradients are functions of the arguments and of the cotangents; both are therefore perturbed. For everything else
     see `gradcheck`.
     """
@@ -102,8 +107,7 @@ def assert_equivalent(
 ) -> None:
     """Compare the outputs of a layer, and its derivatives by reverse mode, with those of a function in plain JAX.
 
-        assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
-        assert_equivalent(jax.shard_map(mlp, mesh=mesh, in_specs=ins, out_specs=out), whole_mlp, (x, a, b))
+        >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
     The reference defines the right gradients, even if they are not the derivatives of the outputs, as in the first
     example. The derivatives are computed several times, as in `gradcheck`; also for other values than `args`, if the

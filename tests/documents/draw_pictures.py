@@ -1,25 +1,29 @@
-"""Draws the pictures of the README (with matplotlib; the GPT with jax 0.12): python -m tests.documents.draw_pictures"""
+"""Draw the pictures of the pages (with matplotlib; the GPT with jax 0.12): python -m tests.documents.draw_pictures"""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .second_derivatives import EXAMPLES, second
+from .ways import COLUMNS, EXAMPLES
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
-def main() -> None:
+def main(arguments: list[str]) -> None:
     import matplotlib as mpl
 
     mpl.use("svg")
     mpl.rcParams["svg.fonttype"] = "none"  # text as text
     mpl.rcParams["svg.hashsalt"] = "pylayer_jax"  # the same file each time
+    if arguments == ["second_derivative"]:
+        second_derivative().savefig(NOTEBOOKS / "second_derivative.svg", metadata={"Date": None})
+        return
     # The GPT first: its notebook sets the number of devices, before JAX has any.
     gpt_memory().savefig(NOTEBOOKS / "gpt_memory.svg", metadata={"Date": None})
     second_derivative().savefig(NOTEBOOKS / "second_derivative.svg", metadata={"Date": None})
@@ -30,10 +34,17 @@ def second_derivative() -> Any:
 
     figure = Figure(figsize=(8, 2.6), layout="constrained")
     xs = jnp.linspace(-2.4, 2.4, 121)
+    curves = {
+        "PyLayer": ("`PyLayer`", "-"),
+        "custom_vjp as documented": ("`custom_vjp`, documented", ":"),
+        "custom_vjp, fwd rule computes again": ("`custom_vjp`, computes again", "--"),
+    }
     for axes, example in zip(figure.subplots(1, 2), EXAMPLES, strict=True):
-        axes.plot(xs, jax.vmap(second(example.layer))(xs), label="PyLayer, Paddle, torch")
-        axes.plot(xs, jax.vmap(second(example.plain))(xs), "--", label="plain jax.custom_vjp")
-        axes.plot([example.x] * 2, [second(f)(example.x) for f in (example.layer, example.plain)], "k.", markersize=5)
+        for label, (column, style) in curves.items():
+            second = example.second(COLUMNS[column]())
+            width = 3 if style == ":" else 1.5
+            axes.plot(xs, jax.vmap(second)(xs), style, label=label, linewidth=width)
+            axes.plot([example.x], [second(example.x)], "k.", markersize=5)
         axes.set_title(f"Second derivative of {example.title}", fontsize=9)
         axes.set_xlabel("x", fontsize=8)
         axes.tick_params(labelsize=7)
@@ -54,4 +65,4 @@ def gpt_memory() -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

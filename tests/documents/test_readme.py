@@ -1,4 +1,4 @@
-"""The front page and the pages behind it: their code runs, prints what they show, and their links lead somewhere."""
+"""The front page and the pages behind it: their code runs and prints what they show, and their links lead somewhere."""
 
 import os
 import re
@@ -12,11 +12,12 @@ import pytest
 
 from tests.kit.skipped import how_to_run
 
-from .second_derivatives import EXAMPLES, second
-
 ROOT = Path(__file__).parents[2]
-README, REFERENCE = ROOT / "README.md", ROOT / "notebooks" / "reference.md"
-PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "notebooks").glob("*.md")), ROOT / "tests" / "README.md"]
+README = ROOT / "README.md"
+NOTEBOOKS = ROOT / "notebooks"
+PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "tests" / "README.md"]
+PAGES += sorted([*NOTEBOOKS.rglob("*.md"), *(ROOT / ".github").glob("*.md")])
+WITH_CODE = [README, *(NOTEBOOKS / f"{name}.md" for name in ("guide", "beside", "built", "packing"))]
 
 
 MORE = re.compile(r"\.\.\. and (\d+) more lines")
@@ -39,14 +40,13 @@ def run(*arguments, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [README, REFERENCE], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
 def test_code_of_a_page_runs_from_top_to_bottom_and_prints_what_is_shown(page, tmp_path):
     script = tmp_path / "script.py"
     script.write_text("\n".join(blocks(page, "python")))
     done = run(script.name, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = blocks(page, "text")
-    assert shown
     printed = as_read(done.stdout).splitlines()
     for line in as_read("".join(shown)).splitlines():
         assert line in printed or MORE.fullmatch(line)
@@ -62,48 +62,60 @@ def test_the_command_prints_what_check_layer_prints(tmp_path):
     assert len(printed) == len(shown) + int(MORE.fullmatch(more)[1])
 
 
+def texts_of(framework):
+    """The texts of the README that import a framework, each with those that go on with it."""
+    first = [i for i, text in enumerate(blocks(README, "py")) if f"import {framework}\n" in text]
+    return [blocks(README, "py")[i] for i in first]
+
+
 @pytest.mark.frameworks
-@pytest.mark.filterwarnings("ignore")  # by Paddle's import
-def test_paddle_and_ours_have_the_same_gradient_and_train_alike(framework):
+@pytest.mark.filterwarnings("ignore")  # by the imports of Paddle and torch
+def test_the_originals_and_ours_have_the_same_gradient(framework):
     framework("paddle")
-    paddle, ours = {}, {}
-    for text in blocks(README, "py"):
-        exec(text, paddle)
-        paddle.setdefault("first", paddle["x"].grad.numpy())  # the training adds to it
-    layer, training = blocks(README, "python")[:2]
+    framework("torch")
+    ports = dict(zip(("torch", "paddle"), blocks(README, "python")[:2], strict=True))
+    for name, port in ports.items():
+        original, ours = {}, {}
+        (text,) = texts_of(name)
+        exec(text, original)
+        exec(port.replace("jax.grad", "gradient = jax.grad"), ours)
+        np.testing.assert_allclose(ours["gradient"], original["x"].grad.numpy(), rtol=1e-6)
+
+
+@pytest.mark.frameworks
+@pytest.mark.filterwarnings("ignore")
+def test_torch_and_ours_train_alike(framework):
+    framework("torch")
+    original, ours = {}, {}
+    (layer,) = texts_of("torch")
+    (loop,) = (text for text in blocks(README, "py") if "optim" in text)
+    exec(layer, original)
+    exec(loop, original)
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies its count by numbers
-        exec(layer.replace("jax.grad", "gradient = jax.grad") + training, ours)
-    np.testing.assert_allclose(ours["gradient"], paddle["first"], rtol=1e-6)
+        exec("".join(blocks(README, "python")[1:3]), ours)
     assert float(ours["value"]) < 0.01
-    np.testing.assert_allclose(ours["value"], float(paddle["loss"]), rtol=1e-3)
-
-
-def number(shown):
-    return float(shown.replace("\N{MINUS SIGN}", "-"))
-
-
-def test_the_table_of_second_derivatives():
-    rows = [line.split("|") for line in README.read_text().splitlines() if re.match(r"\| of .* at \d", line)]
-    assert len(rows) == len(EXAMPLES)
-    for (_, what, ours, plain, _), example in zip(rows, EXAMPLES, strict=True):
-        assert f"at {example.x}" in what
-        for shown, function in ((ours, example.layer), (plain, example.plain)):
-            assert number(shown) == pytest.approx(float(second(function)(example.x)), abs=5e-5)
-        assert number(ours) == pytest.approx(example.by_hand, abs=5e-5)
+    np.testing.assert_allclose(ours["value"], float(original["loss"].detach()), rtol=1e-3)
 
 
 def anchors(page):
-    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    prose = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose):
         file, _, anchor = link.partition("#")
         target = (page.parent / file).resolve() if file else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_the_readme_has_no_picture_of_the_repository():
+    """Outside of the repository, as in a wheel's metadata, a relative picture is a hole."""
+    assert not re.search(r"!\[.*?\]\((?!https://)", README.read_text())
 
 
 def test_how_to_run_what_was_skipped():

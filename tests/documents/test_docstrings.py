@@ -1,0 +1,54 @@
+"""Examples in public docstrings run, and each public function and class has one."""
+
+import doctest
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pylayer_jax
+from pylayer_jax import packers, testing
+
+# A context is made by JAX's calls of `forward`; the class of its layer has the example.
+WITHOUT_EXAMPLE = {"PyLayerContext", "FunctionCtx", "__version__"}
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (pylayer_jax, packers, testing)
+    for name in module.__all__
+    if name not in WITHOUT_EXAMPLE
+}
+
+
+class Tanh(pylayer_jax.PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensor()
+        return dy * (1 - y**2)
+
+
+class Round(pylayer_jax.PyLayer):
+    @staticmethod
+    def forward(ctx, x):
+        return jnp.round(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "pylayer_jax.packers"])
+def test_the_example_of_a_docstring_runs(name, tmp_path):
+    names = {"jax": jax, "jnp": jnp, "Tanh": Tanh, "Round": Round, "folder": tmp_path}
+    names |= {"x": jnp.array([[0.3, -0.7]]), "w": jnp.array([[1.0], [0.5]])}
+    names |= {path.rpartition(".")[2]: value for path, value in PUBLIC.items()}
+    public = PUBLIC.get(name, packers)
+    (example,) = doctest.DocTestFinder(recurse=False).find(public, name, globs=names)
+    assert example.examples
+    result = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example)
+    assert result.failed == 0
