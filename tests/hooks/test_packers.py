@@ -8,7 +8,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import textwrap
 import time
 
 import hypothesis
@@ -26,6 +25,7 @@ from tests.kit.case import grid, numpy_grid
 from tests.kit.layers import Multiply, Square, Tanh
 from tests.kit.transforms import batched
 
+ROOT = pathlib.Path(__file__).parents[2]
 X = grid(8, 64)
 W = grid(64, 64, low=-0.2, high=0.3)
 
@@ -385,25 +385,13 @@ def test_equal_packers_are_one_entry_in_the_cache_of_jit(tmp_path):
     assert len(traced) == 5
 
 
+def on_disk(what, directory):
+    return [sys.executable, "-W", "ignore", "-m", "tests.hooks.on_disk", what, str(directory)]
+
+
 def test_files_are_removed_when_the_process_ends(tmp_path):
-    code = f"""
-        import gc, os, jax, jax.numpy as jnp
-        from pylayer_jax.packers import save_on_disk
-        hooks = save_on_disk({str(tmp_path)!r})
-        f = hooks(lambda x: jnp.sum(jnp.sin(x)))
-        print(jax.jit(jax.grad(f))(jnp.zeros(2)))
-        value, pullback = jax.vjp(f, jnp.zeros(3))
-        if os.fork() == 0:  # a child that ends must not take the files of its parent along
-            import sys; sys.exit(0)
-        os.wait()
-        gc.collect()
-        print(sum(len(names) for _, _, names in os.walk({str(tmp_path)!r})), pullback(value))
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True
-    )
-    assert "[1. 1.]" in done.stdout
-    assert "1 (Array([0., 0., 0.]" in done.stdout
+    done = subprocess.run(on_disk("ends", tmp_path), capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["[1.0, 1.0]", "1 [0.0, 0.0, 0.0]"]
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
