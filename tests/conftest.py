@@ -53,23 +53,6 @@ def pytest_configure(config):
 
 # What the core that was built anew does not keep yet, one test each: errors, memory or counts. Mend one, remove its line.
 KNOWN_GAPS = {
-    "host hooks: an eager loop holds what it packed until the end, and a program until another one packs": [
-        "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[grad of map]",
-        "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[grad of scan]",
-        "hooks/test_host.py::test_a_loop_in_eager_mode_does_not_grow[scan of grad]",
-        "hooks/test_host.py::test_what_a_collected_program_held_is_dropped",
-    ],
-    "host hooks under jax.checkpoint: JAX's own error": [
-        "hooks/test_host.py::test_checkpoint_inside_is_refused_and_around_works",
-        "hooks/test_chain.py::test_gradients_are_those_of_the_pair_that_changes_values[remat-of a user, on the host]",
-    ],
-    "host hooks, and quantization in a vmap, on explicit meshes: JAX's own error": [
-        "devices/test_sharded_hooks.py::test_gradients[explicit-('data', 'model')]",
-        "devices/test_sharded_hooks.py::test_gradients[explicit-('data', None)]",
-        "devices/test_sharded_hooks.py::test_gradients[explicit-(None, ('data', 'model'))]",
-        "devices/test_sharded_hooks.py::test_each_device_keeps_its_share[explicit-vmap]",
-        "devices/test_sharded_hooks.py::test_a_transformer_communicates_no_more_than_without_hooks[explicit-disk]",
-    ],
     "a block within vmap of shard_map is an error of JAX": [
         "devices/test_shard_map.py::test_an_operand_that_all_examples_share[operation in a block]",
     ],
@@ -78,14 +61,9 @@ KNOWN_GAPS = {
     ],
 }
 
-# Host hooks on several devices may end the process here (jax 0.10, CPU): the callbacks occupy all threads of XLA's pool.
-CRASHES = "tests/devices/test_sharded_hooks.py::test_as_many_large_tensors_at_once_as_there_are_threads"
-
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if item.nodeid.startswith(CRASHES):
-            item.add_marker(pytest.mark.skip(reason="host hooks on several devices may stop the process"))
         for reason, names in KNOWN_GAPS.items():
             if item.nodeid.removeprefix("tests/") in names:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=False))

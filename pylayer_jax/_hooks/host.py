@@ -9,18 +9,21 @@ NOTE [host packs]
 XLA hands the number to `unpack` once, or more often where JAX moved the packing of an unchanging tensor out of a loop,
 or never, where `backward` does not run. Nothing tells that the last time has come. What was unpacked at least once is
 therefore dropped when the same device packs at the same place again, since a new forward pass has begun then. What was
-never unpacked stays until the hooks are closed or the program is collected.
+never unpacked stays until the hooks are closed or the programs of the place are collected.
 
 NOTE [host calls]
 `io_callback` hands over arrays that JAX is still copying. On CPU the copy needs a thread of the pool whose threads the
 callbacks occupy, so that a program stops for ever if many of them run at once and the arrays are large. There
-`buffer_callback` reads an array in place; other devices have threads of their own for callbacks.
+`buffer_callback` reads an array in place; other devices have threads of their own for callbacks. It says nothing of
+several devices to the compiler, so that a shard_map does: the first device calls, and hands on the result.
+tests: devices/test_host_shards.py
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -31,27 +34,44 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._hints import hint
-from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, mlir
+from pylayer_jax._jax.imports import ShapedArray, buffer_callback, current, io_callback, mlir
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_staging
-from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.types import has_tangent, manual_axes, typeof, with_varying_axes
 
 # Python may collect an object at any line, and the finalizer of what a hook packed may close a pair of hooks: one lock
 # for all stores, which its thread may take again, can wait neither for itself nor for another one.
 _lock = threading.RLock()
 
 
+class _Place:
+    """A line of the user that packs a tensor; shared by the programs that are compiled there one after another.
+
+    A loop in eager mode is another program each time, which JAX keeps although it never runs again.
+    """
+
+    def __init__(self) -> None:
+        self.has_packed = True  # since a program took it: those of one program are places of their own
+        self.n_packed = 0
+        self.held: dict[int, Any] = {}  # what pack returned, by number
+        self.used: dict[int, set[int]] = {}  # the numbers that each device has unpacked
+
+
 class HostStore:
     """Everything that equal pairs of hooks hold for compiled programs, which they share."""
 
     def __init__(self) -> None:
-        self._sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
+        self._places: weakref.WeakValueDictionary[Any, _Place] = weakref.WeakValueDictionary()
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def add_site(self, site: PackSite) -> None:
+    def place(self, key: Any) -> _Place:
+        """Return the place with a key, for a program that is being made; another one if the program has it already."""
         with _lock:
-            self._sites.add(site)
+            places = (self._places.setdefault((key, i), _Place()) for i in itertools.count())
+            place = next(place for place in places if place.has_packed)
+            place.has_packed = False
+            return place
 
     def add_owner(self, hooks: Any) -> None:
         """Keep everything until `hooks` is closed."""
@@ -60,9 +80,12 @@ class HostStore:
 
     def close(self, hooks: Any) -> None:
         """Drop everything if no other owner is left."""
+        dropped: list[Any] = []
         with _lock:
             self._owners.discard(hooks)
-            dropped = [] if len(self._owners) else [site.release() for site in self._sites]
+            for place in [] if len(self._owners) else list(self._places.values()):
+                dropped.append(place.held)
+                place.held, place.used = {}, {}
         del dropped  # outside the lock, since its finalizers may run any code
 
 
@@ -82,43 +105,43 @@ class PackSite:
     ) -> None:
         self._pack, self._unpack, self._where = pack, unpack, where
         self._type = typeof(tensor)
-        self._next = 0
-        self._held: dict[int, Any] = {}  # what pack returned, by number
-        self._used: dict[int, set[int]] = {}  # the numbers that each device has unpacked
-        store.add_site(self)
+        self._place = store.place((where, self._type, str(current().traceback)))
 
     def token(self, tensor: Any) -> jax.Array:
         """Return the number under which the host keeps a traced tensor."""
         device = _device_index()
-        token = _host_call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor, device)
+        result = jax.ShapeDtypeStruct((), np.uint32)
+        token = _host_call(f"pack_hook for {self._where}", self._put, result, tensor, device)
         return with_varying_axes(token, typeof(device))
 
     def restored(self, token: Any) -> jax.Array:
         """Return the tensor of a traced number."""
         device = _device_index()
-        value = _host_call("unpack_hook", self._get, self._type, token, device)
+        value = _host_call(f"unpack_hook for {self._where}", self._get, self._type, token, device)
         return with_varying_axes(value, typeof(device))
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
         with self._naming("pack_hook", int(device)):
             packed = self._pack(np.asarray(tensor))
+        place = self._place
         with _lock:
-            dropped = [self._held.pop(number, None) for number in self._used.pop(int(device), ())]
-            number, self._next = self._next, (self._next + 1) % 2**32
-            self._held[number] = packed
+            place.has_packed = True
+            dropped = [place.held.pop(number, None) for number in place.used.pop(int(device), ())]
+            number, place.n_packed = place.n_packed, (place.n_packed + 1) % 2**32
+            place.held[number] = packed
         del dropped  # outside the lock, since its finalizers may run any code
         return np.uint32(number)
 
     def _get(self, token: Any, device: Any) -> np.ndarray:
-        number = int(token)
+        number, place = int(token), self._place
         with _lock:
-            is_held, packed = number in self._held, self._held.get(number)
-            self._used.setdefault(int(device), set()).add(number)
+            is_held, packed = number in place.held, place.held.get(number)
+            place.used.setdefault(int(device), set()).add(number)
         if not is_held:
             raise RuntimeError(
-                f"what pack_hook returned for {self._where} is no longer held: the forward of this program ran again "
-                "after it was used, or the hooks were closed. Run backward before the next forward of the same jitted "
-                "function."
+                f"what pack_hook returned for {self._where} is no longer held: the forward of this program (in eager "
+                "mode, of a loop on the same line) ran again after it was used, or the hooks were closed. Run backward "
+                "before the next forward of the same jitted function."
             )
         with self._naming("unpack_hook", int(device)):
             return np.asarray(self._unpack(packed))
@@ -130,16 +153,11 @@ class PackSite:
             yield
         except Exception as error:
             with _lock:
-                self._used.setdefault(device, set()).update(self._held)
+                self._place.used.setdefault(device, set()).update(self._place.held)
             # XLA hands on the text of one exception, without notes and causes, but with its traceback.
             advice = hint(error, "", hook)
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
-
-    def release(self) -> Any:
-        """Return everything, which is held no longer."""
-        held, self._held, self._used = self._held, {}, {}
-        return held
 
 
 def _device_index() -> Any:
@@ -164,9 +182,18 @@ def _host_call(name: str, run: Callable[..., Any], result: Any, *args: Any) -> j
 
 
 @functools.cache
-def _effects() -> Any:
+def _effects(name: str) -> Any:
     # JAX must not leave the call out, repeat it or move it; the effect that says so has no public name.
-    return jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
+    effects = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
+
+    class HostHook(*map(type, effects)):
+        def __repr__(self) -> str:  # for the error of jax.checkpoint, which allows no effects
+            return (
+                f"{name}, of a pair with host=True. Put the hooks block around jax.checkpoint and not inside, or use "
+                "hooks without host=True"
+            )
+
+    return effects | {HostHook()}
 
 
 def _jvp(*_: Any) -> Any:
@@ -218,19 +245,40 @@ def _in_bytes(dtype: Any) -> Any:
     return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
 
 
+def _on_first_device(n_devices: int, function: _HostFunction, *args: Any) -> list[Any]:
+    """Run the function on the first of several devices, and hand its result to all."""
+    mesh, result = jax.sharding.get_abstract_mesh(), function.result
+    mesh = jax.sharding.AbstractMesh((n_devices,), ("device",)) if mesh.empty else mesh
+
+    def on_each(*args: Any) -> Any:
+        zeros = jnp.zeros(result.shape, _in_bytes(result.dtype))
+        zeros = -zeros if has_tangent(zeros) else zeros  # what is added to -0.0 keeps its sign
+        value = jax.lax.cond(
+            jax.lax.axis_index(mesh.axis_names) == 0,
+            lambda: _by_buffer_callback(function, *args)[0].astype(zeros.dtype),
+            lambda: zeros,
+        )
+        return jax.lax.psum(value, mesh.axis_names).astype(result.dtype)
+
+    whole = jax.sharding.PartitionSpec()
+    return [jax.shard_map(on_each, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)]
+
+
 def _lower(function: _HostFunction, context: Any, *args: Any) -> Any:
     module = context.module_context
-    # Where the compiler divides the program among devices, it has to know that one of them runs the function.
-    one_device = getattr(module.axis_context, "num_devices", 1) == 1  # 1 within a shard_map
+    n_devices = getattr(module.axis_context, "num_devices", 1)  # 1 within a shard_map
     on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
-    call = _by_buffer_callback if one_device and on_cpu else _by_io_callback
+    call = _by_buffer_callback if on_cpu else _by_io_callback
+    if n_devices > 1 and on_cpu:
+        call = functools.partial(_on_first_device, n_devices)
+        context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
     return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
 
 
 _host_call_p.register(
     # JAX hands on some constants as numbers of NumPy, of a dtype that it does not have.
     evaluate=lambda function, *args: [jnp.asarray(function.run(*(np.asarray(jnp.asarray(x)) for x in args)))],
-    abstract=lambda function, *_: ([function.result], _effects()),
+    abstract=lambda function, *_: ([function.result], _effects(function.name)),
     jvp=_jvp,
     batch=_batch,
     transpose=_jvp,

@@ -174,7 +174,10 @@ class Scaled(PyLayer):
         return scale * x
 
 
-OwnBackward = layer(backward=lambda ctx, dy: dy * 3, base=Scaled)
+class OwnBackward(Scaled):
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 3
 
 
 OwnForward = type("OwnForward", (Scaled,), {"forward": staticmethod(lambda ctx, z: z)})
