@@ -27,9 +27,11 @@ def cleaned(notebook: dict[str, Any]) -> dict[str, Any]:
 
 
 def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the outputs with one text for what was printed at several times, and without empty ones."""
+    """Return the outputs with one text for what was printed at several times, without empty texts and progress bars."""
     found: list[dict[str, Any]] = []
     for output in outputs:
+        if output.get("name") == "stderr" and "\r" in "".join(output["text"]):
+            continue
         if output["output_type"] == "stream":
             text = output["text"] if isinstance(output["text"], list) else output["text"].splitlines(keepends=True)
             if found and found[-1].get("name") == output["name"]:

@@ -73,7 +73,7 @@ def mlp(activation: Any, width: int, batch: int, depth: int = 4, dtype: Any = No
 
     def data(key: Any) -> Any:
         x = jax.random.normal(key, (batch, width))
-        return x, jnp.sin(3 * jnp.roll(x, 1, -1))
+        return x, jnp.tanh(jnp.roll(x, 1, -1))
 
     return Model(init, data, loss)
 
@@ -127,7 +127,7 @@ def transformer(width: int = 128, length: int = 128, batch: int = 8, depth: int 
 
     def data(key: Any) -> Any:
         x = jax.random.normal(key, (batch, length, width))
-        return x, norm(jnp.roll(x, 1, 1) + x)
+        return x, norm(jnp.tanh(x) + x.mean(1, keepdims=True))
 
     return Model(init, data, loss)
 
@@ -340,7 +340,7 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
     errors += "|---|---|---|---|---|---|\n"
     for name, losses in newest["training"].items():
         error = "; ".join(f"{losses[f'error of {n}'][0]:.1e}" for n in PACKERS)
-        cells = [f"{m:+.4f} [{low:+.4f}, {high:+.4f}]" for low, m, high in (losses[n] for n in PACKERS)]
+        cells = [f"{m:+.0e} [{low:+.0e}, {high:+.0e}]" for low, m, high in (losses[n] for n in PACKERS)]
         errors += (
             f"| {name} | {error} | {losses['first'][0]:.2f}; {losses['plain'][1]:.4f} | " + " | ".join(cells) + " |\n"
         )

@@ -1,5 +1,6 @@
 """Every notebook runs from top to bottom, and what is shown with it is fit to be read."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,8 @@ nbclient = pytest.importorskip("nbclient", reason='notebooks need an extra: pip 
 for package in ("flax", "ipykernel", "matplotlib", "rich"):
     pytest.importorskip(package, reason='notebooks need an extra: pip install -e ".[notebooks]"')
 import nbformat  # noqa: E402
+
+from .clean_notebooks import cleaned, without_folders  # noqa: E402
 
 pytestmark = pytest.mark.notebooks
 
@@ -51,6 +54,17 @@ def test_stored_outputs_are_of_one_clean_run(path):
     assert not [(number, text) for number, text in shown(notebook) if UNFIT.search(text)]
     assert not [(number, text) for number, text in shown(notebook) if "is not installed" in text]
     assert path.stat().st_size < 500_000
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_nothing_stored_is_of_one_machine(path):
+    notebook = json.loads(path.read_text())
+    assert cleaned(notebook) == notebook
+
+
+def test_a_folder_of_a_machine_is_left_out():
+    shown = {"text": ["/home/me/project/model.py:3: in <module>", "see https://jax.dev/tmp/page, and a / b"]}
+    assert without_folders(shown) == {"text": ["model.py:3: in <module>", "see https://jax.dev/tmp/page, and a / b"]}
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -62,10 +62,10 @@ def test_the_command_prints_what_check_layer_prints(tmp_path):
     assert len(printed) == len(shown) + int(MORE.fullmatch(more)[1])
 
 
-def texts_of(framework):
-    """The texts of the README that import a framework, each with those that go on with it."""
-    first = [i for i, text in enumerate(blocks(README, "py")) if f"import {framework}\n" in text]
-    return [blocks(README, "py")[i] for i in first]
+def text_of(framework):
+    """The layer of the README in torch or Paddle."""
+    (text,) = (text for text in blocks(README, "py") if f"import {framework}\n" in text)
+    return text
 
 
 @pytest.mark.frameworks
@@ -76,8 +76,7 @@ def test_the_originals_and_ours_have_the_same_gradient(framework):
     ports = dict(zip(("torch", "paddle"), blocks(README, "python")[:2], strict=True))
     for name, port in ports.items():
         original, ours = {}, {}
-        (text,) = texts_of(name)
-        exec(text, original)
+        exec(text_of(name), original)
         exec(port.replace("jax.grad", "gradient = jax.grad"), ours)
         np.testing.assert_allclose(ours["gradient"], original["x"].grad.numpy(), rtol=1e-6)
 
@@ -87,10 +86,8 @@ def test_the_originals_and_ours_have_the_same_gradient(framework):
 def test_torch_and_ours_train_alike(framework):
     framework("torch")
     original, ours = {}, {}
-    (layer,) = texts_of("torch")
     (loop,) = (text for text in blocks(README, "py") if "optim" in text)
-    exec(layer, original)
-    exec(loop, original)
+    exec(text_of("torch") + loop, original)
     with jax.numpy_dtype_promotion("standard"):  # optax multiplies its count by numbers
         exec("".join(blocks(README, "python")[1:3]), ours)
     assert float(ours["value"]) < 0.01

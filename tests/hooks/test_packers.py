@@ -385,12 +385,9 @@ def test_equal_packers_are_one_entry_in_the_cache_of_jit(tmp_path):
     assert len(traced) == 5
 
 
-def on_disk(what, directory):
-    return [sys.executable, "-W", "ignore", "-m", "tests.hooks.on_disk", what, str(directory)]
-
-
 def test_files_are_removed_when_the_process_ends(tmp_path):
-    done = subprocess.run(on_disk("ends", tmp_path), capture_output=True, text=True, check=True, cwd=ROOT)
+    command = [sys.executable, "-W", "ignore", "-m", "tests.hooks.on_disk", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.splitlines() == ["[1.0, 1.0]", "1 [0.0, 0.0, 0.0]"]
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
