@@ -100,9 +100,10 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once, and
     one that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around the
     differentiated code: inside the function that `jax.grad` gets, or around a function that is decorated. A block
-    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, but not its plain
-    operations, because JAX does not show them. `repr` of a pair tells how many tensors it has packed: none if the block
-    stands in the wrong place, or around a program that was compiled in a block of an equal pair.
+    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, and what
+    comes to them from outside, but not its plain operations, because JAX does not show them. `repr` of a pair tells how
+    many tensors it has packed: none if the block stands in the wrong place, or around a program that was compiled in a
+    block of an equal pair.
 
     In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
     the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
@@ -125,7 +126,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         host: run both hooks on the host, with NumPy arrays, also in compiled programs; a program for several devices
             gathers each tensor for that. In eager mode the result of `pack_hook` is dropped with the function that
             `jax.vjp` returned; in a compiled program after its use, when the same place of the program packs again, on
-            `close()`, or with the program. Not under `jax.checkpoint`, which refuses effects.
+            `close()`, or with the program. Not inside `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`), or of

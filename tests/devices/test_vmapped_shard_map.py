@@ -42,7 +42,7 @@ def cases():
         yield pytest.param(product, id=name, marks=[pytest.mark.xfail(raises=ValueError, strict=True)] if fails else [])
 
 
-@pytest.mark.parametrize("product", cases())
+@pytest.mark.parametrize("product", list(cases()))
 def test_an_operand_that_all_examples_share(product):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
