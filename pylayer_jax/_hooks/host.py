@@ -186,10 +186,10 @@ def _host_call(name: str, run: Callable[..., Any], result: Any, *args: Any) -> j
 @functools.cache
 def _effects(name: str) -> Any:
     # JAX must not leave the call out, repeat it or move it; the effect that says so has no public name.
-    effects: Any = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
-    (effect,) = map(type, effects)
+    effects = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
+    kind: Any = type(next(iter(effects)))
 
-    class HostHook(effect):  # pyright: ignore[reportUntypedBaseClass]
+    class HostHook(kind):
         def __repr__(self) -> str:  # for the error of jax.checkpoint, which allows no effects
             return (
                 f"{name}, of a pair with host=True. Put the hooks block around jax.checkpoint and not inside, or use "
