@@ -38,7 +38,7 @@ from pylayer_jax._jax.imports import ShapedArray, buffer_callback, current, io_c
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_in_eager_loop, is_staging
-from pylayer_jax._jax.types import has_tangent, manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 
 # Python may collect an object at any line, and the finalizer of what a hook packed may close a pair of hooks: one lock
 # for all stores, which its thread may take again, can wait neither for itself nor for another one.
@@ -255,13 +255,17 @@ def _on_first_device(n_devices: int, function: _HostFunction, *args: Any) -> lis
 
     def on_each(*args: Any) -> Any:
         zeros = jnp.zeros(result.shape, _in_bytes(result.dtype))
-        zeros = -zeros if has_tangent(zeros) else zeros  # what is added to -0.0 keeps its sign
         value = jax.lax.cond(
             jax.lax.axis_index(mesh.axis_names) == 0,
             lambda: _by_buffer_callback(function, *args)[0].astype(zeros.dtype),
             lambda: zeros,
         )
-        return jax.lax.psum(value, mesh.axis_names).astype(result.dtype)
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return jax.lax.psum(value, mesh.axis_names).astype(result.dtype)
+        # A sum of floating-point numbers would lose the sign of -0.0. tests: test_host_shards.py
+        bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+        bits = jax.lax.psum(bits, mesh.axis_names)
+        return jax.lax.bitcast_convert_type(bits, value.dtype).astype(result.dtype)
 
     whole = jax.sharding.PartitionSpec()
     return [jax.shard_map(on_each, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)]

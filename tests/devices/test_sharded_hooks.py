@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, quantize_saved
-from tests.kit.layers import Tanh
+from tests.kit.layers import Multiply, Tanh
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 WIDTH, HEADS = 512, 8
@@ -251,3 +251,13 @@ def test_as_many_large_tensors_at_once_as_there_are_threads(kind):
         thread.join(120)
     expected = sum(i * (1 - np.tanh(np.asarray(x) * i) ** 2) for i in range(1, 9))
     np.testing.assert_allclose(gradient[0], expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+def test_the_sign_of_a_zero_comes_back(kind):
+    mesh, host = mesh_of(kind), Host()
+    with entered(mesh):
+        x = random(mesh, (4, 8), "data", "model")
+        gradient = jax.jit(jax.grad(host.hooks(lambda x, w: jnp.sum(Multiply.apply(x, w)))))(x, jnp.zeros_like(x) * -1)
+    assert np.signbit(gradient).all()
+    assert (4, 8) in host.shapes
