@@ -25,7 +25,7 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -38,14 +38,9 @@ from ._hooks.pair import OFFSETS, SCALES, Step, key_of
 from ._jax.tracers import is_tracer
 from ._jax.types import explicit_sharding, shard_counts
 
-try:
-    import fcntl
-except ImportError:  # Windows, where the files of a killed process stay
-    fcntl = None
-
 Only = Callable[..., Any]
 
-__all__ = ["cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
+__all__ = ["by_name", "cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
 
 def _is_float(x: Any) -> bool:
@@ -126,7 +121,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(cast_saved()(lambda x: jnp.sin(2 * x)))(1.0))  # 2 * cos(2), rounded to bfloat16
         -0.83203125
 
-    Tensors of this width or a smaller one pass unchanged. With bfloat16 a value changes by at most 1 part in 256.
+    Tensors of this width or a smaller one pass unchanged. With bfloat16 a value changes by at most 1 part in 256, and
+    has the range of float32. float16 is more exact but ends at 65504: a larger value comes back as infinity.
 
     Args:
         dtype: the floating-point type of the kept tensors, of at least 16 bits.
@@ -432,8 +428,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     the function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On
     `close()` the files of compiled programs are removed, but not what a function of eager `jax.vjp` still holds.
     Objects with the same directory share the files of compiled programs, which stay until the last of them is closed.
-    When the process ends, all files are removed; those of a process that was killed, by the next one that uses the
-    directory (not on Windows).
+    When the process ends, all files are removed. A process that is killed leaves them in its folder saved_tensors-*.
 
     Args:
         directory: the files are written to a folder of this process in this directory. It is made if it does not exist.
@@ -463,28 +458,15 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder of this process in the directory of the user; removed when no hooks and no files use it.
-
-    NOTE [folders of dead processes]
-    A process that is killed cannot remove its files. Each process keeps a lock on its folder, which the operating
-    system releases with the process. Another process that makes a folder in the same directory removes the folders
-    that are not locked. A folder gets its name only after it is locked. Where locks do not work, nothing is removed.
-    """
+    """A folder of this process in the directory of the user; removed when no hooks and no files use it."""
 
     def __init__(self, directory: str) -> None:
         try:
             os.makedirs(directory, exist_ok=True)
-            for name in os.listdir(directory):
-                old = os.path.join(directory, name)
-                if name.startswith(_PREFIX) and (lock := _locked(old)) is not None:
-                    _remove(old, lock)
-            made = tempfile.mkdtemp(prefix=".", dir=directory)
-            lock = _locked(made)
-            self.path = os.path.join(directory, _PREFIX + os.path.basename(made)[1:])
-            os.rename(made, self.path)
+            self.path = tempfile.mkdtemp(prefix="saved_tensors-", dir=directory)
         except OSError as error:
             raise _unwritable_error(error, directory, "a folder") from error
-        weakref.finalize(self, _in_process, os.getpid(), _remove, self.path, lock)
+        weakref.finalize(self, _in_process, os.getpid(), shutil.rmtree, self.path, True)
 
 
 class _File:
@@ -521,7 +503,6 @@ class _File:
         )
 
 
-_PREFIX: Final = "saved_tensors-"
 _folders: weakref.WeakValueDictionary[str, _Folder] = weakref.WeakValueDictionary()
 _folders_lock = threading.RLock()  # a finalizer may make a folder at any line
 
@@ -530,27 +511,6 @@ def _folder_of(directory: str) -> _Folder:
     """Return the folder of this process in a directory; one for all hooks that use the directory."""
     with _folders_lock:
         return _folders.get(directory) or _folders.setdefault(directory, _Folder(directory))
-
-
-def _locked(folder: str) -> int | None:
-    """Return a locked descriptor of a folder; None if it cannot be locked, or another process has locked it."""
-    if fcntl is None:
-        return None
-    descriptor = None
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if descriptor is not None:
-            os.close(descriptor)
-        return None
-    return descriptor
-
-
-def _remove(folder: str, lock: int | None) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
-    if lock is not None:
-        os.close(lock)
 
 
 def _unlink(path: str) -> None:
@@ -611,12 +571,16 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             if not isinstance(pair, saved_tensors_hooks):
                 hint = " Write it with parentheses." if isinstance(pair, type) else ""
                 raise TypeError(f"chain: argument {number} must be a pair of hooks, got {pair!r}.{hint}")
+            if isinstance(pair, by_name):
+                raise ValueError(
+                    "chain: by_name cannot be part of a chain. Give by_name the chains: {name: chain(...)}."
+                )
             if pair._pair.only is not None:
                 raise ValueError(
                     f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
                     "predicate to the outer chain or to one of the pairs."
                 )
-            if number > 1 and (pairs[number - 2]._is_last or pairs[number - 2]._pair.host):
+            if number > 1 and pairs[number - 2]._comes_last():
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since what it packs is on the host, where "
                     f"{pair!r} could not pack it in a compiled program. Change the order."
@@ -625,7 +589,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._steps]
         self._keeps = min(pair._keeps for pair in pairs)
         self._packs_arguments = all(pair._packs_arguments for pair in pairs)
-        self._is_last = pairs[-1]._is_last or pairs[-1]._pair.host
+        self._is_last = pairs[-1]._comes_last()
         self._only = only
         self._set_up(steps, only)
 
@@ -636,3 +600,46 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     def __repr__(self) -> str:
         args, kwargs = self._made_with
         return f"chain({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
+
+
+# -- pairs by name ---------------------------------------------------------------------------------------
+
+
+class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
+    """Pack each tensor with the pair that its name is given.
+
+        by_name({"qkv": save_on_cpu(), "mlp_in": quantize_saved(8), ...: None})
+        by_name({"Attention": None, "tanh": cast_saved()})
+
+    The name of a tensor is the first of these that is a key: what `saved_names` of its layer, or
+    `jax.ad_checkpoint.checkpoint_name`, calls it; the class of the layer that saves it; the JAX operation that keeps
+    it, or the jitted function. They are `info.name`, `info.layer` and `info.operation` of the predicate `only`. The
+    Ellipsis `...` is the key for all other tensors, which otherwise stay as they are. The value None leaves a tensor
+    as it is.
+
+    What follows from another kept tensor is computed again as far as the least exact of the pairs allows. What comes
+    into the block from outside is packed if all pairs have `arguments=True`.
+
+    Args:
+        pairs: from a name, or Ellipsis, to a pair of hooks (a ready one, `saved_tensors_hooks`, a chain), or None.
+
+    Raises:
+        TypeError: if `pairs` is no mapping of names to pairs.
+    """
+
+    def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
+        if not isinstance(pairs, Mapping) or not pairs:
+            raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
+        for key, pair in pairs.items():
+            if not (key is ... or isinstance(key, str)):
+                raise TypeError(f"by_name: a key is a name or the Ellipsis `...`, got {key!r}.")
+            if pair is not None and (not isinstance(pair, saved_tensors_hooks) or isinstance(pair, by_name)):
+                raise TypeError(f"by_name: {key!r} must have a pair of hooks or None, got {pair!r}.")
+        self._made_with = ((dict(pairs),), {})
+        present = [pair for pair in pairs.values() if pair is not None]
+        self._keeps = min((pair._keeps for pair in present), default=OFFSETS)
+        self._packs_arguments = all(pair._packs_arguments for pair in present)
+        self._set_up((), by_name={key: pair and pair._pair for key, pair in pairs.items()})
+
+    def _key(self, bound: Any) -> Any:
+        return by_name, frozenset((key, pair and pair._pair.key) for key, pair in bound.arguments["pairs"].items())

@@ -53,9 +53,6 @@ def pytest_configure(config):
 
 # What the core that was built anew does not keep yet, one test each: errors, memory or counts. Mend one, remove its line.
 KNOWN_GAPS = {
-    "a block within vmap of shard_map is an error of JAX": [
-        "devices/test_shard_map.py::test_an_operand_that_all_examples_share[operation in a block]",
-    ],
     "a block around an implicit derivative of a fixed point is refused": [
         "around/test_solvers.py::test_implicit_gradients[spy-fixed-point]",
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -20,25 +20,20 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-_TAKES = {
-    "pack_hook": "the tensor that is saved, and returns what is kept of it",
-    "unpack_hook": "the value that pack_hook returned, and returns the tensor",
-    "only": "a tensor (or a tensor, and where it comes from), and returns whether it is packed",
-}
 
 
-def _misfit(hook: Callable[..., Any], n_arguments: int = 1) -> TypeError | None:
-    """Return why a function cannot be called with so many arguments; None if it can, or if that cannot be known."""
+def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
+    """Return whether a function can be called with so many arguments, or whether that cannot be known."""
     try:
         # A decorator of Python may change the arguments.
-        signature = inspect.signature(hook, follow_wrapped=not inspect.isfunction(hook))
+        signature = inspect.signature(function, follow_wrapped=not inspect.isfunction(function))
     except (TypeError, ValueError):  # an object of C
-        return None
+        return True
     try:
         signature.bind(*[None] * n_arguments)
-    except TypeError as error:
-        return error
-    return None
+    except TypeError:
+        return False
+    return True
 
 
 def check_hooks(owner: str, **functions: Any) -> None:
@@ -50,16 +45,15 @@ def check_hooks(owner: str, **functions: Any) -> None:
     for name, hook in functions.items():
         if not callable(hook):
             raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
-        misfit = _misfit(hook)
-        if misfit is not None and not (name == "only" and _misfit(hook, 2) is None):
-            raise TypeError(f"{owner}: {name} takes one argument, {_TAKES[name]}; {hook!r} does not: {misfit}.")
+        if not (_takes(hook, 1) or (name == "only" and _takes(hook, 2))):
+            raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
 
 
 def predicate(only: Callable[..., Any] | None) -> Callable[[Any, TensorInfo], Any] | None:
     """Return a predicate of (array, info) for one of an array alone, or of both."""
     if only is None:
         return None
-    takes_info = not isinstance(only, type) and _misfit(only) is not None
+    takes_info = not isinstance(only, type) and not _takes(only, 1)
     return only if takes_info else lambda array, _: only(array)
 
 
@@ -104,9 +98,10 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once, and
     one that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around the
     differentiated code: inside the function that `jax.grad` gets, or around a function that is decorated. A block
-    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, but not its plain
-    operations, because JAX does not show them. `repr` of a pair tells how many tensors it has packed: none if the block
-    stands in the wrong place, or around a program that was compiled in a block of an equal pair.
+    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, with their
+    arguments, but not its plain operations, because JAX does not show them. `repr` of a pair tells how many tensors it
+    has packed: none if the block stands in the wrong place, or around a program that was compiled in a block of an
+    equal pair.
 
     In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
     the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
@@ -129,7 +124,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         host: run both hooks on the host, with NumPy arrays, also in compiled programs; a program for several devices
             gathers each tensor for that. In eager mode the result of `pack_hook` is dropped with the function that
             `jax.vjp` returned; in a compiled program after its use, when the same place of the program packs again, on
-            `close()`, or with the program. Not under `jax.checkpoint`, which refuses effects.
+            `close()`, or with the program. Not inside `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`), or of
@@ -163,7 +158,12 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     _pack_part: Hook | None = None  # packs an array that a pair before it in a chain made
     _is_last = False  # nothing can follow it in a chain
 
-    def _set_up(self, steps: Sequence[Step], only: Callable[..., Any] | None = None) -> None:
+    def _set_up(
+        self,
+        steps: Sequence[Step],
+        only: Callable[..., Any] | None = None,
+        by_name: Mapping[Any, Pair | None] | None = None,
+    ) -> None:
         args, kwargs = self._made_with
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -176,7 +176,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             only=predicate(only),
             keeps=self._keeps,
             packs_arguments=self._packs_arguments,
+            by_name=by_name,
         )
+
+    def _comes_last(self) -> bool:
+        return self._is_last or any(step.host for step in self._steps)
 
     def _key(self, bound: inspect.BoundArguments) -> Any:
         """Return what jit compares pairs by: the class, and the arguments that it was made with."""

@@ -37,7 +37,7 @@ from pylayer_jax._hints import hint
 from pylayer_jax._jax.imports import ShapedArray, buffer_callback, current, io_callback, mlir
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
-from pylayer_jax._jax.tracers import is_staging
+from pylayer_jax._jax.tracers import is_in_eager_loop, is_staging
 from pylayer_jax._jax.types import has_tangent, manual_axes, typeof, with_varying_axes
 
 # Python may collect an object at any line, and the finalizer of what a hook packed may close a pair of hooks: one lock
@@ -46,9 +46,10 @@ _lock = threading.RLock()
 
 
 class _Place:
-    """A line of the user that packs a tensor; shared by the programs that are compiled there one after another.
+    """A place in a program that packs a tensor.
 
-    A loop in eager mode is another program each time, which JAX keeps although it never runs again.
+    A loop in eager mode is another program each time, which JAX keeps although it never runs again. Therefore the
+    programs of one line of the user share a place.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,8 @@ class PackSite:
     ) -> None:
         self._pack, self._unpack, self._where = pack, unpack, where
         self._type = typeof(tensor)
-        self._place = store.place((where, self._type, str(current().traceback)))
+        line = str(current().traceback) if is_in_eager_loop() else object()
+        self._place = store.place((where, self._type, line))
 
     def token(self, tensor: Any) -> jax.Array:
         """Return the number under which the host keeps a traced tensor."""

@@ -230,7 +230,15 @@ class _PackedPullback(LinearMap):
         given = iter(cotangents)
         full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in self._value_types]
         with hooks_suspended(), set_current_trace(trace_below(current_trace())):
-            return list(pullback(full))
+            if not hasattr(pullback, "with_logs"):  # before jax 0.12
+                return list(pullback(full))
+            found, logs = pullback.with_logs(full)
+        if logs:  # only JAX's own primitives may hand them on
+            raise TypeError(
+                f"the backward of the operation {self.name} returns the logs {sorted(map(str, logs))}, which a block "
+                "of hooks would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
+            )
+        return list(found)
 
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True

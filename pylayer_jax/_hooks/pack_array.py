@@ -51,7 +51,10 @@ class PackedTensor:
 
 def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> tuple[PackedTensor | None, list[Any]]:
     """Pack one tensor. Returns its packed form (None: it stays as it is), and the arrays that JAX has to keep."""
-    steps = _chosen(pair.steps, tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
+    named = pair.named(info)
+    if named is None or not _is_chosen(named.only, tensor, where, info):
+        return None, [tensor]
+    steps = _chosen(named.steps, tensor, where, info)
     if not steps:
         return None, [tensor]
     pair.n_packed[is_staged(tensor)] += 1
@@ -61,7 +64,7 @@ def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> tuple[
     value, keeps_original = tensor, has_tangent(tensor) and is_differentiated(tensor)
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
-    elif has_tangent(tensor) and not pair.differentiable:
+    elif has_tangent(tensor) and not all(step.differentiable for step in steps):
         (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
     with jax.named_scope(PACK_SCOPE):
         array, arrays = _pack(pair, steps, as_array(value, typeof(tensor)), where, info)

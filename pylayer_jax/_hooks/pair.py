@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from .host import store_of
@@ -70,7 +70,10 @@ class WeakTable:
 
 
 class Pair:
-    """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches."""
+    """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches.
+
+    A pair that is chosen by name has others in the place of steps.
+    """
 
     def __init__(
         self,
@@ -80,17 +83,24 @@ class Pair:
         only: Callable[[Any, TensorInfo], Any] | None,
         keeps: int,
         packs_arguments: bool,
+        by_name: Mapping[Any, Pair | None] | None = None,
     ) -> None:
         self.steps = tuple(steps)
         self.key = key
         self.only = only  # of the whole chain
+        self.by_name = by_name
         self.keeps = keeps  # MOVES, SCALES or OFFSETS
         self.packs_arguments = packs_arguments  # and not only what a block computes
-        self.host = any(step.host for step in steps)
-        self.differentiable = all(step.differentiable for step in steps)
         self.n_packed: Counter[bool] = Counter()  # traced tensors under True
         self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
         self.store = store_of(key)
+
+    def named(self, info: TensorInfo) -> Pair | None:
+        """Return the pair for a tensor, by the most special of its names; None if it is not packed."""
+        if self.by_name is None:
+            return self
+        keys = (info.name, info.layer, info.operation, ...)
+        return next((self.by_name[key] for key in keys if key and key in self.by_name), None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pair) and self.key == other.key

@@ -65,26 +65,19 @@ def sine_and_sign(x):
     return outputs["y"] + outputs["sign"]
 
 
-class HostCube(Function):
-    """As in torch: what is kept is told by setup_context, an intermediate that comes from the output among it."""
+def noting(name, vmap):
+    return lambda info, in_dims, *args: (calls.append(name), vmap(in_dims, *args))[1]
 
-    @staticmethod
-    def forward(x):
-        return on_host(lambda v: v**3, x)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0], output * 2)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, double = ctx.saved_tensors
-        return dy * (1.5 * double / x)
-
-    @staticmethod
-    def vmap(info, in_dims, x):
-        calls.append("HostCube")
-        return HostCube.apply(x), in_dims[0]
+# As in torch: what is kept is told by setup_context, an intermediate that comes from the output among it.
+HostCube = layer(
+    lambda x: on_host(lambda v: v**3, x),
+    lambda ctx, dy: dy * (1.5 * ctx.saved_tensors[1] / ctx.saved_tensors[0]),
+    Function,
+    "HostCube",
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0], output * 2),
+    vmap=noting("HostCube", lambda in_dims, x: (HostCube.apply(x), in_dims[0])),
+)
 
 
 LAYERS = {
@@ -214,27 +207,25 @@ def test_what_vmap_gets(mode, axes):
     assert Shares.seen[0] == (3, dims, x.shape, a.shape, 2)
 
 
-class NumpyScale(Function):
-    """Saves an argument that the examples share, and in eager mode needs numbers."""
+def scaled_in_numpy(in_dims, x, w):
+    x, w = (np.moveaxis(np.asarray(v), d, 0) if d is not None else v for v, d in zip((x, w), in_dims, strict=True))
+    return x * np.asarray(w), 0
 
-    @staticmethod
-    def forward(x, w):
-        return np.asarray(x) * np.asarray(w)
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs, jnp.sum(inputs[1]))
+def gradients_of_scaled(ctx, dy):
+    x, w, total = ctx.saved_tensors
+    return dy * w, dy * x + 0 * total
 
-    @staticmethod
-    def backward(ctx, dy):
-        x, w, total = ctx.saved_tensors
-        return dy * w, dy * x + 0 * total
 
-    @staticmethod
-    def vmap(info, in_dims, x, w):
-        calls.append("NumpyScale")
-        x, w = (np.moveaxis(np.asarray(v), d, 0) if d is not None else v for v, d in zip((x, w), in_dims, strict=True))
-        return x * np.asarray(w), 0
+# Saves an argument that the examples share, and in eager mode needs numbers.
+NumpyScale = layer(
+    lambda x, w: np.asarray(x) * np.asarray(w),
+    gradients_of_scaled,
+    Function,
+    "NumpyScale",
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, jnp.sum(inputs[1])),
+    vmap=noting("NumpyScale", scaled_in_numpy),
+)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (1, 0)])

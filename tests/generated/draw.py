@@ -115,7 +115,7 @@ def _steps(
         steps.append((kind, positions))
     transforms = [name for name in TRANSFORMS if linear or name not in OF_LINEAR_RULES]
     if writes:
-        transforms = ["jit", "scan", "cond"]
+        transforms = ["jit", "scan"]  # jax 0.10 cannot differentiate a cond that writes to a Ref
     for _ in range(rng.choice([0, 0, 1, 1, 2, 2])):
         name = rng.choice(transforms)
         steps.insert(rng.randint(0, len(steps)), (name, _axes(rng, count) if name == "vmap" else None))

@@ -1,4 +1,4 @@
-"""Forward mode through a block of hooks: as if the block was not there; in eager mode nothing is packed."""
+"""Forward mode through a block of hooks: as if the block was not there; what is packed, when, and how often."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import saved_tensors_hooks
-from tests.kit.layers import ForwardTanh, Tanh
+from pylayer_jax import Function, saved_tensors_hooks
+from tests.kit.layers import ForwardTanh, Multiply, Tanh, bits, layer
 
 from .spy import in_block
 
@@ -79,3 +79,85 @@ def test_linear_transpose(jit):
     (expected,) = jax.vjp(linear, W)[1](W)
     (got,) = jax.linear_transpose(jit(hooked), W)(W)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+# -- what is packed of layers with forward mode ----------------------------------------------------
+
+
+TWO = jnp.array([0.3, 0.7])
+
+
+ForwardMultiply = type("ForwardMultiply", (Multiply,), {"forward_mode": True})
+
+
+def test_jacobian_under_hooks():
+    jacobian = jax.jacfwd(lambda a, b: ForwardMultiply.apply(a, b), (0, 1))
+    with bits():  # the tangents are mapped, and what was packed is not
+        for run in (jacobian, jax.jit(jacobian)):
+            np.testing.assert_allclose(run(TWO, TWO + 1), [jnp.diag(TWO + 1), jnp.diag(TWO)], rtol=1e-6)
+
+
+SetUpMultiply = layer(
+    lambda a, b: a * b,
+    Multiply.backward,
+    Function,
+    forward_mode=True,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+def logged():
+    log = []
+
+    def note(what):
+        return lambda x: log.append(what) or x
+
+    return log, saved_tensors_hooks(note("pack"), note("unpack"))
+
+
+@pytest.mark.parametrize("layer", [ForwardMultiply, SetUpMultiply])
+def test_hooks_pack_once_what_forward_mode_keeps(layer):
+    def loss(x):
+        return layer.apply(x, x + 1).sum()
+
+    for run in (jax.grad(loss), jax.jit(jax.grad(loss)), jax.grad(jax.jit(loss))):
+        log, hooks = logged()
+        with hooks:
+            np.testing.assert_allclose(run(TWO), 2 * TWO + 1, rtol=1e-6)
+        assert log == ["pack", "pack", "unpack", "unpack"]
+    for run in (lambda f: f, jax.jit):
+        log, hooks = logged()
+        with hooks:
+            np.testing.assert_allclose(run(jax.grad(lambda x: jax.grad(loss)(x).sum()))(TWO), [2, 2], rtol=1e-6)
+
+
+def test_hooks_unpack_what_is_asked_for():
+    asks_for_nothing = type("Asks", (ForwardMultiply,), {"backward": staticmethod(lambda ctx, dy: (dy, dy))})
+    log, hooks = logged()
+    with hooks:
+        jax.grad(lambda x: asks_for_nothing.apply(x, x).sum())(TWO)
+        ForwardMultiply.apply(TWO, TWO)
+    assert log == ["pack"]  # one tensor in two places
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["plain", "forward_mode"])
+def test_a_block_within_backward(flag):
+    log, hooks = logged()
+
+    def within_a_block(x, dy):
+        with hooks:
+            return hooks(lambda dy: dy * jnp.cos(x))(dy) * 1.0
+
+    apply = layer(jnp.sin, within_a_block, plain=True, forward_mode=flag).apply
+
+    def derivatives(f):
+        yield jax.hessian(lambda x: f(x).sum())
+        if flag:
+            yield jax.jacfwd(f)
+            yield jax.jacrev(jax.jacfwd(f))
+
+    for run in (lambda f: f, jax.jit):
+        for ours, plain in zip(derivatives(apply), derivatives(jnp.sin), strict=True):
+            np.testing.assert_allclose(run(ours)(TWO), jax.jit(plain)(TWO), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(jax.jacrev(jax.grad(lambda x: apply(x).sum()))(TWO), -jnp.diag(jnp.sin(TWO)))
+    assert "pack" in log

@@ -201,3 +201,25 @@ def test_unpack_gets_arrays_where_checkpoint_has_numbers(f, kept):
 
     hooked = jax.checkpoint(in_block(saved_tensors_hooks(kept, unpack, differentiable=True), f))
     np.testing.assert_allclose(jax.grad(hooked)(X), jax.grad(f)(X), rtol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(jax.custom_vjp, "defvjp_with_logs"), reason="backward logs are new in jax 0.12")
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_backward_logs_are_an_error_in_a_block_and_arrive_outside_of_it(around):
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp_with_logs(lambda x: (jnp.sin(x), jnp.cos(x)), lambda c, dy: ((dy * c,), {"norm": jnp.sum(dy)}))
+    loss = around(lambda x: jnp.sum(sine(x)))
+    _, pullback = jax.vjp(in_block(bits(), loss), X)
+    with pytest.raises(TypeError, match=r"norm(?s:.*)defvjp_with_logs"):
+        pullback.with_logs(1.0)
+    _, pullback = jax.vjp(lambda x: loss(x) + in_block(bits(), tanh_sum)(x), X)
+    np.testing.assert_allclose(pullback.with_logs(1.0)[1]["norm"], 3.0)
+
+
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="saveable_args are new in jax 0.12")
+def test_arguments_that_may_not_be_saved():
+    for hooks in (bits(), cast_saved()):
+        _, pullback = jax.vjp(hooks(jnp.multiply), A, B, saveable_args=(False, True))
+        assert not isinstance(pullback.args_res[0], jax.Array)
+        pullback.args_res[0] = A
+        np.testing.assert_allclose(pullback(B)[1], A * B, rtol=1e-6)

@@ -72,13 +72,14 @@ def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
     hooks, f = save_on_cpu(), lambda x: jnp.sin(x).sum()
     with hooks:  # around the call of jax.grad: JAX does not show the operations
         jax.grad(f)(jnp.ones(3))
-    assert repr(hooks) == "save_on_cpu(): 0 tensors packed"
+    assert "0 tensors" in repr(hooks)
     jax.grad(hooks(f))(jnp.ones(3))
-    assert repr(hooks) == "save_on_cpu(): 1 tensor packed"
+    assert "1 tensor" in repr(hooks)
     step = jax.jit(jax.grad(hooks(f)))
     for _ in range(2):
         step(jnp.ones(3))
-    assert repr(hooks) == "save_on_cpu(): 2 tensors packed, 1 of them traced"
+    assert "2 tensors" in repr(hooks)
+    assert "1 of them traced" in repr(hooks)
 
 
 def test_a_lambda_cannot_be_pickled():

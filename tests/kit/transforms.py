@@ -213,11 +213,7 @@ enter(
 )
 enter(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), like="vmap_of_grad")
 enter(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, like="vmap_of_grad")
-
-
-@into(FIRST_ORDER, implied=True)
-def eager(f, args):
-    return f(*args)
+enter(FIRST_ORDER, "eager", lambda f, args: f(*args), implied=True)
 
 
 @into(FIRST_ORDER, slow=True)
@@ -374,9 +370,7 @@ def by_linearize(f: Function, args: Sequence[Any]) -> Function:
     return slope
 
 
-@into(FORWARD, slow=True, like="jit_of_jvp")
-def jvp(f, args, slope):
-    return slope(f, args)(*args)
+enter(FORWARD, "jvp", lambda f, args, slope: slope(f, args)(*args), slow=True, like="jit_of_jvp")
 
 
 @into(FORWARD, slow=True, like="jit_of_jvp")
@@ -384,19 +378,13 @@ def linearize(f, args, slope):
     return (along if slope is along else by_linearize)(f, args)(*args)
 
 
-@into(FORWARD, implied=True)
-def jit_of_jvp(f, args, slope):
-    return jax.jit(slope(f, args))(*args)
+enter(FORWARD, "jit_of_jvp", lambda f, args, slope: jax.jit(slope(f, args))(*args), implied=True)
 
 
-@into(FORWARD, slow=True, like="jit_of_jvp")
-def jvp_of_jit(f, args, slope):
-    return slope(jax.jit(f), args)(*args)
+enter(FORWARD, "jvp_of_jit", lambda f, args, slope: slope(jax.jit(f), args)(*args), slow=True, like="jit_of_jvp")
 
 
-@into(FORWARD, slow=True)
-def vmap_of_jvp(f, args, slope):
-    return jax.jit(jax.vmap(slope(f, args)))(*batched(args, 3))
+enter(FORWARD, "vmap_of_jvp", lambda f, args, slope: jax.jit(jax.vmap(slope(f, args)))(*batched(args, 3)), slow=True)
 
 
 @into(FORWARD)
@@ -430,14 +418,10 @@ def jacfwd(f, args, slope):
     return jax.jit(jacobian(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args)))(*args)
 
 
-@into(FORWARD, implied=True)
-def jvp_of_jvp(f, args, slope):
-    return jax.jit(slope(slope(f, args), args))(*args)
+enter(FORWARD, "jvp_of_jvp", lambda f, args, slope: jax.jit(slope(slope(f, args), args))(*args), implied=True)
 
 
-@into(FORWARD)
-def grad_of_jvp(f, args, slope):
-    return jax.jit(gradient(slope(f, args), args))(*args)
+enter(FORWARD, "grad_of_jvp", lambda f, args, slope: jax.jit(gradient(slope(f, args), args))(*args))
 
 
 @into(FORWARD, slow=True, like="grad_of_jvp")
