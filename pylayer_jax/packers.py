@@ -630,9 +630,10 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
-        if not isinstance(pairs, Mapping) or not pairs:
+        given: Any = pairs
+        if not isinstance(given, Mapping) or not given:
             raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
-        for key, pair in pairs.items():
+        for key, pair in given.items():
             if not (key is ... or isinstance(key, str)):
                 raise TypeError(f"by_name: a key is a name or the Ellipsis `...`, got {key!r}.")
             if pair is not None and (not isinstance(pair, saved_tensors_hooks) or isinstance(pair, by_name)):

@@ -98,10 +98,10 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once, and
     one that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around the
     differentiated code: inside the function that `jax.grad` gets, or around a function that is decorated. A block
-    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, with their
-    arguments, but not its plain operations, because JAX does not show them. `repr` of a pair tells how many tensors it
-    has packed: none if the block stands in the wrong place, or around a program that was compiled in a block of an
-    equal pair.
+    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, and what comes to
+    them from outside, but not its plain operations, because JAX does not show them. `repr` of a pair tells how many
+    tensors it has packed: none if the block stands in the wrong place, or around a program that was compiled in a block
+    of an equal pair.
 
     In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
     the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced

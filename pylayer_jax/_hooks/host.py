@@ -187,8 +187,9 @@ def _host_call(name: str, run: Callable[..., Any], result: Any, *args: Any) -> j
 def _effects(name: str) -> Any:
     # JAX must not leave the call out, repeat it or move it; the effect that says so has no public name.
     effects = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
+    kind: Any = type(next(iter(effects)))
 
-    class HostHook(*map(type, effects)):
+    class HostHook(kind):
         def __repr__(self) -> str:  # for the error of jax.checkpoint, which allows no effects
             return (
                 f"{name}, of a pair with host=True. Put the hooks block around jax.checkpoint and not inside, or use "

@@ -281,7 +281,7 @@ def is_staging() -> bool:
 
 def is_in_eager_loop() -> bool:
     """Return whether the running code is staged for a loop, or the like, that runs in eager mode."""
-    staging = [trace for trace in active_traces() if isinstance(trace, STAGED.trace)]
+    staging = [trace for kind, trace in active_traces() if kind == "staging"]
     return bool(staging) and staging[-1].frame.debug_info.traced_for != _JIT
 
 
