@@ -161,7 +161,8 @@ class PyLayer:
         needed in `ctx.needs_input_grad`, and a cotangent that is missing comes as zeros.
 
         Returns:
-            The outputs of `forward`, in the same container; NumPy arrays come back as `jax.Array`.
+            The outputs of `forward`, in the same container; NumPy arrays come back as `jax.Array`. An array inside of a
+            static output (an object that `forward` made) has no gradient: return it as an output.
 
         Raises:
             NotImplementedError: if `forward` is missing, or if a gradient is needed and `backward` is missing.

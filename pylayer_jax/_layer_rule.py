@@ -39,7 +39,7 @@ from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables
 from ._jax.linearity import transpose_jaxpr
 from ._jax.masks import scatter, select
 from ._jax.primitives import vmap_over
-from ._jax.rule_function import RuleFunction, apply, apply_linear
+from ._jax.rule_function import RuleFunction, apply, apply_linear, rule_of_batch
 from ._jax.tracers import NEEDS_VALUES, is_differentiated, is_tracer, trace_of_primals
 from ._jax.types import as_arrays, has_tangent, is_ref, typeof
 from ._layer_map import CodeMap, LayerMap
@@ -253,9 +253,11 @@ class EagerBatch(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        return vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), 0)(list(primals), list(tangents))
+        return rule_of_batch(self.axis, self.inner.rule, self.dims, 0)(list(primals), list(tangents))
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+        if all(d is None for d in dims):  # the axis has a name: staged, it is known whether the layer uses it
+            return super().batch(axis, dims, types)
         return EagerBatch(self, axis, dims), [], None
 
 

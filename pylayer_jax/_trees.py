@@ -252,10 +252,15 @@ def _aligned(
     keys = [key for key, _ in children]
     if of_entry is None or {key for key, _ in of_entry} != set(keys):
         got = "" if of_entry is None else f" with the {len(of_entry)} entries {', '.join(key for key, _ in of_entry)}"
+        advice = (
+            " Return the gradients of one tuple as one entry: return ((g,),)."
+            if type(model) is tuple and not path
+            else ""
+        )
         raise ValueError(
             f"{where}{f', at {path}' if path else ''}: expected the structure of the argument, a "
             f"{type(model).__name__} with the {len(keys)} entries {', '.join(keys)}, or None for zero; got "
-            f"{describe(entry)}{got}."
+            f"{describe(entry)}{got}.{advice}"
         )
     if type(entry) is type(model) and not isinstance(model, dict) and _node(entry) != _node(model):
         raise ValueError(

@@ -16,7 +16,7 @@ NOTE [host calls]
 callbacks occupy, so that a program stops for ever if many of them run at once and the arrays are large. There
 `buffer_callback` reads an array in place; other devices have threads of their own for callbacks. It says nothing of
 several devices to the compiler, so that a shard_map does: the first device calls, and hands on the result.
-tests: devices/test_host_shards.py
+tests: devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from pylayer_jax._jax.rule_function import (
     apply,
     apply_linear,
     rule_function_p,
+    rule_of_batch,
 )
 from pylayer_jax._jax.tracers import (
     BATCHED,
@@ -180,7 +181,8 @@ class _OperationOfBatch(BatchedFunction):
         return values
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        values, found = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), 0)(list(primals), list(tangents))
+        rule = rule_of_batch(self.axis, self.inner.rule, self.dims, 0)
+        values, found = rule(list(primals), list(tangents))
         self.out_dims[:] = [0] * len(values)
         return values, found
 

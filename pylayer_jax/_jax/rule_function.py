@@ -15,7 +15,7 @@ For a layer that saves its output, where `pull` is its `backward`:
       in (b, d) }
 
 `jax.custom_jvp` cannot take the place of the first: jax 0.10 loses its rule, without a word, in a scan that is
-differentiated twice. tests/autodiff/test_orders.py has the case in plain JAX.
+differentiated twice. tests/derivatives/test_orders.py has the case in plain JAX.
 
 This module knows nothing of layers.
 """
@@ -83,7 +83,7 @@ class RuleFunction:
 
         NOTE [all outputs are batched]
         If an operand is batched, each value that can have a tangent is. Otherwise the one cotangent of a value that
-        all examples share would reach `backward` once per example, and count as often. tests: test_nested_maps.py
+        all examples share would reach `backward` once per example, and count as often. tests: contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
 
@@ -128,14 +128,35 @@ class BatchedFunction(RuleFunction):
         __tracebackhide__ = True
         if any(t is not None for t in tangents[: self.n_consts]):
             raise TypeError(f"{self.name}: its code for a batch closes over a value that is differentiated.")
-        # A tangent has the batch axis of its value; a value without one has no tangent, or shares it.
-        rule = vmap_over(self.axis, self.inner.rule, (self.dims, self.dims), (self.out_dims, 0))
+        rule = rule_of_batch(self.axis, self.inner.rule, self.dims, self.out_dims)
         return rule(list(primals[self.n_consts :]), list(tangents[self.n_consts :]))
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         function = copy.copy(self.inner)
         function.jaxpr = self.jaxpr
         return function.transpose(args, cotangents)
+
+
+def rule_of_batch(axis: Any, rule: Callable[..., Any], dims: Sequence[Any], out_dims: Any) -> Callable[..., Any]:
+    """Return the rule of a batch, given the rule of one example and the batch axes of its operands and values.
+
+    A tangent has the batch axis of its value. The tangent of a value that all examples share is repeated, so that each
+    example applies a linear map of its own: a `backward` that is not linear in its cotangents has another result for
+    their sum. tests: contract/test_vmap.py
+    """
+
+    def run(primals: Values, tangents: Values) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        tangent_dims = dims
+        if any(d is not None for d in dims):
+            tangent_dims = [0 if d is None else d for d in dims]
+            tangents = [
+                t if t is None or d is not None else batch_axis_to_front(axis, t, None)
+                for t, d in zip(tangents, dims, strict=True)
+            ]
+        return vmap_over(axis, rule, (list(dims), list(tangent_dims)), (out_dims, 0))(primals, tangents)
+
+    return run
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:

@@ -182,7 +182,7 @@ class PassThroughTrace(Trace):
         self.parent_trace = parent_trace
         self.requires_low = parent_trace.requires_low
         # flax.nnx compares these to see whether a value belongs to the current transformation; this trace transforms
-        # nothing, so it has that of its parent. tests/ecosystem/test_flax_nnx.py
+        # nothing, so it has that of its parent. tests/around/test_flax_nnx.py
         if hasattr(parent_trace, "_weakref"):
             self._weakref = parent_trace._weakref
 

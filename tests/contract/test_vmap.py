@@ -475,3 +475,27 @@ def test_backward_runs_once_in_maps_without_a_name():
         jnp.float32(0.3)
     )
     assert len(calls) == 1
+
+
+def keep_b(ctx, a, b):
+    ctx.save_for_backward(b)
+    return a + b * b
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("axis_name", [{}, {"axis_name": "i"}], ids=["unnamed", "named"])
+@pytest.mark.parametrize("forward_mode", [False, True])
+def test_backward_gets_the_cotangent_of_each_example_for_a_shared_argument(forward_mode, axis_name, mode):
+    """A backward that is not linear has another gradient for the sum of the cotangents."""
+
+    def backward(ctx, dy):
+        (b,) = ctx.saved_tensors
+        return dy, jnp.tanh(dy) * 2 * b
+
+    made, b = layer(keep_b, backward, forward_mode=forward_mode), jnp.float32(0.7)
+
+    def gradient(b):
+        return jax.grad(lambda b: jnp.vdot(WEIGHTS, jax.vmap(made.apply, (0, None), **axis_name)(X, b)))(b)
+
+    np.testing.assert_allclose(mode(gradient)(b), jnp.sum(jnp.tanh(WEIGHTS)) * 2 * b, rtol=1e-5)
+    np.testing.assert_allclose(mode(jax.grad(gradient))(b), jnp.sum(jnp.tanh(WEIGHTS)) * 2, rtol=1e-5)
