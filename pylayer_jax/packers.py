@@ -608,8 +608,10 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Pack each tensor with the pair that its name is given.
 
-        by_name({"qkv": save_on_cpu(), "mlp_in": quantize_saved(8), ...: None})
-        by_name({"Attention": None, "tanh": cast_saved()})
+        >>> pair = by_name({"qkv": save_on_cpu(), "mlp_in": quantize_saved(8), ...: None})
+        >>> pair = by_name({"Attention": None, "tanh": cast_saved(), ...: quantize_saved(8)})
+        >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
+        (8, 128)
 
     The name of a tensor is the first of these that is a key: what `saved_names` of its layer, or
     `jax.ad_checkpoint.checkpoint_name`, calls it; the class of the layer that saves it; the JAX operation that keeps

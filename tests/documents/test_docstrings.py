@@ -9,9 +9,8 @@ import pytest
 import pylayer_jax
 from pylayer_jax import packers, testing
 
-# A context is made for a call of `forward`; the class of its layer has the example. The names that `by_name` takes are
-# those of a whole model.
-WITHOUT_EXAMPLE = {"PyLayerContext", "FunctionCtx", "__version__", "by_name"}
+# A context is made for a call of `forward`; the class of its layer has the example.
+WITHOUT_EXAMPLE = {"PyLayerContext", "FunctionCtx", "__version__"}
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
     for module in (pylayer_jax, packers, testing)
