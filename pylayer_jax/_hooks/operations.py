@@ -364,9 +364,10 @@ class HooksTrace(PassThroughTrace):
             return inside
         stays, extra = self._what_stays(args)
         operation = Operation(shown, self.pair, bind, stays, [self.names.get(x, "") for x in args])
-        args = [*args, *extra]
         # JAX calls the Python function of some operations only once.
-        consts = [] if self._differentiates(args) and name != "shard_map" else operation.stage(args)
+        is_run_once = self._differentiates(args) and name != "shard_map"
+        args = [*args, *extra]
+        consts = [] if is_run_once else operation.stage(args)
         jaxpr = operation.jaxpr
         if jaxpr is not None and (_holds_block(jaxpr) or not any(has_tangent(v.aval) for v in jaxpr.outvars)):
             return operation.run(*consts, *args)

@@ -89,6 +89,8 @@ class ObjectPrimitive(Primitive):
             return lower(_object(held), context, *args)
 
         self.def_impl(evaluate_rule)
+        # Since jax 0.12, for a jaxpr with hijax primitives, as that of jnp.nonzero: JAX replaces them before it lowers.
+        self.to_lojax = evaluate_rule
         self.def_effectful_abstract_eval(lambda *types, held, **_: abstract(_object(held), *types))
         ad.primitive_jvps[self] = jvp_rule
         ad.primitive_transposes[self] = transpose_rule

@@ -75,10 +75,7 @@ def test_each_page_is_in_the_index_and_shows_what_it_prints():
 
 
 @named(RECIPES)
-def test_the_code_of_a_page_prints_what_is_shown(recipe, capsys, request):
-    if recipe.name == "data_dependent_shapes" and jax.__version__ >= "0.12":
-        # jnp.nonzero(size=...) is a hijax primitive there, which a layer under jit cannot hold yet.
-        request.applymarker(pytest.mark.xfail(raises=NotImplementedError, strict=False))
+def test_the_code_of_a_page_prints_what_is_shown(recipe, capsys):
     exec("".join(recipe.code), {"__name__": __name__})
     jax.effects_barrier()
     (numbers, text), (shown, around) = map(numbers_and_text, (capsys.readouterr().out, recipe.shown))

@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from pylayer_jax import saved_tensors_hooks
+from pylayer_jax.packers import save_on_cpu
 from tests.kit.layers import Multiply, Tanh, bits
 
 from .spy import TRANSFORMS, in_block, without_hooks
@@ -71,6 +72,7 @@ OPERATIONS = {
     "convolution": lambda x: lax.conv(x[None, None], x[None, None, :2, :2], (1, 1), "SAME"),
     "gather": lambda x: x[jnp.array([0, 2, 2])] ** 2,
     "scatter": lambda x: (x.at[1].set(2.0) * x).at[jnp.array([0, 1])].mul(x[2:], unique_indices=True),
+    "nonzero": lambda x: x[jnp.nonzero(x > 0, size=3)] ** 2,
     "dynamic_slice": lambda x: lax.dynamic_slice(x, (1, jnp.argmax(x[0])), (2, 2)) ** 2,
     "where": lambda x: jnp.where(x > 0, x, x**2),
     "associative_scan": lambda x: lax.associative_scan(jnp.multiply, x),
@@ -138,3 +140,14 @@ def test_the_matrix_of_a_linear_solve(run):
 
     np.testing.assert_allclose(run(jax.grad(solution))(2.0), -0.75, rtol=1e-6)
     np.testing.assert_allclose(run(jax.grad(jax.grad(solution)))(2.0), 0.75, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_an_operation_on_a_mask_of_what_came_from_outside(mode):
+    """A ready pair keeps the mask by the code that computes it from x, which is differentiated."""
+
+    def loss(x):
+        return jnp.sum(jnp.sin(x[jnp.flatnonzero(x > 0, size=2)]))
+
+    row = X[0]
+    np.testing.assert_allclose(mode(jax.grad(save_on_cpu()(loss)))(row), jax.grad(loss)(row), rtol=1e-6)
