@@ -163,7 +163,8 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
     """Return the row of a tensor, from the arrays that it was packed to."""
-    is_packed, is_from_input = arrays != [tensor], tensor.kind == "input"
+    # A tensor with a name of `saved_names` is a copy to JAX.
+    is_packed, is_from_input = [a.copy_of or a for a in arrays] != [tensor], tensor.kind == "input"
     one, times = tensor.innermost()
     # Each iteration packs a tensor, and each device its shard. Without hooks there may be copies under other names.
     parts = [(a, *a.innermost()) for a in arrays if (a.copy_of or a) is not tensor]

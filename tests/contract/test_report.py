@@ -170,6 +170,12 @@ def test_a_tensor_is_listed_by_its_name_in_saved_names(saved_names, listed, arou
     assert {r.name for r in report.rows if r.layer} == {*listed, "ctx.scale"}
 
 
+def test_an_input_with_a_name_is_an_input():
+    named = type("Named", (Multiply,), {"saved_names": ("a", "b")})
+    plain, report = (saved_tensors_report(lambda a, b, f=f: f.apply(a, b).sum(), X, X) for f in (Multiply, named))
+    assert (report.total_bytes, report.input_bytes) == (plain.total_bytes, plain.input_bytes) == (0, 2 * X.nbytes)
+
+
 def test_sizes_before_and_after_packing():
     def loss(x):
         return jax.vmap(Tanh.apply)(Tanh.apply(-x)).sum()
