@@ -153,6 +153,16 @@ def test_a_training_loop_does_not_grow(name):
     assert len(host) == 0
 
 
+def test_a_tensor_that_backward_never_reads_is_not_kept_at_each_step():
+    """softmax subtracts the maximum, whose gradient is stopped."""
+    host = Host()
+    step, sizes = jax.jit(jax.grad(host.hooks(lambda x: jnp.sum(jax.nn.softmax(x) ** 2)))), []
+    for _ in range(3):
+        jax.block_until_ready(step(X))
+        sizes.append(len(host))
+    assert sizes == [sizes[0]] * 3
+
+
 # A loop is compiled anew at each call, since its body is another function, and JAX keeps it.
 EAGERLY = {
     "grad of scan": lambda f: jax.grad(scanned(f))(X),
