@@ -11,7 +11,7 @@ import jax
 from ._jax.tracers import NEEDS_VALUES
 from ._trees import is_tensor
 
-# The 45 names that are used most: names, a colon, and JAX's way.
+# The 45 most used names. Each line has names, a colon, and how to write the same in JAX.
 _TABLE: Final = """
 numel nelement: x.size
 dim ndimension: x.ndim
@@ -86,7 +86,7 @@ def _hint_for_attribute(error: AttributeError) -> str:
         is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
     else:
         is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
-    # Where code sets an attribute of a traced array, Python 3.11 tells neither the name nor the object.
+    # If code sets an attribute of a traced array, the error of Python 3.11 holds neither the name nor the object.
     written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
     name = (error.name if is_numeric else None) or (written and written[1])
     if not name:

@@ -26,9 +26,9 @@ from .imports import (
 )
 from .tracers import UNSPECIFIED_SHARDING
 
-# The lines that JAX shows for an operation (in errors about tracers, in profiles) are those of users.
+# JAX shows a line of code for an operation (in errors about tracers, in profiles). It shall be a line of the user.
 for _part in Path(__file__).parents[1].iterdir():
-    if _part.name != "_commands":  # holds layers, as the code of a user does
+    if _part.name != "_commands":  # contains layers, like the code of a user
         register_exclusion(str(_part))
 
 
@@ -72,7 +72,7 @@ def as_parameter(jaxpr: Any) -> Any:
 
 
 def is_inlinable(params: dict[str, Any]) -> bool:
-    """Return whether the equations of a jitted function may run without it: it neither places nor donates arrays."""
+    """Return whether the equations of a jitted function may run without jit: it neither places nor donates arrays."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
     is_placed = any([not isinstance(s, UNSPECIFIED_SHARDING) for s in shardings] + [x is not None for x in layouts])
@@ -88,7 +88,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def with_users_line(jaxpr: Any) -> Any:
-    """Return the jaxpr of a jitted function of JAX, whose equations have no line of a user, with the line of now."""
+    """Return the jaxpr with the current line of the user, if its equations have none (a jitted function of JAX)."""
     if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
         return jaxpr
     line = current().traceback
@@ -170,7 +170,7 @@ def _effects_of_own_refs() -> frozenset[Any]:
 
 
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
-    """Return the effects of a jaxpr as seen from outside: a Ref that it makes ends with it."""
+    """Return the effects of a jaxpr as seen from outside: without those on Refs that the jaxpr itself makes."""
     return frozenset(jaxpr.effects) - _effects_of_own_refs()
 
 

@@ -52,7 +52,7 @@ def forward_over_reverse(subject: Subject) -> Cases:
 
 
 def _refusal(subject: Subject, *kinds: type[Exception]) -> str:
-    """Return why there is no forward mode, by an error of one of these kinds too; empty if there is."""
+    """Return why a subject has no forward mode (also by an error of one of these kinds); empty if it has one."""
     try:
         _jvp(subject, subject.function.values, subject.function.values)
     except (TypeError, RuntimeError) as error:

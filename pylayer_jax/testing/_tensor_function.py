@@ -30,11 +30,11 @@ Cotangents = dict[int, Any]
 class TensorFunction:
     """A function at its arguments, as a function of the tensors in them.
 
-    JAX differentiates some of the tensors; `values` are these.
+    JAX differentiates some of the tensors: the `values`.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take a function of positional arguments, and these by their names."""
+        """Take a function of positional arguments, and the arguments by name."""
         self.function = function
         tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
@@ -160,7 +160,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return what a checker checks: a layer or a function at arguments.
+    """Return the function that a checker checks, from a layer or a function and its arguments.
 
     Raises:
         TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.
