@@ -113,7 +113,7 @@ class Arguments:
         for name, value, parts in before:
             try:
                 after = split(value)
-            except Exception:  # used up: an equinox.nn.State may not be read after another one was made from it
+            except Exception:  # an equinox.nn.State may not be read after a new State was made from it
                 continue
             if (path := first_change(parts, after)) is not None:
                 raise ValueError(
@@ -207,7 +207,7 @@ def _without_context(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _has_context(signature: inspect.Signature) -> bool:
-    """Return whether the context has a parameter of its own."""
+    """Return whether the signature has a separate parameter for the context."""
     first = next(iter(signature.parameters.values()), None)
     return first is not None and first.kind is not first.VAR_POSITIONAL
 

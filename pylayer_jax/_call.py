@@ -32,7 +32,7 @@ _null_context: Final = contextlib.nullcontext()
 
 
 class Run(NamedTuple):
-    """Result of running `forward`: the description of what it saved, its outputs, and the residuals."""
+    """Result of running `forward`: the context's contents without arrays, the outputs, and the residuals."""
 
     kept: Kept
     outputs: list[Any]

@@ -1,4 +1,4 @@
-"""The context, and what one run of `forward` leaves on it for `backward`."""
+"""The context, and the contents that one run of `forward` leaves on it for `backward`."""
 
 from __future__ import annotations
 
@@ -195,8 +195,8 @@ class PyLayerContext:
         if not flag:
             raise ValueError(
                 f"ctx.set_grad_in_dtype_consistent(False) in {state.layer}.forward: in JAX a cotangent always has the "
-                "dtype of its output, so that backward cannot get another one. Remove the call; cast in backward what "
-                "shall be computed in another dtype."
+                "dtype of its output, so that backward cannot get another dtype. Remove the call; cast in backward to "
+                "compute in another dtype."
             )
 
     @property
@@ -257,13 +257,13 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
             state.numpy_copies.append((array, arrays[i]))
         elif not contains(state.inputs, array):
             raise ValueError(
-                f"{call} in {state.layer}: JAX keeps no jax.Ref for backward but an argument of forward. If forward "
-                "made the Ref, keep its value: ref[...]. Otherwise pass it as an argument."
+                f"{call} in {state.layer}: JAX keeps a jax.Ref for backward only if it is an argument of forward. If "
+                "forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
             )
     return rest.fill(arrays)
 
 
-# -- what a run of `forward` keeps ------------------------------------------------------------------------
+# -- the contents of a context after `forward` ------------------------------------------------------------
 
 
 class KeptTree:
@@ -305,7 +305,7 @@ class Kept:
     def names(
         self, n_residuals: int, name_of_saved: Callable[[int], str | None] = lambda i: f"saved[{i}]"
     ) -> list[str]:
-        """Return a name for each residual, or an empty one. `name_of_saved` names the i-th value that was saved."""
+        """Return a name for each residual, empty for none. `name_of_saved` returns the name of the i-th saved value."""
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):

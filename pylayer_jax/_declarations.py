@@ -1,4 +1,4 @@
-"""The declarations of a class, checked when it is made: its flags, and the names of its methods."""
+"""Checks the declarations of a class when it is defined: its flags, and the names of its methods."""
 
 from __future__ import annotations
 

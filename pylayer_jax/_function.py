@@ -54,7 +54,7 @@ class FunctionCtx(PyLayerContext):
             ValueError: (when `forward` returns) for a value that is not among its outputs.
         """
         advice = (
-            "JAX arrays never change in place; what would change is a new array, which forward has to return: "
+            "JAX arrays never change in place; the changed tensor is a new array, which forward has to return: "
             "x = x.at[...].set(...); ctx.mark_dirty(x); return x."
         )
         self._state_in_forward("mark_dirty").must_return.extend((x, "mark_dirty", advice) for x in tensors)

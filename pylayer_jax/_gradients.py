@@ -1,4 +1,4 @@
-"""What `backward` and `jvp` return, matched to the arguments and the outputs of `forward`."""
+"""Matches the results of `backward` to the arguments of `forward`, and the results of `jvp` to its outputs."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ scatter_add index_add: x.at[index].add(y)
 index_select: jnp.take(x, index, axis)
 topk: jax.lax.top_k(x, k)
 requires_grad stop_gradient: ctx.needs_input_grad[i] tells it; jax.lax.stop_gradient(x) cuts a gradient
-grad: a gradient is what backward returns and jax.grad hands on
+grad: a gradient is returned by backward and by jax.grad
 backward: y, pull = jax.vjp(f, x), then pull(dy)
 new_zeros new_ones: jnp.zeros(shape, x.dtype), jnp.ones(shape, x.dtype)
 """

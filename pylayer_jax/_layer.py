@@ -54,7 +54,7 @@ class PyLayer:
     Batching: JAX batches the operations of `forward`. A class may instead define a static
     `vmap(info, in_dims, *args) -> (outputs, out_dims)`, for host code or a kernel that takes a whole batch; `jax.vmap`
     then calls it. `in_dims` has one entry per argument of the call: the axis of the batch, or None (for a pytree, a
-    pytree of axes). `out_dims` has the same for the outputs. `info.batch_size` is the number of examples. The gradients
+    pytree of axes). `out_dims` has one entry per output. `info.batch_size` is the number of examples. The gradients
     of a batch come from `backward`, which JAX batches; JAX also batches the intermediates that `forward` saves.
 
     `jax.checkpoint` runs `forward` again, as another application of the layer. A second derivative through a checkpoint

@@ -32,12 +32,12 @@ class Outputs:
         self.marked = marked  # indices of outputs that are marked non-differentiable
         self.types = [typeof(x) for x in arrays]
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
-        # JAX may place an uncommitted array on any device, so that its zero cotangent needs no sharding.
+        # JAX may place an uncommitted array on any device. Therefore the zeros for its cotangent need no sharding.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
     @staticmethod
     def of(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        """Return the tensors in the result of a method, the same tensors as JAX arrays, and the skeleton.
+        """Split the result of a method. Return its tensors, these tensors as JAX arrays, and the skeleton.
 
         Raises:
             ValueError: if the result holds no tensor, or a Ref.
@@ -46,12 +46,12 @@ class Outputs:
         if not tensors:
             raise ValueError(
                 f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-                "list or dict. Numbers are no tensors; jnp.asarray makes one of them."
+                "list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
             )
         if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
             raise ValueError(
                 f"{layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
-                "Ref that it passed; return the value of another one: ref[...]."
+                "Ref that it passed; for any other Ref, return its value: ref[...]."
             )
         return tensors, as_arrays(tensors), skeleton
 

@@ -103,7 +103,7 @@ class Skeleton:
         """Return the path of each leaf, and the leaf; a tensor is a placeholder."""
         if self is LEAF:
             return [("", _TENSOR)]
-        # A node may need the dict that it had, as jax.tree_util.Partial does.
+        # A node such as jax.tree_util.Partial accepts only a dict as a child, so a dict gets a dict as placeholder.
         places = [dict.fromkeys(x.keys) if type(x) is _Dict else _Numbered(i) for i, x in enumerate(self.leaves)]
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(places), is_leaf=_is_dict)
         found: list[tuple[str, Any]] = []
@@ -223,7 +223,7 @@ def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
 def collect_like(entry: Any, skeleton: Skeleton, where: str, describe: Callable[[Any], str]) -> list[Any]:
     """Match a tree that a user returned to a skeleton. Return one value per tensor of the skeleton, None for zero.
 
-    None in `entry` stands for a whole subtree.
+    One None in `entry` may replace a whole subtree.
 
     Raises:
         ValueError: if the structures differ; the message begins with `where`.
@@ -278,7 +278,7 @@ def _node(node: Any) -> Any:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the keys (as they stand in a path) and the values one level below; None for a leaf."""
+    """Return the keys (as in a path) and the values one level below a node; None for a leaf."""
     if isinstance(node, dict):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     pairs, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)

@@ -100,7 +100,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
 class _OnHost(NamedTuple):
     array: Any
-    placed: bool  # True for traced and committed arrays: a transfer brings them back, not NumPy
+    placed: bool  # True for traced and committed arrays, which a transfer brings back; else NumPy does
 
 
 # These functions are jitted because eager shard_map refuses the transfer itself.
@@ -146,8 +146,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {got}.")
         if narrow.itemsize < 2:
             raise TypeError(
-                f"cast_saved: {narrow} has a range that saved tensors leave (that of float8_e4m3fn ends at 448; what "
-                "is beyond becomes NaN). Use quantize_saved(8), which scales each block of values."
+                f"cast_saved: the range of {narrow} is too small for saved tensors (float8_e4m3fn ends at 448; larger "
+                "values become NaN). Use quantize_saved(8), which scales each block of values."
             )
 
         def pack(x: Any) -> Any:
@@ -397,7 +397,7 @@ def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
-    # The difference of two values may be more than the largest finite number; that of their halves is not.
+    # The difference of two values may overflow; the difference of their halves does not.
     return (high * 0.5 - low * 0.5) / (2**bits - 2)
 
 
@@ -436,9 +436,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         only: a predicate, as for `saved_tensors_hooks`.
 
     Raises:
-        OSError: if the directory cannot be written to. In the forward pass, if it is full: the unfinished file is
-            removed, and tensors that were saved before stay readable. In the backward pass, if a file was deleted or
-            changed, or cannot be read.
+        OSError: if the directory cannot be written to; if it is full; or if a file was deleted or changed, or cannot
+            be read, in the backward pass. If the directory is full, the unfinished file is removed, and tensors that
+            were saved before stay readable.
     """
 
     _keeps = OFFSETS
@@ -581,7 +581,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
                 )
             if number > 1 and pairs[number - 2]._comes_last():
                 raise ValueError(
-                    f"chain: {pairs[number - 2]!r} must come last, since what it packs is on the host, where "
+                    f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
                     f"{pair!r} could not pack it in a compiled program. Change the order."
                 )
             own = f"pair {number} of the chain, {pair!r}"

@@ -1,7 +1,7 @@
 """Saved-tensor hooks: packing the tensors that are kept for backward.
 
 - `pair`: a pair of hooks, of one step or more, and the key that compares it.
-- `host`: hooks that run on the host, and what compiled programs hold for them.
+- `host`: hooks that run on the host, and their results, which are held for compiled programs.
 - `active`: the blocks that are open in this thread.
 - `pack_array`: packing one tensor.
 - `derive`: which tensors can be computed again from others that are kept.

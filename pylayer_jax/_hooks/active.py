@@ -102,8 +102,8 @@ class Block(tuple[Any]):
         here = "code outside of any task" if met is None else f"the asyncio task {met.get_name()!r}"
         return RuntimeError(
             f"a block of saved_tensors_hooks that the asyncio task {entered} entered is still open, "
-            f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack what other "
-            "tasks save. Leave the block before each await, or give the tasks threads of their own (asyncio.to_thread)."
+            f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack tensors of "
+            "other tasks. Leave the block before each await, or give each task its own thread (asyncio.to_thread)."
         )
 
 

@@ -200,7 +200,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Open blocks belong to a thread, and what programs hold belongs to a process: a copy has neither.
+        # Open blocks belong to a thread, and packed values in programs to a process: a copy has neither.
         return _make, (type(self), *self._made_with)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -210,7 +210,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         if any(test(function) for test in _RUNS_LATER):
             raise TypeError(
                 f"{type(self).__name__} decorates a function that runs when it is called, and {function!r} runs later. "
-                "Put `with` around what is differentiated inside of it."
+                "Put `with` around the differentiated code inside of it."
             )
 
         @functools.wraps(function)

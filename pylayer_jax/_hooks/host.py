@@ -1,4 +1,4 @@
-"""Hooks that run on the host whenever a program runs, and what compiled programs hold for them.
+"""Hooks that run on the host whenever a program runs, and their results, which are held for compiled programs.
 
 A pack hook with `host=True` gets a NumPy array. The program keeps a number in place of the result of the hook:
 
@@ -55,7 +55,7 @@ class _Place:
     def __init__(self) -> None:
         self.has_packed = True  # since a program took this place; a program takes each place only once
         self.n_packed = 0
-        self.held: dict[int, Any] = {}  # what pack returned, by number
+        self.held: dict[int, Any] = {}  # the results of pack, by number
         self.used: dict[int, set[int]] = {}  # the numbers that each device has unpacked
 
 
@@ -141,7 +141,7 @@ class PackSite:
             place.used.setdefault(int(device), set()).add(number)
         if not is_held:
             raise RuntimeError(
-                f"what pack_hook returned for {self._where} is no longer held: the forward of this program (in eager "
+                f"the result of pack_hook for {self._where} is no longer held: the forward of this program (in eager "
                 "mode, of a loop on the same line) ran again after it was used, or the hooks were closed. Run backward "
                 "before the next forward of the same jitted function."
             )

@@ -86,7 +86,7 @@ _PASSING_ON: Final = MOVE_NAMES | frozenset(
     )
 )  # fmt: skip
 _JITTED: Final = ("jit", "pjit")
-_MARK: Final = "hooks_block"  # marks staged code with its own block inside another block
+_MARK: Final = "hooks_block"  # marks staged code that enters a block while another block is open
 
 # Where a value of a block comes from.
 OUTSIDE, CONSTANT, COMPUTED = range(3)
@@ -276,7 +276,7 @@ class HooksTrace(PassThroughTrace):
         self.outside = WeakTable()  # how to compute values again from others that came from outside
         self.names = WeakTable()  # of `checkpoint_name`
 
-    # -- what JAX calls ------------------------------------------------------------------------------
+    # -- methods that JAX calls ----------------------------------------------------------------------
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         __tracebackhide__ = True
@@ -357,7 +357,7 @@ class HooksTrace(PassThroughTrace):
         has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # Refs, tokens
         keeps_nothing = keeps_nothing or name == "while"  # which has no reverse mode
         if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
-            # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
+            # Otherwise JAX would compile an operation in eager mode again for each pair.
             with hooks_suspended():
                 return bind(*args)
         if (inside := self._packing_inside(request, args, sources)) is not None:

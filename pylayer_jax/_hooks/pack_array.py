@@ -30,7 +30,7 @@ from pylayer_jax._trees import Skeleton, is_tensor, split
 from .host import PackSite
 from .pair import Hook, Pair, Step, TensorInfo
 
-PACK_SCOPE: Final = "pack_hook"  # the named scope of what pack hooks do in traced code
+PACK_SCOPE: Final = "pack_hook"  # the named scope of the operations of pack hooks in traced code
 
 
 class PackedTensor:
@@ -115,7 +115,7 @@ class _PackedArray:
         # JAX may place an uncommitted array on any device, so its sharding is not restored.
         self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
         self._unpack = unpack
-        self._skeleton = skeleton  # of what the pack hook returned
+        self._skeleton = skeleton  # of the result of the pack hook
         self._parts = parts  # for each array in that result: its form by the next step (or None), its arrays' positions
         self._where = where
 

@@ -12,7 +12,7 @@ from .host import store_of
 Hook = Callable[[Any], Any]
 
 # Which code keeps the packing error of a pair in proportion, so that a tensor may be computed again from a packed one.
-MOVES: Final = 0  # only code that moves values, which always does
+MOVES: Final = 0  # only code that moves values, with any pair
 SCALES: Final = 1  # also code that multiplies by a number, or each row along the last axis by its own number
 OFFSETS: Final = 2  # also code that adds a number: there is no error, or it does not depend on the size of a value
 

@@ -235,7 +235,7 @@ class _Packing:
         self._found: dict[int, tuple[Any, Residual]] = {}
         self._unknown: dict[int, Any] = {}
         self._unpacked = {id(tensor): residual for tensor, residual in known}
-        self._new: list[Root] = []  # of what was packed here
+        self._new: list[Root] = []  # the roots that were packed here
         self._is_staging = is_staging()
 
     def residual(self, tensor: Any, index: int) -> Residual:
@@ -287,8 +287,8 @@ class _Packing:
     def bind(self, outputs: Sequence[Any]) -> Sequence[Any]:
         """Return the outputs; in staged code they are behind a barrier, so that XLA packs before it uses them.
 
-        Otherwise XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late. Remember what
-        was packed, and which outputs follow from it, for later operations that keep the same tensors.
+        Otherwise XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late. The pair
+        remembers the packed tensors, and outputs that follow from these, for operations that keep the same tensors.
         """
         bound = list(outputs)
         if any(map(is_staged, [x for root in self._new for x in root.arrays])):

@@ -1,4 +1,4 @@
-"""All code that depends on the inner workings of JAX. No module here knows what a layer is.
+"""All code that depends on the internals of JAX. No module here knows about layers.
 
 - `imports`: names of JAX that may move between versions.
 - `tracers`: the active traces, and the classes of tracers, which are read from tracers that JAX makes.

@@ -39,8 +39,8 @@ def stage(
 
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
-    `jax.make_jaxpr` does the same at five times the cost, which every traced layer would pay. `name` is what JAX's
-    errors call the function.
+    `jax.make_jaxpr` does the same at five times the cost, which every traced layer would pay. JAX's errors call the
+    function `name`.
 
     Returns:
         The jaxpr, the values that the function closes over (the first inputs of the jaxpr), and the second value.
@@ -153,7 +153,7 @@ def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> 
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # An equation before a read of a Ref may have written what the Ref holds.
+        # An equation before a read of a Ref may have written the value of the Ref.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))

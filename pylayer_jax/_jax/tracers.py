@@ -244,7 +244,7 @@ class Surroundings(NamedTuple):
     is_staged: bool  # an active trace makes a jaxpr
     differentiations: list[Any]  # traces of differentiations within that jaxpr, innermost first
     is_forward_mode: bool  # the innermost of these differentiations is `jax.jvp`
-    is_forward_over_reverse: bool  # jax.jvp differentiates outside of a reverse-mode differentiation
+    is_forward_over_reverse: bool  # `jax.jvp` of a reverse-mode differentiation
     is_differentiated: bool  # any differentiation is active
     is_unusual: bool  # a trace that is neither staging nor eager, as that of an eager jax.shard_map
 

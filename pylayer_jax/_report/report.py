@@ -28,7 +28,7 @@ class SavedTensor:
     name: str  # saved[0], or from `saved_names` of the class; ctx.scale; or the name of the operation or input
     shape: tuple[int, ...]
     dtype: str
-    times: int  # how many are kept: by iterations of a scan, by calls from one line
+    times: int  # how many are kept, in iterations of a scan or calls from one line
     bytes: int  # of all of them, before packing
     packed_bytes: int  # that the vjp function holds for them
     memory: str  # "device" or "host"
@@ -80,7 +80,7 @@ class SavedTensorsReport:
         return f"<table>{caption}<thead>{line('th', list(columns))}</thead><tbody>{body}</tbody></table>"
 
     def _columns(self) -> dict[str, list[str]]:
-        """Return the cells of each column, by its title; packed sizes only where something is packed."""
+        """Return the cells of each column, by its title; a column of packed sizes only if something is packed."""
         rows, is_packed = self.rows, any(r.packed_bytes != r.bytes for r in self.rows)
         return {
             "origin": [r.layer or r.kind for r in rows],
@@ -130,7 +130,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     A row is one residual, or several that differ only in their values: a tensor that a layer saves, by its class and
     its name (from `saved_names` of the class, if it has one); a result of a plain operation, by the name of the
     operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one row. Bytes are those
-    of the whole array on all devices. Hooks with `host=True` leave a number in the program, and only its bytes count.
+    of the whole array on all devices. For hooks with `host=True`, the bytes are those of a number in the program.
 
     Raises:
         TypeError: if no argument holds a float array.

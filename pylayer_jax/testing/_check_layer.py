@@ -73,7 +73,7 @@ def check_layer(
             straight-through estimator.
         skip: names of properties that are not tested, as in `skip=["second order", "leaks"]`; or one name.
         rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
-            default of `gradcheck`. A layer that rounds what it saves to bfloat16 or int8 needs about 0.03.
+            default of `gradcheck`. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
         atol: absolute tolerance; by default that of `assert_equivalent`, which scales with the sizes of the arrays.
         seed: seed of the cotangents and tangents.
         float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.

@@ -101,7 +101,7 @@ def _summed_cases(subject: Subject, terms: Callable[[int, Any], list[Any]], limi
 
 
 def _alone(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield the gradient of each array along a random direction, in eager mode; nothing else has a tangent."""
+    """Yield the gradient of each array along a random direction, in eager mode; no other array has a tangent."""
     values = subject.function.values
 
     def jvp(j: int, tangent: Any) -> list[Any]:

@@ -228,6 +228,6 @@ def directional_cases(
             direction = exact(random_like(gradient, rng))
             found, error, taken = derivative(j, direction / np.linalg.norm(direction))
             terms = np.real(right * taken)
-            # The terms of a sum have errors of their own, and may cancel.
+            # The terms of the sum may cancel, but their errors do not.
             error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
             yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)

@@ -21,7 +21,7 @@ _WIDTH = len("forward over reverse")  # the longest name
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One property: its name, whether the layer has it, and what was compared or what is wrong."""
+    """One property: its name, whether the layer has it, and a message about the comparison or the failure."""
 
     name: str
     passed: bool

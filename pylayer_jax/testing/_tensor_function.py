@@ -103,9 +103,9 @@ class TensorFunction:
                 yield
 
     def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[[Cotangents], Any]:
-        """Return the function from a cotangent per position in `outputs` to a gradient per value.
+        """Return the vjp function. It takes a cotangent per position in `outputs`, and returns a gradient per value.
 
-        The gradients are those of the values at the positions `wanted`, by default of all.
+        `wanted` are the positions of the values to differentiate, by default all.
         """
         values = dict(enumerate(self.values))
         wanted = list(values) if wanted is None else wanted
