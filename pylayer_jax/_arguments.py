@@ -25,7 +25,7 @@ class Argument:
     def __init__(self, name: str, skeleton: Skeleton, first: int) -> None:
         self.name = name
         self.skeleton = skeleton
-        self.span = slice(first, first + skeleton.size)  # positions of its tensors among all of the call
+        self.span = slice(first, first + skeleton.size)  # of its tensors among all tensors of the call
 
 
 class Arguments:

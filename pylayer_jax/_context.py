@@ -103,7 +103,7 @@ class PyLayerContext:
 
     def __repr__(self) -> str:
         state = self._state
-        # To count saved tensors that were not read yet would unpack them.
+        # Do not count saved tensors that were not read yet, since this would unpack them.
         parts = [] if state.load else [f"{plural(len(state.saved or ()), 'value', 'values')} saved"]
         parts += [f"ctx.{name}" for name in vars(self)]
         return f"<{type(self).__name__} of {state.layer}, {state.phase.value}{': ' * bool(parts)}{', '.join(parts)}>"
@@ -185,7 +185,7 @@ class PyLayerContext:
         self._state_in_forward("set_materialize_grads").materialize = bool(flag)
 
     def set_grad_in_dtype_consistent(self, flag: bool) -> None:
-        """Accept code written for Paddle. True is how JAX works: a cotangent has the dtype of its output.
+        """Accept code written for Paddle. JAX always works as with True: a cotangent has the dtype of its output.
 
         Raises:
             RuntimeError: when called outside `forward`.

@@ -37,7 +37,7 @@ class Application:
         # True if a jaxpr is being made: JAX may run the fwd rule later, any number of times.
         self.is_deferred = is_deferred
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` closes over nothing
-        self.maps: list[LayerMap] = []  # of each run of the fwd rule
+        self.maps: list[LayerMap] = []  # one for each run of the fwd rule
 
     def stage(self, tensors: Sequence[Any]) -> tuple[StagedLayer, Values]:
         """Stage `forward` once for tensors of these types. Return also the values that `forward` closes over."""

@@ -126,7 +126,7 @@ class LayerMap(LinearMap):
 
 
 class _Unpacked(Sequence[Any]):
-    """Residuals of which the first are unpacked when they are read."""
+    """Residuals; the first `n_packed` are unpacked when they are read."""
 
     def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
         self.packed, self.n_packed, self.rest = packed, n_packed, rest

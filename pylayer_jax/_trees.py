@@ -130,7 +130,7 @@ class Skeleton:
 
 
 class _Numbered:
-    """A placeholder for the leaf with an index."""
+    """A placeholder that knows the index of its leaf."""
 
     def __init__(self, index: int) -> None:
         self.index = index

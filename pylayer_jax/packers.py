@@ -363,8 +363,8 @@ def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
 def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
     """Return a value and constants, bound so that the constants seem to depend on the value.
 
-    JAX moves operations that give the same in each iteration out of a scan, and would keep such a constant in the shape
-    of the value. tests: test_memory_of_a_compiled_scan
+    JAX moves operations with the same result in each iteration out of a scan, and would keep such a constant in the
+    shape of the value. tests: test_memory_of_a_compiled_scan
     """
     return jax.lax.optimization_barrier((x, *constants))
 
@@ -475,7 +475,7 @@ class _File:
     __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
 
     def __init__(self, folder: _Folder, x: np.ndarray) -> None:
-        self._folder = folder  # which lives as long as its files
+        self._folder = folder  # kept, so that the folder lives as long as its files
         self._shape, self._dtype = x.shape, x.dtype
         content = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
         self._checksum = zlib.crc32(content)
@@ -544,7 +544,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays. They move an integer
     array only if a pair before them made it. `cast_saved` halves the float32 arrays of a pair before it.
 
-    To JAX a chain is one pair: blocks, nesting, caches and `close()` are as for any other. Each pair checks that it
+    To JAX a chain is one pair: blocks, nesting, caches and `close()` work as for any pair. Each pair checks that it
     gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are, and packs
     values from outside the block if all of its pairs do.
 

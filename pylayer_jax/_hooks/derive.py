@@ -49,7 +49,7 @@ class Recorder(PassThroughTrace):
 
     def __init__(self, parent_trace: Any) -> None:
         super().__init__(parent_trace)
-        self.origins: dict[int, Origin] = {}  # by the identity of the value
+        self.origins: dict[int, Origin] = {}  # keys are ids of values
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if primitive.name == "jit" and (opened := small_jaxpr(params)) is not None:

@@ -103,7 +103,7 @@ class Operation(RuleFunction):
         self.name = name
         self._pair, self._run = pair, run
         self._stays = stays  # by position: how an operand that is not packed is kept
-        self._names = names  # of each operand, for `only`
+        self._names = names  # the name of each operand, for `only`
         self.jaxpr = None
 
     def stage(self, args: Sequence[Any]) -> Values:
@@ -195,7 +195,7 @@ def _batch(
 ) -> tuple[RuleFunction, Values, list[Any]]:
     if function.jaxpr is None:
         batched = _OperationOfBatch(function, axis, dims)
-        batched.out_dims = [0]  # of the values, as soon as the function has run
+        batched.out_dims = [0]  # becomes that of the values when the function has run
         return batched, [], batched.out_dims
     batched = BatchedFunction(function, axis, dims)
     batched.transpose = functools.partial(_transpose, batched)
@@ -274,7 +274,7 @@ class HooksTrace(PassThroughTrace):
         self.block = Block(pair, self)
         self.sources = WeakTable()  # CONSTANT or COMPUTED; all other values are OUTSIDE
         self.outside = WeakTable()  # how to compute values again from others that came from outside
-        self.names = WeakTable()  # of `checkpoint_name`
+        self.names = WeakTable()  # the names that `checkpoint_name` gave to values
 
     # -- methods that JAX calls ----------------------------------------------------------------------
 
@@ -355,7 +355,7 @@ class HooksTrace(PassThroughTrace):
         is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # JAX transposes it by itself
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
         has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # Refs, tokens
-        keeps_nothing = keeps_nothing or name == "while"  # which has no reverse mode
+        keeps_nothing = keeps_nothing or name == "while"  # `while` has no reverse mode
         if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
             # Otherwise JAX would compile an operation in eager mode again for each pair.
             with hooks_suspended():

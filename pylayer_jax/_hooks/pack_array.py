@@ -152,7 +152,7 @@ def _pack(
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
-    steps_of: dict[int, Sequence[Step]] = {}  # by the identity of an array in `packed`, the steps that pack it
+    steps_of: dict[int, Sequence[Step]] = {}  # from the id of an array in `packed` to the steps that pack it
 
     def is_kept(leaf: Any) -> bool:
         if not is_tensor(leaf):

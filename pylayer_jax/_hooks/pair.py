@@ -14,7 +14,7 @@ Hook = Callable[[Any], Any]
 # Which code keeps the packing error of a pair in proportion, so that a tensor may be computed again from a packed one.
 MOVES: Final = 0  # only code that moves values, with any pair
 SCALES: Final = 1  # also code that multiplies by a number, or each row along the last axis by its own number
-OFFSETS: Final = 2  # also code that adds a number: there is no error, or it does not depend on the size of a value
+OFFSETS: Final = 2  # also code that adds a number: the error, if any, does not depend on the size of a value
 
 
 class TensorInfo(NamedTuple):
@@ -86,7 +86,7 @@ class Pair:
     ) -> None:
         self.steps = tuple(steps)
         self.key = key
-        self.only = only  # of the whole chain
+        self.only = only  # the predicate of the whole chain
         self.by_name = by_name
         self.keeps = keeps  # MOVES, SCALES or OFFSETS
         self.packs_arguments = packs_arguments  # whether values from outside the block are packed

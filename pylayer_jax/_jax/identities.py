@@ -26,7 +26,7 @@ class _Identity(RuleFunction):
 
 
 class _Positional(_Identity):
-    """An identity in which each result is the operand at its position, so that JAX may transpose it for some alone."""
+    """An identity: each result is the operand at its position. JAX may transpose some results without the others."""
 
     def values(self, operands: Sequence[Any]) -> Values:
         return list(operands)

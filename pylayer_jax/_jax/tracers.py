@@ -30,8 +30,8 @@ NEEDS_VALUES = (
 class TransformClasses(NamedTuple):
     """The classes of one transformation."""
 
-    tracer: type[Any]  # of the arguments of a transformed function
-    trace: type[Any]  # the current trace while the function runs
+    tracer: type[Any]  # the class of the arguments of a transformed function
+    trace: type[Any]  # the class of the current trace while the function runs
 
 
 def current_trace() -> Any:
@@ -259,7 +259,7 @@ def surroundings() -> Surroundings:
     """Return the transformations that are active now."""
     is_staged = is_unusual = False
     within: list[Any] = []
-    modes: list[str] = []  # of all differentiations, innermost first
+    modes: list[str] = []  # the modes of all differentiations, innermost first
     for kind, trace in active_traces():
         if kind == "staging":
             is_staged = True

@@ -29,8 +29,8 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: str
     times: int  # how many are kept, in iterations of a scan or calls from one line
-    bytes: int  # of all of them, before packing
-    packed_bytes: int  # that the vjp function holds for them
+    bytes: int  # of all these tensors, before packing
+    packed_bytes: int  # that the vjp function holds for these tensors
     memory: str  # "device" or "host"
     source: str  # file and line of the call of apply, or of the operation
     note: str
@@ -127,10 +127,11 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     `fun` is a function or a layer. It is traced and does not run: arguments may be `jax.ShapeDtypeStruct`s. All float
     arguments are differentiated. Hooks around the call and inside `fun` apply as in a compiled program.
 
-    A row is one residual, or several that differ only in their values: a tensor that a layer saves, by its class and
-    its name (from `saved_names` of the class, if it has one); a result of a plain operation, by the name of the
-    operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one row. Bytes are those
-    of the whole array on all devices. For hooks with `host=True`, the bytes are those of a number in the program.
+    A row is one residual, or several residuals that differ only in their values. It shows a tensor that a layer saves,
+    with the class of the layer and a name (from `saved_names`, if the class has them); a result of a plain operation,
+    with the name of the operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one
+    row. Bytes are those of the whole array on all devices. For hooks with `host=True`, the row counts only the bytes of
+    a number in the program.
 
     Raises:
         TypeError: if no argument holds a float array.

@@ -36,8 +36,8 @@ class Tolerance:
 
     rtol: float | None = None
     atol: float | None = None
-    epsilon: float = 0.0  # of the narrowest dtype through which the arrays may have gone
-    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # of each array, or of each of its entries
+    epsilon: float = 0.0  # machine epsilon of the narrowest dtype through which the arrays may have gone
+    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # by array; one number, or one per entry
 
     def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
         """Return the tolerance of each entry."""
@@ -51,10 +51,10 @@ class Tolerance:
 class Case:
     """Arrays from one way to run a function, and the arrays that they must equal."""
 
-    label: str  # the way, as the end of a sentence
+    label: str  # names the way to run it, as the end of a sentence
     got: Arrays
     expected: Arrays
-    source: str  # of the expected arrays, as the end of a sentence
+    source: str  # names the source of the expected arrays, as the end of a sentence
     tolerance: Tolerance
 
 

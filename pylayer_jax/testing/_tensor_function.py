@@ -62,11 +62,11 @@ class TensorFunction:
         return other
 
     def run(self) -> list[Any]:
-        """Return the tensors that the function returns."""
+        """Run the function, and return its tensor outputs."""
         return self.run_with_statics()[0]
 
     def run_with_statics(self) -> tuple[list[Any], list[Any]]:
-        """Return the tensors that the function returns, and its other outputs."""
+        """Run the function, and return its tensor outputs and its other outputs."""
         tensors, skeleton = split(self._call(self.tensors))
         return [jnp.asarray(y) for y in tensors], skeleton.statics()
 
@@ -74,7 +74,7 @@ class TensorFunction:
         return self.function(*self.skeleton.fill(tensors, change))
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
-        """Return the tensors that the function returns for other values of the differentiated tensors."""
+        """Return the tensor outputs of the function for other values of the differentiated tensors."""
         return self.with_values(values).run()
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:

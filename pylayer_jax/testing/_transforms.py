@@ -153,5 +153,5 @@ def _example(x: Any, i: int) -> Any:
 
 
 def _is_rbg_key(x: Any) -> bool:
-    # With a batch of such keys, JAX draws other numbers than with each key on its own.
+    # With a batch of rbg keys, JAX draws other numbers than with each key on its own.
     return is_key(x) and "rbg" in str(jax.random.key_impl(x))
