@@ -59,7 +59,7 @@ _IN_JAX: Final = {
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
-    """Return how to write the code of a method that raised `error`; empty if there is no hint."""
+    """Return advice about an error in a method of a layer, or in a hook; empty if there is no advice."""
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "

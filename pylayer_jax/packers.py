@@ -90,7 +90,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         def unpack(packed: Any) -> Any:
             if not isinstance(packed, _OnHost):
                 return packed
-            # A transfer commits an array to its device; only a NumPy array leaves the device open again.
+            # A transfer would commit the array to its device. From a NumPy array, JAX makes an uncommitted array.
             return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
 
         self._pack_part = move

@@ -38,7 +38,7 @@ class Step(NamedTuple):
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to an array; some numbers of JAX do not allow it, and are held."""
+    """Return a weak reference to an array, or a strong one to a number of JAX that allows no weak references."""
     try:
         return weakref.ref(value)
     except TypeError:

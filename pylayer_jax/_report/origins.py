@@ -93,7 +93,7 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> l
 
 # The results of these primitives equal their operands. JAX keeps a result beside its operand if it needs both.
 _IDENTITIES = frozenset(("name", "optimization_barrier", "pcast", "pvary", "reduce_precision", "stop_gradient"))
-# Primitives that make the results of a branch for residuals of another branch: arrays of one number.
+# A `cond` returns the residuals of all branches. A branch fills those of other branches by these primitives.
 _FILLED = ("broadcast_in_dim", "empty2")
 
 
