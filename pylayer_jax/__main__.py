@@ -10,7 +10,7 @@ import sys
 from . import __version__
 from ._commands import check, demo
 
-# Exit statuses that a shell reports of a command that a signal ended.
+# Exit statuses that a shell reports when a signal ended a command.
 INTERRUPTED = 128 + 2  # SIGINT
 PIPE_CLOSED = 128 + 13  # SIGPIPE
 
@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
         passed, report = check.check(arguments[1:])
         try:
             report.encode(sys.stdout.encoding or "utf-8")
-        except UnicodeEncodeError:  # the terminal has no ticks, as many on Windows
+        except UnicodeEncodeError:  # the terminal cannot print ticks, as many on Windows
             report = report.replace("✓", "ok    ").replace("✗", "FAILED").encode("ascii", "replace").decode()
         print(report)
         return 0 if passed else 1
@@ -56,7 +56,7 @@ def _main_without_traceback() -> int:
             return main()
         finally:
             sys.stdout.flush()  # otherwise Python flushes at exit, where a BrokenPipeError cannot be caught
-    except BrokenPipeError:  # the reader has left, as `head` does
+    except BrokenPipeError:  # the reading process has exited, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
 

@@ -1,9 +1,9 @@
 """`apply` as an attribute of a class: one object for each class, which looks like the `forward` of that class.
 
 NOTE [types of apply]
-Type checkers read the types of `apply` off `forward`, by the overloads of `Apply.__get__`. The first parameter of
-`forward` is the context, unless the class defines `setup_context`. The number of its parameters tells: the one of
-`Function` takes any number of arguments, and one of a user takes three.
+Type checkers derive the types of `apply` from `forward`, by the overloads of `Apply.__get__`. The first parameter of
+`forward` is the context, unless the class defines `setup_context`. The overloads recognize this by a parameter count:
+`Function.setup_context` takes any number of arguments, and the `setup_context` of a user takes three.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = owner.__dict__.get(self._name)
-        # A class may be made from the members of another one, this one among them, or from those of another process.
+        # A class may be made from the members of another class, even of another process; then `bound` belongs to that.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
             bound = types.MethodType(self._function_of(owner), owner)
             setattr(owner, self._name, bound)
         return bound
 
     def _function_of(self, owner: Any) -> Callable[..., Any]:
-        """The function of this class method with the face that `forward` of the class has."""
+        """Return the function of this class method, with the signature and docstring of `forward` of the class."""
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
-        # `inspect.signature` follows it, and takes the first parameter away, as for every method: here the context.
+        # `inspect.signature` follows `__wrapped__`, and drops the first parameter (here the context) as for any method.
         function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)

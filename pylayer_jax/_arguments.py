@@ -25,7 +25,7 @@ class Argument:
     def __init__(self, name: str, skeleton: Skeleton, first: int) -> None:
         self.name = name
         self.skeleton = skeleton
-        self.span = slice(first, first + skeleton.size)  # of its tensors among those of the call
+        self.span = slice(first, first + skeleton.size)  # of its tensors among all tensors of the call
 
 
 class Arguments:
@@ -35,7 +35,7 @@ class Arguments:
         arguments.names()   # ['x', 'params']
         len(tensors)        # 3
 
-    An instance lives in a treedef, where an array would be a leak. A `jax.Ref` is among the tensors.
+    An instance lives in a treedef, where an array would be a leak. A `jax.Ref` counts as a tensor.
     """
 
     __slots__ = ("arguments", "is_plain", "keywords", "layer", "n_positional", "ref_mask", "types")
@@ -84,17 +84,17 @@ class Arguments:
         return [path for path, is_one in zip(paths, self.ref_mask or (), strict=False) if is_one]
 
     def slots(self) -> list[Argument]:
-        """Return the arguments of which `backward` returns a gradient."""
+        """Return the arguments for which `backward` returns a gradient."""
         mask = self.ref_mask
         if mask is None:
             return [a for a in self.arguments if a.skeleton.size]
         return [a for a in self.arguments if not all(mask[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
-        """Call a function, which runs the method of that name, on the context and the arguments.
+        """Call `function`, which runs the method named `method`, on the context and the arguments.
 
         Raises:
-            ValueError: if it changed a container among the arguments in place.
+            ValueError: if the method changed a container among the arguments in place.
         """
         __tracebackhide__ = True
         if self.is_plain:
@@ -113,7 +113,7 @@ class Arguments:
         for name, value, parts in before:
             try:
                 after = split(value)
-            except Exception:  # used up: an equinox.nn.State may not be read after another one was made from it
+            except Exception:  # an equinox.nn.State may not be read after a new State was made from it
                 continue
             if (path := first_change(parts, after)) is not None:
                 raise ValueError(
@@ -140,7 +140,7 @@ class Arguments:
 def bind(
     layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Arguments, list[Any]]:
-    """Bind a call to the signature of `forward(ctx, ...)`, which is that of a decorator if it has its own.
+    """Bind a call to the signature of `forward(ctx, ...)`, or to the own signature of a decorator around it.
 
     Raises:
         TypeError: for an unknown keyword, or a missing or surplus argument.
@@ -165,7 +165,7 @@ def bind(
             f"{layer}.apply{_without_context(declared.named)}.{context}{static}"
         ) from None
     if declared.named is not signature:
-        with contextlib.suppress(TypeError):  # a decorator that adds an argument: the call has no names for the values
+        with contextlib.suppress(TypeError):  # fails if a decorator adds an argument
             bound, signature = declared.named.bind(None, *args, **kwargs), declared.named
     positional: list[tuple[str, Any]] = []
     keywords: list[tuple[str, Any]] = []
@@ -190,7 +190,7 @@ def call_of_apply(layer: Any) -> str:
     """Return how the layer is called, as in `Tanh.apply(x)`."""
     try:
         signature = _without_context(_declared(layer._forward_with_ctx()).named)
-    except (TypeError, ValueError):  # a forward whose signature is not known
+    except (TypeError, ValueError):  # Python cannot tell the signature of `forward`
         parameters = "..."
     else:
         parameters = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
@@ -207,15 +207,15 @@ def _without_context(signature: inspect.Signature) -> inspect.Signature:
 
 
 def _has_context(signature: inspect.Signature) -> bool:
-    """Return whether the context has a parameter of its own."""
+    """Return whether the signature has a separate parameter for the context."""
     first = next(iter(signature.parameters.values()), None)
     return first is not None and first.kind is not first.VAR_POSITIONAL
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of what is called, and not of what it wraps: a decorator may have parameters of its own.
+    """Return the signature of `function` itself, not of a function that it wraps: a decorator may add parameters.
 
-    Where it takes `*args` or `**kwargs`, the function that it wraps gives the names.
+    If `function` takes `*args` or `**kwargs`, the wrapped function gives the names.
     """
     own = inspect.signature(function, follow_wrapped=False)
     wrapped = getattr(function, "__wrapped__", None)
@@ -227,13 +227,13 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 class _Declared(NamedTuple):
     """The signature of a `forward`, read once for all calls."""
 
-    called: inspect.Signature  # of what is called
-    named: inspect.Signature  # that names the arguments of a call which fits it; often the same
+    called: inspect.Signature  # of the outermost function
+    named: inspect.Signature  # of the function that names the arguments; often the same signature
     names: tuple[str, ...]  # the parameters that a plain positional call fills, without the context
-    required: int  # the number of them that such a call has to fill
+    required: int  # how many of these names a plain positional call has to fill
 
 
-# By function, and then for a bound method and for the function itself. A signature does not keep its function alive.
+# Keys: the function, then whether it is called as a bound method. A signature does not keep its function alive.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
 
 

@@ -23,16 +23,16 @@ from ._trees import Skeleton, contains, is_tensor
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
-# True while a `backward` runs that may be transposed, or differentiated in forward mode. A layer that it applies then
-# has no `jax.custom_vjp` function in front, which allows neither. It is part of jit's cache key, as a jitted function
-# may apply a layer.
+# True while JAX may transpose the `backward` that runs, or differentiate it in forward mode. A layer that this
+# `backward` applies then has no `jax.custom_vjp` function in front, which allows neither. The flag is part of jit's
+# cache key, since a jitted function may apply a layer.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
 
 
 class Run(NamedTuple):
-    """Result of running `forward`: what it left for `backward`, its outputs, and the residuals."""
+    """Result of running `forward`: the context's contents without arrays, the outputs, and the residuals."""
 
     kept: Kept
     outputs: list[Any]
@@ -40,14 +40,14 @@ class Run(NamedTuple):
 
 
 class VmapInfo(NamedTuple):
-    """The batch, as a layer's `vmap` gets it."""
+    """The description of a batch that a layer's `vmap` gets."""
 
     batch_size: int  # examples
     randomness: str  # "error", as torch calls it: JAX draws from keys, which are arguments like others
 
 
 class LayerCall:
-    """The class of a layer, the arguments of one call without tensors, and the pair of hooks of its block."""
+    """One call of a layer: the class, the arguments without tensors, and the pair of hooks that was active."""
 
     __slots__ = ("arguments", "layer", "marked", "name", "pair", "skeleton")
 
@@ -57,24 +57,24 @@ class LayerCall:
         self.arguments = arguments
         # JAX may run a fwd rule long after the block was left, so the call holds the pair that was active.
         self.pair: Any = None
-        # Of the outputs; set by the run of `forward` that made them.
+        # The skeleton of the outputs, and which are marked non-differentiable; set when `forward` has run.
         self.skeleton: Skeleton | None = None
         self.marked: frozenset[int] = frozenset()
 
     @property
     def source(self) -> str:
-        """The class, and where its `forward` is defined; JAX's errors name staged code by it."""
+        """The class, and where its `forward` is defined: the name of staged code in JAX's errors."""
         return source_of(self.name, self.layer.forward)
 
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
         """Name the operations of a method `Tanh/forward` in compiled programs and profiles."""
-        # An operation of eager mode is compiled by itself, without the scopes around it.
+        # In eager mode JAX compiles each operation by itself, without the scopes around it.
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
     # -- forward ---------------------------------------------------------------------------------------
 
     def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run `forward` and record what it keeps. `needs` is `ctx.needs_input_grad`, per tensor."""
+        """Run `forward` and record the values that it keeps. `needs` is `ctx.needs_input_grad`, per tensor."""
         __tracebackhide__ = True
         return self.record(self.layer._forward_with_ctx(), tensors, needs)
 
@@ -88,13 +88,13 @@ class LayerCall:
         return kept.outputs.skeleton.fill(outputs)
 
     def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run `forward` on concrete values. A value that it closes over must not be differentiated further out.
+        """Run `forward` on concrete values. It must not use a closed-over value that is being differentiated.
 
         Raises:
-            UnexpectedTracerError: if an output or a residual depends on such a value.
+            UnexpectedTracerError: if an output or a residual depends on such a closed-over value.
         """
         __tracebackhide__ = True
-        # Each argument has an identity of its own, also where the caller passed one array twice.
+        # Copy an array that the caller passed twice, so that each argument has an identity of its own.
         originals: dict[int, Any] = {}
         if len(set(map(id, tensors))) < len(tensors):
             copies = [jnp.copy(x) if contains(tensors[:i], x) else x for i, x in enumerate(tensors)]
@@ -108,7 +108,7 @@ class LayerCall:
         return run
 
     def record(self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run a function of the context and the arguments as `forward`, and record what it keeps."""
+        """Run a function of the context and the arguments as `forward`, and record the values that it keeps."""
         __tracebackhide__ = True
         ctx, result = self._call_forward(forward, tensors, needs, is_staging())
         run = Run(*keep(ctx, result, self.layer))
@@ -131,7 +131,7 @@ class LayerCall:
             state.phase = Phase.RETURNED
 
     def closed_over_error(self, method: str = "forward") -> Exception:
-        """Make the error for a differentiated value that a method reaches other than by an argument."""
+        """Make the error for a differentiated value that a method uses and that is no argument of the call."""
         names = [name for name, value in _closure(getattr(self.layer, method)).items() if is_tensor(value)]
         found = f" ({', '.join(names)})" if names else ""
         return jax.errors.UnexpectedTracerError(
@@ -142,9 +142,9 @@ class LayerCall:
         )
 
     def check_closure_of_backward(self) -> None:
-        """Refuse a differentiated value that `backward` closes over, where JAX runs it after the trace has ended.
+        """Refuse a differentiated value that `backward` closes over, if JAX runs `backward` after the trace has ended.
 
-        There JAX takes the value for a constant, without a word (as of jax 0.12, also for a plain `jax.custom_vjp`).
+        JAX would silently treat the value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
         """
         if any(map(is_differentiated, _closure(self.layer.backward).values())):
@@ -160,9 +160,9 @@ class LayerCall:
         cotangents: Sequence[Any],
         is_transposed: bool = False,
     ) -> list[Any]:
-        """Return gradients of all tensors of the call by `backward`; None is a zero cotangent or gradient.
+        """Return the gradients of all tensors of the call by `backward`; None is a zero cotangent or gradient.
 
-        `is_transposed`: whether JAX transposes what `backward` computes, in place of differentiating it.
+        `is_transposed`: whether JAX transposes the operations of `backward` instead of differentiating them.
         """
         __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
@@ -179,7 +179,7 @@ class LayerCall:
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         around = surroundings()
-        # In a first derivative in eager mode a `jax.custom_vjp` is faster, and each user context compiles anew.
+        # For a first derivative in eager mode `jax.custom_vjp` is faster, and setting the flag makes JAX compile anew.
         may_be_transposed = around.is_staged or around.is_differentiated
         try:
             with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", around.is_staged):
@@ -203,7 +203,7 @@ class LayerCall:
     def run_jvp(
         self, kept: Kept, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Return tangents of the outputs that can have one, by the `jvp` of the class, from tangents of all tensors."""
+        """Return the tangents of all differentiable outputs, by the `jvp` of the class, from those of all tensors."""
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
         ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
@@ -243,7 +243,7 @@ class LayerCall:
             return  # the method itself raised it
         try:
             signature = inspect.signature(function)
-        except (TypeError, ValueError):  # not callable, or an object of C
+        except (TypeError, ValueError):  # not callable, or implemented in C
             return
         try:
             signature.bind(*args)

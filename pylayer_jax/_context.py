@@ -1,4 +1,4 @@
-"""The context, and what one run of `forward` leaves on it for `backward`."""
+"""The context, and the contents that one run of `forward` leaves on it for `backward`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __tracebackhide__ = True  # for pytest: errors raised here are about values of t
 
 
 class Phase(enum.Enum):
-    """Where in its life a context is; it takes values and flags only in `FORWARD`."""
+    """The stage in the life of a context, which accepts values and flags only in `FORWARD`."""
 
     FORWARD = "in forward"
     RETURNED = "after forward"
@@ -89,7 +89,7 @@ class PyLayerContext:
 
     def __getattr__(self, name: str) -> Any:
         state, known = self._state, getattr(type(self), name, None)
-        if isinstance(known, property):  # it raised an AttributeError, as that of an unpack hook
+        if isinstance(known, property):  # the property raised an AttributeError, perhaps in an unpack hook
             return known.__get__(self)
         if state.phase is Phase.BACKWARD:
             advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
@@ -103,7 +103,7 @@ class PyLayerContext:
 
     def __repr__(self) -> str:
         state = self._state
-        # Saved tensors that were not read yet are not unpacked only to be counted.
+        # Do not count saved tensors that were not read yet, since this would unpack them.
         parts = [] if state.load else [f"{plural(len(state.saved or ()), 'value', 'values')} saved"]
         parts += [f"ctx.{name}" for name in vars(self)]
         return f"<{type(self).__name__} of {state.layer}, {state.phase.value}{': ' * bool(parts)}{', '.join(parts)}>"
@@ -116,15 +116,15 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        In a second derivative a saved output carries the layer's own rule, and a saved input its own derivative, also
-        if `forward` returns it. Any other tensor is differentiated through `forward`, from inputs and outputs. An
-        output that is marked non-differentiable is a constant. Of one object that is returned twice, the last position
-        carries the rule. None, Python numbers and other statics pass through unchanged, and a pytree is one entry. A
-        `jax.Ref` argument is kept as the reference that it is: `backward` reads what it holds by then.
+        In a second derivative, JAX differentiates a saved output by the layer's own rule, and a saved input as the
+        input, even if `forward` also returns it. Any other tensor is differentiated through `forward`, from inputs and
+        outputs. An output that is marked non-differentiable is a constant. If `forward` returns one object twice, the
+        last position carries the rule. None, Python numbers and other statics pass through unchanged, and a pytree is
+        one entry. A `jax.Ref` argument is saved as a reference: `backward` reads its value at that time.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
-            ValueError: for a `jax.Ref` that is no argument.
+            ValueError: for a `jax.Ref` that is not an argument of `forward`.
         """
         state = self._state_in_forward("save_for_backward")
         if state.saved is not None:
@@ -177,7 +177,7 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
-        In a call that takes a `jax.Ref`, JAX does not tell which are missing: they come as zeros.
+        In a call that takes a `jax.Ref`, JAX does not tell which cotangents are missing: they arrive as zeros.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -185,7 +185,7 @@ class PyLayerContext:
         self._state_in_forward("set_materialize_grads").materialize = bool(flag)
 
     def set_grad_in_dtype_consistent(self, flag: bool) -> None:
-        """Accept code written for Paddle. True is how JAX works: a cotangent has the dtype of its output.
+        """Accept code written for Paddle. JAX always works as with True: a cotangent has the dtype of its output.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -195,16 +195,16 @@ class PyLayerContext:
         if not flag:
             raise ValueError(
                 f"ctx.set_grad_in_dtype_consistent(False) in {state.layer}.forward: in JAX a cotangent always has the "
-                "dtype of its output, so that backward cannot get another one. Remove the call; cast in backward what "
-                "shall be computed in another dtype."
+                "dtype of its output, so that backward cannot get another dtype. Remove the call; cast in backward to "
+                "compute in another dtype."
             )
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
         """One bool per argument of the call: whether its gradient is needed.
 
-        Exact in eager mode, and in `backward` unless one jitted function is differentiated in several ways. In a
-        `forward` that is traced it is True for every argument that can have a gradient.
+        It is exact in eager mode, and in `backward` unless one jitted function is differentiated in several ways. In a
+        traced `forward`, the bool of every argument that can have a gradient is True.
         """
         return self._state.needs()
 
@@ -236,7 +236,7 @@ def backward_context(
     load: Callable[[], tuple[Any, ...] | None],
     attributes: dict[str, Any],
 ) -> PyLayerContext:
-    """Make the context that `backward` gets; `load` gives the saved tensors."""
+    """Make the context that `backward` gets; `load` returns the saved tensors."""
     state = ContextState(layer, Phase.BACKWARD, needs)
     state.load = load
     ctx = kind(state)
@@ -257,13 +257,13 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
             state.numpy_copies.append((array, arrays[i]))
         elif not contains(state.inputs, array):
             raise ValueError(
-                f"{call} in {state.layer}: JAX keeps no jax.Ref for backward but an argument of forward. If forward "
-                "made the Ref, keep its value: ref[...]. Otherwise pass it as an argument."
+                f"{call} in {state.layer}: JAX keeps a jax.Ref for backward only if it is an argument of forward. If "
+                "forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
             )
     return rest.fill(arrays)
 
 
-# -- what a run of `forward` keeps ------------------------------------------------------------------------
+# -- the contents of a context after `forward` ------------------------------------------------------------
 
 
 class KeptTree:
@@ -276,12 +276,12 @@ class KeptTree:
         self.indices = indices
 
     def fill(self, residuals: Sequence[Any]) -> Any:
-        """Make the value. Containers are made anew, so that each run of `backward` starts from the same ones."""
-        # JAX hands on some constants as NumPy arrays.
+        """Return the value in new containers, so that no run of `backward` sees a change that another run made."""
+        # JAX passes some constants as NumPy arrays.
         return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), _copy_container)
 
 
-# Containers that are no pytrees to JAX.
+# Mutable containers that may be leaves.
 _CONTAINERS = (dict, set, collections.deque, bytearray)
 
 
@@ -290,14 +290,14 @@ def _copy_container(static: Any) -> Any:
 
 
 class Kept:
-    """What one run of `forward` left for `backward`, without arrays. Compared by identity."""
+    """Everything but the arrays that one run of `forward` left for `backward`. Compared by identity."""
 
     __slots__ = ("attributes", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
 
     def __init__(self, outputs: Outputs, materialize: bool) -> None:
         self.outputs = outputs
         self.materialize = materialize
-        self.saved: KeptTree | None = None  # of save_for_backward
+        self.saved: KeptTree | None = None  # the values of save_for_backward
         self.n_saved = 0  # the number of residuals that save_for_backward saved; they are the first
         self.saved_for_jvp: KeptTree | None = None  # None if it is the same as `saved`
         self.attributes: dict[str, KeptTree] = {}
@@ -305,7 +305,7 @@ class Kept:
     def names(
         self, n_residuals: int, name_of_saved: Callable[[int], str | None] = lambda i: f"saved[{i}]"
     ) -> list[str]:
-        """Return a name for each residual, or an empty one. `name_of_saved` names the i-th value that was saved."""
+        """Return a name for each residual, empty for none. `name_of_saved` returns the name of the i-th saved value."""
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
@@ -320,9 +320,9 @@ class Kept:
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any], list[Any]]:
-    """Return what a context holds after `forward` returned `result`, the outputs, and the residuals.
+    """Return the contents of a context after `forward` returned `result`, the outputs, and the residuals.
 
-    Each tensor is one residual. Saved tensors and attributes share none where hooks may pack the former.
+    Each distinct tensor is one residual. Saved tensors and attributes share none, since hooks pack only saved tensors.
     """
     state = ctx._state
     tensors, outputs, skeleton = Outputs.of(state.layer, result)
@@ -359,7 +359,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
 
 
 def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
-    """Return, by the identity of each NumPy value that may be kept, the output that it is."""
+    """Return a dict from the id of a NumPy value that may be kept to the output that it became."""
     found = {id(x): y for x, y in zip(tensors, outputs, strict=True) if x is not y}
     for array, own in state.numpy_copies if found else ():
         # An array that changed in place after it was kept is another value.
@@ -369,7 +369,7 @@ def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequenc
 
 
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
-    """Refuse a function that closes over values of the trace in which `forward` runs: they end with it."""
+    """Refuse a function that closes over values of the trace in which `forward` runs: they are invalid after it."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
         held: list[Any] = []

@@ -1,4 +1,4 @@
-"""The declarations of a class, checked when it is made: its flags, and the names of its methods."""
+"""Checks the declarations of a class when it is defined: its flags, and the names of its methods."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MODULES_OF_BASES = (f"{__package__}._layer", f"{__package__}._function")  # PyL
 
 
 def check_declarations(layer: Any) -> None:
-    """Refuse flags of values that mean nothing, methods that the class does not have, and misspelled names.
+    """Refuse flags with invalid values, methods that do not fit the class, and misspelled names.
 
     Raises:
-        TypeError: for a misspelled name, a method that is no function, a flag or `saved_names` of another type, and
+        TypeError: for a misspelled name, a method that is not callable, a flag or `saved_names` of a wrong type, and
             `setup_context` on a `PyLayer`.
         ValueError: for an unknown `complex_convention`.
-        RuntimeError: for both ways to batch at once.
+        RuntimeError: for a class with both `generate_vmap_rule` and a `vmap` method.
     """
     name = layer.__qualname__
     _refuse_misspelled_names(layer)
@@ -53,7 +53,7 @@ def _refuse_misspelled_names(layer: Any) -> None:
     own, bases = vars(layer), [b for b in layer.__mro__ if b.__module__ not in _MODULES_OF_BASES]
     for name, member in own.items():
         meant = name_meant(name, _FLAGS + _METHODS)
-        if meant is None or any(meant in vars(base) for base in bases):  # the right name is there as well
+        if meant is None or any(meant in vars(base) for base in bases):  # the class has the right name as well
             continue
         is_method = callable(member) or isinstance(member, (staticmethod, classmethod))
         if is_method == (meant in _METHODS) and name[0] != "_" and not name[-1].isdigit():

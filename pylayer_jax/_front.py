@@ -36,22 +36,22 @@ class Application:
         self.call = call
         # True if a jaxpr is being made: JAX may run the fwd rule later, any number of times.
         self.is_deferred = is_deferred
-        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by the types of the inputs, if it closes over nothing
-        self.maps: list[LayerMap] = []  # of each run of the fwd rule
+        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` closes over nothing
+        self.maps: list[LayerMap] = []  # one for each run of the fwd rule
 
     def stage(self, tensors: Sequence[Any]) -> tuple[StagedLayer, Values]:
-        """Stage `forward` for tensors of these types, once. Return the values that it closes over, too."""
+        """Stage `forward` once for tensors of these types. Return also the values that `forward` closes over."""
         __tracebackhide__ = True
         key = tuple([typeof(x) for x in tensors])
         if (staged := self.staged.get(key)) is not None:
             return staged, []
         staged, consts = stage_layer(self.call, key)
-        if not consts:  # otherwise they belong to the trace that is active now
+        if not consts:  # closed-over values belong to the trace that is active now
             self.staged[key] = staged
         return staged, consts
 
     def bind(self, tensors: Sequence[Any], packs: bool = False) -> tuple[StagedLayer, Values]:
-        """Return `forward` as a function with its rule, and its values."""
+        """Apply `forward` as a function with its rule. Return this function and its values."""
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
         return staged, apply(staged.packing() if packs else staged, [*consts, *tensors])
@@ -74,7 +74,7 @@ def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tupl
     tensors = [p.value for p in primals]
     needs = [p.perturbed for p in primals]
     if not application.is_deferred and not any(map(is_tracer, tensors)):
-        tensors = as_arrays(tensors)  # jax.grad(f)(2.0) hands on the Python number
+        tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes the Python number
         run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
     else:
         if application.is_deferred:
@@ -91,12 +91,12 @@ def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tupl
 def _remember(
     application: Application, run: Run, inputs: Sequence[Any], needs: list[bool]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what a fwd rule returns, and remember the linear map of the run on the application.
+    """Return the results of a fwd rule, and remember the linear map of the run on the application.
 
     NOTE [several runs]
-    JAX may run the fwd rule of one application several times, and gives the bwd rule of each the structure of the last.
-    What differs between the runs (what hooks returned, and what `forward` kept of a Ref) is found by the number of the
-    run, which travels as the length of an empty residual. tests: test_several_runs.py
+    JAX may run the fwd rule of one application several times, and gives each bwd rule the structure of the last run.
+    The runs differ: hooks may return other objects, and `forward` may keep other values of a Ref. Therefore each run
+    has a number, which JAX carries as the length of an empty residual. tests: test_several_runs.py
     """
     linear, outputs, residuals = differentiated(application.call, run, inputs, needs, packs=True)
     maps = application.maps
@@ -119,8 +119,8 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     gradients = application.maps[number].gradients(arrays[: application.maps[number].n_residuals], given)
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
-        # NOTE [all outputs are batched]: a gradient that no cotangent reaches counts once per example too.
-        # Along an explicit axis of a mesh, JAX takes no single entry.
+        # NOTE [all outputs are batched]: a gradient that depends on no cotangent counts once per example too.
+        # Along an explicit axis of a mesh, JAX cannot index a single entry.
         has_entry = batched.size and explicit_sharding(batched) is None
         is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
         gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
@@ -132,9 +132,9 @@ def _is_symbolic_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
-# A call that takes a Ref has a front of its own, without symbolic zeros: only there does JAX recognize a Ref that the
-# fwd rule keeps as an argument. `forward` is not staged, since an equation of ours cannot write to a Ref. A second
-# derivative would go through its code, so it is forbidden.
+# A call that takes a Ref has a front of its own. It has no symbolic zeros, because with these JAX would not recognize
+# that a residual of the fwd rule is an argument Ref. `forward` is not staged, since an equation of this package cannot
+# write to a Ref. A second derivative would differentiate the code of `forward`, so it is forbidden.
 
 
 def _primal_with_ref(application: Application, *tensors: Any) -> tuple[Any, ...]:
@@ -154,7 +154,7 @@ def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, .
     try:
         kept, outputs, residuals = call.run_forward(tensors, needs)
     except Exception as refused:
-        if any(map(is_differentiated, tensors)):  # JAX refuses to write a value that is differentiated
+        if any(map(is_differentiated, tensors)):  # JAX refuses to write it to a Ref
             raise error() from refused
         raise
     arrays = [not is_ref(x) for x in residuals]
@@ -172,7 +172,7 @@ def ref_error(call: LayerCall) -> TypeError:
 
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-# Not an attribute of the class, which a class made from the members of another one would take over.
+# Not attributes of the class: a class that is made from the members of another class would inherit its fronts.
 _fronts: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -195,7 +195,7 @@ def _named_copy(function: Any, name: str, source: str) -> Any:
     NOTE [names made once]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and works out their names
     and the names of their arguments, which errors show. This takes a fifth of the time to trace a layer. Therefore the
-    copies have these as attributes. A JAX that does not read `__fun_debug_info__` works them out again, and is slower.
+    copies carry signature and names as attributes. A JAX that does not read `__fun_debug_info__` is only slower.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name

@@ -21,7 +21,7 @@ class FunctionCtx(PyLayerContext):
     __slots__ = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors and Nones for `backward`, where `ctx.saved_tensors` returns them. The last call counts.
+        """Keep tensors and Nones for `backward`, where `ctx.saved_tensors` returns them. A later call replaces all.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
@@ -33,7 +33,7 @@ class FunctionCtx(PyLayerContext):
         super().save_for_backward(*tensors)
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Keep tensors and Nones for `jvp`, where `ctx.saved_tensors` returns them. The last call counts.
+        """Keep tensors and Nones for `jvp`, where `ctx.saved_tensors` returns them. A later call replaces all.
 
         Without this call, `jvp` gets the tensors of `save_for_backward`. In a class without `jvp` the call keeps
         nothing.
@@ -47,14 +47,14 @@ class FunctionCtx(PyLayerContext):
         state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Accepted for outputs of `forward`. JAX arrays never change in place; a changed tensor is a new array.
+        """Accept outputs of `forward`. JAX arrays never change in place; a changed tensor is a new array.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
             ValueError: (when `forward` returns) for a value that is not among its outputs.
         """
         advice = (
-            "JAX arrays never change in place; what would change is a new array, which forward has to return: "
+            "JAX arrays never change in place; the changed tensor is a new array, which forward has to return: "
             "x = x.at[...].set(...); ctx.mark_dirty(x); return x."
         )
         self._state_in_forward("mark_dirty").must_return.extend((x, "mark_dirty", advice) for x in tensors)
@@ -85,8 +85,8 @@ class Function(PyLayer):
         >>> print(jax.grad(Multiply.apply)(1.0, 3))
         3.0
 
-    Both styles work: `forward(ctx, ...)`, and `forward(...)` with `setup_context(ctx, inputs, output)`. It differs
-    from `PyLayer` as torch does from Paddle:
+    Both styles work: `forward(ctx, ...)`, and `forward(...)` with `setup_context(ctx, inputs, output)`. A `Function`
+    differs from a `PyLayer` as torch does from Paddle:
 
     - `backward` receives one cotangent per output (None for an output that is no tensor), and returns one gradient per
       argument of the call; more Nones may follow. With `setup_context`, defaults count as arguments of the call.
@@ -97,10 +97,10 @@ class Function(PyLayer):
     It differs from torch as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes only outputs; a
     tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`.
 
-    A second derivative has all its terms, or is an error, where torch drops a term in silence. A saved value that is
-    neither input nor output is differentiated as `forward` computes it; torch takes it for a constant. With
-    `once_differentiable` a second derivative raises; `torch.autograd.grad` leaves out the term that goes through it.
-    `jax.lax.stop_gradient` on what is saved, or on what `backward` returns, gives torch's numbers.
+    A second derivative has all its terms or raises an error; torch silently drops some terms. A saved value that is
+    neither input nor output is differentiated as `forward` computes it; torch treats it as a constant. With
+    `once_differentiable` a second derivative raises; `torch.autograd.grad` leaves out the term through `backward`.
+    `jax.lax.stop_gradient` on the saved values, or on the results of `backward`, gives torch's numbers.
     """
 
     complex_convention = "paddle"
@@ -109,7 +109,7 @@ class Function(PyLayer):
     _forward_and_setup: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
     _parameters: ClassVar[inspect.Signature]
 
-    if TYPE_CHECKING:  # with a context, or without one
+    if TYPE_CHECKING:  # `forward` may have a context or not
 
         @staticmethod
         def forward(*args: Any, **kwargs: Any) -> Any: ...
@@ -133,8 +133,8 @@ class Function(PyLayer):
     def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
         """Keep on `ctx` the values that `backward` needs, if `forward` takes no context.
 
-        `inputs` are the arguments of `forward`, defaults included, and `output` is its result. An output that is an
-        input is that very object, and counts as the input if it is saved; torch refuses to save it as an output.
+        `inputs` are the arguments of `forward`, defaults included, and `output` is its result. If `forward` returns an
+        input, the output is the same object, and to save it saves the input; torch refuses to save such an output.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 
@@ -166,7 +166,7 @@ class Function(PyLayer):
 
     @classmethod
     def _setup_with(cls, output: Any) -> Callable[..., Any]:
-        """Return a `forward(ctx, ...)` that only runs `setup_context`, on an output that is known."""
+        """Return a `forward(ctx, ...)` that only runs `setup_context`, on a given output."""
 
         def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True

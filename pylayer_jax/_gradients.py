@@ -1,4 +1,4 @@
-"""What `backward` and `jvp` return, matched to the arguments and the outputs of `forward`."""
+"""Matches the results of `backward` to the arguments of `forward`, and the results of `jvp` to its outputs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __tracebackhide__ = True  # for pytest: errors raised here are about values of t
 def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], layer: Any) -> list[Any]:
     """Return one gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
 
-    `needs` says which tensors need a gradient; those of the others are dropped. In torch's convention `backward`
+    `needs` says which tensors need a gradient; other gradients are dropped. In torch's convention `backward`
     returns one entry for every argument of the call, and Nones may follow.
 
     Raises:
-        ValueError: for a wrong count, structure, type or shape; it names the layer and the argument.
+        ValueError: for a wrong count, structure, type or shape; the message names the layer and the argument.
     """
     try:
         gradients: list[Any] = [None] * len(needs)
@@ -47,7 +47,7 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
 
 
 def _entries(result: Any, unpack_list: bool) -> list[Any]:
-    """Return the entries of a result: a tuple is several, a list too if `unpack_list`, anything else is one."""
+    """Return the items of a tuple (and of a list, if `unpack_list`); any other result is the only entry."""
     return list(result) if isinstance(result, tuple) or (unpack_list and isinstance(result, list)) else [result]
 
 
@@ -142,7 +142,7 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
     """Return one tangent (or None for zero) per output that can have one, of the shape and in the dtype of the output.
 
     Raises:
-        ValueError: for a wrong count, structure, type or shape; it names the layer and the output.
+        ValueError: for a wrong count, structure, type or shape; the message names the layer and the output.
     """
     groups, entries = outputs.groups, _entries(result, unpack_list=outputs.is_sequence)
     if len(entries) != len(groups):
@@ -173,11 +173,11 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
     """Return the value as an array of type `aval`, over the same mesh axes; None stays None.
 
-    A gradient may have other axes of length 1, or a shape to which that of `aval` broadcasts.
+    A gradient may have more or fewer axes of length 1, or a shape to which the shape of `aval` broadcasts.
 
     Raises:
-        ValueError: if it is no array, of another shape, complex in place of real, or if it differs between devices
-            where `aval` does not. The message begins with what `where` returns.
+        ValueError: if the value is not an array, has another shape, is complex although `aval` is real, or differs
+            between devices although `aval` does not. The message begins with the result of `where()`.
     """
     value = unboxed(value)
     if value is None:

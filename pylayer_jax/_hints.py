@@ -11,7 +11,7 @@ import jax
 from ._jax.tracers import NEEDS_VALUES
 from ._trees import is_tensor
 
-# The 45 names that are used most: names, a colon, and JAX's way.
+# The 45 most used names. Each line has names, a colon, and how to write the same in JAX.
 _TABLE: Final = """
 numel nelement: x.size
 dim ndimension: x.ndim
@@ -48,7 +48,7 @@ scatter_add index_add: x.at[index].add(y)
 index_select: jnp.take(x, index, axis)
 topk: jax.lax.top_k(x, k)
 requires_grad stop_gradient: ctx.needs_input_grad[i] tells it; jax.lax.stop_gradient(x) cuts a gradient
-grad: a gradient is what backward returns and jax.grad hands on
+grad: a gradient is returned by backward and by jax.grad
 backward: y, pull = jax.vjp(f, x), then pull(dy)
 new_zeros new_ones: jnp.zeros(shape, x.dtype), jnp.ones(shape, x.dtype)
 """
@@ -59,7 +59,7 @@ _IN_JAX: Final = {
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
-    """Return how to write the code of a method that raised `error`; empty if there is no hint."""
+    """Return advice about an error in a method of a layer, or in a hook; empty if there is no advice."""
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "
@@ -86,7 +86,7 @@ def _hint_for_attribute(error: AttributeError) -> str:
         is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
     else:
         is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
-    # Where code sets an attribute of a traced array, Python 3.11 tells neither the name nor the object.
+    # If code sets an attribute of a traced array, the error of Python 3.11 holds neither the name nor the object.
     written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
     name = (error.name if is_numeric else None) or (written and written[1])
     if not name:

@@ -40,36 +40,36 @@ class PyLayer:
         1.0
 
     The rule holds under every JAX transform of reverse mode and at every order of differentiation.
-    `jax.hessian` and `jax.jvp` of `jax.grad` transpose `backward`. Therefore `backward` has to be linear in its
-    cotangents there. A layer that `backward` applies to its cotangents counts as the linear map that its `forward` is.
+    `jax.hessian` and `jax.jvp` of `jax.grad` transpose `backward`. For these, `backward` has to be linear in its
+    cotangents. If `backward` applies another layer to its cotangents, JAX transposes the `forward` of that layer.
 
     Every run of `backward` starts from the values that `forward` left on `ctx`: lists, dicts and other containers are
-    made anew for each run, other objects are shared.
+    copied for each run, and other objects are shared.
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): with `forward_mode = True` the tangent map is the
     transpose of `backward`. A class may instead define a static `jvp(ctx, *tangents)`. It gets one tangent per argument
-    of the call and returns one tangent per output, of which None is zero. A missing tangent arrives as zeros, or as
-    None after `ctx.set_materialize_grads(False)`; an argument that holds no tensor has None.
+    of the call and returns one tangent per output, or None for zero. A missing tangent arrives as zeros, or as None
+    after `ctx.set_materialize_grads(False)`; an argument that holds no tensor has the tangent None.
 
     Batching: JAX batches the operations of `forward`. A class may instead define a static
     `vmap(info, in_dims, *args) -> (outputs, out_dims)`, for host code or a kernel that takes a whole batch; `jax.vmap`
     then calls it. `in_dims` has one entry per argument of the call: the axis of the batch, or None (for a pytree, a
-    pytree of them). `out_dims` has the same for the outputs. `info.batch_size` is the number of examples. The gradients
+    pytree of axes). `out_dims` has one entry per output. `info.batch_size` is the number of examples. The gradients
     of a batch come from `backward`, which JAX batches; JAX also batches the intermediates that `forward` saves.
 
-    `jax.checkpoint` runs `forward` again, as another application of the layer. Where `backward` is not linear in its
-    cotangents (clipping), a second derivative through a checkpoint is therefore that of a program that applies the
-    layer twice, each time with a part of the cotangents: as with a plain `jax.custom_vjp`, and unlike in torch.
+    `jax.checkpoint` runs `forward` again, as another application of the layer. A second derivative through a checkpoint
+    is therefore that of a program that applies the layer twice, each time with a part of the cotangents. This matters
+    if `backward` is not linear in its cotangents (clipping). A plain `jax.custom_vjp` does the same; torch does not.
 
     `saved_names` gives saved tensors names for the policies of `jax.checkpoint` (`save_only_these_names`, offloading).
-    A tensor within a pytree has its path behind the name, as in `y['w']`. Without it they have none, since a named
-    tensor is a new value to JAX: a scan would stack it beside the tensor itself.
+    A tensor within a pytree has its path behind the name, as in `y['w']`. By default saved tensors have no names, since
+    a named tensor is a new value to JAX: a scan would stack it beside the tensor itself.
 
     Compiled programs and profiles show the operations of both methods as `Tanh/forward` and `Tanh/backward`.
 
-    In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit` would; for a
-    `forward` that needs numbers it is an error. Under `jax.vmap` every output that can have a gradient is batched if
-    any argument is.
+    In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit` would; a
+    `forward` that needs numbers then raises an error. Under `jax.vmap` every output that can have a gradient is batched
+    if any argument is batched.
 
     Attributes:
         complex_convention: how `backward` reads and writes complex gradients. "jax" (the default): as
@@ -91,14 +91,14 @@ class PyLayer:
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             following = super().__new__
-            if following is not object.__new__:  # of a class that stands behind this one
+            if following is not object.__new__:  # of a class behind this one in the MRO
                 return following(cls, *args, **kwargs)
             if (args or kwargs) and cls.__init__ is object.__init__:
                 raise TypeError(f"{cls.__qualname__}(...) does not run the layer: use {call_of_apply(cls)}.")
             return following(cls)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            following = getattr(super(), "__call__", None)  # noqa: B004 - of a class that stands behind this one
+            following = getattr(super(), "__call__", None)  # noqa: B004 - of a class behind this one in the MRO
             if following is not None:
                 return following(*args, **kwargs)
             layer = type(self)
@@ -113,12 +113,12 @@ class PyLayer:
 
     @classmethod
     def _forward_with_ctx(cls) -> Callable[..., Any]:
-        """The function that runs as `forward(ctx, ...)`."""
+        """Return the function that runs as `forward(ctx, ...)`."""
         return cls.forward
 
     @classmethod
     def _has_setup_context(cls) -> bool:
-        """Whether `setup_context`, and not `forward`, keeps values for `backward`."""
+        """Return whether `setup_context`, and not `forward`, keeps values for `backward`."""
         return False
 
     @classmethod
@@ -157,8 +157,8 @@ class PyLayer:
         of `forward`, however the call was written.
 
         A `jax.Ref` is an argument without a gradient. Both methods may read and write it. `forward` runs once for each
-        application, and again where `jax.checkpoint` computes it again. In a call that takes one, every input counts as
-        needed in `ctx.needs_input_grad`, and a cotangent that is missing comes as zeros.
+        application, and again if `jax.checkpoint` repeats it. In a call that takes a Ref, `ctx.needs_input_grad` is
+        True for every input that can have a gradient, and a missing cotangent arrives as zeros.
 
         Returns:
             The outputs of `forward`, in the same container; NumPy arrays come back as `jax.Array`. An array inside of a
@@ -166,10 +166,10 @@ class PyLayer:
 
         Raises:
             NotImplementedError: if `forward` is missing, or if a gradient is needed and `backward` is missing.
-            TypeError: for arguments that do not fit `forward`; in forward mode if the class has none, its `backward` is
-                not linear, or an argument is a `jax.Ref`; for a second derivative of a call that takes a Ref; for a Ref
-                whose content is differentiated, or that a class with `vmap` gets; for a second derivative of a
-                `forward` that needs numbers.
+            TypeError: for arguments that do not fit `forward`; in forward mode, for a class without forward mode, a
+                `backward` that is not linear, or a `jax.Ref` argument; for a second derivative of a call that takes a
+                Ref; for a Ref whose content is differentiated, or that is passed to a class with `vmap`; for a second
+                derivative of a `forward` that needs numbers.
             ValueError: if no output of `forward` is a tensor, if `forward` changes a container among its arguments in
                 place, or if the gradients of `backward` do not fit the inputs.
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
@@ -196,12 +196,12 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     __tracebackhide__ = True
     layer, around = call.layer, surroundings()
     if not (around.is_staged or around.is_differentiated or any(map(is_tracer, tensors))):
-        return call.run_undifferentiated(tensors)  # jax.vmap does not map the arguments
+        return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
     call.pair = _hooks.pair_to_pack_with(tensors)
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer._has_forward_mode() or in_backward.value
     if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):
-        # In code that was staged before it is differentiated, JAX says so, without a name.
+        # For code that is staged first and differentiated later, JAX raises its own error, without the layer's name.
         raise NoForwardModeError(call.name, call.arguments.ref_names())
     is_deferred = around.will_be_differentiated_later(tensors)
     if takes_refs:
@@ -214,7 +214,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         or is_unusual
         or (is_deferred and call.pair is not None)
     )
-    # The block's trace must not take the equations of a layer for operations: a layer packs its residuals itself.
+    # The block's trace must not treat the equations of a layer as operations: a layer packs its residuals itself.
     application = Application(call, is_deferred)
     with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
         try:
@@ -240,10 +240,10 @@ _NO_HOOKS = contextlib.nullcontext()
 
 
 def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Refuse a Ref whose content is differentiated, and a class with `vmap`, which would be passed over.
+    """Refuse a Ref whose content is differentiated, and a Ref for a class with `vmap`, which would not be called.
 
     Raises:
-        TypeError: at once; or when a call that is staged is differentiated.
+        TypeError: at once, or when JAX differentiates a staged call.
     """
     refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask or (), strict=True) if is_one]
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):

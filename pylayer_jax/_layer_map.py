@@ -1,4 +1,4 @@
-"""The derivative of a layer as a linear map, and that of the tensors that `forward` computes and saves."""
+"""Linear maps: the derivative of a layer, and the derivative of the tensors that `forward` computes and saves."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ Values = list[Any]
 class LayerMap(LinearMap):
     """residuals, tangents of the inputs in the mask `needs` -> tangents of the outputs that can have one.
 
-    With a pullback B (the layer's `backward`, linear in the cotangents c) and residuals r, it is the transpose of B,
+    With a pullback B (the layer's `backward`, linear in the cotangents c) and residuals r, the map is the transpose of
+    B,
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
 
-    unless the class gives the map itself, as its `jvp`. Reverse mode transposes the map, which gives B back: `backward`
-    is simply called, so it may be anything. Only forward mode evaluates the map; then B itself has to be linear.
+    unless the class defines the map, as its `jvp`. Reverse mode transposes the map, which gives B again: it just calls
+    `backward`, which therefore need not be linear. Only forward mode evaluates the map, and then B has to be linear.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -82,7 +83,7 @@ class LayerMap(LinearMap):
             raise
         except Exception as error:
             self._check_declared()
-            if getattr(error, "__notes__", None):  # it happened in a method of the user
+            if getattr(error, "__notes__", None):  # the error happened in a method of the user
                 raise
             raise self._not_linear_error(error) from error
         pushed = found[len(consts) :]
@@ -90,7 +91,7 @@ class LayerMap(LinearMap):
 
     def _check_declared(self) -> None:
         __tracebackhide__ = True
-        # Without forward mode this is a second derivative, and its own error comes before any other.
+        # In a class without forward mode this is a second derivative. Raise the error about that before any other.
         if not self.call.layer.forward_mode:
             self.check_derivative()
 
@@ -113,7 +114,7 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # A transposed `backward` does not run as it was written, and cannot raise this itself.
+        # JAX transposes the undecorated `backward`, which does not raise this error itself.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -125,7 +126,7 @@ class LayerMap(LinearMap):
 
 
 class _Unpacked(Sequence[Any]):
-    """Residuals of which the first are unpacked when they are read."""
+    """Residuals; the first `n_packed` are unpacked when they are read."""
 
     def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
         self.packed, self.n_packed, self.rest = packed, n_packed, rest
@@ -140,8 +141,8 @@ class _Unpacked(Sequence[Any]):
 class CodeMap(LinearMap):
     """values of variables of a jaxpr, tangents of some of them -> tangents of variables computed from them.
 
-    Differentiates the code of `forward` for the tensors that it saved and that are neither inputs nor outputs. A first
-    derivative needs neither `push` nor `pull`, so code that JAX derives in one mode only is no obstacle in the other.
+    Differentiates the code of `forward` for the saved tensors that are neither inputs nor outputs. A first derivative
+    calls neither `push` nor `pull`, so that code which JAX can differentiate in one mode only does not fail there.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"

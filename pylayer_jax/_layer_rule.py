@@ -1,26 +1,27 @@
 """A layer as a function with its rule.
 
 NOTE [orders]
-`jax.custom_vjp` differentiates the body of its fwd rule the second time. Here the body binds a function with its rule
-(`_jax/rule_function.py`), so that an outer differentiation finds the rule of the layer again:
+For a second derivative, `jax.custom_vjp` differentiates the body of its fwd rule. Here this body binds a function with
+its rule (`_jax/rule_function.py`), so that an outer differentiation finds the rule of the layer again:
 
     front(application, x)                         one jax.custom_vjp function per class, in `_front.py`
       fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr with a recording context
             residuals = positions of [x, y, intermediates]
       bwd   `backward`, from the residuals and the cotangents
 
-    rule of rule_function                         what an outer differentiation, or forward mode, goes through
-            y, intermediates = rule_function(x)   the same function again: that is "every order"
+    rule of rule_function                         used by an outer differentiation, and by forward mode
+            y, intermediates = rule_function(x)   the same function again, so that the rule holds at every order
             tangents of y             = linear map of (residuals; tangents of x), whose transpose is `backward`
             tangents of intermediates = those of the code of `forward` that leads to them from x and y
 
-A residual is a position. An input keeps its own derivative, also where it is returned. An output carries the rule; of
-one object that is returned twice, the last position counts. An output that is marked non-differentiable is a constant.
-Any other tensor is an intermediate, and has the derivative of the equations that lead to it.
+A residual is a position in this list. A saved input keeps its own derivative, even if `forward` also returns it. A
+saved output carries the rule; if `forward` returns one object twice, the last position has the rule. An output that is
+marked non-differentiable is a constant. Any other tensor is an intermediate, and has the derivative of the equations
+that lead to it.
 
-`forward` is staged once per application, so that all runs of a fwd rule keep the same. Where it runs on concrete values
-in eager mode it is not staged, and sees numbers. The front does not stand where JAX allows no custom_vjp function: for
-a class with forward mode, within a `backward` (which may be transposed), and for the others that `_layer.py` names.
+`forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. On concrete values in
+eager mode `forward` is not staged, and sees numbers. The front is left out where JAX allows no custom_vjp function: for
+a class with forward mode, within a `backward` (which may be transposed), and in the other rows of `_apply_traced`.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ class StagedLayer(RuleFunction):
         return scatter(apply_linear(code, known, select(moving, nonzero)), wanted)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        # Within the `backward` of another layer, a layer counts as the linear map that its `forward` is.
+        # Within the `backward` of another layer, JAX transposes the `forward` of this layer.
         return transpose_jaxpr(f"{self.name}.forward", self.jaxpr, args, cotangents)
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
@@ -153,7 +154,7 @@ def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLay
         __tracebackhide__ = True
         needs = call.arguments.can_get_gradient([True] * len(inputs))
         kept, outputs, residuals = call.run_forward(inputs, needs)
-        # Staged inputs are distinct objects, also where the caller passed one array twice.
+        # Staged inputs are distinct objects, even if the caller passed one array twice.
         values = list(outputs)
         position = {id(x): len(inputs) + i for i, x in enumerate(outputs)}
         position |= {id(x): i for i, x in enumerate(inputs)}
@@ -190,7 +191,7 @@ class EagerLayer(RuleFunction):
         needs = [t is not None for t in tangents]
         packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
-            primals = as_arrays(primals)  # jax.grad(f)(2.0) hands on the Python number
+            primals = as_arrays(primals)  # jax.grad(f)(2.0) passes the Python number
             run = self._run_apart(primals, needs)
         if run is None:
             staged, consts = self._staged(primals)
@@ -208,8 +209,8 @@ class EagerLayer(RuleFunction):
         if not any(map(is_tracer, primals)):
             return call.run_on_values(primals, needs)
         if layer._has_setup_context() and layer._has_vmap_method() and not any(map(is_differentiated, primals)):
-            # `forward` may be host code that only the `vmap` of the class can batch. `setup_context` keeps what
-            # `backward` needs, from inputs and outputs.
+            # `forward` may be host code that only the `vmap` of the class can batch. `setup_context` saves the values
+            # for `backward`, from inputs and outputs.
             values = apply(self, primals)
             assert call.skeleton is not None
             output = call.skeleton.fill(values)
@@ -246,7 +247,7 @@ class EagerBatch(RuleFunction):
             return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
         call = self.inner.call
         values = call.run_vmap(self.axis, self.dims, as_arrays(args))
-        with contextlib.suppress(*NEEDS_VALUES):  # of host code, the outputs for one example are not known
+        with contextlib.suppress(*NEEDS_VALUES):  # the outputs of host code for one example are not known
             expected, _ = stage_layer(LayerCall(call.layer, call.arguments), call.arguments.types)
             call.check_batch(self.axis, values, expected.kept.outputs.types)
         return values
@@ -256,7 +257,7 @@ class EagerBatch(RuleFunction):
         return rule_of_batch(self.axis, self.inner.rule, self.dims, 0)(list(primals), list(tangents))
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        if all(d is None for d in dims):  # the axis has a name: staged, it is known whether the layer uses it
+        if all(d is None for d in dims):  # a named axis: staging shows whether the layer uses it
             return super().batch(axis, dims, types)
         return EagerBatch(self, axis, dims), [], None
 
@@ -315,5 +316,5 @@ def _named(
     for i, owner in enumerate(owners):
         if names[owner] and is_tracer(residuals[i]):
             named[i] = checkpoint_name(residuals[i], names[owner])
-    # A saved output goes on under its name, so that a policy which saves it does not compute it twice.
+    # Return a saved output as the named value, so that JAX does not compute it twice if a policy saves this value.
     return named, [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]

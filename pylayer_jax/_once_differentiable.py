@@ -31,7 +31,7 @@ def once_differentiable(backward: Method) -> Method:
         ...     print("no second derivative")
         no second derivative
 
-    For a `backward` in host code, or one whose derivative would be wrong.
+    Use it for a `backward` in host code, or for a `backward` whose derivative would be wrong.
 
     Raises:
         RuntimeError: if a second derivative goes through the decorated `backward`.
@@ -56,7 +56,7 @@ def once_differentiable(backward: Method) -> Method:
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
-        # The inputs are checked, and not the outputs, so that the error comes before any host code runs.
+        # Forbid the derivative on the inputs, not on the outputs, so that the error comes before any host code runs.
         (saved, attributes), cotangents = forbid((args[first]._contents(), args[first + 1 :]))
         ctx = args[first]._with_contents(saved, attributes)
         return backward(*args[:first], ctx, *cotangents)

@@ -17,7 +17,7 @@ __tracebackhide__ = True  # for pytest: errors raised here are about values of t
 
 
 class Outputs:
-    """The outputs of one run of `forward`, without its tensors."""
+    """The outputs of one run of `forward`, without the tensors."""
 
     __slots__ = ("groups", "has_tangent", "is_sequence", "marked", "shardings", "skeleton", "types")
 
@@ -32,33 +32,33 @@ class Outputs:
         self.marked = marked  # indices of outputs that are marked non-differentiable
         self.types = [typeof(x) for x in arrays]
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
-        # JAX may place an array that is not committed on any device, and so its zeros.
+        # JAX may place an uncommitted array on any device. Therefore the zeros for its cotangent need no sharding.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
     @staticmethod
     def of(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        """Return the tensors of what a method returned, the same as JAX arrays, and the skeleton.
+        """Split the result of a method. Return its tensors, these tensors as JAX arrays, and the skeleton.
 
         Raises:
-            ValueError: if there is no tensor, or a Ref.
+            ValueError: if the result holds no tensor, or a Ref.
         """
         tensors, skeleton = split(result)
         if not tensors:
             raise ValueError(
                 f"{layer}.forward returned {describe(result)}: expected at least one tensor, alone or in a tuple, "
-                "list or dict. Numbers are no tensors; jnp.asarray makes one of them."
+                "list or dict. Numbers are no tensors; jnp.asarray turns them into tensors."
             )
         if len(skeleton.leaves) > len(tensors) and any(map(is_ref, skeleton.statics())):
             raise ValueError(
                 f"{layer}.forward returned a jax.Ref among its outputs, which JAX does not allow. The caller has the "
-                "Ref that it passed; return the value of another one: ref[...]."
+                "Ref that it passed; for any other Ref, return its value: ref[...]."
             )
         return tensors, as_arrays(tensors), skeleton
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """Return the arguments of `backward`: one entry per top-level output that holds a tensor.
 
-        A missing cotangent is zeros or None. With `with_statics`, the other outputs have an entry too, which is None.
+        A missing cotangent is zeros or None. If `with_statics`, outputs without a tensor have an entry too: None.
         """
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []
@@ -77,5 +77,5 @@ class Outputs:
 
 @functools.lru_cache(maxsize=256)
 def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
-    # Each device makes its own share. `jax.device_put` compares the values of all processes first.
+    # Each device makes its own shard. `jax.device_put` would first compare the values of all processes.
     return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)

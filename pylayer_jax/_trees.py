@@ -39,7 +39,7 @@ def is_tensor_or_ref(leaf: object) -> bool:
 
 
 def unboxed(value: Any) -> Any:
-    """Return the array that a value stands for, as `flax.nnx.Param` does; any other value itself."""
+    """Return the array in a box such as `flax.nnx.Param`; any other value itself."""
     is_box = not is_array(value) and hasattr(type(value), "__jax_array__")
     return value.__jax_array__() if is_box else value
 
@@ -103,7 +103,7 @@ class Skeleton:
         """Return the path of each leaf, and the leaf; a tensor is a placeholder."""
         if self is LEAF:
             return [("", _TENSOR)]
-        # A node may need the dict that it had, as jax.tree_util.Partial does.
+        # A node such as jax.tree_util.Partial accepts only a dict as a child, so a dict gets a dict as placeholder.
         places = [dict.fromkeys(x.keys) if type(x) is _Dict else _Numbered(i) for i, x in enumerate(self.leaves)]
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(places), is_leaf=_is_dict)
         found: list[tuple[str, Any]] = []
@@ -130,7 +130,7 @@ class Skeleton:
 
 
 class _Numbered:
-    """Stands for the leaf of that index."""
+    """A placeholder that knows the index of its leaf."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -166,7 +166,7 @@ def _tuple_of(count: int) -> Skeleton:
 
 
 def _is_dict(node: Any) -> bool:
-    # JAX keeps the order of an OrderedDict, and takes other subclasses for leaves.
+    # JAX keeps the order of an OrderedDict, and treats other subclasses of dict as leaves.
     return type(node) is dict or type(node) is collections.defaultdict
 
 
@@ -204,7 +204,7 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
 def first_change(before: Any, after: Any) -> str | None:
     """Return the path at which two trees hold different objects, as in `['w']`; None if they are the same.
 
-    Leaves are compared by identity, so that nothing of an array is read.
+    Leaves are compared by identity, so that the content of arrays is not read.
     """
     pairs = [dict(_leaves_by_path(tree)) for tree in (before, after)]
     missing = object()
@@ -221,12 +221,12 @@ def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
 
 
 def collect_like(entry: Any, skeleton: Skeleton, where: str, describe: Callable[[Any], str]) -> list[Any]:
-    """Lay a tree that a user returned along a skeleton: one value per tensor of it, None for zero.
+    """Match a tree that a user returned to a skeleton. Return one value per tensor of the skeleton, None for zero.
 
-    None in `entry` stands for a whole subtree.
+    One None in `entry` may replace a whole subtree.
 
     Raises:
-        ValueError: if the structures differ; it begins with `where`.
+        ValueError: if the structures differ; the message begins with `where`.
     """
     model = skeleton.fill([_Numbered(i) for i in range(skeleton.size)])
     found: list[Any] = [None] * skeleton.size
@@ -278,7 +278,7 @@ def _node(node: Any) -> Any:
 
 
 def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the keys (as they stand in a path) and the values one level below; None for a leaf."""
+    """Return the keys (as in a path) and the values one level below a node; None for a leaf."""
     if isinstance(node, dict):
         return [(f"[{key!r}]", value) for key, value in node.items()]
     pairs, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)

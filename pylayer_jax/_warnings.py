@@ -25,7 +25,7 @@ def warn_of_missing_return(layer: Any, name: str) -> None:
     )
     code = getattr(innermost(layer.backward), "__code__", None)
     try:
-        if code is None:  # an object of C
+        if code is None:  # implemented in C
             warnings.warn(text, UserWarning, stacklevel=2)
         else:
             warnings.warn_explicit(text, UserWarning, code.co_filename, code.co_firstlineno)

@@ -6,11 +6,11 @@
     >>> jax.grad(loss)(jnp.ones((64, 2)), jnp.ones((128, 64))).shape
     (64, 2)
 
-They pack what the block computes. What comes into the block from outside (weights, inputs), and what follows from that
-by slicing, reshaping or casting, stays as it is, as with `jax.checkpoint`; `arguments=True` packs it too. So put the
-block around the whole loss. Integers, complex numbers and PRNG keys pass unchanged, and so does what the predicate
-`only` is False for, as in `cast_saved(only=lambda x: x.ndim > 1)`. Every tensor comes back with its dtype, sharding and
-weak type.
+They pack values that the block computes. Values that come into the block from outside (weights, inputs), and values
+that follow from these by slicing, reshaping or casting, stay as they are, as with `jax.checkpoint`; `arguments=True`
+packs them too. So put the block around the whole loss. Integers, complex numbers and PRNG keys pass unchanged, and so
+do tensors for which the predicate `only` is False, as in `cast_saved(only=lambda x: x.ndim > 1)`. Every tensor comes
+back with its dtype, sharding and weak type.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
     Args:
         pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
-        arguments: pack what comes into the block from outside, too.
-        only: a predicate, as that of `saved_tensors_hooks`.
+        arguments: also pack values that come into the block from outside.
+        only: a predicate, as for `saved_tensors_hooks`.
     """
 
     _keeps = OFFSETS
@@ -82,7 +82,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            # No process can read all of an array that is spread over several. A constant of JAX's own is on no device.
+            # No process can read a whole array that is spread over several. JAX's own constants are on no device.
             if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
@@ -90,7 +90,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         def unpack(packed: Any) -> Any:
             if not isinstance(packed, _OnHost):
                 return packed
-            # A transfer commits an array to its device; only a NumPy array leaves the device open again.
+            # A transfer would commit the array to its device. From a NumPy array, JAX makes an uncommitted array.
             return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
 
         self._pack_part = move
@@ -100,7 +100,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
 class _OnHost(NamedTuple):
     array: Any
-    placed: bool  # True for traced and committed arrays: a transfer brings them back, not NumPy
+    placed: bool  # True for traced and committed arrays, which a transfer brings back; else NumPy does
 
 
 # These functions are jitted because eager shard_map refuses the transfer itself.
@@ -121,13 +121,13 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(cast_saved()(lambda x: jnp.sin(2 * x)))(1.0))  # 2 * cos(2), rounded to bfloat16
         -0.83203125
 
-    Tensors of this width or a smaller one pass unchanged. With bfloat16 a value changes by at most 1 part in 256, and
-    has the range of float32. float16 is more exact but ends at 65504: a larger value comes back as infinity.
+    Tensors that are not wider than `dtype` pass unchanged. bfloat16 has the range of float32, and changes a value by at
+    most 1 part in 256. float16 is more exact but ends at 65504: a larger value comes back as infinity.
 
     Args:
         dtype: the floating-point type of the kept tensors, of at least 16 bits.
-        arguments: pack what comes into the block from outside, too.
-        only: a predicate, as that of `saved_tensors_hooks`.
+        arguments: also pack values that come into the block from outside.
+        only: a predicate, as for `saved_tensors_hooks`.
 
     Raises:
         TypeError: if `dtype` is not a floating-point type, or has 8 bits.
@@ -146,8 +146,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             raise TypeError(f"cast_saved: dtype must be a floating-point type such as jnp.bfloat16, got {got}.")
         if narrow.itemsize < 2:
             raise TypeError(
-                f"cast_saved: {narrow} has a range that saved tensors leave (that of float8_e4m3fn ends at 448; what "
-                "is beyond becomes NaN). Use quantize_saved(8), which scales each block of values."
+                f"cast_saved: the range of {narrow} is too small for saved tensors (float8_e4m3fn ends at 448; larger "
+                "values become NaN). Use quantize_saved(8), which scales each block of values."
             )
 
         def pack(x: Any) -> Any:
@@ -178,25 +178,25 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         (4096, 1088)
 
     A value v of a block with finite values from a to b is kept as (v - a) / s, s = (b - a) / (2^bits - 2), rounded to
-    an integer. It therefore changes by at most s / 2 (by less than s if rounding is stochastic), and by the rounding of
-    this arithmetic, which is at most 4 machine epsilons of the largest of the block. A block that spans less than
-    2^bits times the smallest normal number comes back as its smallest value. This is uniform quantization by group, as
-    in Chen et al., "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (2021). Finite
-    values come back from a to b. Infinities and NaN come back as NaN and do not change the other values of their block.
+    an integer. It therefore changes by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors
+    of at most 4 machine epsilons of the largest value of the block. A block that spans less than 2^bits times the
+    smallest normal number comes back as its smallest value. This is uniform quantization by group, as in Chen et al.,
+    "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (2021). Finite values come back
+    between a and b. Infinities and NaN come back as NaN and do not change the other values of their block.
 
-    The blocks divide the last axis evenly, within a shard, so that nothing is padded or communicated: a block has as
-    many values as the largest divisor of the axis tells that is not above `block_size`. A tensor passes unchanged if it
-    would not become smaller, as one whose last axis is very short.
+    The blocks divide the last axis of each shard evenly, so that nothing is padded or communicated. The length of a
+    block is the largest divisor of the length of this axis that is not above `block_size`. A tensor that would not
+    become smaller passes unchanged, such as a tensor with a very short last axis.
 
     Args:
         bits: bits per value, 8 or 4.
-        block_size: the largest number of values that share a scale; of an axis with small divisors only, whose length
-            is a large prime number perhaps, all of them.
-        stochastic: round up with the probability that leaves no bias, by a hash of the value and its place in the
-            block: one program packs the same tensor the same way each time. By default with 4 bits only, where training
-            suffers from a bias; with 8 bits the nearest integer is closer.
-        arguments: pack what comes into the block from outside, too.
-        only: a predicate, as that of `saved_tensors_hooks`.
+        block_size: the largest number of values that share a scale. If the axis has no divisor near this number (a
+            large prime length, for example), the blocks are larger.
+        stochastic: round up or down at random, without bias. The randomness is a hash of the value and of its place in
+            the block, so that one program packs the same tensor the same way each time. The default is True for 4
+            bits, where training suffers from a bias; with 8 bits the nearest integer is closer.
+        arguments: also pack values that come into the block from outside.
+        only: a predicate, as for `saved_tensors_hooks`.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -244,7 +244,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 def _block_length(x: Any, largest: int) -> int:
-    """Return how many values along the last axis share a scale: a divisor of what a shard has of it."""
+    """Return how many values along the last axis share a scale: a divisor of the length of this axis in a shard."""
     length = x.shape[-1]
     if not isinstance(length, int):  # a symbol of `jax.export`
         return 1
@@ -289,7 +289,7 @@ class _Bits(NamedTuple):
 
 
 def _pack_bits(x: Any) -> Any:
-    """Pack 8 bools into a byte, along the last axis of which a shard has a multiple of 8; if there is one."""
+    """Pack 8 bools into a byte, along the last axis whose length in a shard is a multiple of 8, if there is one."""
     for axis in reversed(range(x.ndim)):
         length = x.shape[axis]
         if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
@@ -361,17 +361,17 @@ def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
-    """Return a value and constants, which seem to depend on it.
+    """Return a value and constants, bound so that the constants seem to depend on the value.
 
-    JAX moves out of a scan what is the same in each iteration, and would keep such a constant in the shape of the
-    value. tests: test_memory_of_a_compiled_scan
+    JAX moves operations with the same result in each iteration out of a scan, and would keep such a constant in the
+    shape of the value. tests: test_memory_of_a_compiled_scan
     """
     return jax.lax.optimization_barrier((x, *constants))
 
 
 def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
     """Return a number from 0 to 1 for each value, from a hash of the value and of its place in the block."""
-    # Of the rank of x, since jax_numpy_rank_promotion may forbid another one.
+    # `place` gets the rank of x, since jax_numpy_rank_promotion may forbid to combine two ranks.
     place = jnp.expand_dims(place * jnp.uint32(0x9E3779B9), range(x.ndim - 1))
     mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ place) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
@@ -379,12 +379,12 @@ def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return those of the finite values in each block; inf and -inf if there are none, and the block is all NaN."""
+    """Return the smallest and the largest finite value of each block; inf and -inf if no value is finite."""
 
     def finite_or(value: jax.Array, end: float) -> jax.Array:
         return jnp.where(jnp.isfinite(value), value, end)
 
-    # One reduction with two results: XLA would compute, and keep, what it reads for each of two.
+    # One reduction with two results: for two reductions, XLA would compute and keep their operand twice.
     return jax.lax.reduce(
         (x, x),
         (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
@@ -397,7 +397,7 @@ def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
-    # The difference of two values may be more than the largest finite number; that of their halves is not.
+    # The difference of two values may overflow; the difference of their halves does not.
     return (high * 0.5 - low * 0.5) / (2**bits - 2)
 
 
@@ -409,7 +409,7 @@ def _dequantize(values: jax.Array, low: jax.Array, high: jax.Array, bits: int, m
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
     x = values.astype(low.dtype)
     half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
-    # Rounding must not lead out of the block: what was positive, or less than 1, stays so.
+    # Rounding must not lead out of the range of the block: for example, positive values stay positive.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
     x = jnp.where(values == 2**bits - 1, nan, x)
     return _joined(x, x.ndim - 2, sharding).astype(dtype)
@@ -426,19 +426,19 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     The process keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode with
     the function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On
-    `close()` the files of compiled programs are removed, but not what a function of eager `jax.vjp` still holds.
-    Objects with the same directory share the files of compiled programs, which stay until the last of them is closed.
+    `close()` the files of compiled programs are removed, but not files that a function of eager `jax.vjp` still holds.
+    Objects with the same directory share the files of compiled programs. They stay until the last object is closed.
     When the process ends, all files are removed. A process that is killed leaves them in its folder saved_tensors-*.
 
     Args:
-        directory: the files are written to a folder of this process in this directory. It is made if it does not exist.
-        arguments: pack what comes into the block from outside, too.
-        only: a predicate, as that of `saved_tensors_hooks`.
+        directory: where each process makes a folder for its files. The directory is made if it does not exist.
+        arguments: also pack values that come into the block from outside.
+        only: a predicate, as for `saved_tensors_hooks`.
 
     Raises:
-        OSError: if the directory cannot be written to; if it is full, in the forward pass. The unfinished file is
-            removed, and tensors that were saved before stay readable. In the backward pass, if a file was deleted or
-            changed, or cannot be read.
+        OSError: if the directory cannot be written to; if it is full; or if a file was deleted or changed, or cannot
+            be read, in the backward pass. If the directory is full, the unfinished file is removed, and tensors that
+            were saved before stay readable.
     """
 
     _keeps = OFFSETS
@@ -475,7 +475,7 @@ class _File:
     __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
 
     def __init__(self, folder: _Folder, x: np.ndarray) -> None:
-        self._folder = folder  # which lives as long as its files
+        self._folder = folder  # kept, so that the folder lives as long as its files
         self._shape, self._dtype = x.shape, x.dtype
         content = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
         self._checksum = zlib.crc32(content)
@@ -532,32 +532,31 @@ def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
 
 
 class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
-    """Pack with the first pair, then pack what it returned with the second, and so on; unpack in reverse.
+    """Pack with the first pair, then pack its results with the second pair, and so on; unpack in reverse.
 
         >>> pair = chain(quantize_saved(8), save_on_cpu())
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(2 * x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs each array that the first one returned, wherever it is in a pytree; numbers, strings and other
-    objects stay as they are, and so does an array that the second pair does not pack. From a float32 tensor of shape
-    [1024, 1024], `quantize_saved(8)` makes three arrays: integers of shape [1024, 8, 128], and the least and the
-    largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays.
-    Without a pair before them they move no integer tensor, nor one that the pairs before them left unchanged.
-    `cast_saved` halves the float32 arrays of a pair before it.
+    The second pair packs each array in the pytree that the first pair returned; numbers, strings and other objects stay
+    as they are, and so does an array that the second pair does not pack. From a float32 tensor of shape [1024, 1024],
+    `quantize_saved(8)` makes three arrays: integers of shape [1024, 8, 128], and the smallest and the largest value of
+    each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays. They move an integer
+    array only if a pair before them made it. `cast_saved` halves the float32 arrays of a pair before it.
 
-    To JAX a chain is one pair: blocks, nesting, caches and `close()` are as for any other. Each pair checks that it
-    gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are, and packs what
-    comes into the block from outside if all of them do.
+    To JAX a chain is one pair: blocks, nesting, caches and `close()` work as for any pair. Each pair checks that it
+    gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are, and packs
+    values from outside the block if all of its pairs do.
 
     Args:
-        pairs: ready ones, `saved_tensors_hooks`, or chains. A chain of one pair packs as this pair does. `save_on_cpu`,
-            `save_on_disk` and other pairs with `host=True` come last. The predicate `only` of a pair sees what this
-            pair would pack.
+        pairs: ready pairs, `saved_tensors_hooks`, or chains. A chain of one pair packs as this pair does.
+            `save_on_cpu`, `save_on_disk` and other pairs with `host=True` come last. The predicate `only` of a pair
+            gets the arrays that this pair would pack.
         only: a predicate of the tensor that is saved.
 
     Raises:
-        TypeError: for an argument that is no pair, or for none; at the place of use, what the hooks of a pair raise,
-            with its number and arguments in the message.
+        TypeError: for an argument that is no pair, or without arguments. While a chain packs, messages about the hooks
+            of a pair show its number and arguments.
         ValueError: if another pair follows one that must come last, or if a chain with `only` is in another chain.
     """
 
@@ -582,7 +581,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
                 )
             if number > 1 and pairs[number - 2]._comes_last():
                 raise ValueError(
-                    f"chain: {pairs[number - 2]!r} must come last, since what it packs is on the host, where "
+                    f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
                     f"{pair!r} could not pack it in a compiled program. Change the order."
                 )
             own = f"pair {number} of the chain, {pair!r}"
@@ -606,24 +605,25 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
 
 class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
-    """Pack each tensor with the pair that its name is given.
+    """Pack each tensor with the pair that a dict gives for its name.
 
         >>> pair = by_name({"qkv": save_on_cpu(), "mlp_in": quantize_saved(8), ...: None})
         >>> pair = by_name({"Attention": None, "tanh": cast_saved(), ...: quantize_saved(8)})
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The name of a tensor is the first of these that is a key: what `saved_names` of its layer, or
-    `jax.ad_checkpoint.checkpoint_name`, calls it; the class of the layer that saves it; the JAX operation that keeps
-    it, or the jitted function. They are `info.name`, `info.layer` and `info.operation` of the predicate `only`. The
-    Ellipsis `...` is the key for all other tensors, which otherwise stay as they are. The value None leaves a tensor
-    as it is.
+    The name of a tensor is the first of these that is a key: its name in `saved_names` of its layer, or from
+    `jax.ad_checkpoint.checkpoint_name`; the class of the layer that saves it; the JAX operation or the jitted function
+    that keeps it. A predicate `only` gets the same names, as `info.name`, `info.layer` and `info.operation`. The
+    Ellipsis `...` is the key for all other tensors; without this key they stay as they are. The value None leaves a
+    tensor as it is.
 
-    What follows from another kept tensor is computed again as far as the least exact of the pairs allows. What comes
-    into the block from outside is packed if all pairs have `arguments=True`.
+    A tensor that follows from another kept tensor is computed again if the least exact of the pairs allows this. Values
+    from outside the block are packed if all pairs have `arguments=True`.
 
     Args:
-        pairs: from a name, or Ellipsis, to a pair of hooks (a ready one, `saved_tensors_hooks`, a chain), or None.
+        pairs: a dict from a name, or Ellipsis, to a pair of hooks (a ready pair, `saved_tensors_hooks`, a chain), or
+            None.
 
     Raises:
         TypeError: if `pairs` is no mapping of names to pairs.

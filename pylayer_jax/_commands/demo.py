@@ -99,7 +99,7 @@ def loss(parameters: Parameters, images: jax.Array, labels: jax.Array, layers: A
 def train(
     loss: Callable[..., jax.Array], images: jax.Array, labels: jax.Array, epochs: int, seed: int, title: str | None
 ) -> Parameters:
-    """Return the parameters after so many passes over the images; with a title, show a progress bar."""
+    """Return the parameters after `epochs` passes over the images; with a title, show a progress bar."""
     import optax
     from tqdm import tqdm
 
@@ -136,7 +136,7 @@ def gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array)
 def run(epochs: int, seed: int, progress: bool) -> bool:
     """Train on three quarters of the 1,797 digits, print the results, and return whether they are as claimed.
 
-    The network may miss its accuracy after too few epochs.
+    After fewer than `ENOUGH_EPOCHS` epochs, the network may miss the accuracy.
 
     Raises:
         ImportError: if optax, scikit-learn or tqdm is not installed; the extra named `demo` installs them.

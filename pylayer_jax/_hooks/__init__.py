@@ -1,15 +1,15 @@
 """Saved-tensor hooks: packing the tensors that are kept for backward.
 
-- `pair`: a pair of hooks, of one step or more, and what it is compared by.
-- `host`: hooks that run on the host, and what compiled programs hold for them.
+- `pair`: a pair of hooks, of one step or more, and the key that compares it.
+- `host`: hooks that run on the host, and their results, which are held for compiled programs.
 - `active`: the blocks that are open in this thread.
 - `pack_array`: packing one tensor.
-- `derive`: which tensors follow from others that are kept.
+- `derive`: which tensors can be computed again from others that are kept.
 - `residuals`: packing all residuals of a layer or an operation.
-- `operations`: the trace that meets every operation of a block, and one operation as a function with its rule.
+- `operations`: the trace that gets every operation of a block, and one operation as a function with its rule.
 - `block`: `saved_tensors_hooks` itself.
 
-A layer packs its own saved tensors with `pack`, by the pair that `pair_to_pack_with` returned where it was applied.
+A layer packs its own saved tensors: `pack` gets the pair that `pair_to_pack_with` returned when the layer was applied.
 """
 
 from .active import hooks_suspended

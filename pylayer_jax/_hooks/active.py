@@ -15,10 +15,10 @@ from pylayer_jax._jax.tracers import current_trace
 
 from .pair import Pair
 
-SUSPENDED: Final = "suspended"  # the active value where an operation around the running code packs what is kept
+SUSPENDED: Final = "suspended"  # the active value while an enclosing operation packs the residuals
 
-# The innermost block. Part of the key of every cache of JAX, so that a function is traced again if it was compiled
-# without hooks, or with other hooks. Local to the thread.
+# The innermost block of this thread. It is part of the key of every cache of JAX, so that a function is traced again if
+# it was compiled without hooks, or with other hooks.
 active: Final = jax.make_user_context(None)
 
 # The blocks that this asyncio task has entered, or inherited from the task that made it.
@@ -34,9 +34,9 @@ class Disabled:
 
 
 class Block(tuple[Any]):
-    """One entry of a `with` block. For JAX's caches, blocks of equal pairs are equal.
+    """One entry into a `with` block. For JAX's caches, blocks of equal pairs are equal.
 
-    A tuple of the key, since JAX hashes and compares it at each call of a jitted function.
+    A block is a tuple of the key, which JAX hashes and compares quickly at each call of a jitted function.
     """
 
     def __new__(cls, value: Pair | Disabled, trace: Any = None) -> Self:
@@ -47,7 +47,7 @@ class Block(tuple[Any]):
         super().__init__()
         self.value = value
         self.is_left = False
-        self._trace = trace  # that meets the operations of the block
+        self._trace = trace  # the trace that gets the operations of the block
         self._task: Any = _current_task()
         self._thread = threading.get_ident()
         self._contexts: list[Any] = []
@@ -66,7 +66,7 @@ class Block(tuple[Any]):
         """Restore the block around this one.
 
         Raises:
-            RuntimeError: if this is not the innermost block of this thread. It is over all the same.
+            RuntimeError: if this is not the innermost block of this thread. The block is left all the same.
         """
         self.is_left, self._task = True, None
         _entered.set(tuple(block for block in _entered.get() if block is not self))
@@ -83,7 +83,7 @@ class Block(tuple[Any]):
         )
 
     def restore(self) -> None:
-        """Make the block around this one, which is left, the active one. JAX itself restores the trace."""
+        """Make the enclosing block active again, after this one was left. JAX itself restores the trace."""
         self._contexts.pop(0).__exit__(None, None, None)
         self._contexts = []
 
@@ -92,7 +92,7 @@ class Block(tuple[Any]):
         return self._thread == threading.get_ident() and not self.is_of_another_task()
 
     def is_of_another_task(self) -> bool:
-        """Return whether another asyncio task entered the block, and this one was not made inside it."""
+        """Return whether another asyncio task entered the block, and the current task was not made inside it."""
         is_mine = id(self) in map(id, _entered.get()) or self._task is _current_task()
         return self._task is not None and not is_mine
 
@@ -102,8 +102,8 @@ class Block(tuple[Any]):
         here = "code outside of any task" if met is None else f"the asyncio task {met.get_name()!r}"
         return RuntimeError(
             f"a block of saved_tensors_hooks that the asyncio task {entered} entered is still open, "
-            f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack what other "
-            "tasks save. Leave the block before each await, or give the tasks threads of their own (asyncio.to_thread)."
+            f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack tensors of "
+            "other tasks. Leave the block before each await, or give each task its own thread (asyncio.to_thread)."
         )
 
 
@@ -137,5 +137,5 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Pack nothing in here: the caller packs, or runs a hook."""
+    """Return a context in which hooks pack nothing: the caller packs, or runs a hook."""
     return active(SUSPENDED)

@@ -23,11 +23,11 @@ _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect
 
 
 def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
-    """Return whether a function can be called with so many arguments, or whether that cannot be known."""
+    """Return whether a function can be called with `n_arguments`; True if that cannot be known."""
     try:
-        # A decorator of Python may change the arguments.
+        # A decorator that is written in Python may change the arguments, so its own signature is read.
         signature = inspect.signature(function, follow_wrapped=not inspect.isfunction(function))
-    except (TypeError, ValueError):  # an object of C
+    except (TypeError, ValueError):  # implemented in C
         return True
     try:
         signature.bind(*[None] * n_arguments)
@@ -37,10 +37,10 @@ def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
 
 
 def check_hooks(owner: str, **functions: Any) -> None:
-    """Check that hooks are functions that take what they are given.
+    """Check that hooks are functions, and that they take the right number of arguments.
 
     Raises:
-        TypeError: if one is not.
+        TypeError: if a hook is not callable, or takes another number.
     """
     for name, hook in functions.items():
         if not callable(hook):
@@ -50,7 +50,7 @@ def check_hooks(owner: str, **functions: Any) -> None:
 
 
 def predicate(only: Callable[..., Any] | None) -> Callable[[Any, TensorInfo], Any] | None:
-    """Return a predicate of (array, info) for one of an array alone, or of both."""
+    """Return `only` as a predicate of (array, info), whether it takes the array alone or both."""
     if only is None:
         return None
     takes_info = not isinstance(only, type) and not _takes(only, 1)
@@ -58,7 +58,7 @@ def predicate(only: Callable[..., Any] | None) -> Callable[[Any, TensorInfo], An
 
 
 def _shown(value: Any) -> str:
-    """Return an argument in one line; a function or a dtype by its name."""
+    """Return the text of an argument on one line; for a function or a dtype, its name."""
     name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
     return " ".join(repr(value).split()) if name is None else str(name)
 
@@ -70,7 +70,7 @@ def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[s
 class _MadeWith:
     """Remembers the arguments of `__init__`, also those of a subclass.
 
-    A base of its own: where a class has both, `inspect.signature` reads `__new__` and not `__init__`.
+    This is a separate base, since `inspect.signature` would read `__new__` of a class that has both methods.
     """
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -94,14 +94,14 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         >>> jax.grad(loss)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
         (3, 2)
 
-    The pair reaches every tensor that `save_for_backward` saves in a layer, and the residuals of every JAX operation in
-    the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once, and
-    one that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around the
-    differentiated code: inside the function that `jax.grad` gets, or around a function that is decorated. A block
-    around a call of `jax.grad` itself (or of a jitted train step) reaches the layers in that call, and what comes to
-    them from outside, but not its plain operations, because JAX does not show them. `repr` of a pair tells how many
-    tensors it has packed: none if the block stands in the wrong place, or around a program that was compiled in a block
-    of an equal pair.
+    The pair packs every tensor that `save_for_backward` saves in a layer, and the residuals of every JAX operation in
+    the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once. A
+    tensor that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around
+    the differentiated code: inside the function that `jax.grad` gets, or as a decorator of this function. A block
+    around a call of `jax.grad` itself (or of a jitted train step) packs the saved tensors of the layers in that call,
+    even those from outside the block, but not the residuals of plain operations, which JAX does not show to the block.
+    `repr` of a pair tells how many tensors it has packed: none if the block is in the wrong place, or if the program
+    in it was compiled before in a block of an equal pair.
 
     In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
     the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
@@ -117,19 +117,20 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     the same arguments.
 
     Args:
-        pack_hook: from a tensor to anything: JAX keeps arrays in any pytree; other objects are held by reference.
-        unpack_hook: from the result of `pack_hook` to a tensor of the same shape and dtype. It is called when
-            `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the weak
-            type and the sharding.
+        pack_hook: a function of a tensor. It returns any pytree: JAX keeps the arrays, and other objects are held by
+            reference.
+        unpack_hook: a function from the result of `pack_hook` to a tensor of the same shape and dtype. It is called
+            when `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the
+            weak type and the sharding.
         host: run both hooks on the host, with NumPy arrays, also in compiled programs; a program for several devices
-            gathers each tensor for that. In eager mode the result of `pack_hook` is dropped with the function that
-            `jax.vjp` returned; in a compiled program after its use, when the same place of the program packs again, on
-            `close()`, or with the program. Not inside `jax.checkpoint`, which refuses effects.
+            gathers each tensor for the hooks. In eager mode the result of `pack_hook` is dropped with the function that
+            `jax.vjp` returned. In a compiled program it is dropped when the same place packs again after the result was
+            used, on `close()`, or with the program. Not allowed inside `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
-        only: a predicate of one array, of which it may read shape, dtype and sharding (`jax.typeof(x).sharding`), or of
-            an array and where it comes from: `info.layer`, `info.operation`, `info.name`. A tensor for which it is
-            False is not packed: JAX keeps it as without hooks.
+        only: a predicate of an array, or of an array and its origin (`info.layer`, `info.operation`, `info.name`). It
+            may read the shape, dtype and sharding (`jax.typeof(x).sharding`). A tensor for which it returns False is
+            not packed: JAX keeps it as without hooks.
 
     Raises:
         TypeError: for hooks that are not callable or do not take one argument, and for a hook that needs values in
@@ -152,11 +153,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         check_hooks(type(self).__name__, pack_hook=pack_hook, unpack_hook=unpack_hook, **given)
         self._set_up([Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(only), self._pack_part)])
 
-    # What a ready pair says of its hooks.
-    _keeps = MOVES  # which code keeps its error in proportion
-    _packs_arguments = True  # what came into a block from outside
-    _pack_part: Hook | None = None  # packs an array that a pair before it in a chain made
-    _is_last = False  # nothing can follow it in a chain
+    # Properties of the hooks, which the classes in `packers` override.
+    _keeps = MOVES  # the operations that keep the packing error in proportion
+    _packs_arguments = True  # whether it packs values that came into a block from outside
+    _pack_part: Hook | None = None  # packs an array that the previous pair of a chain made
+    _is_last = False  # whether no pair can follow it in a chain
 
     def _set_up(
         self,
@@ -183,7 +184,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         return self._is_last or any(step.host for step in self._steps)
 
     def _key(self, bound: inspect.BoundArguments) -> Any:
-        """Return what jit compares pairs by: the class, and the arguments that it was made with."""
+        """Return the key by which jit compares pairs: the class, and the arguments of `__init__`."""
         return type(self), tuple((name, key_of(x)) for name, x in bound.arguments.items() if name != "kwargs")
 
     def __repr__(self) -> str:
@@ -199,7 +200,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Open blocks belong to a thread, and what programs hold belongs to a process: a copy has neither.
+        # Open blocks belong to a thread, and packed values in programs to a process: a copy has neither.
         return _make, (type(self), *self._made_with)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
@@ -209,7 +210,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         if any(test(function) for test in _RUNS_LATER):
             raise TypeError(
                 f"{type(self).__name__} decorates a function that runs when it is called, and {function!r} runs later. "
-                "Put `with` around what is differentiated inside of it."
+                "Put `with` around the differentiated code inside of it."
             )
 
         @functools.wraps(function)
@@ -241,11 +242,11 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             block.leave()
 
     def close(self) -> None:
-        """Drop everything that compiled programs hold for this pair. A backward that still asks for it fails.
+        """Drop all packed values that compiled programs hold for this pair. A backward that still needs them fails.
 
-        Equal pairs share what they hold, until the last one that was entered and is still there is closed. Without
-        `close`, a program holds what its last run packed until it runs again, or until JAX lets it go. That the pair is
-        collected drops nothing, since JAX returns from a call before the program has run.
+        Equal pairs share these values, which are dropped when every entered pair that still exists is closed. Without
+        `close`, a program holds the values of its last run until it runs again, or until JAX deletes the program. To
+        delete the pair object drops nothing, since JAX returns from a call before the program has run.
         """
         self._pair.store.close(self)
 

@@ -1,8 +1,8 @@
-"""Which tensors follow from others that are kept, so that they are computed again and not packed.
+"""Finds the tensors that follow from others that are kept: these are computed again, not packed.
 
-An operation leaves residuals such as y and 1 - y of a tanh, the zeros of a selection, or a mask as large as what it
-masks. A recorder sees the equations of the forward pass of one operation, and `follow` walks back through those that
-keep the error of a packed value in proportion. For `y * y * 3` of a kept y:
+An operation leaves residuals such as y and 1 - y of a tanh, the zeros of a selection, or a mask as large as the masked
+array. A recorder sees the equations of the forward pass of one operation, and `follow` walks back through the equations
+that keep the error of a packed value in proportion. For `y * y * 3` of a kept y:
 
     code = [mul (root 0, root 0), mul (step 0, 3.0)]        roots = [y]
 
@@ -39,17 +39,17 @@ class Origin(NamedTuple):
     primitive: Any
     params: dict[str, Any]
     inputs: Sequence[Any]
-    value: Any  # held, so that its id stays its own
+    value: Any  # held, so that no other object gets its id
 
 
 class Recorder(PassThroughTrace):
-    """Binds operations to the trace below, and remembers what made the result of each one that has one."""
+    """Binds operations to the trace below, and remembers the origin of each result of a primitive with one result."""
 
     __slots__ = ("origins",)
 
     def __init__(self, parent_trace: Any) -> None:
         super().__init__(parent_trace)
-        self.origins: dict[int, Origin] = {}  # by the identity of the value
+        self.origins: dict[int, Origin] = {}  # keys are ids of values
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if primitive.name == "jit" and (opened := small_jaxpr(params)) is not None:
@@ -63,7 +63,7 @@ class Recorder(PassThroughTrace):
 
 
 def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and constants of a small jitted function, such as those of jax.numpy; None for another one."""
+    """Return the jaxpr and constants of a small jitted function, such as those of jax.numpy; None for any other."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
     return (with_users_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
@@ -82,7 +82,7 @@ class Instruction(NamedTuple):
     inputs: Sequence[tuple[int, Any]]
 
     def moved(self, root_of: Sequence[tuple[int, Any]], n_before: int) -> Instruction:
-        """Return the instruction with other inputs for roots, behind `n_before` other instructions."""
+        """Return the instruction with `root_of[i]` in place of root i, for a code with `n_before` earlier steps."""
         inputs = [
             root_of[x] if kind == ROOT else (kind, x + n_before if kind == STEP else x) for kind, x in self.inputs
         ]
@@ -93,7 +93,7 @@ Code = Sequence[Instruction]
 
 
 def evaluate(code: Code, roots: Sequence[Any]) -> Any:
-    """Return what a code computes from its roots: the first root if the code is empty."""
+    """Return the value that a code computes from its roots: the first root if the code is empty."""
     values: list[Any] = []
     for primitive, params, inputs in code:
         operands = [roots[x] if kind == ROOT else values[x] if kind == STEP else x for kind, x in inputs]
@@ -109,9 +109,9 @@ def follow(
     is_constant: Callable[[Any], bool],
     keeps: int,
 ) -> tuple[Code, list[Any]]:
-    """Return the code of a tensor and the values that it begins with, of which as many as possible are known.
+    """Return the code that computes a tensor, and its roots, of which as many as possible are known values.
 
-    The code is empty if nothing is known of the tensor.
+    The code is empty if the tensor follows from no other value.
     """
     roots: list[Any] = []
     made: list[Origin] = []
@@ -137,7 +137,7 @@ def _follow_back(
     roots: list[Any],
     made: list[Origin],
 ) -> None:
-    """Add to `roots` what a value follows from, and to `made` what is made of them, in order."""
+    """Add to `roots` the values from which `value` follows, and to `made` the equations that compute it, in order."""
     if is_constant(value) or id(value) in map(id, [*roots, *[o.value for o in made]]):
         return
     origin = None if is_known(value) else origins.get(id(value))
@@ -150,7 +150,7 @@ def _follow_back(
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is one number that is known, and no array that may change from one run to the next."""
+    """Return whether a value is a concrete scalar, and so neither an array nor a value that changes between runs."""
     return np.ndim(value) == 0 and not is_tracer(value)
 
 

@@ -1,23 +1,23 @@
-"""Hooks that run on the host whenever a program runs, and what compiled programs hold for them.
+"""Hooks that run on the host whenever a program runs, and their results, which are held for compiled programs.
 
-A pack hook with `host=True` gets a NumPy array. The program keeps a number for what it returned:
+A pack hook with `host=True` gets a NumPy array. The program keeps a number in place of the result of the hook:
 
     token:uint32[] = host_call[name=pack_hook] x:f32[8,3]
     x:f32[8,3]     = host_call[name=unpack_hook] token
 
 NOTE [host packs]
-XLA hands the number to `unpack` once, or more often where JAX moved the packing of an unchanging tensor out of a loop,
-or never, where `backward` does not run. Nothing tells that the last time has come. What was unpacked at least once is
-therefore dropped when the same device packs at the same place again, since a new forward pass has begun then. What was
-never unpacked stays until the hooks are closed or the programs of the place are collected. A compiled `backward` that
-never reads a tensor, as the maximum that softmax subtracts, would leave one more at each step: on CPU, XLA leaves out
-the call whose number has no reader. tests: test_host.py
+XLA passes the number to `unpack` once, several times if JAX moved the packing of an unchanging tensor out of a loop, or
+never if `backward` does not run. The host cannot know which use is the last. Therefore a packed value that was used at
+least once is dropped when the same device packs at the same place again: then a new forward pass has begun. A value
+that was never used stays until the hooks are closed or the programs of the place are collected. A
+compiled `backward` that never reads a tensor (the maximum that softmax subtracts) would leave one more at each step: on
+CPU, XLA leaves out a call whose number is never read. tests: test_host.py
 
 NOTE [host calls]
-`io_callback` hands over arrays that JAX is still copying. On CPU the copy needs a thread of the pool whose threads the
-callbacks occupy, so that a program stops for ever if many of them run at once and the arrays are large. There
-`buffer_callback` reads an array in place; other devices have threads of their own for callbacks. It says nothing of
-several devices to the compiler, so that a shard_map does: the first device calls, and hands on the result.
+`io_callback` passes arrays that JAX is still copying. On CPU the copy needs a thread of the pool that the callbacks
+use, so that a program deadlocks if many callbacks with large arrays run at once. Therefore hooks on CPU run in a
+`buffer_callback`, which reads an array in place. Other devices have separate threads for callbacks. `buffer_callback`
+does not support several devices, so a shard_map calls it on the first device and sends the result to the others.
 tests: devices/test_sharded_hooks.py
 """
 
@@ -42,34 +42,34 @@ from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_in_eager_loop, is_staging
 from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 
-# Python may collect an object at any line, and the finalizer of what a hook packed may close a pair of hooks: one lock
-# for all stores, which its thread may take again, can wait neither for itself nor for another one.
+# Python may collect an object at any line, and the finalizer of a packed object may close a pair of hooks. Therefore
+# all stores share one lock, which a thread can take again while it holds the lock: no deadlock is possible.
 _lock = threading.RLock()
 
 
 class _Place:
     """A place in a program that packs a tensor.
 
-    A loop in eager mode is another program each time, which JAX keeps although it never runs again. Therefore the
-    programs of one line of the user share a place.
+    A loop in eager mode is a new program each time, and JAX keeps the old programs although they never run again.
+    Therefore all programs of one line of the user's code share a place.
     """
 
     def __init__(self) -> None:
-        self.has_packed = True  # since a program took it: those of one program are places of their own
+        self.has_packed = True  # since a program took this place; a program takes each place only once
         self.n_packed = 0
-        self.held: dict[int, Any] = {}  # what pack returned, by number
+        self.held: dict[int, Any] = {}  # the results of pack, by number
         self.used: dict[int, set[int]] = {}  # the numbers that each device has unpacked
 
 
 class HostStore:
-    """Everything that equal pairs of hooks hold for compiled programs, which they share."""
+    """Everything that equal pairs of hooks hold for compiled programs; equal pairs share one store."""
 
     def __init__(self) -> None:
         self._places: weakref.WeakValueDictionary[Any, _Place] = weakref.WeakValueDictionary()
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def place(self, key: Any) -> _Place:
-        """Return the place with a key, for a program that is being made; another one if the program has it already."""
+        """Return a place with this key that the program being traced has not taken yet."""
         with _lock:
             places = (self._places.setdefault((key, i), _Place()) for i in itertools.count())
             place = next(place for place in places if place.has_packed)
@@ -119,7 +119,7 @@ class PackSite:
         return with_varying_axes(token, typeof(device))
 
     def restored(self, token: Any) -> jax.Array:
-        """Return the tensor of a traced number."""
+        """Return the tensor that the host keeps under a traced number."""
         device = _device_index()
         value = _host_call(f"unpack_hook for {self._where}", self._get, self._type, token, device)
         return with_varying_axes(value, typeof(device))
@@ -143,7 +143,7 @@ class PackSite:
             place.used.setdefault(int(device), set()).add(number)
         if not is_held:
             raise RuntimeError(
-                f"what pack_hook returned for {self._where} is no longer held: the forward of this program (in eager "
+                f"the result of pack_hook for {self._where} is no longer held: the forward of this program (in eager "
                 "mode, of a loop on the same line) ran again after it was used, or the hooks were closed. Run backward "
                 "before the next forward of the same jitted function."
             )
@@ -152,13 +152,13 @@ class PackSite:
 
     @contextlib.contextmanager
     def _naming(self, hook: str, device: int) -> Generator[None]:
-        """Name the hook and the tensor in an exception. The execution is lost: all that it packed counts as used."""
+        """Name the hook and the tensor in an exception. Mark all packed values as used, since the execution failed."""
         try:
             yield
         except Exception as error:
             with _lock:
                 self._place.used.setdefault(device, set()).update(self._place.held)
-            # XLA hands on the text of one exception, without notes and causes, but with its traceback.
+            # XLA passes on the text and the traceback of one exception, but no notes and causes.
             advice = hint(error, "", hook)
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
@@ -187,7 +187,7 @@ def _host_call(name: str, run: Callable[..., Any], result: Any, *args: Any) -> j
 
 @functools.cache
 def _effects(name: str) -> Any:
-    # JAX must not leave the call out, repeat it or move it; the effect that says so has no public name.
+    # JAX must not leave the call out, repeat it or move it. The effect that forbids this has no public name.
     effects = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
     kind: Any = type(next(iter(effects)))
 
@@ -212,7 +212,7 @@ def _batch(function: _HostFunction, axis: Any, args: Sequence[Any], dims: Sequen
     is_batched = [d is not None for d in dims]
     batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
-    if not batches:  # the axis has a name
+    if not batches:  # no operand is batched, as may be with a named axis
         values = _host_call_p.bind(*args, held=function)
         return values, [None] * len(values)
 
@@ -221,7 +221,7 @@ def _batch(function: _HostFunction, axis: Any, args: Sequence[Any], dims: Sequen
 
     if is_staging():
         values = jax.lax.map(one, batches)
-    else:  # a loop would be compiled, which JAX keeps with the function and all that it holds
+    else:  # JAX would compile a loop, and keep it with the function and all objects that the function holds
         results = [one([x[i] for x in batches]) for i in range(axis.size)]
         values = [jnp.stack(xs) for xs in zip(*results, strict=True)]
     return values, [0] * len(values)
@@ -235,7 +235,7 @@ def _by_buffer_callback(function: _HostFunction, *args: Any) -> list[Any]:
     result, dtypes = function.result, [x.dtype for x in args]
 
     def run(_: Any, out: Any, *buffers: Any) -> None:
-        # XLA uses the memory again after the call: these are copies.
+        # XLA reuses the memory of the buffers after the call, so copy them.
         arrays = [np.array(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         np.asarray(out)[...] = function.run(*arrays)
 
@@ -245,14 +245,14 @@ def _by_buffer_callback(function: _HostFunction, *args: Any) -> list[Any]:
 
 
 def _in_bytes(dtype: Any) -> Any:
-    """Return a dtype for the same numbers, of which XLA does not pack several into one byte, as it packs int4."""
+    """Return a dtype of at least one byte for the same numbers: XLA packs several int4 numbers into one byte."""
     if jax.dtypes.itemsize_bits(dtype) >= 8:
         return dtype
     return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
 
 
 def _on_first_device(n_devices: int, function: _HostFunction, *args: Any) -> list[Any]:
-    """Run the function on the first of several devices, and hand its result to all."""
+    """Run the function on the first of several devices, and send its result to all."""
     mesh, result = jax.sharding.get_abstract_mesh(), function.result
     mesh = jax.sharding.AbstractMesh((n_devices,), ("device",)) if mesh.empty else mesh
 
@@ -286,7 +286,7 @@ def _lower(function: _HostFunction, context: Any, *args: Any) -> Any:
 
 
 _host_call_p.register(
-    # JAX hands on some constants as numbers of NumPy, of a dtype that it does not have.
+    # JAX passes some constants as NumPy numbers of a dtype that JAX arrays do not have.
     evaluate=lambda function, *args: [jnp.asarray(function.run(*(np.asarray(jnp.asarray(x)) for x in args)))],
     abstract=lambda function, *_: ([function.result], _effects(function.name)),
     jvp=_jvp,

@@ -1,15 +1,15 @@
 """Plain JAX operations inside a block of hooks.
 
-A trace that stands over the current one meets every operation of the block. If an operation is, or may later be,
-differentiated, it is bound as a function whose rule is `jax.vjp` of the operation, with packed residuals:
+A block sets a trace over the current one, and JAX passes every operation of the block to it. If an operation is, or may
+later be, differentiated, it is bound as a function whose rule is `jax.vjp` of the operation, with packed residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
 An operation is anything that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-Within it hooks are suspended: its residuals are packed once, as those of the whole. Only a staged scan, and a jitted
-function that holds one, is staged again with packing inside.
+Within an operation hooks are suspended, so that its residuals are packed once. Only a staged scan, and a jitted
+function that contains a loop, are staged again with packing inside.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ from .residuals import PackedResiduals, Residual, Root, keeps_residuals, pack
 
 Bind = Callable[..., Any]
 
-# Their vjp keeps no array, so that there is nothing to pack.
+# Operations whose vjp keeps no array, so that there is nothing to pack.
 _WITHOUT_RESIDUALS: Final = MOVE_NAMES | frozenset(
     (
         "add", "add_any", "concatenate", "convert_element_type", "device_put", "name", "neg", "new_ref", "pad", "pcast",
         "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
     )
 )  # fmt: skip
-# What they make of a value that came into a block from outside still counts as such.
+# Operations whose result still counts as a value from outside the block if their operand does.
 _PASSING_ON: Final = MOVE_NAMES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
@@ -86,7 +86,7 @@ _PASSING_ON: Final = MOVE_NAMES | frozenset(
     )
 )  # fmt: skip
 _JITTED: Final = ("jit", "pjit")
-_MARK: Final = "hooks_block"  # staged code that holds a block of its own within another block
+_MARK: Final = "hooks_block"  # marks staged code that enters a block while another block is open
 
 # Where a value of a block comes from.
 OUTSIDE, CONSTANT, COMPUTED = range(3)
@@ -95,19 +95,19 @@ OUTSIDE, CONSTANT, COMPUTED = range(3)
 class Operation(RuleFunction):
     """One operation of a block, as a function whose derivative keeps packed residuals.
 
-    Its last operands are not those of the operation itself: residuals that came into the block from outside follow
-    from them.
+    Its last operands do not belong to the operation itself: they came into the block from outside, and residuals
+    follow from them.
     """
 
     def __init__(self, name: str, pair: Pair, run: Bind, stays: dict[int, Residual], names: Sequence[str]) -> None:
         self.name = name
         self._pair, self._run = pair, run
-        self._stays = stays  # how the operands at some positions are kept that are not packed
-        self._names = names  # of each operand, for `only`
+        self._stays = stays  # by position: how an operand that is not packed is kept
+        self._names = names  # the name of each operand, for `only`
         self.jaxpr = None
 
     def stage(self, args: Sequence[Any]) -> Values:
-        """Stage the operation, so that it may run any number of times. Returns the values that it closes over."""
+        """Stage the operation, so that it may run any number of times. Return the values that it closes over."""
         n, types = len(self._names), [typeof(x) for x in args]
         self.jaxpr, consts, _ = stage(lambda *args: (self._run(*args[:n]), None), types, self.name)
         self.n_consts = len(consts)
@@ -156,7 +156,7 @@ class Operation(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
     def _known(self, primals: Sequence[Any], array_of: dict[int, Any]) -> list[tuple[Any, Residual]]:
-        """Return the operands that are not packed, and how they are kept. `array_of`: of numbers, by identity."""
+        """Return the operands that are not packed, and how they are kept. `array_of`: id of a leaf -> its array."""
         primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
         found = [(x, Residual.of(x)) for x in primals[: self.n_consts]]
@@ -171,7 +171,7 @@ class Operation(RuleFunction):
 
 
 class _OperationOfBatch(BatchedFunction):
-    """An operation whose Python function JAX calls once, for a batch. All values are batched."""
+    """An operation whose Python function JAX can call only once, applied to a batch. All its results are batched."""
 
     n_consts = 0
 
@@ -195,7 +195,7 @@ def _batch(
 ) -> tuple[RuleFunction, Values, list[Any]]:
     if function.jaxpr is None:
         batched = _OperationOfBatch(function, axis, dims)
-        batched.out_dims = [0]  # of the values, as soon as the function has run
+        batched.out_dims = [0]  # becomes that of the values when the function has run
         return batched, [], batched.out_dims
     batched = BatchedFunction(function, axis, dims)
     batched.transpose = functools.partial(_transpose, batched)
@@ -203,7 +203,7 @@ def _batch(
 
 
 def _transpose(function: RuleFunction, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-    """Return cotangents of the operands that are None: a block may stand in code that JAX transposes."""
+    """Return cotangents of the operands that are None: JAX may transpose the code around a block."""
     missing = [x is None for x in args]
     types = [v.aval for v in function.jaxpr.invars]
     given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, function.jaxpr.outvars, strict=True)]
@@ -235,7 +235,7 @@ class _PackedPullback(LinearMap):
             if not hasattr(pullback, "with_logs"):  # before jax 0.12
                 return list(pullback(full))
             found, logs = pullback.with_logs(full)
-        if logs:  # only JAX's own primitives may hand them on
+        if logs:  # only JAX's own primitives may pass them on
             raise TypeError(
                 f"the backward of the operation {self.name} returns the logs {sorted(map(str, logs))}, which a block "
                 "of hooks would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
@@ -251,13 +251,13 @@ class _PackedPullback(LinearMap):
 
 
 class _Request(NamedTuple):
-    """What JAX asks the trace of a block to bind."""
+    """One operation that JAX asks the trace of a block to bind."""
 
     bind: Bind  # from the operands to a list of values
     name: str
     shown: str  # in errors and jaxprs
     params: dict[str, Any] = {}
-    primitive: Any = None  # None for what only the trace knows how to bind
+    primitive: Any = None  # None for a custom rule or shard_map, which have a method of the trace
 
 
 class HooksTrace(PassThroughTrace):
@@ -270,13 +270,13 @@ class HooksTrace(PassThroughTrace):
         super().__init__(trace_below(current))  # only the innermost pair applies
         self.outer = current if isinstance(current, HooksTrace) else None
         self.pair = pair
-        self.is_staging = is_staging()  # then a concrete array is a constant of the program
+        self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
-        self.sources = WeakTable()  # CONSTANT or COMPUTED; of other values OUTSIDE
-        self.outside = WeakTable()  # how values follow from others that came into the block from outside
-        self.names = WeakTable()  # of `checkpoint_name`
+        self.sources = WeakTable()  # CONSTANT or COMPUTED; all other values are OUTSIDE
+        self.outside = WeakTable()  # how to compute values again from others that came from outside
+        self.names = WeakTable()  # the names that `checkpoint_name` gave to values
 
-    # -- what JAX calls ------------------------------------------------------------------------------
+    # -- methods that JAX calls ----------------------------------------------------------------------
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         __tracebackhide__ = True
@@ -329,7 +329,7 @@ class HooksTrace(PassThroughTrace):
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.is_left:
-                # Suspended; or a trace within this one has ended, or hands on what was packed in a block within it.
+                # Hooks are suspended, an inner trace has ended, or an inner block passes on what it has packed.
                 return request.bind(*args)
             if self.block.is_of_another_task():
                 raise self.block.other_task_error()
@@ -352,12 +352,12 @@ class HooksTrace(PassThroughTrace):
         kinds = {type(whole_batch(x)) for x in args}
         is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
         is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
-        is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # which JAX transposes by itself
+        is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # JAX transposes it by itself
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
         has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # Refs, tokens
-        keeps_nothing = keeps_nothing or name == "while"  # which has no reverse mode
+        keeps_nothing = keeps_nothing or name == "while"  # `while` has no reverse mode
         if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
-            # In eager mode JAX compiles an operation anew for each pair, if it sees the pair.
+            # Otherwise JAX would compile an operation in eager mode again for each pair.
             with hooks_suspended():
                 return bind(*args)
         if (inside := self._packing_inside(request, args, sources)) is not None:
@@ -374,7 +374,7 @@ class HooksTrace(PassThroughTrace):
         return apply(operation, [*consts, *args])
 
     def _differentiates(self, args: Sequence[Any]) -> bool:
-        """Return whether the trace below is that of a reverse-mode differentiation of some operands, or of batches."""
+        """Return whether the trace below differentiates some operands, or batches of them, in reverse mode."""
         trace = self.parent_trace
         while isinstance(trace, BATCHED.trace):
             trace = trace_below(trace.parent_trace)
@@ -382,9 +382,9 @@ class HooksTrace(PassThroughTrace):
         return any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples)
 
     def _packing_inside(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values | None:
-        """Bind a staged scan, or a jitted function with a loop, in which each iteration packs; None for others.
+        """Bind a staged scan, or a jitted function with a loop, in which each iteration packs. Else return None.
 
-        Packed as a whole, a scan would stack the residuals of all iterations first.
+        If a scan were packed as a whole, JAX would first stack the residuals of all iterations.
         """
         __tracebackhide__ = True
         bind, name, _, params, _ = request
@@ -415,7 +415,7 @@ class HooksTrace(PassThroughTrace):
         return bind(*args, jaxpr=as_parameter(hooked))
 
     def _what_stays(self, args: Sequence[Any]) -> tuple[dict[int, Residual], Values]:
-        """Return how operands are kept that are not packed, with positions for arrays, and the further operands."""
+        """Return how the operands that are not packed are kept, by positions in place of arrays; and extra operands."""
         operands, stays = list(args), dict[int, Residual]()
         for i, x in enumerate(args):
             if not self.stays(x):
@@ -431,7 +431,7 @@ class HooksTrace(PassThroughTrace):
         return stays, operands[len(args) :]
 
     def stays(self, value: Any) -> bool:
-        """Return whether a value is not packed, wherever it is kept."""
+        """Return whether a value is not packed, whichever operation keeps it."""
         source = self._source(value)
         return source == CONSTANT or (source == OUTSIDE and not self.pair.packs_arguments)
 
@@ -451,7 +451,7 @@ class HooksTrace(PassThroughTrace):
 
 
 def _source_of_results(request: _Request, args: Sequence[Any], sources: Sequence[int]) -> int:
-    """Return where the results of an operation come from, given this of its operands."""
+    """Return where the results of an operation come from, given the sources of its operands."""
     if not set(sources) - {CONSTANT}:
         return CONSTANT
     if COMPUTED in sources and OUTSIDE not in sources:
@@ -474,7 +474,7 @@ def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) 
 
 
 def _closes_over_ref(jaxpr: Any) -> bool:
-    """Return whether a `jax.Ref` is a constant of a jaxpr, and so is no operand of the equation that holds it."""
+    """Return whether a `jax.Ref` is a constant of a jaxpr, and so not an operand of the equation with this jaxpr."""
     return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
 
 
@@ -485,7 +485,7 @@ def _is_staged_below(value: Any) -> bool:
 
 
 def _is_differentiated_twice(value: Any) -> bool:
-    """Return whether a reverse-mode differentiation stands within another differentiation of the same value."""
+    """Return whether a reverse-mode differentiation is inside another differentiation of the same value."""
     value = whole_batch(value)
     return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
 
@@ -505,9 +505,9 @@ def _holds_block(jaxpr: Any) -> bool:
 
 
 def enter_block(pair: Pair) -> Block:
-    """Enter a block of a pair, which the caller leaves."""
+    """Enter a block of a pair; the caller leaves the block."""
     if innermost_block() is not None and not isinstance(current_trace(), HooksTrace):
-        leave_mark(_MARK)  # only the innermost pair applies, also where an operation around this code would pack
+        leave_mark(_MARK)  # only the innermost pair applies, even if an enclosing operation would pack
     if nothing_is_traced():
         return Block(pair).enter()
     return HooksTrace(pair).block.enter()
@@ -517,7 +517,7 @@ def enter_block(pair: Pair) -> Block:
 
 
 def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
-    """Return the pair that packs what a layer saves which is applied here to some tensors; None if there is none.
+    """Return the pair that packs the saved tensors of a layer applied here to `operands`; None if there is none.
 
     Raises:
         RuntimeError: if another asyncio task entered the block.
@@ -525,21 +525,21 @@ def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
     pair, trace = active_pair(), current_trace()
     if pair is None:
         return None
-    # Where the trace of the block does not stand, nothing is known of what the block computes.
+    # Without the trace of the block, it is not known which values the block has computed.
     stays = [trace.stays(x) for x in operands] if isinstance(trace, HooksTrace) else []
     return PairOfLayer(pair, stays)
 
 
 @contextlib.contextmanager
 def layers_pack_themselves() -> Generator[None]:
-    """Apply a layer in the trace below that of a block, which would take the layer for an operation."""
+    """Apply a layer in the trace below the trace of a block, which would treat the layer as an operation."""
     trace = current_trace()
     with set_current_trace(_LayerTrace(trace) if isinstance(trace, HooksTrace) else trace_below(trace)):
         yield
 
 
 class _LayerTrace(PassThroughTrace):
-    """The current trace while a layer is applied in a block: it only tells the block what the layer computes."""
+    """The current trace while a layer is applied in a block: it only marks the results of the layer as COMPUTED."""
 
     __slots__ = ("hooks_trace",)
 

@@ -4,12 +4,12 @@
     packed.unpack(arrays)                                                 # f32[8,64]
 
 NOTE [derivatives of packed tensors]
-Pack and unpack count as the identity in derivatives of higher order, whatever the pair does to values. If an outer
-differentiation is under way, the tensor therefore stays beside its packed form, only for its tangent; its value is
-never read there, so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later
-(the body of a scan, `jax.grad` of `jax.jit`), nothing tells whether a derivative of higher order follows, and a tensor
-that stays would cost the memory that packing saves. Therefore it does not stay. A second derivative then goes through
-the hooks themselves if the pair is `differentiable`, and is an error otherwise. tests: test_orders.py
+Derivatives of higher order treat pack and unpack as the identity, whatever the pair does to values. During an outer
+differentiation, JAX therefore keeps the tensor beside its packed form, only for its tangent; its value is never read,
+so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later (the body of a
+scan, `jax.grad` of `jax.jit`), this module cannot know whether a derivative of higher order follows, and to keep the
+tensor would cost the memory that packing saves. Therefore it is not kept. A second derivative then goes through the
+hooks themselves if the pair is `differentiable`, and is an error otherwise. tests: test_orders.py
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pylayer_jax._trees import Skeleton, is_tensor, split
 from .host import PackSite
 from .pair import Hook, Pair, Step, TensorInfo
 
-PACK_SCOPE: Final = "pack_hook"  # the named scope of what pack hooks do in traced code
+PACK_SCOPE: Final = "pack_hook"  # the named scope of the operations of pack hooks in traced code
 
 
 class PackedTensor:
@@ -43,14 +43,14 @@ class PackedTensor:
         self.keeps_original = keeps_original  # the tensor itself is the first array, for its tangent
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
-        """Return the tensor, by the unpack hooks."""
+        """Return the tensor by running the unpack hooks."""
         if not self.keeps_original:
             return self._array.restored(arrays)
         return with_tangent(arrays[0], self._array.restored(arrays[1:]))
 
 
 def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> tuple[PackedTensor | None, list[Any]]:
-    """Pack one tensor. Returns its packed form (None: it stays as it is), and the arrays that JAX has to keep."""
+    """Pack one tensor. Return its packed form (None if it is not packed), and the arrays that JAX has to keep."""
     named = pair.named(info)
     if named is None or not _is_chosen(named.only, tensor, where, info):
         return None, [tensor]
@@ -88,7 +88,7 @@ def _is_chosen(only: Any, array: Any, where: str, info: TensorInfo) -> bool:
 
 
 def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo) -> Sequence[Step]:
-    """Return the steps from the first one that packs an array."""
+    """Return the steps from the first step on that packs `array`."""
     first = (i for i, s in enumerate(steps) if _is_chosen(s.only, array, _in_step(where, s), info))
     return () if is_key(array) else steps[next(first, len(steps)) :]
 
@@ -98,7 +98,7 @@ def _in_step(where: str, step: Step) -> str:
 
 
 class _PackedArray:
-    """One array, packed by a step of a pair and by those behind it; without the arrays that are kept for it."""
+    """One array, packed by a step of a pair and the later steps. Does not hold the arrays that JAX keeps for it."""
 
     __slots__ = ("_is_numpy", "_parts", "_sharding", "_skeleton", "_type", "_unpack", "_where")
 
@@ -112,11 +112,11 @@ class _PackedArray:
     ) -> None:
         self._is_numpy = not is_array(array)
         self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
-        # Without a sharding of its own, JAX may place an array on any device.
+        # JAX may place an uncommitted array on any device, so its sharding is not restored.
         self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
         self._unpack = unpack
-        self._skeleton = skeleton  # of what the pack hook returned
-        self._parts = parts  # for each array in it, how the next step packed it (None: not), and where its arrays are
+        self._skeleton = skeleton  # of the result of the pack hook
+        self._parts = parts  # for each array in that result: its form by the next step (or None), its arrays' positions
         self._where = where
 
     def restored(self, arrays: Sequence[Any]) -> Any:
@@ -147,12 +147,12 @@ def _pack(
 ) -> tuple[_PackedArray, list[Any]]:
     """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
 
-    `is_part`: the step before made the array.
+    `is_part`: the previous step made the array.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
-    steps_of: dict[int, Sequence[Step]] = {}  # by the identity of an array in `packed`, the steps that pack it
+    steps_of: dict[int, Sequence[Step]] = {}  # from the id of an array in `packed` to the steps that pack it
 
     def is_kept(leaf: Any) -> bool:
         if not is_tensor(leaf):
@@ -175,7 +175,7 @@ def _pack(
 
 
 def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:
-    """Return what the pack hook of a step makes of an array, and the function that makes the array of it again."""
+    """Return the result of a step's pack hook for an array, and the function that restores the array from it."""
     pack, unpack = (is_part and step.pack_part) or step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)
@@ -194,7 +194,7 @@ _TO_DO: Final = {
 
 @contextlib.contextmanager
 def _running(hook: str, where: str) -> Generator[None]:
-    """Run a hook of the user: its exceptions say where they happened, and what to do."""
+    """Run a hook of the user, and add to its exceptions where they happened and what to do."""
     try:
         yield
     except NEEDS_VALUES as error:

@@ -1,4 +1,4 @@
-"""A pair of hooks, or several of them one after another, and what is known of tensors without holding them."""
+"""A pair of hooks, or several pairs one after another, and tables of tensors that do not hold the tensors."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from .host import store_of
 
 Hook = Callable[[Any], Any]
 
-# Which code keeps the error of a pair in proportion, so that a tensor may be computed again from a packed one. Code
-# that only moves values always does.
-MOVES: Final = 0
-SCALES: Final = 1  # and what multiplies by a number, or each row along the last axis by a number of its own
-OFFSETS: Final = 2  # and what adds a number: the error does not depend on the size of a value, or there is none
+# Which code keeps the packing error of a pair in proportion, so that a tensor may be computed again from a packed one.
+MOVES: Final = 0  # only code that moves values, with any pair
+SCALES: Final = 1  # also code that multiplies by a number, or each row along the last axis by its own number
+OFFSETS: Final = 2  # also code that adds a number: the error, if any, does not depend on the size of a value
 
 
 class TensorInfo(NamedTuple):
-    """What a predicate `only` is told of a tensor; an empty string is not known."""
+    """The origin of a tensor, which a predicate `only` gets; an empty string means unknown."""
 
     layer: str = ""  # the class that saved it
     operation: str = ""  # the JAX operation that keeps it
-    name: str = ""  # of `saved_names` or `jax.ad_checkpoint.checkpoint_name`
+    name: str = ""  # from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
 
 
 class Step(NamedTuple):
@@ -34,12 +33,12 @@ class Step(NamedTuple):
     host: bool = False
     differentiable: bool = False  # whether pack, then unpack, has the derivative of the identity
     only: Callable[[Any, TensorInfo], Any] | None = None  # arrays for which it is False are not packed
-    pack_part: Hook | None = None  # packs an array that the step before made, if not as `pack` does
+    pack_part: Hook | None = None  # packs an array that the previous step made; None: as `pack` does
     name: str = ""  # in a chain, for messages
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to an array; JAX has numbers without, which are held."""
+    """Return a weak reference to an array, or a strong one to a number of JAX that allows no weak references."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -47,7 +46,7 @@ def reference(value: Any) -> Callable[[], Any]:
 
 
 class WeakTable:
-    """A table whose keys are objects, by identity. It holds no key."""
+    """A table whose keys are objects, compared by identity. It keeps no key alive."""
 
     __slots__ = ("_entries",)
 
@@ -72,7 +71,7 @@ class WeakTable:
 class Pair:
     """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches.
 
-    A pair that is chosen by name has others in the place of steps.
+    A pair that chooses by the name of a tensor has other pairs in place of steps.
     """
 
     def __init__(
@@ -87,16 +86,16 @@ class Pair:
     ) -> None:
         self.steps = tuple(steps)
         self.key = key
-        self.only = only  # of the whole chain
+        self.only = only  # the predicate of the whole chain
         self.by_name = by_name
         self.keeps = keeps  # MOVES, SCALES or OFFSETS
-        self.packs_arguments = packs_arguments  # and not only what a block computes
+        self.packs_arguments = packs_arguments  # whether values from outside the block are packed
         self.n_packed: Counter[bool] = Counter()  # traced tensors under True
         self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
         self.store = store_of(key)
 
     def named(self, info: TensorInfo) -> Pair | None:
-        """Return the pair for a tensor, by the most special of its names; None if it is not packed."""
+        """Return the pair for a tensor, by the most specific of its names; None if the tensor is not packed."""
         if self.by_name is None:
             return self
         keys = (info.name, info.layer, info.operation, ...)
@@ -132,7 +131,7 @@ class Identity:
 
 
 def key_of(value: Any) -> Any:
-    """Return what two arguments are compared by: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """Return the key by which arguments are compared: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
     if isinstance(value, (bool, int, float, complex)):
         return type(value), repr(value)
     if isinstance(value, tuple):

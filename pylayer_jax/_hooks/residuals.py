@@ -2,7 +2,7 @@
 
     packed, arrays, outputs = pack(pair, [y, 2 * y, w], [y], "Tanh, saved tensor", info)
 
-`arrays` are what JAX keeps now, each distinct one once; `packed` says without arrays how a tensor is made of them.
+JAX keeps `arrays` instead, each distinct array once. `packed` describes how to make each tensor from these arrays.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .pair import Pair, PairOfLayer, TensorInfo, reference
 
 
 class Root:
-    """A tensor that is packed, or left as it is (None), with its arrays."""
+    """A tensor that is packed, or left as it is (`packed` is None), with its arrays."""
 
     __slots__ = ("arrays", "packed")
 
@@ -53,7 +53,7 @@ class Residual(NamedTuple):
 
     @staticmethod
     def computed(code: Code, parts: Sequence[Residual]) -> Residual:
-        """Return the residual that a code computes from others."""
+        """Return the residual that a code computes from other residuals, `parts`."""
         roots: list[Root] = []
         steps: list[Any] = []
         references: list[tuple[int, Any]] = []  # to each of the parts
@@ -70,7 +70,7 @@ class Residual(NamedTuple):
 
 
 class _WeakResidual:
-    """A residual as a pair remembers it: it holds no array, and nothing that a hook made."""
+    """A residual as a pair remembers it: it keeps no array and no result of a hook alive."""
 
     def __init__(self, residual: Residual) -> None:
         self.trace = weakref.ref(current_trace())  # a traced value belongs to the one jaxpr in which it was made
@@ -92,11 +92,11 @@ class _WeakResidual:
 
 
 class PackedResiduals:
-    """How each tensor of a layer or operation is made of the arrays that JAX keeps. Holds no array."""
+    """How to make each tensor of a layer or operation from the arrays that JAX keeps. Holds no array."""
 
     def __init__(self, residuals: Sequence[Residual]) -> None:
         self.arrays: list[Any] = []  # until `pack` returns
-        self.owners: list[int] = []  # the tensor that each array was packed from, or the first of several
+        self.owners: list[int] = []  # index of the tensor that each array was packed from (the first of several)
         numbers: dict[int, int] = {}
         self.tensors: list[tuple[list[tuple[PackedTensor | None, list[int]]], Code]] = []
         for i, residual in enumerate(residuals):
@@ -110,7 +110,7 @@ class PackedResiduals:
         self.n_arrays = len(self.arrays)
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
-        """Return the tensors, each unpacked when it is first read, and in staged code not before the cotangents."""
+        """Return the tensors. Each is unpacked when it is first read; in staged code XLA waits for the cotangents."""
         return UnpackedTensors(self, arrays, cotangents)
 
 
@@ -119,7 +119,7 @@ class UnpackedTensors(Sequence[Any]):
 
     def __init__(self, packed: PackedResiduals, arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._packed, self._arrays = packed, arrays
-        self.cotangents = list(cotangents)  # behind the barriers
+        self.cotangents = list(cotangents)  # as the barriers return them
         self._roots: dict[tuple[int, ...], Any] = {}
         self._tensors: dict[int, Any] = {}
 
@@ -140,17 +140,17 @@ class UnpackedTensors(Sequence[Any]):
         if key not in self._roots:
             arrays = [self._arrays[i] for i in numbers]
             if packed is not None:
-                # JAX hands on some constants as numbers.
+                # JAX passes some constants as numbers.
                 self._roots[key] = packed.unpack(as_arrays(self._waiting(arrays)))
             else:
                 (self._roots[key],) = self._waiting(arrays) if waits else arrays
         return self._roots[key]
 
     def _waiting(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Return arrays that XLA does not read before the cotangents are there.
+        """Return the arrays behind a barrier, so that XLA does not read them before it has the cotangents.
 
-        Otherwise it may unpack, and compute again, as early as it packs, and hold all tensors until backward begins. It
-        waits only if the cotangents that it returns are used.
+        Otherwise XLA may unpack as soon as it has packed, and hold all tensors until backward begins. XLA waits only if
+        the cotangents that the barrier returns are used.
         """
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
         if not present or not any(map(is_staged, arrays)):
@@ -161,7 +161,7 @@ class UnpackedTensors(Sequence[Any]):
         return values[: len(arrays)]
 
 
-# Of a layer, its class and the names of the tensors.
+# For a layer: its class, and the names of the tensors.
 Info = Callable[[int], TensorInfo] | tuple[str, Sequence[str]]
 
 
@@ -179,12 +179,12 @@ def pack(
     """Pack the tensors that a layer or an operation keeps.
 
     Args:
-        pair: the pair of the block in which it was applied, as `pair_to_pack_with` returned it.
-        tensors: what it keeps.
-        outputs: what it returns.
+        pair: the pair of the block in which the layer or operation was applied, as `pair_to_pack_with` returned it.
+        tensors: the tensors to pack.
+        outputs: the outputs of the layer or operation.
         owner: its name and the kind of the tensors, for messages: "Tanh, saved tensor".
-        info: what `only` is told of each tensor: a function of its index, or the class of the layer and the names.
-        origins: what made these values, as far as it was recorded.
+        info: the argument of `only` for each tensor: a function of its index, or the class of the layer and the names.
+        origins: the operations that made these values, as far as they were recorded.
         known: tensors that are not packed, and how they are kept.
         operands: the arguments of the layer or operation.
 
@@ -195,7 +195,7 @@ def pack(
         pair, stays = pair
         known = [(x, Residual.of(x)) for x, is_set in zip(operands, stays, strict=False) if is_set]
     with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
-        if active.value is SUSPENDED:  # an operation around this one packs what is kept
+        if active.value is SUSPENDED:  # an enclosing operation packs
             packed = PackedResiduals(list(map(Residual.of, tensors)))
         else:
             tell = info if callable(info) else functools.partial(_of_layer, *info)
@@ -209,7 +209,7 @@ def pack(
 
 
 def keeps_residuals(tangents: Sequence[Any]) -> bool:
-    """Return whether a rule with these tangents (None: zero) keeps residuals: not in forward mode in eager mode."""
+    """Return whether a rule with these tangents (None: zero) keeps residuals. Eager forward mode keeps none."""
     return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
@@ -231,15 +231,15 @@ class _Packing:
     ) -> None:
         self._pair, self._owner, self._tell, self._origins = pair, owner, tell, origins
         self._operands = {id(x) for x in operands}
-        # By the identity of a tensor; with the tensor, so that its id stays its own.
+        # Keys are ids of tensors. The tensors are held, so that no other object gets these ids.
         self._found: dict[int, tuple[Any, Residual]] = {}
         self._unknown: dict[int, Any] = {}
         self._unpacked = {id(tensor): residual for tensor, residual in known}
-        self._new: list[Root] = []  # of what was packed here
+        self._new: list[Root] = []  # the roots that were packed here
         self._is_staging = is_staging()
 
     def residual(self, tensor: Any, index: int) -> Residual:
-        """Return how a tensor is kept. It is packed if it does not follow from others that are no larger."""
+        """Return how a tensor is kept. It is packed unless it follows from other tensors that are no larger."""
         found = self._known(tensor) or self._derived(tensor, index)
         if found is None:
             packed, arrays = pack_tensor(self._pair, tensor, f"{self._owner} {index}", self._tell(index))
@@ -267,15 +267,15 @@ class _Packing:
         return found
 
     def _stays(self, tensor: Any) -> bool:
-        # A hook could hardly read a PRNG key, and what it made of a Ref would be no Ref. A program holds its constants
-        # anyway, and XLA would run the hooks on them while it compiles, for seconds.
+        # A hook could hardly read a PRNG key, and could not restore a Ref. A program holds its constants anyway, and
+        # XLA would run the hooks on the constants while it compiles, for seconds.
         return is_ref(tensor) or is_key(tensor) or 0 in tensor.shape or (self._is_staging and not is_tracer(tensor))
 
     def _is_constant(self, value: Any) -> bool:
         return is_number(value) and (id(value) not in self._operands or id(value) in self._unpacked)
 
     def _derived(self, tensor: Any, index: int | None = None) -> Residual | None:
-        """Return the residual of a tensor that follows from known ones; with an index, also from others."""
+        """Return the residual of a tensor that follows from known tensors, or, with an index, from any tensors."""
         is_known = lambda x: self._known(x) is not None  # noqa: E731
         is_constant = lambda x: x is not tensor and self._is_constant(x)  # noqa: E731
         code, roots = follow(tensor, self._origins, is_known, is_constant, self._pair.keeps)
@@ -285,10 +285,10 @@ class _Packing:
         return Residual.computed(code, [self.residual(root, index or 0) for root in roots])
 
     def bind(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Return the outputs; in staged code XLA packs before it goes on with them.
+        """Return the outputs; in staged code they are behind a barrier, so that XLA packs before it uses them.
 
-        Otherwise it may see unpack(pack(x)) as a whole and keep x (two casts cancel out), or pack late. The operations
-        that keep the same tensors find what was packed, and which outputs follow from it.
+        Otherwise XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late. The pair
+        remembers the packed tensors, and outputs that follow from these, for operations that keep the same tensors.
         """
         bound = list(outputs)
         if any(map(is_staged, [x for root in self._new for x in root.arrays])):

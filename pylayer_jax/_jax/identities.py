@@ -1,4 +1,4 @@
-"""Functions that compute nothing. Each returns some of its operands and changes how a transformation treats them."""
+"""Functions that compute nothing. Each returns some operands, and changes how a transformation treats these."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Identity(RuleFunction):
 
 
 class _Positional(_Identity):
-    """Each result is the operand at its position, and may be transposed apart from the others."""
+    """An identity: each result is the operand at its position. JAX may transpose some results without the others."""
 
     def values(self, operands: Sequence[Any]) -> Values:
         return list(operands)
@@ -43,7 +43,7 @@ class _Positional(_Identity):
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Keep values that JAX knows apart from those that it transposes for: a function that mixes them is not linear."""
+    """Bind only the unknown values, for which JAX transposes: a function that mixes in known ones is not linear."""
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = object_of_params(params)
@@ -71,9 +71,9 @@ class _Barrier(_Positional):
 
 
 def barrier(values: Sequence[Any]) -> Values:
-    """Return the values; XLA computes none of them before it has all, and does not look through.
+    """Return the values behind a barrier: XLA uses none of them before it has all, and does not optimize across.
 
-    `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for that.
+    `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for this barrier.
     """
     return apply(_barrier_of(tuple([typeof(x) for x in values])), values)
 
@@ -105,7 +105,7 @@ def _identity(types: tuple[Any, ...]) -> Any:
 
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
-    """Return the values; a derivative that goes through one of them raises the exception that `error` makes."""
+    """Return the values; a derivative through any of them raises the exception that `error` makes."""
     return apply(_Forbidden(tuple([typeof(x) for x in values]), error), values) if values else []
 
 
@@ -128,7 +128,7 @@ class _Mark(_Identity):
 
 
 def leave_mark(name: str) -> None:
-    """Leave an equation without operands in the jaxpr that is being made, which `has_mark` finds."""
+    """Leave an equation without operands in the jaxpr that is being traced; `is_mark` recognizes it."""
     apply(_Mark(name, ()), ())
 
 

@@ -26,9 +26,9 @@ from .imports import (
 )
 from .tracers import UNSPECIFIED_SHARDING
 
-# The lines that JAX shows for an operation (in errors about tracers, in profiles) are those of users.
+# JAX shows a line of code for an operation (in errors about tracers, in profiles). It shall be a line of the user.
 for _part in Path(__file__).parents[1].iterdir():
-    if _part.name != "_commands":  # holds layers, as the code of a user does
+    if _part.name != "_commands":  # contains layers, like the code of a user
         register_exclusion(str(_part))
 
 
@@ -39,8 +39,8 @@ def stage(
 
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
-    `jax.make_jaxpr` does the same at five times the cost, which every traced layer would pay. `name` is what JAX's
-    errors call the function.
+    `jax.make_jaxpr` does the same at five times the cost, which every traced layer would pay. JAX's errors call the
+    function `name`.
 
     Returns:
         The jaxpr, the values that the function closes over (the first inputs of the jaxpr), and the second value.
@@ -72,7 +72,7 @@ def as_parameter(jaxpr: Any) -> Any:
 
 
 def is_inlinable(params: dict[str, Any]) -> bool:
-    """Return whether the equations of a jitted function may run without it: it neither places nor donates arrays."""
+    """Return whether the equations of a jitted function may run without jit: it neither places nor donates arrays."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
     is_placed = any([not isinstance(s, UNSPECIFIED_SHARDING) for s in shardings] + [x is not None for x in layouts])
@@ -88,7 +88,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def with_users_line(jaxpr: Any) -> Any:
-    """Return the jaxpr of a jitted function of JAX, whose equations have no line of a user, with the line of now."""
+    """Return the jaxpr with the current line of the user, if its equations have none (a jitted function of JAX)."""
     if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
         return jaxpr
     line = current().traceback
@@ -153,7 +153,7 @@ def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> 
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # An equation before a read of a Ref may have written what the Ref holds.
+        # An equation before a read of a Ref may have written the value of the Ref.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))
@@ -170,7 +170,7 @@ def _effects_of_own_refs() -> frozenset[Any]:
 
 
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
-    """Return the effects of a jaxpr as seen from outside: a Ref that it makes ends with it."""
+    """Return the effects of a jaxpr as seen from outside: without those on Refs that the jaxpr itself makes."""
     return frozenset(jaxpr.effects) - _effects_of_own_refs()
 
 

@@ -1,17 +1,17 @@
-"""A proof that a jaxpr is linear in some of its inputs, and the transpose of what is proved.
+"""Proves that a jaxpr is linear in some of its inputs, and transposes a jaxpr after such a proof.
 
 JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
-exactly if it is zero at zero. Transposition also drops, without a word, a dependence that goes through integers,
-booleans or keys, which have no tangents. The proof follows four kinds of values through a jaxpr:
+exactly if it is zero at zero. Transposition also silently drops a dependence that goes through integers, booleans or
+keys, which have no tangents. The proof follows four kinds of values through a jaxpr:
 
     ZERO      known to be zero
     CONSTANT  does not depend on the inputs in question
-    LINEAR    linear in them
-    a str     depends on them, and is not known to be linear: the name of the first operation of which this is so
+    LINEAR    linear in these inputs
+    a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
-A table says what each operation makes of the kinds of its operands. An operation that is not in the table makes a
-CONSTANT of constants, and its own name of anything that depends on the inputs. A new operation of JAX is refused until
-it is in the table.
+A table gives the kinds of the results of each operation, from the kinds of its operands. If an operation is not in the
+table, its result is CONSTANT if no operand depends on the inputs, and otherwise the name of the operation. Therefore a
+new operation of JAX is refused until it is in the table.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NotLinearError(TypeError):
 
 
 def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
-    """Return why a jaxpr may not be linear in the inputs that the mask sets; empty if it is proved to be.
+    """Return why a jaxpr may not be linear in the inputs that the mask sets; empty if it is proved to be linear.
 
     `consts` are the values of the first inputs, as far as they are known.
     """
@@ -96,13 +96,13 @@ def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
-    """Return the kind of a value computed from others by an operation that makes `if_linear` of a linear one."""
+    """Return the kind of a result: of the first operand that may not be linear, else `if_linear` or CONSTANT."""
     failed = next((k for k in kinds if k not in _KNOWN), None)
     return failed or (if_linear if LINEAR in kinds else CONSTANT)
 
 
 def _sum(name: str, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of a sum, or of anything else that is linear in all of its operands together."""
+    """Return the kind of a sum, or of any other operation that is linear in all of its operands together."""
     if all(k == ZERO for k in kinds):
         return ZERO
     hint = "; in place of [a, b] @ [b, a].T write a @ b.T + b @ a.T" if name in ("concatenate", "stack") else ""
@@ -123,7 +123,7 @@ def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _linear_in(positions: Sequence[int]) -> Rule:
-    """Linear in the operands at these positions together, and not in the others."""
+    """Return the rule of an operation that is linear in the operands at these positions together, not in others."""
 
     def rule(equation: Any, operands: list[Kind]) -> list[Kind]:
         name = equation.primitive.name
@@ -135,7 +135,7 @@ def _linear_in(positions: Sequence[int]) -> Rule:
 
 
 def _each(equation: Any, operands: list[Kind]) -> list[Kind]:
-    """Each result is the operand at its position."""
+    """Return the kinds of the operands: each result is the operand at its position."""
     del equation
     return operands
 
@@ -168,14 +168,14 @@ def _linear_solve(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _gather(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # An index out of bounds gives the fill value, which is NaN if none is named, as every user sees.
+    # An index out of bounds gives the fill value. By default this is NaN, which users notice.
     fill = equation.params.get("fill_value")
     is_linear = fill is None or fill == 0 or np.isnan(fill)
     return (_linear_in((0,)) if is_linear else _unknown)(equation, operands)
 
 
 def _scatter(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # With a function for the updates, as in x.at[i].apply(f), it may compute anything.
+    # With a function for the updates, as in x.at[i].apply(f), a scatter may be nonlinear.
     return (_unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2)))(equation, operands)
 
 
@@ -188,7 +188,7 @@ def _linear_map(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # A layer that `backward` applies counts as the linear map that its `forward` is.
+    # A layer that `backward` applies is linear if its `forward` is; JAX transposes the code of this `forward`.
     function = object_of(equation)
     return [
         k if k in _KNOWN or k in operands else f"{k}, in {function.name}"
@@ -217,7 +217,7 @@ def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of values that are one or the other."""
+    """Return the kinds of values that come from one of two branches."""
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
@@ -276,7 +276,7 @@ def transpose_jaxpr(
     Errors call the jaxpr `name`, and the arguments that are None `inputs`.
 
     Raises:
-        NotLinearError: if the jaxpr is not proved to be linear in them, or if JAX cannot transpose it.
+        NotLinearError: if the jaxpr is not proved to be linear in these arguments, or if JAX cannot transpose it.
     """
     is_input = [x is None for x in args]
     used = [c is not None and has_tangent(v.aval) for v, c in zip(jaxpr.outvars, cotangents, strict=True)]

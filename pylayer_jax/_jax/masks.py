@@ -7,16 +7,16 @@ from typing import Any
 
 
 def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
-    """Return the values at the positions that are set."""
+    """Return the values at the positions where the mask is True."""
     return [x for x, is_set in zip(values, mask, strict=True) if is_set]
 
 
 def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
-    """Return the values, in order, at the positions that are set; None elsewhere."""
+    """Return a list with the values, in order, at the positions where the mask is True; None elsewhere."""
     return merge(mask, values, [None] * len(mask))
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """Return `full` with the values of `if_set`, in order, at the positions that are set."""
+    """Return `full` with the values of `if_set`, in order, at the positions where the mask is True."""
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]

@@ -18,11 +18,11 @@ class ObjectPrimitive(Primitive):
     """A primitive with several results and one Python object, which lives as long as the equation does.
 
     NOTE [held objects]
-    JAX remembers the parameters of thousands of equations in caches that outlive the equations. The object would live
-    there with all that it holds, as the static arguments of a user. These caches hold jaxprs weakly. Therefore the
-    parameter of an equation is an empty jaxpr that serves as a weakly held key into `_held_objects`. It is nested in
-    tuples so that `jaxprs_in_params` skips it. The jaxpr of the object, if it has one, is a parameter beside it, where
-    JAX looks for what it has to know of a program, as the devices of a mesh. tests: test_memory.py
+    JAX keeps the parameters of thousands of equations in caches that outlive the equations. The object would stay alive
+    there, with everything that it holds, such as static arguments of a user. But these caches hold jaxprs weakly.
+    Therefore the parameter of an equation is an empty jaxpr that serves as a weakly held key into `_held_objects`. It
+    is nested in tuples so that `jaxprs_in_params` skips it. The jaxpr of the object, if it has one, is another
+    parameter, in which JAX finds properties of a program such as the devices of a mesh. tests: test_memory.py
     """
 
     def __init__(self, name: str) -> None:
@@ -94,9 +94,9 @@ class ObjectPrimitive(Primitive):
         self.def_effectful_abstract_eval(lambda *types, held, **_: abstract(_object(held), *types))
         ad.primitive_jvps[self] = jvp_rule
         ad.primitive_transposes[self] = transpose_rule
-        # The "fancy" table hands over the name of the axis, which collectives inside a layer need.
+        # The "fancy" table passes the name of the axis, which collectives inside a layer need.
         batching.fancy_primitive_batchers[self] = batch_rule
-        # Every application has an object of its own, so that a cached lowering could never be hit.
+        # Every application has an object of its own, so that JAX would never reuse a cached lowering.
         mlir.register_lowering(self, lower_rule, cacheable=False)
 
 
@@ -126,7 +126,7 @@ def is_named(axis: Any) -> bool:
 
 
 def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-    """`jax.vmap` over the batch axis that a batching rule was given."""
+    """Return `function` under a `jax.vmap` over the batch axis that a batching rule was given."""
     return jax.vmap(
         function,
         in_axes=in_axes,
@@ -138,7 +138,7 @@ def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: A
 
 
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
-    """Move the batch axis of `value` from `dim` to the front; repeat a value that has none (None)."""
+    """Move the batch axis of `value` from `dim` to the front; repeat a value without a batch axis (None)."""
     moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
-    # What all examples share does not vary over the axes of `spmd_axis_name`, along which the devices have other ones.
+    # A shared value does not vary over the mesh axes of `spmd_axis_name`, along which the devices have other examples.
     return moved if dim is not None else with_varying_axes(moved, mapped_type(axis, typeof(value)))

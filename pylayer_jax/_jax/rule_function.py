@@ -1,9 +1,9 @@
 """A function with its rule, and a linear map with its transpose: the two primitives of the package.
 
-A `RuleFunction` is what `jax.custom_jvp` makes: `run` computes the values, `rule` gives values and tangents, and a rule
-that applies the same function to its primals holds at every order. The tangents are the results of a `LinearMap`, two
-Python functions, of which forward mode evaluates `push` and reverse mode calls `pull`; neither runs before JAX asks.
-For a layer that saves its output, where `pull` is its `backward`:
+A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
+tangents. A rule that applies the same function to its primals holds at every order. The tangents are the results of a
+`LinearMap`, which has two Python functions: forward mode evaluates `push`, and reverse mode calls `pull`. JAX runs each
+only when it is needed. For a layer that saves its output, where `pull` is its `backward`:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
@@ -14,7 +14,7 @@ For a layer that saves its output, where `pull` is its `backward`:
         d:f32[3] = linear_map[name=Tanh] b c       <- residuals, then tangents
       in (b, d) }
 
-`jax.custom_jvp` cannot take the place of the first: jax 0.10 loses its rule, without a word, in a scan that is
+`jax.custom_jvp` cannot take the place of `RuleFunction`: jax 0.10 silently loses its rule in a scan that is
 differentiated twice. tests/derivatives/test_orders.py has the case in plain JAX.
 
 This module knows nothing of layers.
@@ -52,7 +52,7 @@ class RuleFunction:
         try:
             return eval_jaxpr(self.jaxpr, (), *args)
         except NotImplementedError:
-            # JAX evaluates no custom_vjp function with symbolic zeros within an eager shard_map.
+            # JAX cannot evaluate a custom_vjp function with symbolic zeros within an eager shard_map.
             if not has_equation(self.jaxpr, "shard_map"):
                 raise
             return jax.jit(lambda *args: eval_jaxpr(self.jaxpr, (), *args))(*args)
@@ -62,7 +62,7 @@ class RuleFunction:
         raise NotImplementedError
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return cotangents of the operands that are None, where the function is linear in these."""
+        """Return cotangents of the operands that are None; the function has to be linear in these operands."""
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
@@ -82,8 +82,8 @@ class RuleFunction:
         """Return the function that computes the values of a batch, and the batch axis of each: 0 or None.
 
         NOTE [all outputs are batched]
-        If an operand is batched, each value that can have a tangent is. Otherwise the one cotangent of a value that
-        all examples share would reach `backward` once per example, and count as often. tests: contract/test_vmap.py
+        If an operand is batched, each value that can have a tangent is batched. Otherwise the one cotangent of a value
+        that all examples share would be added once for each example. tests: contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
 
@@ -110,7 +110,7 @@ class RuleFunction:
 
 
 class BatchedFunction(RuleFunction):
-    """A function of a batch of examples. A batch of a batch is one of these around another."""
+    """A function of a batch of examples. For a batch of batches, one instance contains another."""
 
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.name = inner, axis, inner.name
@@ -141,8 +141,8 @@ def rule_of_batch(axis: Any, rule: Callable[..., Any], dims: Sequence[Any], out_
     """Return the rule of a batch, given the rule of one example and the batch axes of its operands and values.
 
     A tangent has the batch axis of its value. The tangent of a value that all examples share is repeated, so that each
-    example applies a linear map of its own: a `backward` that is not linear in its cotangents has another result for
-    their sum. tests: contract/test_vmap.py
+    example applies a linear map of its own: a `backward` that is not linear would return something else for the sum of
+    the cotangents. tests: contract/test_vmap.py
     """
 
     def run(primals: Values, tangents: Values) -> tuple[Values, Values]:
@@ -160,7 +160,7 @@ def rule_of_batch(axis: Any, rule: Callable[..., Any], dims: Sequence[Any], out_
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
-    """Bind a function: its values under all transformations that are active."""
+    """Bind a function, and return its values under all transformations that are active."""
     __tracebackhide__ = True
     return rule_function_p.bind(*operands, held=function)
 
@@ -209,12 +209,12 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 class LinearMap:
-    """A map of tangents that is linear in them and depends on residuals. Holds no array; compared by identity."""
+    """A linear map of tangents, which depends on residuals. Holds no array; compared by identity."""
 
     name: str
     n_residuals: int
     types: Sequence[Any]  # of the results
-    nonlinearity = "it is not linear in its residuals"  # for errors of a proof of linearity; continues "as"
+    nonlinearity = "it is not linear in its residuals"  # the reason in the error of a failed proof, after "as"
 
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         """Compute the tangents of the results."""
@@ -272,7 +272,7 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
             return _push(linear, *merge(nonzero, moving, primals))
 
         return jax.jvp(push, select(primals, nonzero), select(tangents, nonzero))
-    # Linear in the other operands. The result is bound again, so that reverse mode can transpose it.
+    # The map is linear in the other operands. It is bound again, so that reverse mode can transpose it.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
     return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
@@ -289,8 +289,8 @@ def _transpose_linear(linear: LinearMap, args: Sequence[Any], cotangents: Sequen
 def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
     n = linear.n_residuals
-    # A tangent that all examples share is repeated: the transpose of this sums the cotangents of the examples. So are
-    # all, if the axis has a name: `push` may use it, as a layer whose `backward` sums over the axis does.
+    # Repeat a tangent that all examples share: the transpose of repeating sums the cotangents of the examples. If the
+    # axis has a name, all tangents are repeated: `push` may use the axis, as if `backward` sums over it.
     tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
     values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
     return values, [0] * len(values)

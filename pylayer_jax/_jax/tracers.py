@@ -1,7 +1,7 @@
 """The traces that are active and the tracers that they make.
 
-JAX gives these classes no public names. Each is learned at import from what a transformed function sees: `jax.vmap`
-(and so on) runs a function that notes the class of its argument and of the current trace. All of it happens in
+JAX gives these classes no public names. Therefore this module learns them at import: it transforms (with `jax.vmap`,
+for example) a function that notes the classes of its argument and of the current trace. This happens in
 `jax.eval_shape`, which compiles nothing and starts no backend. If JAX is not as expected, the import fails.
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from .imports import Trace, Tracer, eval_context, get_opaque_trace_state, take_current_trace
 
-# Raised where traced code asks for a number.
+# The exceptions of JAX for traced code that needs a number.
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -30,8 +30,8 @@ NEEDS_VALUES = (
 class TransformClasses(NamedTuple):
     """The classes of one transformation."""
 
-    tracer: type[Any]  # of the arguments of a transformed function
-    trace: type[Any]  # the current trace while the function runs
+    tracer: type[Any]  # the class of the arguments of a transformed function
+    trace: type[Any]  # the class of the current trace while the function runs
 
 
 def current_trace() -> Any:
@@ -40,10 +40,10 @@ def current_trace() -> Any:
 
 
 def learn(what: str, look: Callable[[Any], Any]) -> Any:
-    """Return what `look` finds, given a staged array.
+    """Return the result of `look` for a staged array.
 
     Raises:
-        ImportError: if `look` fails; it names the versions of JAX that were tested.
+        ImportError: if `look` fails; the message names the versions of JAX that were tested.
     """
     found: list[Any] = []
     try:
@@ -132,12 +132,12 @@ def is_tracer(value: object) -> bool:
 
 
 def is_batched(value: Any) -> bool:
-    """Return whether the innermost `jax.vmap` that made a tracer gives each example a value of its own."""
+    """Return whether a value is batched by the innermost `jax.vmap` that traces it."""
     return isinstance(value, BATCHED.tracer) and value.batch_dim is not None
 
 
 def whole_batch(value: Any) -> Any:
-    """Return the batch that a value is an example of, at any number of `jax.vmap`; any other value itself."""
+    """Return the batch that a value is an example of, through nested `jax.vmap`s; any other value itself."""
     while isinstance(value, BATCHED.tracer):
         value = value.val
     return value
@@ -168,12 +168,12 @@ def is_staged(value: Any) -> bool:
 
 
 def nothing_is_traced() -> bool:
-    """Return whether no transformation is active; the only public way to ask, at a third of a microsecond."""
+    """Return whether no transformation is active. JAX has no other public test; this takes a third of a microsecond."""
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
 class PassThroughTrace(Trace):
-    """Base class of a trace that stands over another trace and makes no tracers of its own."""
+    """Base class of a trace that wraps another trace and makes no tracers of its own."""
 
     __slots__ = ("parent_trace",)
 
@@ -181,8 +181,8 @@ class PassThroughTrace(Trace):
         super().__init__()
         self.parent_trace = parent_trace
         self.requires_low = parent_trace.requires_low
-        # flax.nnx compares these to see whether a value belongs to the current transformation; this trace transforms
-        # nothing, so it has that of its parent. tests/around/test_flax_nnx.py
+        # flax.nnx compares `_weakref` to see whether a value belongs to the current transformation. This trace
+        # transforms nothing, so it has the `_weakref` of its parent. tests/around/test_flax_nnx.py
         if hasattr(parent_trace, "_weakref"):
             self._weakref = parent_trace._weakref
 
@@ -227,7 +227,7 @@ def trace_below(trace: Any) -> Any:
 
 
 def active_traces() -> list[tuple[str, Any]]:
-    """Return the current trace and those further out, each with its kind, but for those that transform nothing."""
+    """Return the current trace and all outer traces, each with its kind, without those that transform nothing."""
     traces: list[tuple[str, Any]] = []
     trace = current_trace()
     while trace is not None:
@@ -244,7 +244,7 @@ class Surroundings(NamedTuple):
     is_staged: bool  # an active trace makes a jaxpr
     differentiations: list[Any]  # traces of differentiations within that jaxpr, innermost first
     is_forward_mode: bool  # the innermost of these differentiations is `jax.jvp`
-    is_forward_over_reverse: bool  # jax.jvp differentiates outside of a reverse-mode differentiation
+    is_forward_over_reverse: bool  # `jax.jvp` of a reverse-mode differentiation
     is_differentiated: bool  # any differentiation is active
     is_unusual: bool  # a trace that is neither staging nor eager, as that of an eager jax.shard_map
 
@@ -256,10 +256,10 @@ class Surroundings(NamedTuple):
 
 
 def surroundings() -> Surroundings:
-    """Look at the active traces once."""
+    """Return the transformations that are active now."""
     is_staged = is_unusual = False
     within: list[Any] = []
-    modes: list[str] = []  # of all differentiations, innermost first
+    modes: list[str] = []  # the modes of all differentiations, innermost first
     for kind, trace in active_traces():
         if kind == "staging":
             is_staged = True
@@ -288,7 +288,7 @@ def is_in_eager_loop() -> bool:
 def trace_of_primals(primals: Sequence[Any]) -> Any:
     """Return the trace in which a jvp rule of a primitive computes with concrete primals.
 
-    JAX runs the rule in the trace that records what is linear; a method of the user must not see that trace.
+    JAX runs the rule in a trace that records linear operations; a method of the user must not see that trace.
     """
     trace = current_trace()
     while isinstance(trace, PARTIAL.trace) and not any(map(is_unknown, primals)):

@@ -37,14 +37,14 @@ def is_array(value: object) -> bool:
 
 
 def is_ref(value: object) -> bool:
-    """Return whether a value is a `jax.Ref`; `isinstance`, which goes through a metaclass, comes last."""
+    """Return whether a value is a `jax.Ref`. The call of `isinstance` comes last, since it is slow here."""
     if value is None or callable(value) or isinstance(value, (int, float, str)) or is_array(value):
         return False
     return isinstance(value, jax.Ref)
 
 
 def is_key(value: Any) -> bool:
-    # PRNG keys, and any other element type that JAX may get.
+    # True for PRNG keys, and for any other extended dtype that JAX may get.
     return not isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
@@ -61,7 +61,7 @@ def full_cotangent(cotangent: Any, aval: Any) -> Any:
 
 
 def as_array(value: Any, aval: Any) -> Any:
-    """Convert a Python number, which JAX hands on unchanged, to an array of its type; return anything else as it is."""
+    """Convert a Python number, which JAX passes unchanged, to an array of type `aval`; return other values as given."""
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
@@ -71,8 +71,8 @@ def as_arrays(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _from_numpy(tensor: Any) -> jax.Array:
-    # JAX may still read a NumPy array after `jnp.asarray` has returned, when its owner changes it already; and it reads
-    # native byte order only.
+    # Copy: JAX may still read a NumPy array after `jnp.asarray` has returned, while its owner already changes it.
+    # Convert the byte order: JAX reads only the native one.
     native = np.asarray(tensor).dtype.newbyteorder("=")
     return jnp.asarray(np.array(tensor, native))
 
@@ -119,7 +119,7 @@ def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
 
 
 def shard_counts(value: Any) -> list[int]:
-    """Return into how many pieces each axis is cut; or may be cut, where only the compiler will know."""
+    """Return into how many shards each axis is cut, or may be cut if the compiler will decide."""
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
     sharding = typeof(value).sharding

@@ -1,4 +1,4 @@
-"""Where the values of a jaxpr come from, also those that an inner jaxpr computes.
+"""Finds where the values of a jaxpr come from, including the values that an inner jaxpr computes.
 
     { lambda ; a:f32[8]. let                                 a: an input
         b:f32[8] c:f32[3,8] = scan[                          c: three times its part e
@@ -41,20 +41,20 @@ class Value:
     operands: Sequence[Value] = ()
     part: Value | None = None  # the value of an inner jaxpr that each iteration, device or branch contributes
     times: int = 1  # the number of iterations that contribute a part
-    is_slice: bool = False  # an input of an inner jaxpr: one part of a value, with the history of that
+    is_slice: bool = False  # an input of an inner jaxpr: one part of a value, with the value's history
     copy_of: Value | None = None
     savers: list[tuple[str, str, Equations]] = dataclasses.field(default_factory=list)  # layer, name as in saved[0]
     number: int = dataclasses.field(default_factory=itertools.count().__next__)  # in the order of the program
 
     def innermost(self) -> tuple[Value, int]:
-        """Return what one iteration of all loops computes, and the number of iterations."""
+        """Return the part of the value that one iteration of all loops computes, and the number of iterations."""
         value, times = self, 1
         while value.part is not None:
             value, times = value.part, times * value.times
         return value, times
 
     def unpacked(self) -> Value:
-        """Return the tensor that pack hooks made the value of; the value itself if no hook did."""
+        """Return the tensor from which pack hooks made the value; the value itself if no hook made it."""
         found: dict[Value, bool] = {}  # each value that leads to this one, and whether hooks made it
         waiting = [self]
         while waiting:
@@ -91,9 +91,9 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> l
     return read(jaxpr.outvars)
 
 
-# The results of these primitives equal their operands. JAX keeps one beside its operand where it needs both.
+# The results of these primitives equal their operands. JAX keeps a result beside its operand if it needs both.
 _IDENTITIES = frozenset(("name", "optimization_barrier", "pcast", "pvary", "reduce_precision", "stop_gradient"))
-# The results of a branch for residuals of another branch: arrays that are filled with one number.
+# A `cond` returns the residuals of all branches. A branch fills those of other branches by these primitives.
 _FILLED = ("broadcast_in_dim", "empty2")
 
 

@@ -23,14 +23,14 @@ from .origins import Value, line_of, outputs_of
 class SavedTensor:
     """One tensor that is kept for backward, or several that differ only in their values."""
 
-    kind: str  # "layer" saves it; "input" of the function, which exists anyway; "copy" of one; "operation"; "constant"
+    kind: str  # "layer" (saves it); "input" of the function (exists anyway); "copy" of one; "operation"; "constant"
     layer: str  # the class that saves it, also if it is an input; empty if no layer does
-    name: str  # saved[0], or its name in `saved_names` of the class; ctx.scale; of the operation, or of the input
+    name: str  # saved[0], or from `saved_names` of the class; ctx.scale; or the name of the operation or input
     shape: tuple[int, ...]
     dtype: str
-    times: int  # how many are kept: by iterations of a scan, by calls from one line
-    bytes: int  # of all of them, before packing
-    packed_bytes: int  # that the vjp function holds for them
+    times: int  # how many are kept, in iterations of a scan or calls from one line
+    bytes: int  # of all these tensors, before packing
+    packed_bytes: int  # that the vjp function holds for these tensors
     memory: str  # "device" or "host"
     source: str  # file and line of the call of apply, or of the operation
     note: str
@@ -49,7 +49,7 @@ class SavedTensorsReport:
 
     @property
     def total_unpacked_bytes(self) -> int:
-        """What `total_bytes` would be if nothing was packed."""
+        """Bytes that the vjp function would hold beside the inputs if nothing was packed."""
         return sum(r.bytes for r in self.rows if r.kind != "input")
 
     @property
@@ -80,7 +80,7 @@ class SavedTensorsReport:
         return f"<table>{caption}<thead>{line('th', list(columns))}</thead><tbody>{body}</tbody></table>"
 
     def _columns(self) -> dict[str, list[str]]:
-        """Return the cells of each column, by its title; packed sizes only where something is packed."""
+        """Return the cells of each column, by its title; a column of packed sizes only if something is packed."""
         rows, is_packed = self.rows, any(r.packed_bytes != r.bytes for r in self.rows)
         return {
             "origin": [r.layer or r.kind for r in rows],
@@ -125,12 +125,13 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         128 bytes are kept for backward
 
     `fun` is a function or a layer. It is traced and does not run: arguments may be `jax.ShapeDtypeStruct`s. All float
-    arguments are differentiated. Hooks apply, those around the call and those inside `fun`, as in a compiled program.
+    arguments are differentiated. Hooks around the call and inside `fun` apply as in a compiled program.
 
-    A row is one residual, or several that differ only in their values: a tensor that a layer saves, by its class and
-    its name (from `saved_names` of the class, if it has one); a result of a plain operation, by the name of the
-    operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one row. Bytes are those
-    of the whole array on all devices. Hooks with `host=True` leave a number in the program, and only its bytes count.
+    A row is one residual, or several residuals that differ only in their values. It shows a tensor that a layer saves,
+    with the class of the layer and a name (from `saved_names`, if the class has them); a result of a plain operation,
+    with the name of the operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one
+    row. Bytes are those of the whole array on all devices. For hooks with `host=True`, the row counts only the bytes of
+    a number in the program.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -152,7 +153,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
     names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
     inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
-    # Without the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _front.py.
+    # Leave out the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _front.py.
     arrays = [value for value in dict.fromkeys(outputs_of(jaxpr, inputs)) if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
     for array in arrays:

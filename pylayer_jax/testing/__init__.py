@@ -1,10 +1,10 @@
 """Checks of layers for a test suite: against numerical gradients, against a reference, and under each transform.
 
-A check is a generator of cases, and ends with a sentence about them. A case is what one way to run a layer gives,
-beside what it must equal; `_compare` compares the two. `check_layer` runs the table of checks in `_check_layer`;
-`gradcheck`, `gradgradcheck` and `assert_equivalent` run some of them, on a function or on its gradient.
+A check is a generator of cases, which returns a sentence about its cases. A case holds the arrays from one way to run a
+layer, and the arrays that they must equal; `_compare` compares the two. `check_layer` runs the table of checks in
+`_check_layer`; `gradcheck`, `gradgradcheck` and `assert_equivalent` run some checks, on a function or on its gradient.
 
-Each module imports those that stand before it: `_internals`, `_compare`, `_tensor_function`, `_subject`,
+Each module imports only modules before it in this list: `_internals`, `_compare`, `_tensor_function`, `_subject`,
 `_other_values`, `_gradients`, `_runs`, `_transforms`, `_forward_mode`, `_gradcheck`, `_report`, `_check_layer`.
 """
 

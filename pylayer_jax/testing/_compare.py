@@ -6,7 +6,7 @@
 The default tolerances follow from the machine epsilon of the dtype, the size of the expected array, and its *noise*:
 how far rounding errors may move it. The size of an array does not tell the noise where large terms cancel, and a fixed
 number would hide every error of a layer with small units. So the noise is measured, with arguments that differ in their
-last digits, and is at least that of the terms of which the array is computed.
+last digits. It is at least the rounding error of the terms of which the array is computed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ._internals import has_tangent, is_key
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-Arrays = Mapping[str, Any]  # from the names of arrays, such as "output 0" or "the gradient of args[0]"
+Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradient of args[0]"
 
 
 class MismatchError(AssertionError):
-    """Raised by the checkers alone: an AssertionError of the user's own code is not one."""
+    """An error that only the checkers raise, unlike an AssertionError of the user's own code."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Tolerance:
 
     rtol: float | None = None
     atol: float | None = None
-    epsilon: float = 0.0  # of the narrowest dtype through which the arrays may have gone
-    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # of each array, or of each of its entries
+    epsilon: float = 0.0  # machine epsilon of the narrowest dtype through which the arrays may have gone
+    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # by array; one number, or one per entry
 
     def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
         """Return the tolerance of each entry."""
@@ -51,10 +51,10 @@ class Tolerance:
 class Case:
     """Arrays from one way to run a function, and the arrays that they must equal."""
 
-    label: str  # the way, as the end of a sentence
+    label: str  # names the way to run it, as the end of a sentence
     got: Arrays
     expected: Arrays
-    source: str  # of the expected arrays, as the end of a sentence
+    source: str  # names the source of the expected arrays, as the end of a sentence
     tolerance: Tolerance
 
 
@@ -90,7 +90,7 @@ def compare(case: Case) -> None:
 
 
 def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
-    """Say that all entries are wrong by one factor, such as the number of devices."""
+    """Return a sentence if all entries are wrong by one factor, such as the number of devices; empty otherwise."""
     size = float(np.sum(np.abs(expected) ** 2))
     if not (size and np.isfinite(size) and np.all(np.isfinite(got))):
         return ""
@@ -104,7 +104,7 @@ def noise_of(arrays: Arrays, otherwise: Arrays, terms: Mapping[str, float], epsi
 
     Args:
         arrays: the arrays.
-        otherwise: the same from arguments that were rounded otherwise.
+        otherwise: the same arrays, computed from arguments that were rounded otherwise.
         terms: the size of the terms of which each array is computed.
         epsilon: the machine epsilon.
     """
@@ -122,7 +122,7 @@ def type_of(x: Any) -> str:
 
 
 def exact(x: Any) -> np.ndarray:
-    """Return a NumPy array in double precision; of PRNG keys, their data."""
+    """Return a NumPy array in double precision; for PRNG keys, an array of their data."""
     if is_key(x):
         x = jax.random.key_data(x)
     x = np.asarray(x)

@@ -52,7 +52,7 @@ def forward_over_reverse(subject: Subject) -> Cases:
 
 
 def _refusal(subject: Subject, *kinds: type[Exception]) -> str:
-    """Return why there is no forward mode, by an error of one of these kinds too; empty if there is."""
+    """Return why a subject has no forward mode (also by an error of one of these kinds); empty if it has one."""
     try:
         _jvp(subject, subject.function.values, subject.function.values)
     except (TypeError, RuntimeError) as error:
@@ -101,7 +101,7 @@ def _summed_cases(subject: Subject, terms: Callable[[int, Any], list[Any]], limi
 
 
 def _alone(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield the gradient of each array along a random direction, in eager mode; nothing else has a tangent."""
+    """Yield the gradient of each array along a random direction, in eager mode; no other array has a tangent."""
     values = subject.function.values
 
     def jvp(j: int, tangent: Any) -> list[Any]:

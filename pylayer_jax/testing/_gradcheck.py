@@ -36,13 +36,13 @@ def gradcheck(
         True
 
     Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
-    float64. They must be the same for each output only, for each argument only, a second time, after `fun` ran on other
-    values, with cotangents of the other sign, large ones and small ones, and under `jax.jit` unless `fun` needs
-    concrete values. All is also compared for random other values if `fun` takes these. They remain positive, in [-1,
-    1], or sorted along the last axis if `args` are; where only such as symmetric matrices are right, check a function
-    that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Integers, booleans and keys are not differentiated, and
-    outputs that are marked as not differentiable are ignored. Choose arguments away from kinks, where a gradient that
-    differs from the central difference cannot be told from a right one.
+    float64. They must be the same if only one output or only one argument is used, in a second run, after `fun` ran on
+    other values, with negative, large and small cotangents, and under `jax.jit` unless `fun` needs concrete values. All
+    this is also compared for other, random values if `fun` takes these. The other values remain positive, in [-1, 1],
+    or sorted along the last axis if `args` are. If `fun` takes only special values such as symmetric matrices, check a
+    function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Integers, booleans and keys are not
+    differentiated, and outputs that are marked as not differentiable are ignored. Choose arguments away from kinks,
+    where even a right gradient may differ from the central difference.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
@@ -50,9 +50,10 @@ def gradcheck(
         rtol: relative tolerance; by default the cube root of the machine epsilon against central differences, and the
             square root of it elsewhere.
         atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
-            gradient. What rounding errors change is added to both.
-        step: the distance by which an entry is perturbed, times the size of the entry if that is above 1; the cube root
-            of the machine epsilon by default, and for a small entry perhaps that times its size or that of the largest.
+            gradient. The effect of rounding errors is added to both.
+        step: the distance by which an entry is perturbed, times the size of the entry if this is above 1. The default
+            is the cube root of the machine epsilon; for a small entry, this is perhaps multiplied by the size of the
+            entry or of the largest entry.
         limit: arrays with at most this many entries are perturbed entry by entry; larger arrays at this many random
             entries and along one random direction.
         seed: seed of the weights with which the outputs are summed, and of the random entries and directions.
@@ -109,13 +110,13 @@ def assert_equivalent(
 
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
-    The reference defines the right gradients, even if they are not the derivatives of the outputs, as in the first
-    example. The derivatives are computed several times, as in `gradcheck`; also for other values than `args`, if the
-    layer takes these, and under `jax.jit`, unless the layer needs concrete values.
+    The reference defines the right gradients, even if they are not the derivatives of the outputs, as in this example.
+    The derivatives are computed several times, as in `gradcheck`; also for other values than `args`, if the layer takes
+    these, and under `jax.jit`, unless the layer needs concrete values.
 
-    A layer that runs on several devices is compared with a reference on one: every copy that devices hold of an output
-    or of a gradient. An error says so where all entries are wrong by one factor, such as the number of devices. Take
-    arguments that differ from entry to entry, since equal shards hide mistakes.
+    If a layer runs on several devices, the reference runs on one device, and every copy of an output or of a gradient
+    is compared. The error says if all entries are wrong by one factor, such as the number of devices. Take arguments
+    that differ from entry to entry, since equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`; a `jax.shard_map` or a jitted function of sharded arrays, too.
@@ -126,7 +127,7 @@ def assert_equivalent(
             gradients.
         rtol: relative tolerance; the square root of the machine epsilon by default.
         atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
-            array. What rounding errors of the arguments change is added to both.
+            array. The effect of rounding errors of the arguments is added to both.
         seed: seed of the cotangents.
 
     Raises:

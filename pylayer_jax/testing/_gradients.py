@@ -1,9 +1,9 @@
-"""Gradients against a reference, or against numerical derivatives; for the values given, and for others.
+"""Checks gradients against a reference or numerical derivatives, for the given values and for other values.
 
 Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h` with `h` the cube root of the machine
 epsilon, at which the errors of rounding and of truncation are of one size (Press et al., Numerical Recipes, 5.7).
-Outputs are summed with random weights, so that errors at two of them do not cancel. Only gradients in float64 are
-compared with these; gradients in the dtypes of the arguments are compared with those in float64:
+Outputs are summed with random weights, so that errors at two outputs do not cancel. Only gradients in float64 are
+compared with central differences; gradients in the dtypes of the arguments are compared with those in float64:
 
     backward in float32  =  backward in float64  =  central differences in float64
 
@@ -44,7 +44,7 @@ def outputs(subject: Subject) -> Cases:
 
 
 def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
-    """Yield the cases at the values given, and at the first other ones where all derivatives can be computed."""
+    """Yield the cases at the given values, and at the first other values where all derivatives can be computed."""
     sentence = yield from beside(subject)
     derivatives = beside is not _outputs_beside_reference
     finite, refusal = _where_finite(subject, derivatives), ""
@@ -97,7 +97,7 @@ def _outputs_beside_reference(subject: Subject) -> Cases:
 
 
 def _is_same_static(a: Any, b: Any) -> bool:
-    # Two runs may return two objects; only values that Python writes as literals are compared, NaN among them.
+    # Two runs may return different objects. Therefore only literals of Python are compared, by `repr` because of NaN.
     is_literal = isinstance(a, (str, bytes, int, float, complex, type(None)))
     return type(a) is type(b) and (not is_literal or repr(a) == repr(b))
 
@@ -132,7 +132,7 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
     """Return the subject in float64 and complex128, with its cases.
 
     Returns:
-        None if the function refuses float64, or has another error, which the caller meets again.
+        None if the function refuses float64, or raises another error, which the caller will meet again.
     """
     cotangents, _ = subject.cotangents, subject.terms  # computed here, since a subject computes when it is asked
     with jax.enable_x64(True):
@@ -165,7 +165,7 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
             rounding = 4 * epsilon * np.abs(weight) * np.maximum(np.abs(upper), terms[k])
             # A change that is rounded to nothing is as uncertain as one entry.
             error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
-            # Half of the difference between the slopes on both sides of the middle, which a kink makes.
+            # A kink makes the slopes on both sides of the middle differ: add half of the difference.
             error += abs(float(np.sum(weight * (upper - 2 * middle[k] + lower)).real))
         length = float(np.linalg.norm(step))
         return change / length, error / length, step / length
@@ -184,7 +184,7 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
 
 
 def _relative_error(found: tuple[float, float, np.ndarray]) -> tuple[float, float]:
-    """Return how much of a derivative may be an error; if it may be nothing else, the size of the error."""
+    """Return the error of a derivative relative to the derivative, at most 1, and the error itself, to compare both."""
     derivative, error, _ = found
     if not np.isfinite(error):
         return np.inf, np.inf
@@ -198,7 +198,7 @@ Derivative = Callable[[int, np.ndarray], tuple[float, float, np.ndarray]]
 def directional_cases(
     subject: Subject, derivative: Derivative, limit: int, source: str, rtol: float | None = None
 ) -> Iterator[Case]:
-    """Yield the gradient of each array at some entries, and along a random direction if these are not all.
+    """Yield the gradient of each array at some entries, and along a random direction if these are not all entries.
 
     `rtol` is the relative tolerance that fits the derivatives, if it is not that of the subject.
     """
@@ -228,6 +228,6 @@ def directional_cases(
             direction = exact(random_like(gradient, rng))
             found, error, taken = derivative(j, direction / np.linalg.norm(direction))
             terms = np.real(right * taken)
-            # The terms of a sum have errors of their own, and may cancel.
+            # The terms of the sum may cancel, but their errors do not.
             error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
             yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)

@@ -1,8 +1,9 @@
-"""Other values of the arguments, within the domain that the given ones show.
+"""Other values of the arguments, within the domain that the given values suggest.
 
-People try a layer at ones, at equal arguments, or at a symmetric matrix. There a product with a forgotten transpose, or
-with the gradients of its factors swapped, has the right gradients. Each entry of each argument is therefore multiplied
-by a random number of its own. Values that are positive, in [-1, 1], or sorted along the last axis remain so:
+People try a layer at ones, at equal arguments, or at a symmetric matrix. At such values, a product with a forgotten
+transpose, or with the gradients of its factors swapped, has the right gradients. Each entry of each argument is
+therefore multiplied by a random number of its own. Values that are positive, in [-1, 1], or sorted along the last axis
+remain so:
 
     [0.2, -0.9]  ->  [-0.16, 0.74]      random sizes and signs
     [1.0, 2.0, 5.0]  ->  [0.7, 2.9, 5.5]      random sizes
@@ -27,8 +28,8 @@ _WAYS = {
     "larger sizes": (1.0, 1.5, False),
     "smaller sizes": (0.5, 1.0, False),
 }
-# The last ways keep what else the values have in common, such as a positive definite matrix. A layer rarely has a kink
-# at these multiples of the values that a user chose.
+# The last ways multiply all values by one number, which keeps other properties: a matrix stays positive definite. A
+# layer rarely has a kink at these multiples of the values that a user chose.
 _SCALES = (0.7391, 1.1834)
 
 
@@ -48,7 +49,7 @@ def _has_both_signs(x: np.ndarray) -> bool:
 def _other(x: np.ndarray, low: float, high: float, signs: bool, rng: np.random.Generator) -> np.ndarray:
     size = np.abs(x)
     nonzero = size[np.isfinite(size) & (size > 0)]
-    # A zero may be one of the values that hide an error, as those of a unit matrix do.
+    # Zeros are replaced, since they may hide an error, as those of a unit matrix do.
     size = np.where(size == 0, np.median(nonzero) if nonzero.size else 1.0, size) * rng.uniform(low, high, x.shape)
     if np.max(nonzero, initial=0.0) <= 1 and low < 1 < high:
         size = np.where(size > 1, 1 / size, size)

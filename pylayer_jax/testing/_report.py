@@ -1,4 +1,4 @@
-"""The report of `check_layer`: a row per property, shown as it is done, and how a failure that is meant is declared."""
+"""The report of `check_layer`: a row per property, shown when it is checked, and hints about intended failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WIDTH = len("forward over reverse")  # the longest name
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One property: its name, whether the layer has it, and what was compared or what is wrong."""
+    """One property: its name, whether the layer has it, and a message about the comparison or the failure."""
 
     name: str
     passed: bool
@@ -58,10 +58,10 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def hints(self, spelled: Callable[..., str] = python_arguments) -> list[str]:
-        """Return lines that say how failures that are meant are declared; empty if nothing failed that can be meant.
+        """Return hints how to declare intended failures; empty if no failure can be intended.
 
         Args:
-            spelled: how keyword arguments of `check_layer` are written.
+            spelled: a function that writes keyword arguments of `check_layer`.
         """
         failed = [row for row in self.rows if not row.passed]
         derivatives = [row for row in failed if row.name in ("gradients", "second order")]
@@ -111,14 +111,14 @@ def row_of(name: str, test: Callable[[], str]) -> Row:
     except MismatchError as error:
         return Row(name, False, first_line(error), error)
     except Exception as error:
-        # A note that begins with dashes is the one of JAX about its traceback.
+        # A note that begins with dashes is JAX's note about its traceback.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
         return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}", error)
 
 
 def _public_type(error: Exception) -> type:
-    """Return the type of an error, or the public type that a private type of the library stands for."""
+    """Return the type of an error, or for a private type of the library its public base."""
     return next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
 
 
@@ -127,7 +127,7 @@ def _public_type(error: Exception) -> type:
 
 @contextlib.contextmanager
 def progress() -> Generator[Callable[[str], None]]:
-    """Give a function that shows a line in a terminal or notebook; elsewhere, and in a test, it does nothing.
+    """Yield a function that shows a line in a terminal or notebook; elsewhere, and in a test, it shows nothing.
 
     The lines vanish at the end, since the report has them all.
     """

@@ -85,7 +85,7 @@ def linear(subject: Subject) -> Cases:
 
 
 def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
-    """Return gradients from other cotangents, beside those that a linear backward has."""
+    """Return gradients from other cotangents, beside those that a linear backward would return."""
     pull = function.vjp(w)
     grads, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
     found: dict[str, tuple[Any, Any]] = {}
@@ -156,7 +156,7 @@ def _jitted_without_leaks(subject: Subject) -> dict[str, Any]:
     except jax.errors.UnexpectedTracerError as error:
         raise MismatchError(f"a leaked tracer is used: {first_line(error)}") from error
     except Exception as error:
-        # In a large process, JAX can fail while it looks for references to the tracer, with an IndexError.
+        # In a large process, JAX can fail with an IndexError while it looks for references to the tracer.
         if not isinstance(error, IndexError) and not str(error).startswith("Leaked trace"):
             raise
         # JAX itself keeps the tracers of a shard_map.

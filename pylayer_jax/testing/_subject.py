@@ -1,4 +1,4 @@
-"""What is checked: a function of tensors, or its gradient, with its results in eager mode."""
+"""The subject of a check: a function of tensors, or its gradient, with its results in eager mode."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Options:
 class Subject:
     """A function under test, and perhaps a reference whose outputs and derivatives are right.
 
-    The subject of second derivatives is `derivative`: its function is the gradient of that of its `base`, and takes the
-    values and the cotangents of that. Everything is computed when it is first asked for.
+    The subject of second derivatives is `derivative`: its function is the gradient of the function of its `base`, and
+    takes the values and the cotangents of the base. Results are computed when they are first read.
     """
 
     def __init__(self, function: TensorFunction, reference: Any, options: Options, base: Subject | None = None) -> None:
@@ -125,11 +125,11 @@ class Subject:
         return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
-        """Return a case of this subject; expected are, by default, its results in eager mode."""
+        """Return a case of this subject. By default, its results in eager mode are expected."""
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return a generator; the numbers of two streams have nothing to do with each other."""
+        """Return a generator of random numbers; two streams are independent."""
         return np.random.default_rng((self.options.seed, stream))
 
 

@@ -30,11 +30,11 @@ Cotangents = dict[int, Any]
 class TensorFunction:
     """A function at its arguments, as a function of the tensors in them.
 
-    JAX differentiates some of the tensors; `values` are these.
+    JAX differentiates some of the tensors: the `values`.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take a function of positional arguments, and these by their names."""
+        """Take a function of positional arguments, and the arguments by name."""
         self.function = function
         tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
@@ -62,11 +62,11 @@ class TensorFunction:
         return other
 
     def run(self) -> list[Any]:
-        """Return the tensors that the function returns."""
+        """Run the function, and return its tensor outputs."""
         return self.run_with_statics()[0]
 
     def run_with_statics(self) -> tuple[list[Any], list[Any]]:
-        """Return the tensors that the function returns, and its other outputs."""
+        """Run the function, and return its tensor outputs and its other outputs."""
         tensors, skeleton = split(self._call(self.tensors))
         return [jnp.asarray(y) for y in tensors], skeleton.statics()
 
@@ -74,7 +74,7 @@ class TensorFunction:
         return self.function(*self.skeleton.fill(tensors, change))
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
-        """Return the tensors that the function returns for other values of the differentiated tensors."""
+        """Return the tensor outputs of the function for other values of the differentiated tensors."""
         return self.with_values(values).run()
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
@@ -103,9 +103,9 @@ class TensorFunction:
                 yield
 
     def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[[Cotangents], Any]:
-        """Return the function from a cotangent per position in `outputs` to a gradient per value.
+        """Return the vjp function. It takes a cotangent per position in `outputs`, and returns a gradient per value.
 
-        The gradients are those of the values at the positions `wanted`, by default of all.
+        `wanted` are the positions of the values to differentiate, by default all.
         """
         values = dict(enumerate(self.values))
         wanted = list(values) if wanted is None else wanted
@@ -160,7 +160,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return what a checker checks: a layer or a function at arguments.
+    """Return the function that a checker checks, from a layer or a function and its arguments.
 
     Raises:
         TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.

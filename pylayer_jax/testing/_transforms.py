@@ -1,4 +1,4 @@
-"""Whether a layer gives the same outputs and gradients under a transform of JAX as in eager mode."""
+"""Checks that a layer gives the same outputs and gradients under a transform of JAX as in eager mode."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ._tensor_function import Cotangents, TensorFunction, scaled
 __tracebackhide__ = True  # pytest hides the frames of this module
 
 _EXAMPLES = 3
-_MOST_CHOICES = 16  # of what is mapped
+_MOST_CHOICES = 16  # of the tensors that are mapped
 
 _Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values
 
@@ -97,7 +97,7 @@ def vmap(subject: Subject) -> Cases:
 
 
 def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
-    """Return which of the differentiated tensors are mapped along which axes, with the ends of the messages."""
+    """Return the choices of mapped tensors and axes to check, by the end of the message about each choice."""
     positions = function.differentiated
     mappings = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
     for n in range(1, len(positions)):
@@ -153,5 +153,5 @@ def _example(x: Any, i: int) -> Any:
 
 
 def _is_rbg_key(x: Any) -> bool:
-    # With a batch of such keys, JAX draws other numbers than with each key on its own.
+    # With a batch of rbg keys, JAX draws other numbers than with each key on its own.
     return is_key(x) and "rbg" in str(jax.random.key_impl(x))
