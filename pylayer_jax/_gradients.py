@@ -171,7 +171,7 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 
 
 def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
-    """Return the value as an array of type `aval`, over the same mesh axes; None stays None.
+    """Return `value` with the dtype and shape of `aval`, varying over the mesh axes of `aval`; None stays None.
 
     A gradient may have more or fewer axes of length 1, or a shape to which the shape of `aval` broadcasts.
 

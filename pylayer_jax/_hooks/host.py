@@ -9,9 +9,9 @@ NOTE [host packs]
 XLA passes the number to `unpack` once, several times if JAX moved the packing of an unchanging tensor out of a loop, or
 never if `backward` does not run. The host cannot know which use is the last. Therefore a packed value that was used at
 least once is dropped when the same device packs at the same place again: then a new forward pass has begun. A value
-that was never used stays until the hooks are closed or the programs of the place are collected. A
-compiled `backward` that never reads a tensor (the maximum that softmax subtracts) would leave one more at each step: on
-CPU, XLA leaves out a call whose number is never read. tests: test_host.py
+that was never used stays until the hooks are closed or the programs of the place are collected. A compiled `backward`
+that never reads a tensor (the maximum that softmax subtracts) would leave one more at each step: on CPU, XLA leaves out
+a call whose number is never read. tests: test_host.py
 
 NOTE [host calls]
 `io_callback` passes arrays that JAX is still copying. On CPU the copy needs a thread of the pool that the callbacks

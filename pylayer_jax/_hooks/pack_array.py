@@ -159,7 +159,7 @@ def _pack(
             return False
         offered = later if is_tracer(leaf) == is_tracer(array) else ()
         steps_of[id(leaf)] = _chosen(offered, leaf, where, info)
-        # A NumPy array stays on the host, and is released with the vjp function, as every other object is.
+        # A NumPy array stays on the host. Like every other object, it is released with the vjp function.
         return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
 
     leaves, skeleton = split(packed, is_kept)

@@ -100,7 +100,7 @@ class Subject:
 
     @property
     def terms_of_outputs(self) -> list[float]:
-        """The size of the terms of which each output is computed, as far as it is known; they may cancel."""
+        """For each output, the size of the terms that are summed into it, which may cancel; 0 if it is unknown."""
         return [0.0] * len(self.outputs) if self.base is None else self.base.terms
 
     @functools.cached_property
