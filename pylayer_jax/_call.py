@@ -295,7 +295,7 @@ class LayerCall:
         ]
 
     def check_batch(self, axis: Any, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
-        """Raise an error unless each output of the own `vmap` has dtype and shape of `forward`, behind the batch axis."""
+        """Raise an error unless each output of `vmap` has dtype and shape of `forward`, behind the batch axis."""
         found = [(x.dtype, x.shape) for x in outputs]
         wanted = [(t.dtype, (axis.size, *t.shape)) for t in expected]
         if found != wanted:

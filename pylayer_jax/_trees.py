@@ -221,7 +221,7 @@ def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
 
 
 def collect_like(entry: Any, skeleton: Skeleton, where: str, describe: Callable[[Any], str]) -> list[Any]:
-    """Match the tree `entry`, which a user returned, against a skeleton. Return one value per tensor of the skeleton, None for zero.
+    """Match a tree of a user, `entry`, against a skeleton: return one value per tensor of it, None for zero.
 
     One None in `entry` may replace a whole subtree.
 

@@ -38,8 +38,8 @@ def gradcheck(
     Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
     float64. They must be the same if only one output or only one argument is used, in a second run, after `fun` ran on
     other values, with negative, large and small cotangents, and under `jax.jit` unless `fun` needs concrete values. All
-    this is also compared for other, random values if `fun` takes these. If `args` are positive, in [-1, 1], or
-    sorted along the last axis, these values are too. If `fun` takes only special values such as symmetric matrices, check a
+    this is also compared for other, random values if `fun` takes these. If `args` are positive, in [-1, 1], or sorted
+    along the last axis, these values are too. If `fun` takes only special values such as symmetric matrices, check a
     function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Integers, booleans and keys are not
     differentiated, and outputs that are marked as not differentiable are ignored. Choose arguments away from kinks,
     where even a right gradient may differ from the central difference.
