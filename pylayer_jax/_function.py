@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ._apply import Apply
 from ._arguments import signature_of
 from ._context import PyLayerContext, own_copy
+from ._jax.types import as_arrays, is_array
 from ._layer import PyLayer
 from ._messages import describe
-from ._trees import is_tensor
+from ._trees import is_tensor, split
 
 
 class FunctionCtx(PyLayerContext):
@@ -181,6 +182,9 @@ def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
         output = layer.forward(*args, **kwargs)
+        tensors, skeleton = split(output)
+        if not all(map(is_array, tensors)):  # code on a NumPy output would lead back to a constant, not to the output
+            output = skeleton.fill(as_arrays(tensors))
         layer.setup_context(ctx, (*args, *kwargs.values()), output)
         return output
 

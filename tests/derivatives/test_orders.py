@@ -375,3 +375,26 @@ def test_a_ref_that_forward_closes_over_is_refused_where_it_is_traced():
     for traced in (lambda f: grad(jax.jit(f)), scanned, lambda f: jax.jit(grad(f)), lambda f: grad(grad(f))):
         with pytest.raises(TypeError, match=r"Counts.*as an argument"):
             run(traced)
+
+
+def test_code_of_setup_context_on_a_constant_output_has_the_derivative_of_the_output():
+    constant = np.array([0.3, -0.7, 1.1], np.float32)
+
+    class Constant(Function):
+        @staticmethod
+        def forward(x):
+            return constant
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(jnp.cos(output))
+
+        @staticmethod
+        def backward(ctx, dy):
+            (c,) = ctx.saved_tensors
+            return dy * c
+
+    x = jnp.ones(3)
+    found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(Constant.apply(x)))(x)))(x)
+    # The gradient is cos(y), and dy/dx is cos(y) by the rule.
+    np.testing.assert_allclose(found, -np.sin(constant) * np.cos(constant), rtol=1e-5)
