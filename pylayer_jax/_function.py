@@ -7,6 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax.numpy as jnp
+
 from ._apply import Apply
 from ._arguments import signature_of
 from ._context import PyLayerContext, own_copy
@@ -184,7 +186,8 @@ def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
         if not all(map(is_array, tensors)):  # code on a NumPy output would lead back to a constant, not to the output
-            output = skeleton.fill(as_arrays(tensors))
+            arrays = zip(tensors, as_arrays(tensors), strict=True)
+            output = skeleton.fill([x if x is own else jnp.copy(own) for x, own in arrays])
         layer.setup_context(ctx, (*args, *kwargs.values()), output)
         return output
 

@@ -58,7 +58,7 @@ class StagedLayer(RuleFunction):
         self.n_outputs = len(kept.outputs.types)
         # Other saved tensors depend on these outputs through the rule, not through the code of `forward`.
         last = {v: i for i, v in enumerate(jaxpr.outvars[: self.n_outputs]) if not is_literal(v)}
-        inputs = set(jaxpr.invars[n_consts:])  # a constant that is returned has a derivative by the rule
+        inputs = set(jaxpr.invars)
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:

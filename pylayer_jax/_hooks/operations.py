@@ -375,11 +375,13 @@ class HooksTrace(PassThroughTrace):
 
     def _differentiates(self, args: Sequence[Any]) -> bool:
         """Return whether the trace below differentiates some operands, or batches of them, in reverse mode."""
-        trace = self.parent_trace
-        while isinstance(trace, BATCHED.trace):
-            trace = trace_below(trace.parent_trace)
         examples = list(map(whole_batch, args))
-        return any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples)
+        trace = self.parent_trace
+        while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
+            if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
+                return True
+            trace = trace_below(trace.parent_trace)  # a differentiation of other values passes the operation on
+        return False
 
     def _packing_inside(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values | None:
         """Bind a staged scan, or a jitted function with a loop, in which each iteration packs. Else return None.

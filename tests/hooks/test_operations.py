@@ -151,3 +151,17 @@ def test_an_operation_on_a_mask_of_what_came_from_outside(mode):
 
     row = X[0]
     np.testing.assert_allclose(mode(jax.grad(save_on_cpu()(loss)))(row), jax.grad(loss)(row), rtol=1e-6)
+
+
+@pytest.mark.parametrize("function", [Tanh.apply, jax.nn.relu], ids=["layer", "custom_jvp"])
+def test_a_block_in_a_derivative_of_another_argument(function):
+    """JAX calls the Python functions of a custom gradient once for all derivatives that enclose it."""
+
+    def gradients(function):
+        def loss(x, w):
+            return jnp.sum(function(x) * w)
+
+        return jax.grad(lambda x: jnp.sum(jax.grad(loss, 1)(x, x)))(X)
+
+    mapped = jax.vmap(function)
+    np.testing.assert_allclose(gradients(bits()(mapped)), gradients(mapped), rtol=1e-5)
