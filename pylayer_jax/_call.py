@@ -71,6 +71,11 @@ class LayerCall:
         # In eager mode JAX compiles each operation by itself, without the scopes around it.
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
+    def residual_names(self, kept: Kept, n_residuals: int) -> list[str]:
+        """Return the name of each residual for hooks and reports: from `saved_names`, or as in `saved[0]`."""
+        given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
+        return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
+
     # -- forward ---------------------------------------------------------------------------------------
 
     def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:

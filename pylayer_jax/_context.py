@@ -302,9 +302,7 @@ class Kept:
         self.saved_for_jvp: KeptTree | None = None  # None if it is the same as `saved`
         self.attributes: dict[str, KeptTree] = {}
 
-    def names(
-        self, n_residuals: int, name_of_saved: Callable[[int], str | None] = lambda i: f"saved[{i}]"
-    ) -> list[str]:
+    def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
         """Return a name for each residual, empty for none. `name_of_saved` returns the name of the i-th saved value."""
         names = [""] * n_residuals
         if self.saved is not None:

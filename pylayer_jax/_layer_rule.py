@@ -40,7 +40,7 @@ from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables
 from ._jax.linearity import transpose_jaxpr
 from ._jax.masks import scatter, select
 from ._jax.primitives import vmap_over
-from ._jax.rule_function import RuleFunction, apply, apply_linear, rule_of_batch
+from ._jax.rule_function import RuleFunction, UnstagedBatch, apply, apply_linear
 from ._jax.tracers import NEEDS_VALUES, is_differentiated, is_tracer, trace_of_primals
 from ._jax.types import as_arrays, has_tangent, is_ref, typeof
 from ._layer_map import CodeMap, LayerMap
@@ -235,16 +235,15 @@ class EagerLayer(RuleFunction):
         return batched, [*more, *consts], out_dims
 
 
-class EagerBatch(RuleFunction):
+class EagerBatch(UnstagedBatch):
     """A batch of an eager layer by the `vmap` of its class, which sees concrete values; or a batch of such batches."""
 
-    def __init__(self, inner: EagerLayer | EagerBatch, axis: Any, dims: Sequence[Any]) -> None:
-        self.inner, self.axis, self.dims, self.name = inner, axis, list(dims), inner.name
+    inner: EagerLayer | EagerBatch
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
         if isinstance(self.inner, EagerBatch):
-            return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
+            return super().run(*args)
         call = self.inner.call
         values = call.run_vmap(self.axis, self.dims, as_arrays(args))
         with contextlib.suppress(*NEEDS_VALUES):  # the outputs of host code for one example are not known
@@ -252,13 +251,9 @@ class EagerBatch(RuleFunction):
             call.check_batch(self.axis, values, expected.kept.outputs.types)
         return values
 
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
-        return rule_of_batch(self.axis, self.inner.rule, self.dims, 0)(list(primals), list(tangents))
-
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         if all(d is None for d in dims):  # a named axis: staging shows whether the layer uses it
-            return super().batch(axis, dims, types)
+            return RuleFunction.batch(self, axis, dims, types)
         return EagerBatch(self, axis, dims), [], None
 
 
@@ -284,8 +279,7 @@ def differentiated(
     kept, outputs, residuals = run
     packed, owners = None, list(range(kept.n_saved))  # owners: the tensor that each of the first arrays comes from
     if packs and call.pair is not None and kept.n_saved:
-        given: Any = call.layer.saved_names if isinstance(call.layer.saved_names, tuple) else ()
-        names = kept.names(len(residuals), lambda i: (given and given[i]) or f"saved[{i}]")
+        names = call.residual_names(kept, len(residuals))
         packed, arrays, outputs = _hooks.pack(
             call.pair,
             residuals[: kept.n_saved],

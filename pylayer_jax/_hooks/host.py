@@ -265,7 +265,7 @@ def _on_first_device(n_devices: int, function: _HostFunction, *args: Any) -> lis
         )
         if not jnp.issubdtype(value.dtype, jnp.floating):
             return jax.lax.psum(value, mesh.axis_names).astype(result.dtype)
-        # A sum of floating-point numbers would lose the sign of -0.0. tests: test_host_shards.py
+        # A sum of floating-point numbers would lose the sign of -0.0. tests: devices/test_sharded_hooks.py
         bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
         bits = jax.lax.psum(bits, mesh.axis_names)
         return jax.lax.bitcast_convert_type(bits, value.dtype).astype(result.dtype)

@@ -32,16 +32,16 @@ from pylayer_jax._jax.jaxprs import (
     stage,
 )
 from pylayer_jax._jax.masks import merge, scatter, select
-from pylayer_jax._jax.primitives import object_of, vmap_over
+from pylayer_jax._jax.primitives import object_of
 from pylayer_jax._jax.rule_function import (
     BatchedFunction,
     LinearMap,
     RuleFunction,
+    UnstagedBatch,
     Values,
     apply,
     apply_linear,
     rule_function_p,
-    rule_of_batch,
 )
 from pylayer_jax._jax.tracers import (
     BATCHED,
@@ -116,7 +116,7 @@ class Operation(RuleFunction):
     def run(self, *args: Any) -> Values:
         return self._run(*args[: len(self._names)]) if self.jaxpr is None else super().run(*args)
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         return _batch(self, axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
@@ -170,33 +170,11 @@ class Operation(RuleFunction):
         return named[0] if named else ""
 
 
-class _OperationOfBatch(BatchedFunction):
-    """An operation whose Python function JAX can call only once, applied to a batch. All its results are batched."""
-
-    n_consts = 0
-
-    def run(self, *args: Any) -> Values:
-        values = vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
-        self.out_dims[:] = [0] * len(values)
-        return values
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        rule = rule_of_batch(self.axis, self.inner.rule, self.dims, 0)
-        values, found = rule(list(primals), list(tangents))
-        self.out_dims[:] = [0] * len(values)
-        return values, found
-
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return _batch(self, axis, dims, types)
-
-
 def _batch(
     function: RuleFunction, axis: Any, dims: Sequence[Any], types: Sequence[Any]
-) -> tuple[RuleFunction, Values, list[Any]]:
-    if function.jaxpr is None:
-        batched = _OperationOfBatch(function, axis, dims)
-        batched.out_dims = [0]  # becomes that of the values when the function has run
-        return batched, [], batched.out_dims
+) -> tuple[RuleFunction, Values, Any]:
+    if function.jaxpr is None:  # JAX can call its Python function only once
+        return UnstagedBatch(function, axis, dims), [], None
     batched = BatchedFunction(function, axis, dims)
     batched.transpose = functools.partial(_transpose, batched)
     return batched, batched.stage(types), batched.out_dims

@@ -22,8 +22,8 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from .imports import ClosedJaxpr, eval_jaxpr
-from .jaxprs import inner_jaxprs, is_literal
+from .imports import eval_jaxpr
+from .jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
 from .masks import merge, scatter, select
 from .primitives import object_of
 from .rule_function import linear_map_p, rule_function_p
@@ -221,26 +221,18 @@ def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
-def _jaxpr(parameter: Any) -> Any:
-    return parameter.jaxpr if isinstance(parameter, ClosedJaxpr) else parameter
-
-
 def _cond(equation: Any, operands: list[Kind]) -> list[Kind]:
     results = None
     for branch in equation.params["branches"]:
-        found = evaluate_kinds(_jaxpr(branch), operands[1:])
+        found = evaluate_kinds(jaxpr_and_consts(branch)[0], operands[1:])
         results = found if results is None else _joined(results, found)
     return [_combine([operands[0]], "'cond'") if operands[0] != CONSTANT else k for k in results or []]
 
 
 def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
-    params = equation.params
-    if "num_consts" in params:
-        consts, carries = params["num_consts"], params["num_carry"]
-    else:  # since jax 0.12
-        of_consts, of_carry, _ = params["ft_in"].unpack()
-        consts, carries = len(list(of_consts)), len(list(of_carry))
-    body, carry = _jaxpr(params["jaxpr"]), operands[consts : consts + carries]
+    consts, carries = scan_counts(equation.params)
+    body, _ = jaxpr_and_consts(equation.params["jaxpr"])
+    carry = operands[consts : consts + carries]
     while True:
         results = evaluate_kinds(body, [*operands[:consts], *carry, *operands[consts + carries :]])
         joined = _joined(carry, results[:carries])
@@ -251,7 +243,7 @@ def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
     n_cond, n_body = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-    condition, body = (_jaxpr(equation.params[k]) for k in ("cond_jaxpr", "body_jaxpr"))
+    condition, body = (jaxpr_and_consts(equation.params[k])[0] for k in ("cond_jaxpr", "body_jaxpr"))
     carry = operands[n_cond + n_body :]
     while True:
         joined = _joined(carry, evaluate_kinds(body, [*operands[n_cond : n_cond + n_body], *carry]))

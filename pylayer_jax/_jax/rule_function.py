@@ -137,6 +137,24 @@ class BatchedFunction(RuleFunction):
         return function.transpose(args, cotangents)
 
 
+class UnstagedBatch(RuleFunction):
+    """A batch of a function that is not staged: `jax.vmap` calls its `run`. All values have the batch axis in front."""
+
+    def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
+        self.inner, self.axis, self.dims, self.name = inner, axis, list(dims), inner.name
+
+    def run(self, *args: Any) -> Values:
+        __tracebackhide__ = True
+        return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        return rule_of_batch(self.axis, self.inner.rule, self.dims, 0)(list(primals), list(tangents))
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+        return UnstagedBatch(self, axis, dims), [], None
+
+
 def rule_of_batch(axis: Any, rule: Callable[..., Any], dims: Sequence[Any], out_dims: Any) -> Callable[..., Any]:
     """Return the rule of a batch, given the rule of one example and the batch axes of its operands and values.
 

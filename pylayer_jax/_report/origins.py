@@ -150,8 +150,7 @@ def _note_savers(equations: Equations, operands: list[Value], results: list[Valu
     if not isinstance(function, StagedLayer):
         return False
     layer = function.call.layer
-    given: Any = layer.saved_names if isinstance(layer.saved_names, tuple) else ()
-    names = function.kept.names(len(function.positions), lambda i: (given and given[i]) or f"saved[{i}]")
+    names = function.call.residual_names(function.kept, len(function.positions))
     for name, residual in zip(names, function.residuals(operands[function.n_consts :], results), strict=True):
         residual.savers.append((layer.__name__, name, equations))
     for result in results:
