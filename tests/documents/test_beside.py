@@ -144,6 +144,95 @@ def test_a_cell_is_what_running_the_code_gives(row, column):
 # -- torch and Paddle --------------------------------------------------------------------------------------------
 
 
+def shared_rows(
+    base: Any, rounded: Any, sigmoid: Any, scalar: Any, grad: Any, hooks: Any, doubled: Any, steep_tanh: Any
+) -> dict[str, str]:
+    """Return the cells that torch and Paddle have in common.
+
+    Args:
+        base: the class of their custom gradients.
+        rounded: their function that rounds.
+        sigmoid: their sigmoid.
+        scalar: from a number to a tensor that needs a gradient.
+        grad: from y and x to the gradient, which can be differentiated again.
+        hooks: their hooks on saved tensors.
+        doubled: the gradient that `backward` returns for the argument that is a dict, from its cotangent.
+        steep_tanh: tanh with twice its gradient.
+    """
+
+    class Round(base):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.set_materialize_grads(False)
+            return rounded(x), x.clone()
+
+        @staticmethod
+        def backward(ctx, dy, unused):
+            missing.append(unused)
+            return dy
+
+    class Swish(base):
+        @staticmethod
+        def forward(ctx, x):
+            times.append(1)
+            s = sigmoid(x)
+            ctx.save_for_backward(x, s)
+            return x * s
+
+        @staticmethod
+        def backward(ctx, dy):
+            x, s = saved(ctx)
+            return dy * s * (1 + x * (1 - s))
+
+    class Clipped(base):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            return dy.clip(-1, 1)
+
+    class Doubled(base):
+        @staticmethod
+        def forward(ctx, tree):
+            return 2 * tree["w"]
+
+        @staticmethod
+        def backward(ctx, dy):
+            return doubled(dy)
+
+    missing: list[Any] = []
+    times: list[int] = []
+    kept: list[Any] = []
+
+    def second(f, value):
+        x = scalar(value)
+        return shown(grad(grad(f(x), x), x))
+
+    straight_through = second(lambda x: Round.apply(x)[0] ** 3, 1.3)
+    Swish.apply(scalar(0.3)).backward()
+    with hooks(lambda x: kept.append(x) or x, lambda x: x):
+        steep_tanh(scalar(0.3)).backward()
+    clipped = scalar(0.3)
+    (5 * Clipped.apply(clipped)).backward()
+    tree = Doubled.apply({"w": scalar(0.3), "name": "a text"})
+    has_gradient = tree.requires_grad if hasattr(tree, "requires_grad") else not tree.stop_gradient
+    return {
+        "second derivative of `round(x)³` at 1.3, straight-through": straight_through,
+        "second derivative of tanh at 0.3, slope doubled": second(steep_tanh, 0.3),
+        "a rule that is not linear, such as clipping": yes(clipped.grad == 1),
+        "a dict with an array and a text as the argument": "yes" if has_gradient else "no gradient, no error",
+        "runs of `forward` in an eager gradient, an intermediate saved": str(len(times)),
+        "what the rule gets for an output that the loss does not use": "None" if missing[0] is None else "zeros",
+        "packing what is saved, under `jit` too": yes(kept),
+    }
+
+
+def saved(ctx: Any) -> Any:
+    return ctx.saved_tensors if hasattr(ctx, "saved_tensors") else ctx.saved_tensor()
+
+
 def in_torch(torch: Any) -> dict[str, str]:
     class SteepTanh(torch.autograd.Function):
         @staticmethod
@@ -168,86 +257,26 @@ def in_torch(torch: Any) -> dict[str, str]:
             (y,) = ctx.saved_tensors
             return 2 * dx * (1 - y**2)
 
-    class Round(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(False)
-            return torch.round(x), x.clone()
-
-        @staticmethod
-        def backward(ctx, dy, unused):
-            missing.append(unused)
-            return dy
-
-    class Swish(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            times.append(1)
-            s = torch.sigmoid(x)
-            ctx.save_for_backward(x, s)
-            return x * s
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, s = ctx.saved_tensors
-            return dy * s * (1 + x * (1 - s))
-
-    class Clipped(Round):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy.clip(-1, 1)
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, tree):
-            return 2 * tree["w"]
-
-        @staticmethod
-        def backward(ctx, dy):
-            return {"w": 2 * dy, "name": None}
-
-    missing: list[Any] = []
-    times: list[int] = []
-    kept: list[Any] = []
-
-    def scalar(value):
-        return torch.tensor(value, requires_grad=True)
-
-    def second(f, value):
-        x = scalar(value)
-        (first,) = torch.autograd.grad(f(x), x, create_graph=True)
-        return shown(torch.autograd.grad(first, x)[0])
-
     def use(f, rule):
         with pytest.raises(RuntimeError):
             f(SteepTanh.apply)
         f(WithRules.apply)
         return f"with {rule}"
 
-    rounded = second(lambda x: Round.apply(x)[0] ** 3, 1.3)
-    Swish.apply(scalar(0.3)).backward()
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        SteepTanh.apply(scalar(0.3)).backward()
-    clipped = scalar(0.3)
-    (5 * Clipped.apply(clipped)).backward()
     x = torch.full((3,), 0.3)
-    tree = Doubled.apply({"w": scalar(0.3), "name": "a text"})
-    jvp = use(lambda f: torch.func.jvp(f, (x,), (x,)), "`jvp`")
-    return {
+    return shared_rows(
+        torch.autograd.Function,
+        torch.round,
+        torch.sigmoid,
+        lambda value: torch.tensor(value, requires_grad=True),
+        lambda y, x: torch.autograd.grad(y, x, create_graph=True)[0],
+        torch.autograd.graph.saved_tensors_hooks,
+        lambda dy: {"w": 2 * dy, "name": None},
+        SteepTanh.apply,
+    ) | {
         "`vmap`": use(lambda f: torch.func.vmap(f)(x), "`generate_vmap_rule`"),
-        "second derivative of `round(x)³` at 1.3, straight-through": rounded,
-        "second derivative of tanh at 0.3, slope doubled": second(SteepTanh.apply, 0.3),
         "`jax.hessian` of the same": shown(torch.autograd.functional.hessian(SteepTanh.apply, torch.tensor(0.3))),
-        "`jax.jvp`": jvp,
-        "a rule that is not linear, such as clipping": yes(clipped.grad == 1),
-        "a dict with an array and a text as the argument": "yes" if tree.requires_grad else "no gradient, no error",
-        "runs of `forward` in an eager gradient, an intermediate saved": str(len(times)),
-        "what the rule gets for an output that the loss does not use": "None" if missing[0] is None else "zeros",
-        "packing what is saved, under `jit` too": yes(kept),
+        "`jax.jvp`": use(lambda f: torch.func.jvp(f, (x,), (x,)), "`jvp`"),
     }
 
 
@@ -264,76 +293,16 @@ def in_paddle(paddle: Any) -> dict[str, str]:
             (y,) = ctx.saved_tensor()
             return 2 * dy * (1 - y**2)
 
-    class Round(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(False)
-            return paddle.round(x), x.clone()
-
-        @staticmethod
-        def backward(ctx, dy, unused):
-            missing.append(unused)
-            return dy
-
-    class Swish(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            times.append(1)
-            s = paddle.nn.functional.sigmoid(x)
-            ctx.save_for_backward(x, s)
-            return x * s
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, s = ctx.saved_tensor()
-            return dy * s * (1 + x * (1 - s))
-
-    class Clipped(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy.clip(-1, 1)
-
-    class Doubled(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx, tree):
-            return 2 * tree["w"]
-
-        @staticmethod
-        def backward(ctx, dy):
-            return 2 * dy
-
-    missing: list[Any] = []
-    times: list[int] = []
-    kept: list[Any] = []
-
-    def scalar(value):
-        return paddle.to_tensor(value, stop_gradient=False)
-
-    def second(f, value):
-        x = scalar(value)
-        (first,) = paddle.grad(f(x), x, create_graph=True)
-        return shown(paddle.grad(first, x)[0])
-
-    rounded = second(lambda x: Round.apply(x)[0] ** 3, 1.3)
-    Swish.apply(scalar(0.3)).backward()
-    with paddle.autograd.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        SteepTanh.apply(scalar(0.3)).backward()
-    clipped = scalar(0.3)
-    (5 * Clipped.apply(clipped)).backward()
-    tree = Doubled.apply({"w": scalar(0.3), "name": "a text"})
-    return {
-        "second derivative of `round(x)³` at 1.3, straight-through": rounded,
-        "second derivative of tanh at 0.3, slope doubled": second(SteepTanh.apply, 0.3),
-        "a rule that is not linear, such as clipping": yes(clipped.grad == 1),
-        "a dict with an array and a text as the argument": "no gradient, no error" if tree.stop_gradient else "yes",
-        "runs of `forward` in an eager gradient, an intermediate saved": str(len(times)),
-        "what the rule gets for an output that the loss does not use": "None" if missing[0] is None else "zeros",
-        "packing what is saved, under `jit` too": yes(kept),
-    }
+    return shared_rows(
+        paddle.autograd.PyLayer,
+        paddle.round,
+        paddle.nn.functional.sigmoid,
+        lambda value: paddle.to_tensor(value, stop_gradient=False),
+        lambda y, x: paddle.grad(y, x, create_graph=True)[0],
+        paddle.autograd.saved_tensors_hooks,
+        lambda dy: 2 * dy,
+        SteepTanh.apply,
+    )
 
 
 @pytest.mark.frameworks

@@ -8,6 +8,9 @@ import pytest
 
 import pylayer_jax
 from pylayer_jax import packers, testing
+from tests.kit.layers import Tanh
+
+from .ways import Round
 
 # A context is made for a call of `forward`; the class of its layer has the example.
 WITHOUT_EXAMPLE = {"PyLayerContext", "FunctionCtx", "__version__"}
@@ -17,29 +20,6 @@ PUBLIC = {
     for name in module.__all__
     if name not in WITHOUT_EXAMPLE
 }
-
-
-class Tanh(pylayer_jax.PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
-
-
-class Round(pylayer_jax.PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        return jnp.round(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
 
 
 @pytest.mark.parametrize("name", [*PUBLIC, "pylayer_jax.packers"])

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from pylayer_jax import PyLayer, saved_tensors_report
 from pylayer_jax.packers import cast_saved
+from tests.kit.layers import Tanh
 
 
 class Way(NamedTuple):
@@ -36,79 +37,58 @@ class Way(NamedTuple):
     packs: Callable[[], bool] | None = None  # whether less is kept in a block that packs
 
 
+def _sigmoid(count: Callable[[], Any]) -> Callable[[Any], Any]:
+    """Return the sigmoid, which calls `count` each time."""
+
+    def sigmoid(x):
+        count()
+        return 1 / (1 + jnp.exp(-x))
+
+    return sigmoid
+
+
 def documented() -> Way:
     """Return `jax.custom_vjp` as JAX documents it: the fwd rule calls the decorated function."""
-
-    @jax.custom_vjp
-    def steep_tanh(x):
-        return jnp.tanh(x)
-
-    def steep_tanh_fwd(x):
-        y = steep_tanh(x)
-        return y, y
-
-    steep_tanh.defvjp(steep_tanh_fwd, lambda y, dy: (2 * dy * (1 - y**2),))
-
-    @jax.custom_vjp
-    def straight_through(x):
-        return jnp.round(x)
-
-    straight_through.defvjp(lambda x: (straight_through(x), None), lambda _, dy: (dy,))
-
-    def swish(x, count):
-        def sigmoid(x):
-            count()
-            return 1 / (1 + jnp.exp(-x))
-
-        @jax.custom_vjp
-        def function(x):
-            return x * sigmoid(x)
-
-        def fwd(x):
-            return function(x), (x, sigmoid(x))  # the intermediate is computed again, since the function returns only y
-
-        function.defvjp(fwd, lambda saved, dy: (dy * saved[1] * (1 + saved[0] * (1 - saved[1])),))
-        return function(x)
-
-    return Way(steep_tanh, straight_through, swish, *_small_custom_vjp_functions(), logs=_custom_vjp_logs)
+    return _custom_vjp(lambda decorated, _: decorated)
 
 
 def computes_again() -> Way:
     """Return `jax.custom_vjp` with a fwd rule that computes the function anew."""
+    return _custom_vjp(lambda _, computed: computed)
 
-    @jax.custom_vjp
-    def steep_tanh(x):
-        return jnp.tanh(x)
 
-    def steep_tanh_fwd(x):
-        y = jnp.tanh(x)
-        return y, y
+def _custom_vjp(chosen: Callable[[Any, Any], Any]) -> Way:
+    """Return `jax.custom_vjp`; the fwd rule calls the one that `chosen` takes: the decorated function, or its code."""
 
-    steep_tanh.defvjp(steep_tanh_fwd, lambda y, dy: (2 * dy * (1 - y**2),))
-
-    @jax.custom_vjp
-    def straight_through(x):
-        return jnp.round(x)
-
-    straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, dy: (dy,))
-
-    def swish(x, count):
-        def sigmoid(x):
-            count()
-            return 1 / (1 + jnp.exp(-x))
-
-        @jax.custom_vjp
-        def function(x):
-            return x * sigmoid(x)
+    def function(compute, keep, rule):
+        made = jax.custom_vjp(compute)
+        in_fwd = chosen(made, compute)
 
         def fwd(x):
-            s = sigmoid(x)
-            return x * s, (x, s)
+            y = in_fwd(x)
+            return y, keep(x, y)
 
-        function.defvjp(fwd, lambda saved, dy: (dy * saved[1] * (1 + saved[0] * (1 - saved[1])),))
-        return function(x)
+        made.defvjp(fwd, lambda saved, dy: (rule(saved, dy),))
+        return made
 
-    return Way(steep_tanh, straight_through, swish, *_small_custom_vjp_functions(), logs=_custom_vjp_logs)
+    def swish(x, count):
+        sigmoid = _sigmoid(count)
+        made = jax.custom_vjp(lambda x: x * sigmoid(x))
+
+        def fwd(x):
+            s = sigmoid(x)  # the decorated function returns only y, so that the intermediate is computed beside it
+            return chosen(made, lambda x: x * s)(x), (x, s)
+
+        made.defvjp(fwd, lambda saved, dy: (dy * saved[1] * (1 + saved[0] * (1 - saved[1])),))
+        return made(x)
+
+    return Way(
+        function(jnp.tanh, lambda x, y: y, lambda y, dy: 2 * dy * (1 - y**2)),
+        function(lambda x: jnp.round(x), lambda x, y: None, lambda _, dy: dy),  # jnp.round has a second parameter
+        swish,
+        *_small_custom_vjp_functions(),
+        logs=_custom_vjp_logs,
+    )
 
 
 def _small_custom_vjp_functions() -> tuple[Any, Any, Any]:
@@ -164,9 +144,7 @@ def custom_jvp() -> Way:
     straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 
     def swish(x, count):
-        def sigmoid(x):
-            count()
-            return 1 / (1 + jnp.exp(-x))
+        sigmoid = _sigmoid(count)
 
         @jax.custom_jvp
         def function(x):
@@ -334,9 +312,7 @@ def equinox() -> Way:
         return made
 
     def swish(x, count):
-        def sigmoid(x):
-            count()
-            return 1 / (1 + jnp.exp(-x))
+        sigmoid = _sigmoid(count)
 
         return function(
             lambda x: x * sigmoid(x),
@@ -361,19 +337,12 @@ def equinox() -> Way:
     )
 
 
-class SteepTanh(PyLayer):
-    """tanh with twice its gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
+class SteepTanh(Tanh):
+    """A layer that is tanh with twice its gradient."""
 
     @staticmethod
     def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return 2 * dy * (1 - y**2)
+        return 2 * Tanh.backward(ctx, dy)
 
 
 class Round(PyLayer):
