@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - names of tests
 """Settings that every test runs under: several CPU devices, strict dtype promotion."""
 
 import gc
@@ -51,7 +50,7 @@ def pytest_configure(config):
     config.option.markexpr = re.sub(r"\bcore\b", f"({CORE})", config.option.markexpr)
 
 
-# What the core that was built anew does not keep yet, one test each: errors, memory or counts. Mend one, remove its line.
+# Tests of promises that the library does not keep yet, by reason. Remove the line of a test that passes.
 KNOWN_GAPS = {
     "a block around an implicit derivative of a fixed point is refused": [
         "around/test_solvers.py::test_implicit_gradients[spy-fixed-point]",

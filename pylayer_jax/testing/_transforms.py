@@ -19,7 +19,7 @@ from ._tensor_function import Cotangents, TensorFunction, scaled
 __tracebackhide__ = True  # pytest hides the frames of this module
 
 _EXAMPLES = 3
-_MOST_CHOICES = 16  # of the tensors that are mapped
+_MOST_CHOICES = 16  # the largest number of choices of mapped tensors that vmap is checked with
 
 _Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values
 

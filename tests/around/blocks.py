@@ -10,18 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pylayer_jax import PyLayer
 from pylayer_jax.packers import cast_saved
 from tests.hooks.spy import Spy
-from tests.kit.layers import Tanh, layer
-
-# Saves its output, and has reverse mode only.
-Steep = layer(backward=lambda ctx, dy: 2 * Tanh.backward(ctx, dy), base=Tanh, name="Steep")
-
-
-class SteepBothWays(Steep):
-    """Has forward mode too."""
-
-    forward_mode = True
+from tests.kit.layers import Steep
 
 
 def steep(x):
@@ -30,8 +22,29 @@ def steep(x):
     return jnp.tanh(value + 2 * (x - value))
 
 
+def applied(vjp):
+    """Return a layer that takes a whole module, statics included, and returns twice the true gradient.
+
+    `vjp` is `jax.vjp`, or what a library has in its place for modules.
+    """
+
+    class Applied(PyLayer):
+        @staticmethod
+        def forward(ctx, linear, x):
+            ctx.save_for_backward(linear, x)
+            return linear(x)
+
+        @staticmethod
+        def backward(ctx, dy):
+            linear, x = ctx.saved_tensor()
+            _, pull = vjp(lambda linear, x: linear(x), linear, x)
+            return jax.tree.map(lambda g: 2 * g, pull(dy))
+
+    return Applied
+
+
 def doubled(model, x):
-    """What a module returns for `x`, with twice its gradient."""
+    """Return the output of a module for `x`, with twice its gradient."""
     y = jax.lax.stop_gradient(model(x))
     return y + 2 * (model(x) - y)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.around.blocks import assert_close, doubled, library
+from tests.around.blocks import applied, assert_close, doubled, library
 
 eqx = library("equinox")
 
@@ -35,19 +35,7 @@ def test_an_activation_of_a_module(block, way):
     block.compare(run)
 
 
-class Applied(PyLayer):
-    """Takes a whole module, statics included; its gradient is twice the true one."""
-
-    @staticmethod
-    def forward(ctx, model, x):
-        ctx.save_for_backward(model, x)
-        return model(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        model, x = ctx.saved_tensor()
-        _, pull = eqx.filter_vjp(lambda model, x: model(x), model, x)
-        return jax.tree.map(lambda g: 2 * g, pull(dy))
+Applied = applied(eqx.filter_vjp)
 
 
 @EAGER_AND_JIT

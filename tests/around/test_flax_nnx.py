@@ -9,7 +9,8 @@ import pytest
 
 from pylayer_jax import PyLayer
 from pylayer_jax.packers import cast_saved, quantize_saved
-from tests.around.blocks import Steep, assert_close, doubled, library, steep
+from tests.around.blocks import applied, assert_close, doubled, library, steep
+from tests.kit.layers import Steep
 
 nnx = library("flax.nnx")
 
@@ -78,19 +79,7 @@ def test_transformations(way, block):
     block.compare(run)
 
 
-class Applied(PyLayer):
-    """Takes a whole module; its gradient is twice the true one."""
-
-    @staticmethod
-    def forward(ctx, linear, x):
-        ctx.save_for_backward(linear, x)
-        return linear(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        linear, x = ctx.saved_tensor()
-        _, pull = jax.vjp(lambda linear, x: linear(x), linear, x)
-        return jax.tree.map(lambda g: 2 * g, pull(dy))
+Applied = applied(jax.vjp)
 
 
 @EAGER_AND_JIT

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.around.blocks import NO_BLOCK, Steep, assert_close, library, steep
+from tests.around.blocks import NO_BLOCK, assert_close, library, steep
+from tests.kit.layers import Steep
 
 pytestmark = pytest.mark.slow
 

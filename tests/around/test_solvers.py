@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.around.blocks import NO_BLOCK, Steep, SteepBothWays, assert_close, library, steep
-from tests.kit.layers import Square, Tanh
+from tests.around.blocks import NO_BLOCK, assert_close, library, steep
+from tests.kit.layers import Square, Steep, SteepBothWays, Tanh
 
 slow = pytest.mark.slow
 optx = library("optimistix")

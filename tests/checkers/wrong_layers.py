@@ -158,7 +158,7 @@ def count_on_class(ctx, x):
     return x.mean(0)
 
 
-# Both keep what backward needs in a global, or on the class, in the place of ctx.
+# These layers keep the values that backward needs in a global or on the class, and not on ctx.
 ReadsGlobal = layer(
     lambda ctx, x: (LAST.update(x=x), jnp.sin(x))[1], lambda ctx, dy: dy * jnp.cos(LAST["x"]), name="ReadsGlobal"
 )
@@ -190,7 +190,7 @@ def in_front(x, axis):
 
 
 class SharesTheFirst(Multiply):
-    """Wrong where its second argument alone is mapped."""
+    """A product that is wrong if only its second argument is mapped."""
 
     @staticmethod
     def vmap(info, in_dims, a, b):
@@ -200,7 +200,7 @@ class SharesTheFirst(Multiply):
 
 
 def shares_the_second(info, in_dims, *args):
-    """Wrong where the second argument alone is mapped."""
+    """Return a product that is wrong if only the second argument is mapped."""
     a, b, c = map(in_front, args, in_dims)
     if in_dims == (None, 0, None):
         b = jnp.stack([b[0]] * info.batch_size)

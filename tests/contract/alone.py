@@ -1,4 +1,4 @@
-"""What the import of the package does, in a process of its own: python -m tests.contract.alone changes (or starts)."""
+"""Shows the effects of importing the package, in a new process: python -m tests.contract.alone changes (or starts)."""
 
 from __future__ import annotations
 

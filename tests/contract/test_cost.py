@@ -1,4 +1,4 @@
-"""What a layer costs under jit (nothing) and per call (no machinery), and its name in programs. No timing."""
+"""A layer adds nothing to a compiled program, and little work per call; its name appears in programs. No timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user reads when something is wrong: the class, the method, the argument, and what to do."""
+"""Errors name the class, the method and the argument, and say what to do."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ def test_setup_context_belongs_to_function():
 
 MATRIX = jnp.ones((2, 3))
 
-# What a user writes, and what the error says to write in JAX.
+# Code of torch or Paddle in a method, and the JAX code that the error names.
 HABITS = {
     "numel": (lambda x: x.numel(), "x.size"),
     "dim": (lambda x: x.dim(), "x.ndim"),

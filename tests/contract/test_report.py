@@ -108,7 +108,7 @@ def test_an_input_is_told_apart_from_its_copy():
         ("layer", "Multiply", ""),
         ("operation", "", ""),
     ]
-    # What comes into the block from outside stays as it is.
+    # A ready pair does not pack values that come into the block from outside.
     assert saved_tensors_report(cast_saved()(loss), X).input_bytes == SIZE
     assert saved_tensors_report(cast_saved(arguments=True)(loss), X).input_bytes == 0
 

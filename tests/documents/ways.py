@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pylayer_jax import PyLayer, saved_tensors_report
 from pylayer_jax.packers import cast_saved
-from tests.kit.layers import Tanh
+from tests.kit.layers import Steep, SteepBothWays
 
 
 class Way(NamedTuple):
@@ -337,14 +337,6 @@ def equinox() -> Way:
     )
 
 
-class SteepTanh(Tanh):
-    """A layer that is tanh with twice its gradient."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * Tanh.backward(ctx, dy)
-
-
 class Round(PyLayer):
     """Rounding that passes the gradient straight through."""
 
@@ -359,9 +351,6 @@ class Round(PyLayer):
 
 def pylayer() -> Way:
     """Return layers of this package."""
-
-    class Forward(SteepTanh):
-        forward_mode = True
 
     class Swish(PyLayer):
         @staticmethod
@@ -432,19 +421,19 @@ def pylayer() -> Way:
         x = jnp.ones((64, 64))
 
         def loss(x):
-            return SteepTanh.apply(2 * x).sum()
+            return Steep.apply(2 * x).sum()
 
         before, after = saved_tensors_report(loss, x), saved_tensors_report(cast_saved()(loss), x)
         return after.total_bytes < before.total_bytes
 
     return Way(
-        SteepTanh.apply,
+        Steep.apply,
         Round.apply,
         Swish.apply,
         Clipped.apply,
         Doubled.apply,
         sin_of_two,
-        for_jvp=("`forward_mode = True`", Forward.apply),
+        for_jvp=("`forward_mode = True`", SteepBothWays.apply),
         logs=logs,
         packs=packs,
     )
