@@ -114,7 +114,7 @@ ROWS: dict[str, Callable[[Way], str]] = {
     ),
     "a dict with an array and a string as the argument": of_a_dict,
     "runs of `forward` for an eager gradient, if it saves an intermediate": runs,
-    "cotangent that the rule gets for an output that the loss does not use": missing_cotangent,
+    "cotangent of an output that the loss does not use": missing_cotangent,
     "getting values out of the backward pass": logs,
     "packing saved tensors, under `jit` too": lambda way: yes(way.packs is not None and way.packs()),
 }
@@ -224,7 +224,7 @@ def shared_rows(
         "a rule that is not linear, such as clipping": yes(clipped.grad == 1),
         "a dict with an array and a string as the argument": "yes" if has_gradient else "no gradient, no error",
         "runs of `forward` for an eager gradient, if it saves an intermediate": str(len(times)),
-        "cotangent that the rule gets for an output that the loss does not use": "None" if missing[0] is None else "zeros",
+        "cotangent of an output that the loss does not use": "None" if missing[0] is None else "zeros",
         "packing saved tensors, under `jit` too": yes(kept),
     }
 
