@@ -336,7 +336,7 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
         cells = [f"{t[1]:.2f} [{t[0]:.2f}, {t[2]:.2f}]" for t in low_middle_high]
         times += f"| {name} | {place} | " + " | ".join(cells) + " |\n"
     errors = "| model | error of the gradient: cast; 8 bits; 4 bits | loss of plain: before; after "
-    errors += "| above it, cast | 8 bits | 4 bits |\n"
+    errors += "| loss above plain: cast | 8 bits | 4 bits |\n"
     errors += "|---|---|---|---|---|---|\n"
     for name, losses in newest["training"].items():
         error = "; ".join(f"{losses[f'error of {n}'][0]:.1e}" for n in PACKERS)

@@ -112,11 +112,11 @@ ROWS: dict[str, Callable[[Way], str]] = {
     "a rule that is not linear, such as clipping": lambda way: or_with(
         way.clipped, None, lambda f: jax.grad(lambda x: 5 * f(x))(X), 1
     ),
-    "a dict with an array and a text as the argument": of_a_dict,
-    "runs of `forward` in an eager gradient, an intermediate saved": runs,
-    "what the rule gets for an output that the loss does not use": missing_cotangent,
-    "values out of the backward pass": logs,
-    "packing what is saved, under `jit` too": lambda way: yes(way.packs is not None and way.packs()),
+    "a dict with an array and a string as the argument": of_a_dict,
+    "runs of `forward` for an eager gradient, if it saves an intermediate": runs,
+    "cotangent of an output that the loss does not use": missing_cotangent,
+    "getting values out of the backward pass": logs,
+    "packing saved tensors, under `jit` too": lambda way: yes(way.packs is not None and way.packs()),
 }
 
 
@@ -222,10 +222,10 @@ def shared_rows(
         "second derivative of `round(x)³` at 1.3, straight-through": straight_through,
         "second derivative of tanh at 0.3, slope doubled": second(steep_tanh, 0.3),
         "a rule that is not linear, such as clipping": yes(clipped.grad == 1),
-        "a dict with an array and a text as the argument": "yes" if has_gradient else "no gradient, no error",
-        "runs of `forward` in an eager gradient, an intermediate saved": str(len(times)),
-        "what the rule gets for an output that the loss does not use": "None" if missing[0] is None else "zeros",
-        "packing what is saved, under `jit` too": yes(kept),
+        "a dict with an array and a string as the argument": "yes" if has_gradient else "no gradient, no error",
+        "runs of `forward` for an eager gradient, if it saves an intermediate": str(len(times)),
+        "cotangent of an output that the loss does not use": "None" if missing[0] is None else "zeros",
+        "packing saved tensors, under `jit` too": yes(kept),
     }
 
 
