@@ -10,12 +10,11 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ._jax.tracers import current_trace, is_tracer
 from ._jax.types import as_arrays, is_array, is_ref
-from ._messages import describe, plural
+from ._messages import describe
 from ._outputs import Outputs
 from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
@@ -25,9 +24,9 @@ __tracebackhide__ = True  # for pytest: errors raised here are about values of t
 class Phase(enum.Enum):
     """The stage in the life of a context, which accepts values and flags only in `FORWARD`."""
 
-    FORWARD = "in forward"
-    RETURNED = "after forward"
-    BACKWARD = "in backward"
+    FORWARD = enum.auto()
+    RETURNED = enum.auto()
+    BACKWARD = enum.auto()
 
 
 class ContextState:
@@ -80,10 +79,9 @@ class PyLayerContext:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
-            instead = ", or keep tensors with ctx.save_for_backward(...)" if name == "saved_tensors" else ""
             raise AttributeError(
-                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. "
-                f"Choose another attribute name{instead}."
+                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. Choose "
+                "another name, or keep tensors with ctx.save_for_backward(...)."
             )
         object.__setattr__(self, name, own_copy(value, self._state, f"ctx.{name} = ..."))
 
@@ -91,25 +89,9 @@ class PyLayerContext:
         state, known = self._state, getattr(type(self), name, None)
         if isinstance(known, property):  # the property raised an AttributeError, perhaps in an unpack hook
             return known.__get__(self)
-        if state.phase is Phase.BACKWARD:
-            advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
-        else:
-            advice = f"{state.layer} has not set it yet"
-        if name in ("mark_dirty", "save_for_forward"):
-            advice += f". The context of a pylayer_jax.Function has {name}"
-        elif hasattr(jax.Array, name):
-            advice += ". It is an attribute of arrays. Is ctx, which comes first, missing in the parameters?"
-        raise AttributeError(f"ctx.{name} does not exist: {advice}.")
-
-    def __repr__(self) -> str:
-        state = self._state
-        # Do not count saved tensors that were not read yet, since this would unpack them.
-        parts = [] if state.load else [f"{plural(len(state.saved or ()), 'value', 'values')} saved"]
-        parts += [f"ctx.{name}" for name in vars(self)]
-        return f"<{type(self).__name__} of {state.layer}, {state.phase.value}{': ' * bool(parts)}{', '.join(parts)}>"
-
-    def __dir__(self) -> list[str]:
-        return [*(name for name in dir(type(self)) if name[0] != "_"), *vars(self)]
+        raise AttributeError(
+            f"ctx.{name} does not exist: forward of {state.layer} set {sorted(vars(self)) or 'no attribute'}."
+        )
 
     # -- saving ---------------------------------------------------------------------------------
 
@@ -183,21 +165,6 @@ class PyLayerContext:
             RuntimeError: when called outside `forward`.
         """
         self._state_in_forward("set_materialize_grads").materialize = bool(flag)
-
-    def set_grad_in_dtype_consistent(self, flag: bool) -> None:
-        """Accept code written for Paddle. JAX always works as with True: a cotangent has the dtype of its output.
-
-        Raises:
-            RuntimeError: when called outside `forward`.
-            ValueError: for False.
-        """
-        state = self._state_in_forward("set_grad_in_dtype_consistent")
-        if not flag:
-            raise ValueError(
-                f"ctx.set_grad_in_dtype_consistent(False) in {state.layer}.forward: in JAX a cotangent always has the "
-                "dtype of its output, so that backward cannot get another dtype. Remove the call; cast in backward to "
-                "compute in another dtype."
-            )
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:

@@ -90,22 +90,12 @@ class PyLayer:
     if not TYPE_CHECKING:  # a type checker flags these calls if the class defines neither
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            following = super().__new__
-            if following is not object.__new__:  # of a class behind this one in the MRO
-                return following(cls, *args, **kwargs)
             if (args or kwargs) and cls.__init__ is object.__init__:
                 raise TypeError(f"{cls.__qualname__}(...) does not run the layer: use {call_of_apply(cls)}.")
-            return following(cls)
+            return super().__new__(cls)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            following = getattr(super(), "__call__", None)  # noqa: B004 - of a class behind this one in the MRO
-            if following is not None:
-                return following(*args, **kwargs)
-            layer = type(self)
-            raise TypeError(
-                f"an object of the layer {layer.__qualname__} is not called: use {call_of_apply(layer)}, on the class "
-                "or on an object."
-            )
+            raise TypeError(f"an object of a layer is not called: use {call_of_apply(type(self))}.")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -175,7 +165,7 @@ class PyLayer:
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
         """
         __tracebackhide__ = True
-        arguments, tensors = bind(cls.__qualname__, cls._forward_with_ctx(), args, kwargs)
+        arguments, tensors = bind(cls, args, kwargs)
         call = LayerCall(cls, arguments)
         return call.run_undifferentiated(tensors) if nothing_is_traced() else _apply_traced(call, tensors)
 

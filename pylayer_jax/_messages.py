@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,18 +22,6 @@ def describe(value: Any) -> str:
 
 def plural(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
-
-
-def name_meant(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that differs by one letter: wrong, missing, too many, or two that changed places."""
-
-    def is_near(other: str) -> bool:
-        same = [x == y for x, y in zip(name, other, strict=False)]
-        begin = [*same, False].index(False)
-        a, b = name[begin:], other[begin:]
-        return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
-
-    return next((other for other in known if other != name and is_near(other)), None)
 
 
 def innermost(function: Any) -> Any:
