@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import enum
-import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,34 +11,26 @@ import numpy as np
 
 from ._jax.tracers import current_trace, is_tracer
 from ._jax.types import as_arrays, is_array, is_ref
-from ._messages import describe
+from ._messages import closed_over, describe
 from ._outputs import Outputs
 from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
 
-class Phase(enum.Enum):
-    """The stage in the life of a context, which accepts values and flags only in `FORWARD`."""
-
-    FORWARD = enum.auto()
-    RETURNED = enum.auto()
-    BACKWARD = enum.auto()
-
-
 class ContextState:
     """The private half of a context: everything but the attributes that the user sets."""
 
     __slots__ = (
-        "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies", "phase", "saved",
-        "saved_for_jvp",
+        "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
+        "saved", "saved_for_jvp",
     )  # fmt: skip
 
-    def __init__(self, layer: str, phase: Phase, needs: Callable[[], tuple[bool, ...]], inputs: Any = ()) -> None:
+    def __init__(self, layer: str, needs: Callable[[], tuple[bool, ...]], inputs: Sequence[Any] = ()) -> None:
         self.layer = layer
-        self.phase = phase
         self.needs = needs  # makes needs_input_grad
         self.inputs = inputs
+        self.in_forward = True  # only then the context accepts values and flags
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # each NumPy array that is saved, and its copy
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # makes `saved` when `backward` asks for it
@@ -187,11 +176,10 @@ class PyLayerContext:
 
     def _state_in_forward(self, call: str) -> ContextState:
         state = self._state
-        if state.phase is not Phase.FORWARD:
-            place = "backward" if state.phase is Phase.BACKWARD else "code that ran after forward had returned"
+        if not state.in_forward:
             raise RuntimeError(
-                f"ctx.{call} was called in {place} of {state.layer}; it works only inside forward. "
-                "Move the call into forward."
+                f"ctx.{call} was called in backward of {state.layer}, or after its forward had returned; it works only "
+                "inside forward. Move the call into forward."
             )
         return state
 
@@ -204,8 +192,8 @@ def backward_context(
     attributes: dict[str, Any],
 ) -> PyLayerContext:
     """Make the context that `backward` gets; `load` returns the saved tensors."""
-    state = ContextState(layer, Phase.BACKWARD, needs)
-    state.load = load
+    state = ContextState(layer, needs)
+    state.in_forward, state.load = False, load
     ctx = kind(state)
     vars(ctx).update(attributes)
     return ctx
@@ -337,24 +325,9 @@ def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
     """Refuse a function that closes over values of the trace in which `forward` runs: they are invalid after it."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
-        held: list[Any] = []
-        function = leaf
-        while isinstance(function, functools.partial):
-            held += [*function.args, *function.keywords.values()]
-            function = function.func
-        if isinstance(function, types.FunctionType):
-            held += [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
-            held += function.__defaults__ or ()
-        if any(is_tracer(x) and x._trace is trace for x in held):
+        if any(is_tracer(x) and x._trace is trace for x in closed_over(leaf).values()):
             raise ValueError(
                 f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be kept "
                 "for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and build the "
                 "function in backward."
             )
-
-
-def _has_contents(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

@@ -1,7 +1,8 @@
-"""How messages show values, counts and places."""
+"""How messages show values, counts and places; what a function closes over."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections.abc import Callable
@@ -36,6 +37,17 @@ def innermost(function: Any) -> Any:
         else:
             break
     return function
+
+
+def closed_over(function: Any) -> dict[str, Any]:
+    """Return the variables that a function, or the one inside of decorators and partials, closes over."""
+    function = innermost(function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    values: dict[str, Any] = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            values[name] = cell.cell_contents
+    return values
 
 
 def source_of(name: str, function: Callable[..., Any]) -> str:
