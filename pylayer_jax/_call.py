@@ -78,10 +78,18 @@ class LayerCall:
 
     # -- forward ---------------------------------------------------------------------------------------
 
-    def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run `forward` and record the values that it keeps. `needs` is `ctx.needs_input_grad`, per tensor."""
+    def run_forward(
+        self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
+    ) -> Run:
+        """Run `forward`, or a function that takes its place, and record the values that it keeps.
+
+        `needs` is `ctx.needs_input_grad`, per tensor.
+        """
         __tracebackhide__ = True
-        return self.record(self.layer._forward_with_ctx(), tensors, needs)
+        ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
+        run = Run(*keep(ctx, result, self.layer))
+        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
+        return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
         """Run `forward` where nothing is differentiated, and return its outputs as it returned them."""
@@ -110,14 +118,6 @@ class LayerCall:
             run = run._replace(residuals=[originals.get(id(x), x) for x in run.residuals])
         if any(map(is_differentiated, [*run.outputs, *run.residuals])):
             raise self.closed_over_error()
-        return run
-
-    def record(self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run a function of the context and the arguments as `forward`, and record the values that it keeps."""
-        __tracebackhide__ = True
-        ctx, result = self._call_forward(forward, tensors, needs, is_staging())
-        run = Run(*keep(ctx, result, self.layer))
-        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
         return run
 
     def _call_forward(

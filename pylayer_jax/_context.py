@@ -87,11 +87,9 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        In a second derivative, JAX differentiates a saved output by the layer's own rule, and a saved input as the
-        input, even if `forward` also returns it. Any other tensor is differentiated through `forward`, from inputs and
-        outputs. An output that is marked non-differentiable is a constant. If `forward` returns one object twice, the
-        last position carries the rule. None, Python numbers and other statics pass through unchanged, and a pytree is
-        one entry. A `jax.Ref` argument is saved as a reference: `backward` reads its value at that time.
+        None, Python numbers and other statics pass through unchanged, and a pytree is one entry. A `jax.Ref` argument
+        is saved as a reference: `backward` reads its value at that time. In a second derivative a saved output carries
+        the rule of the layer, and a saved input is the input; any other tensor is differentiated through `forward`.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -148,7 +146,7 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
-        In a call that takes a `jax.Ref`, JAX does not tell which cotangents are missing: they arrive as zeros.
+        In a call that takes a `jax.Ref` they arrive as zeros.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -163,16 +161,6 @@ class PyLayerContext:
         traced `forward`, the bool of every argument that can have a gradient is True.
         """
         return self._state.needs()
-
-    # -- for the package ------------------------------------------------------------------------
-
-    def _contents(self) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
-        """Return everything that `backward` can read: the saved tensors and the attributes."""
-        return self._state.read_saved(), dict(vars(self))
-
-    def _with_contents(self, saved: tuple[Any, ...] | None, attributes: dict[str, Any]) -> PyLayerContext:
-        """Make a context for `backward` with the flags of this one."""
-        return backward_context(type(self), self._state.layer, self._state.needs, lambda: saved, attributes)
 
     def _state_in_forward(self, call: str) -> ContextState:
         state = self._state

@@ -96,12 +96,8 @@ class Function(PyLayer):
     - Complex gradients follow torch's convention.
 
     It differs from torch as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes only outputs; a
-    tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`.
-
-    A second derivative has all its terms or raises an error; torch silently drops some terms. A saved value that is
-    neither input nor output is differentiated as `forward` computes it; torch treats it as a constant. With
-    `once_differentiable` a second derivative raises; `torch.autograd.grad` leaves out the term through `backward`.
-    `jax.lax.stop_gradient` on the saved values, or on the results of `backward`, gives torch's numbers.
+    tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`; a second
+    derivative has all its terms, or raises an error.
     """
 
     complex_convention = "paddle"

@@ -86,15 +86,10 @@ class StagedLayer(RuleFunction):
         if any(t is not None for t in tangents[:n]):
             raise self.call.closed_over_error()
         values = apply(self, primals)
-        needs = [t is not None for t in tangents[n:]]
         run = Run(self.kept, values[: self.n_outputs], self.residuals(primals[n:], values))
-        linear, outputs, residuals = differentiated(self.call, run, primals[n:], needs, packs)
-        pushed = apply_linear(linear, residuals, select(tangents[n:], needs)) if linear.types else []
-        of_outputs = scatter(pushed, self.kept.outputs.has_tangent)
-        return [*outputs, *values[self.n_outputs :]], [
-            *of_outputs,
-            *self._code_tangents(primals, tangents, values, of_outputs),
-        ]
+        outputs, of_outputs = _outputs_and_tangents(self.call, run, primals[n:], tangents[n:], packs)
+        of_code = self._code_tangents(primals, tangents, values, of_outputs)
+        return [*outputs, *values[self.n_outputs :]], [*of_outputs, *of_code]
 
     def _code_tangents(
         self, primals: Sequence[Any], tangents: Sequence[Any], values: Sequence[Any], of_outputs: Sequence[Any]
@@ -146,8 +141,14 @@ class StagedLayer(RuleFunction):
         return run
 
 
-def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLayer, Values]:
-    """Stage `forward` for inputs of these types. Return the function, and the values that `forward` closes over."""
+def stage_layer(
+    call: LayerCall, tensor_types: Sequence[Any], tensors: Sequence[Any] = ()
+) -> tuple[StagedLayer, Values]:
+    """Stage `forward` for inputs of these types. Return the function, and the values that `forward` closes over.
+
+    Raises:
+        TypeError: if `forward` needs numbers, and some of its `tensors` are differentiated further out.
+    """
     __tracebackhide__ = True
 
     def forward(*inputs: Any) -> tuple[Values, tuple[Kept, list[int]]]:
@@ -164,7 +165,16 @@ def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLay
                 values.append(x)
         return values, (kept, [position[id(x)] for x in residuals])
 
-    jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+    try:
+        jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+    except NEEDS_VALUES as error:
+        if not any(map(is_differentiated, tensors)):
+            raise
+        raise once_differentiable_error(call.layer) or TypeError(
+            f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). "
+            "Write forward with jax.numpy; or call host code by jax.pure_callback, which works at every order. "
+            "Decorate backward with @once_differentiable if second derivatives are not meant."
+        ) from error
     for const in consts:
         if is_differentiated(const):
             raise call.closed_over_error()
@@ -188,19 +198,16 @@ class EagerLayer(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        needs = [t is not None for t in tangents]
         packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) passes the Python number
-            run = self._run_apart(primals, needs)
+            run = self._run_apart(primals, [t is not None for t in tangents])
         if run is None:
-            staged, consts = self._staged(primals)
+            staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)
             n = staged.n_outputs
             values, found = staged.differentiate([*consts, *primals], [*(None for _ in consts), *tangents], packs)
             return values[:n], found[:n]
-        linear, outputs, residuals = differentiated(self.call, run, primals, needs, packs)
-        pushed = apply_linear(linear, residuals, select(tangents, needs)) if linear.types else []
-        return outputs, scatter(pushed, run.kept.outputs.has_tangent)
+        return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
     def _run_apart(self, primals: Values, needs: list[bool]) -> Run | None:
         """Run `forward` without staging it; None if it has to be staged."""
@@ -214,16 +221,8 @@ class EagerLayer(RuleFunction):
             values = apply(self, primals)
             assert call.skeleton is not None
             output = call.skeleton.fill(values)
-            return call.record(layer._setup_with(output), primals, needs)
+            return call.run_forward(primals, needs, layer._setup_with(output))
         return None
-
-    def _staged(self, primals: Sequence[Any]) -> tuple[StagedLayer, Values]:
-        __tracebackhide__ = True
-        try:
-            return stage_layer(self.call, [typeof(x) for x in primals])
-        except NEEDS_VALUES as error:
-            refuse_host_code(self.call, error, primals)
-            raise
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         __tracebackhide__ = True
@@ -257,15 +256,15 @@ class EagerBatch(UnstagedBatch):
         return EagerBatch(self, axis, dims), [], None
 
 
-def refuse_host_code(call: LayerCall, error: Exception, primals: Sequence[Any]) -> None:
-    """Raise the error for a second derivative of a `forward` that needs numbers, and so cannot be traced."""
-    if not any(map(is_differentiated, primals)):
-        return
-    raise once_differentiable_error(call.layer) or TypeError(
-        f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). Write "
-        "forward with jax.numpy; or call host code by jax.pure_callback, which works at every order. Decorate backward "
-        "with @once_differentiable if second derivatives are not meant."
-    ) from error
+def _outputs_and_tangents(
+    call: LayerCall, run: Run, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
+) -> tuple[Values, Values]:
+    """Return the outputs of a run, and their tangents from those of the inputs."""
+    __tracebackhide__ = True
+    needs = [t is not None for t in tangents]
+    linear, outputs, residuals = differentiated(call, run, inputs, needs, packs)
+    pushed = apply_linear(linear, residuals, select(tangents, needs)) if linear.types else []
+    return outputs, scatter(pushed, run.kept.outputs.has_tangent)
 
 
 # -- residuals: packed by hooks, named for checkpoints -----------------------------------------------------------
