@@ -159,8 +159,7 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         if not all(map(is_array, tensors)):  # code on a NumPy output would lead back to a constant, not to the output
             arrays = zip(tensors, as_arrays(tensors), strict=True)
             output = skeleton.fill([x if x is own else jnp.copy(own) for x, own in arrays])
-        layer.setup_context(ctx, (*args, *kwargs.values()), output)
-        return output
+        return layer._setup_with(output)(ctx, *args, **kwargs)
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # pyright: ignore[reportAttributeAccessIssue]

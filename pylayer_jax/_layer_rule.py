@@ -60,6 +60,12 @@ class StagedLayer(RuleFunction):
         last = {v: i for i, v in enumerate(jaxpr.outvars[: self.n_outputs]) if not is_literal(v)}
         inputs = set(jaxpr.invars)
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
+        self.given = [*jaxpr.invars, *(jaxpr.outvars[i] for i in self.with_rule)]
+        self.intermediates = jaxpr.outvars[self.n_outputs :]  # computed from the given variables
+
+    def _of_given(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
+        """Return the values, the tangents, or the like of the given variables."""
+        return [*of_inputs, *(of_outputs[i] for i in self.with_rule)]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
@@ -95,18 +101,15 @@ class StagedLayer(RuleFunction):
         self, primals: Sequence[Any], tangents: Sequence[Any], values: Sequence[Any], of_outputs: Sequence[Any]
     ) -> Values:
         """Return the tangents of the intermediates."""
-        results = self.jaxpr.outvars
-        if len(results) == self.n_outputs:
+        if not self.intermediates:
             return []
-        given = [*self.jaxpr.invars, *(results[i] for i in self.with_rule)]
-        known = [*primals, *(values[i] for i in self.with_rule)]
-        moving = [*tangents, *(of_outputs[i] for i in self.with_rule)]
+        given, known, moving = self.given, self._of_given(primals, values), self._of_given(tangents, of_outputs)
         nonzero = [t is not None for t in moving]
         depends = dependence(self.jaxpr, select(given, nonzero))[self.n_outputs :]
-        wanted = [d and has_tangent(v.aval) for d, v in zip(depends, results[self.n_outputs :], strict=True)]
+        wanted = [d and has_tangent(v.aval) for d, v in zip(depends, self.intermediates, strict=True)]
         if not any(wanted):
             return [None] * len(wanted)
-        targets = select(results[self.n_outputs :], wanted)
+        targets = select(self.intermediates, wanted)
         read = variables_read(self.jaxpr, given, targets)
         given, known, moving, nonzero = (
             [x for x, v in zip(column, given, strict=True) if v in read] for column in (given, known, moving, nonzero)
@@ -127,16 +130,13 @@ class StagedLayer(RuleFunction):
             __tracebackhide__ = True
             outputs = self.call.run_vmap(axis, dims[n:], args[n:])
             self.call.check_batch(axis, outputs, self.kept.outputs.types)
-            results = self.jaxpr.outvars
-            given = [*self.jaxpr.invars, *(results[i] for i in self.with_rule)]
 
             def intermediates(*known: Any) -> Values:
-                return evaluate_part(self.jaxpr, dict(zip(given, known, strict=True)), results[self.n_outputs :])
+                return evaluate_part(self.jaxpr, dict(zip(self.given, known, strict=True)), self.intermediates)
 
-            in_axes = (*dims, *(0 for _ in self.with_rule))
-            found = vmap_over(axis, intermediates, in_axes, 0)(*args, *(outputs[i] for i in self.with_rule))
-            values = [*outputs, *found]
-            return values, [0] * len(values)
+            in_axes = tuple(self._of_given(dims, [0] * len(outputs)))
+            found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_given(args, outputs))
+            return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
 
