@@ -313,7 +313,7 @@ def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
     """Refuse a function that closes over values of the trace in which `forward` runs: they are invalid after it."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
-        if any(is_tracer(x) and x._trace is trace for x in closed_over(leaf).values()):
+        if callable(leaf) and any(is_tracer(x) and x._trace is trace for x in closed_over(leaf).values()):
             raise ValueError(
                 f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be kept "
                 "for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and build the "

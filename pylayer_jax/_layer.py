@@ -102,10 +102,6 @@ class PyLayer:
         return getattr(cls, "jvp", None)
 
     @classmethod
-    def _has_forward_mode(cls) -> bool:
-        return cls.forward_mode or cls._jvp_method() is not None
-
-    @classmethod
     def _has_vmap_method(cls) -> bool:
         return hasattr(cls, "vmap")
 
@@ -168,7 +164,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
     call.pair = _hooks.pair_to_pack_with(tensors)
     takes_refs = call.arguments.ref_mask is not None
-    has_forward_mode = layer._has_forward_mode() or in_backward.value
+    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # For code that is staged first and differentiated later, JAX raises its own error, without the layer's name.
         raise ref_error(call) if takes_refs else NoForwardModeError(call.name)

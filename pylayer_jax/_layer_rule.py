@@ -57,15 +57,16 @@ class StagedLayer(RuleFunction):
         self.unpacked: StagedLayer | None = None  # set if this one packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
         # Other saved tensors depend on these outputs through the rule, not through the code of `forward`.
-        last = {v: i for i, v in enumerate(jaxpr.outvars[: self.n_outputs]) if not is_literal(v)}
+        results = jaxpr.outvars
+        last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
         inputs = set(jaxpr.invars)
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
-        self.given = [*jaxpr.invars, *(jaxpr.outvars[i] for i in self.with_rule)]
-        self.intermediates = jaxpr.outvars[self.n_outputs :]  # computed from the given variables
+        self.given = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
+        self.intermediates = results[self.n_outputs :]  # computed from the given variables
 
     def _of_given(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
         """Return the values, the tangents, or the like of the given variables."""
-        return [*of_inputs, *(of_outputs[i] for i in self.with_rule)]
+        return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
