@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import sys
 import types
@@ -11,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, typeof
-from ._messages import source_of
-from ._trees import LEAF, Skeleton, first_change, is_tensor_or_ref, split
+from ._trees import LEAF, Skeleton, has_changed, is_tensor_or_ref, split
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
@@ -38,24 +36,20 @@ class Arguments:
     An instance lives in a treedef, where an array would be a leak. A `jax.Ref` counts as a tensor.
     """
 
-    __slots__ = ("arguments", "is_plain", "keywords", "layer", "n_positional", "ref_mask", "types")
+    __slots__ = ("arguments", "is_plain", "layer", "n_positional", "ref_mask", "types")
 
-    def __init__(
-        self, layer: str, arguments: list[Argument], tensor_types: list[Any], n_positional: int, keywords: Sequence[str]
-    ) -> None:
+    def __init__(self, layer: str, arguments: list[Argument], tensor_types: list[Any], n_positional: int) -> None:
         self.layer = layer
         self.arguments = arguments
         self.types = tensor_types
-        self.n_positional = n_positional  # arguments that the parameters of `forward` take by position
-        self.keywords = keywords  # names of the arguments that the call gave by keyword, in the order of the call
-        # True if each argument is one tensor, given by position, as in nearly every call.
-        self.is_plain = not keywords and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - fewer calls
+        self.n_positional = n_positional  # the number of arguments that methods get by position
+        # True if each argument is one tensor, passed by position, as in nearly every call.
+        is_positional = n_positional == len(arguments)
+        self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - fewer calls
         self.ref_mask: list[bool] | None = None  # which tensors are Refs; None if none is
 
     @staticmethod
-    def of(
-        layer: str, values: Sequence[tuple[str, Any]], n_positional: int, keywords: Sequence[str] = ()
-    ) -> tuple[Arguments, list[Any]]:
+    def of(layer: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
         """Return the arguments of a call and its tensors as JAX arrays."""
         arguments: list[Argument] = []
         tensors: list[Any] = []
@@ -70,7 +64,7 @@ class Arguments:
             found = as_arrays(found)
             has_ref = has_ref or any(map(is_ref, found))
             tensors += found
-        result = Arguments(layer, arguments, [typeof(x) for x in tensors], n_positional, keywords)
+        result = Arguments(layer, arguments, [typeof(x) for x in tensors], n_positional)
         if has_ref:
             result.ref_mask = [is_ref(x) for x in tensors]
         return result, tensors
@@ -100,26 +94,24 @@ class Arguments:
         if self.is_plain:
             return function(ctx, *tensors)
         values = [a.skeleton.fill(tensors[a.span]) for a in self.arguments]
-        before = [
+        containers = [
             (a.name, value, split(value))
             for a, value in zip(self.arguments, values, strict=True)
             if a.skeleton.is_container
         ]
-        # A decorator of `forward` may treat keywords in its own way, so it gets them in the order of the call.
-        names = self.keywords if method == "forward" else [a.name for a in self.arguments[self.n_positional :]]
-        first = len(values) - len(names)
-        named = {a.name: x for a, x in zip(self.arguments[first:], values[first:], strict=True)}
-        result = function(ctx, *values[:first], **{name: named[name] for name in names})
-        for name, value, parts in before:
+        n = self.n_positional
+        keywords = {a.name: value for a, value in zip(self.arguments[n:], values[n:], strict=True)}
+        result = function(ctx, *values[:n], **keywords)
+        for name, value, before in containers:
             try:
                 after = split(value)
             except Exception:  # an equinox.nn.State may not be read after a new State was made from it
                 continue
-            if (path := first_change(parts, after)) is not None:
+            if has_changed(before, after):
                 raise ValueError(
-                    f"{self.layer}.{method} changed its argument {name}{path} in place, which JAX would lose: "
-                    "methods get copies of containers. Return the new value as an output, and leave the argument "
-                    "as it is: params = {**params, 'w': w}."
+                    f"{self.layer}.{method} changed its argument {name} in place, which JAX would lose: methods get "
+                    "copies of containers. Return the new value as an output, and leave the argument as it is: "
+                    "params = {**params, 'w': w}."
                 )
         return result
 
@@ -137,38 +129,29 @@ class Arguments:
         return found if self.ref_mask is None else [m and not r for m, r in zip(found, self.ref_mask, strict=True)]
 
 
-def bind(
-    layer: str, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Arguments, list[Any]]:
-    """Bind a call to the signature of `forward(ctx, ...)`, or to the own signature of a decorator around it.
+def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
+    """Bind a call to the signature of `forward(ctx, ...)`.
 
     Raises:
         TypeError: for an unknown keyword, or a missing or surplus argument.
     """
-    declared = _declared(forward)
+    declared = _declared(layer)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
-        return Arguments.of(layer, list(zip(declared.names, args, strict=False)), len(args))
-    signature = declared.called
+        return Arguments.of(layer.__qualname__, list(zip(declared.names, args, strict=False)), len(args))
+    signature = declared.signature
     try:
         bound = signature.bind(None, *args, **kwargs)
     except TypeError as error:
-        first = next(iter(signature.parameters), None)
-        context = ""
-        if first != "ctx":
-            context = (
-                f" The first parameter of {source_of('forward', forward)}, {first!r}, takes the context: "
-                "forward(ctx, ...). Only a pylayer_jax.Function with setup_context(ctx, inputs, output) does without."
-            )
-        static = " Is @staticmethod missing?" if first == "self" else ""
         raise TypeError(
-            f"{layer}.apply: {error}. It takes the arguments of forward without the context: "
-            f"{layer}.apply{_without_context(declared.named)}.{context}{static}"
+            f"{layer.__qualname__}.apply: {error}. It takes the arguments of forward without the context: "
+            f"{call_of_apply(layer)}. forward is a static method, whose first parameter takes the context: "
+            "forward(ctx, ...). Only a pylayer_jax.Function with setup_context(ctx, inputs, output) does without."
         ) from None
-    if declared.named is not signature:
-        with contextlib.suppress(TypeError):  # fails if a decorator adds an argument
-            bound, signature = declared.named.bind(None, *args, **kwargs), declared.named
+    if layer._has_setup_context():
+        bound.apply_defaults()
     positional: list[tuple[str, Any]] = []
     keywords: list[tuple[str, Any]] = []
+    by_keyword = bound.kwargs
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -177,33 +160,23 @@ def bind(
             positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
             keywords += value.items()
-        elif name in bound.kwargs:
+        elif name in by_keyword:
             keywords.append((name, value))
         else:
             positional.append((name, value))
     if _has_context(signature):
         del positional[0]
-    return Arguments.of(layer, positional + keywords, len(positional), list(kwargs))
+    return Arguments.of(layer.__qualname__, positional + keywords, len(positional))
 
 
 def call_of_apply(layer: Any) -> str:
     """Return how the layer is called, as in `Tanh.apply(x)`."""
-    try:
-        signature = _without_context(_declared(layer._forward_with_ctx()).named)
-    except (TypeError, ValueError):  # Python cannot tell the signature of `forward`
-        parameters = "..."
-    else:
-        parameters = ", ".join(str(p.replace(annotation=p.empty)) for p in signature.parameters.values())
-    return f"{layer.__qualname__}.apply({parameters})"
+    parameters = list(_declared(layer).signature.parameters.values())
+    shown = [str(p.replace(annotation=p.empty)) for i, p in enumerate(parameters) if i or p.kind is p.VAR_POSITIONAL]
+    return f"{layer.__qualname__}.apply({', '.join(shown)})"
 
 
 # -- signatures ------------------------------------------------------------------------------------------
-
-
-def _without_context(signature: inspect.Signature) -> inspect.Signature:
-    if not _has_context(signature):
-        return signature
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _has_context(signature: inspect.Signature) -> bool:
@@ -213,7 +186,7 @@ def _has_context(signature: inspect.Signature) -> bool:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function` itself, not of a function that it wraps: a decorator may add parameters.
+    """Return the signature of `function` itself, not of a function that it wraps: a decorator may drop parameters.
 
     If `function` takes `*args` or `**kwargs`, the wrapped function gives the names.
     """
@@ -227,8 +200,7 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 class _Declared(NamedTuple):
     """The signature of a `forward`, read once for all calls."""
 
-    called: inspect.Signature  # of the outermost function
-    named: inspect.Signature  # of the function that names the arguments; often the same signature
+    signature: inspect.Signature
     names: tuple[str, ...]  # the parameters that a plain positional call fills, without the context
     required: int  # how many of these names a plain positional call has to fill
 
@@ -237,32 +209,26 @@ class _Declared(NamedTuple):
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
 
 
-def _declared(forward: Callable[..., Any]) -> _Declared:
+def _declared(layer: Any) -> _Declared:
+    forward = layer._forward_with_ctx()
     function = getattr(forward, "__func__", forward)
     try:
         known = _known.setdefault(function, {})
     except TypeError:  # an object with `__call__` that cannot be hashed, or has no weak references
-        return _read_declared(forward)
+        return _read_declared(layer, forward)
     is_bound = function is not forward
     if is_bound not in known:
-        known[is_bound] = _read_declared(forward)
+        known[is_bound] = _read_declared(layer, forward)
     return known[is_bound]
 
 
-def _read_declared(forward: Callable[..., Any]) -> _Declared:
-    called, named = inspect.signature(forward, follow_wrapped=False), signature_of(forward)
-    called = named if called == named else called
-    names, required = _by_position(called)
-    if any(p.kind is p.VAR_POSITIONAL for p in called.parameters.values()):
-        names, more = _by_position(named)
-        required = max(required, more)
-    return _Declared(called, named, names, required)
-
-
-def _by_position(signature: inspect.Signature) -> tuple[tuple[str, ...], int]:
-    """Return the names that a plain positional call fills, without the context, and how many of them it has to fill."""
+def _read_declared(layer: Any, forward: Callable[..., Any]) -> _Declared:
+    signature = signature_of(forward)
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
-    needs_keyword = any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
     required = sum(p.default is kinds.empty for p in plain)
-    return tuple(p.name for p in plain), sys.maxsize if needs_keyword else required
+    if layer._has_setup_context():  # its inputs have the defaults too
+        required = len(parameters) - 1
+    if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
+        required = sys.maxsize
+    return _Declared(signature, tuple(p.name for p in plain), required)

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import Arguments
-from ._context import ContextState, Kept, KeptTree, Phase, PyLayerContext, backward_context, keep
+from ._context import ContextState, Kept, KeptTree, PyLayerContext, backward_context, keep
 from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.primitives import batch_axis_to_front
 from ._jax.tracers import is_differentiated, is_staging, surroundings
 from ._jax.types import as_array, is_array
-from ._messages import add_note, describe, innermost, plural, source_of
+from ._messages import add_note, closed_over, describe, innermost, plural, source_of
 from ._outputs import Outputs
 from ._trees import Skeleton, contains, is_tensor
 
@@ -78,10 +78,18 @@ class LayerCall:
 
     # -- forward ---------------------------------------------------------------------------------------
 
-    def run_forward(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run `forward` and record the values that it keeps. `needs` is `ctx.needs_input_grad`, per tensor."""
+    def run_forward(
+        self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
+    ) -> Run:
+        """Run `forward`, or a function that takes its place, and record the values that it keeps.
+
+        `needs` is `ctx.needs_input_grad`, per tensor.
+        """
         __tracebackhide__ = True
-        return self.record(self.layer._forward_with_ctx(), tensors, needs)
+        ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
+        run = Run(*keep(ctx, result, self.layer))
+        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
+        return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
         """Run `forward` where nothing is differentiated, and return its outputs as it returned them."""
@@ -112,19 +120,11 @@ class LayerCall:
             raise self.closed_over_error()
         return run
 
-    def record(self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run a function of the context and the arguments as `forward`, and record the values that it keeps."""
-        __tracebackhide__ = True
-        ctx, result = self._call_forward(forward, tensors, needs, is_staging())
-        run = Run(*keep(ctx, result, self.layer))
-        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
-        return run
-
     def _call_forward(
         self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
     ) -> tuple[PyLayerContext, Any]:
         __tracebackhide__ = True
-        state = ContextState(self.name, Phase.FORWARD, lambda: self.arguments.needs(needs), tensors)
+        state = ContextState(self.name, lambda: self.arguments.needs(needs), tensors)
         ctx = self.layer._context(state)
         try:
             with self.scope("forward", is_staged):
@@ -133,11 +133,11 @@ class LayerCall:
             add_note(error, self.name, "forward")
             raise
         finally:
-            state.phase = Phase.RETURNED
+            state.in_forward = False
 
     def closed_over_error(self, method: str = "forward") -> Exception:
         """Make the error for a differentiated value that a method uses and that is no argument of the call."""
-        names = [name for name, value in _closure(getattr(self.layer, method)).items() if is_tensor(value)]
+        names = [name for name, value in closed_over(getattr(self.layer, method)).items() if is_tensor(value)]
         found = f" ({', '.join(names)})" if names else ""
         return jax.errors.UnexpectedTracerError(
             f"{self.name}.{method} uses a traced value that it closes over{found}, or that an object holds which is no "
@@ -152,7 +152,7 @@ class LayerCall:
         JAX would silently treat the value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
         """
-        if any(map(is_differentiated, _closure(self.layer.backward).values())):
+        if any(map(is_differentiated, closed_over(self.layer.backward).values())):
             raise self.closed_over_error("backward")
 
     # -- backward --------------------------------------------------------------------------------------
@@ -190,17 +190,12 @@ class LayerCall:
             with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", around.is_staged):
                 result = backward(ctx, *given)
         except Exception as error:
-            count = len(outputs.groups)
-            expected = (
-                f"forward returned {plural(count, 'output', 'outputs')}, so backward takes ctx and "
-                f"{plural(len(given), 'cotangent', 'cotangents')}"
-            )
-            self._raise_arity_error(error, "backward", layer.backward, (ctx, *given), expected)
-            missing = "" if kept.materialize or "None" not in str(error) else (
-                ", where a cotangent is None: no gradient came for it, and forward called "
-                "ctx.set_materialize_grads(False). Test it with `is None`, or remove that call to get zeros"
-            )  # fmt: skip
-            add_note(error, self.name, "backward", missing)
+            if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
+                raise TypeError(
+                    f"{self.name}.backward: forward returned {plural(len(outputs.groups), 'output', 'outputs')}, so "
+                    f"backward takes ctx and {plural(len(given), 'cotangent', 'cotangents')}: {misfit}."
+                ) from error
+            add_note(error, self.name, "backward")
             raise
         gradients = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
         return _conjugated(gradients) if is_conjugated else gradients
@@ -217,11 +212,6 @@ class LayerCall:
             with self.scope("jvp", is_staging()):
                 result = jvp(ctx, *given)
         except Exception as error:
-            names = self.arguments.names()
-            expected = (
-                f"the call has {plural(len(names), 'argument', 'arguments')}, so jvp takes ctx and as many tangents"
-            )
-            self._raise_arity_error(error, "jvp", jvp, (ctx, *given), expected)
             add_note(error, self.name, "jvp")
             raise
         return match_tangents(result, kept.outputs, self.name)
@@ -236,27 +226,6 @@ class LayerCall:
             lambda: None if saved is None else saved.fill(residuals),
             {name: tree.fill(residuals) for name, tree in attributes.items()},
         )
-
-    def _raise_arity_error(
-        self, error: Exception, method: str, function: Callable[..., Any], args: Sequence[Any], expected: str
-    ) -> None:
-        """Raise a TypeError if a method failed because its parameters do not take `args`."""
-        if not isinstance(error, TypeError):
-            return
-        code = getattr(innermost(function), "__code__", None)
-        if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
-            return  # the method itself raised it
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError):  # not callable, or implemented in C
-            return
-        try:
-            signature.bind(*args)
-        except TypeError as misfit:
-            raise TypeError(
-                f"{self.name}.{method}: {expected}. It is defined with the parameters {signature}: {misfit}. The first "
-                "parameter is ctx."
-            ) from error
 
     # -- vmap --------------------------------------------------------------------------------------------
 
@@ -281,69 +250,45 @@ class LayerCall:
         except Exception as error:
             add_note(error, self.name, "vmap")
             raise
-        if not isinstance(result, tuple) or len(result) != 2:
+        try:
+            if not isinstance(result, tuple):
+                raise TypeError("Not a tuple.")
+            outputs, out_dims = result
+            _, arrays, self.skeleton = Outputs.of(self.name, outputs)
+            # An int or None stands for a whole subtree.
+            of_leaves = jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None)
+            pairs = zip(arrays, self.skeleton.flatten_up_to(of_leaves), strict=True)
+            return [batch_axis_to_front(axis, x, dim) for x, dim in pairs]
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{self.name}.vmap returned {describe(result)}; expected a pair (outputs, out_dims): what forward "
-                "returns for the whole batch, and where each output has the mapped axis."
-            )
-        _, arrays, self.skeleton = Outputs.of(self.name, result[0])
-        out_dims = _dims(self.name, *result)
-        for i, (array, dim) in enumerate(zip(arrays, out_dims, strict=True)):
-            if dim is not None and (not -array.ndim <= dim < array.ndim or array.shape[dim] != axis.size):
-                raise ValueError(
-                    f"{self.name}.vmap: out_dims says that output {i}, of shape {tuple(array.shape)}, has the "
-                    f"mapped axis of size {axis.size} at {dim}."
-                )
-        return [
-            batch_axis_to_front(axis, x, d) if d is None else jnp.moveaxis(x, d, 0)
-            for x, d in zip(arrays, out_dims, strict=True)
-        ]
+                f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
+                f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {error}"
+            ) from error
 
     def check_batch(self, axis: Any, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
         """Raise an error unless each output of `vmap` has dtype and shape of `forward`, behind the batch axis."""
-        found = [(x.dtype, x.shape) for x in outputs]
-        wanted = [(t.dtype, (axis.size, *t.shape)) for t in expected]
+        found = [f"{x.dtype}{list(x.shape)}" for x in outputs]
+        wanted = [f"{t.dtype}{[axis.size, *t.shape]}" for t in expected]
         if found != wanted:
             raise ValueError(
-                f"{self.name}.vmap: expected outputs of dtypes and shapes {_listed(wanted)} (with the batch axis moved "
-                f"to the front), as forward returns them for one example; got {_listed(found)}."
+                f"{self.name}.vmap: expected outputs of dtypes and shapes {', '.join(wanted)} (with the batch axis in "
+                f"front), as forward returns them for one example; got {', '.join(found)}."
             )
 
 
-def _listed(types: Sequence[tuple[Any, Any]]) -> str:
-    return ", ".join(f"{dtype}{list(shape)}" for dtype, shape in types)
+def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
+    """Return why the parameters of a function do not take `args`; empty if they do, or if its code has run."""
+    code = getattr(innermost(function), "__code__", None)
+    if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
+        return ""  # the function itself raised the error
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as misfit:
+        return str(misfit)
+    except ValueError:  # implemented in C
+        return ""
+    return ""
 
 
 def _conjugated(values: Sequence[Any]) -> list[Any]:
     return [jnp.conj(x) if x is not None and jnp.iscomplexobj(x) else x for x in values]
-
-
-def _closure(method: Any) -> dict[str, Any]:
-    """Return the variables that a method closes over."""
-    function = innermost(method)
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    values: dict[str, Any] = {}
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty cell
-            values[name] = cell.cell_contents
-    return values
-
-
-def _dims(layer: str, outputs: Any, out_dims: Any) -> list[int | None]:
-    """Return one entry of out_dims per output tensor. In out_dims, an int or None stands for a whole subtree."""
-
-    def is_none(x: Any) -> bool:
-        return x is None
-
-    try:
-        per_leaf = jax.tree.broadcast(out_dims, outputs, is_leaf=is_none)
-        leaves = jax.tree.leaves(outputs, is_leaf=is_none)
-        dims = jax.tree.leaves(per_leaf, is_leaf=is_none)
-        if len(leaves) != len(dims) or not all(d is None or isinstance(d, int) for d in dims):
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"{layer}.vmap: expected out_dims of the structure of the outputs, {jax.tree.structure(outputs)}, with an "
-            f"int or None for each; got {out_dims!r}."
-        ) from None
-    return [d for x, d in zip(leaves, dims, strict=True) if is_tensor(x)]

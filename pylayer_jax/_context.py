@@ -4,45 +4,33 @@ from __future__ import annotations
 
 import collections
 import copy
-import enum
-import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from ._jax.tracers import current_trace, is_tracer
 from ._jax.types import as_arrays, is_array, is_ref
-from ._messages import describe, plural
+from ._messages import closed_over, describe
 from ._outputs import Outputs
 from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
 
-class Phase(enum.Enum):
-    """The stage in the life of a context, which accepts values and flags only in `FORWARD`."""
-
-    FORWARD = "in forward"
-    RETURNED = "after forward"
-    BACKWARD = "in backward"
-
-
 class ContextState:
     """The private half of a context: everything but the attributes that the user sets."""
 
     __slots__ = (
-        "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies", "phase", "saved",
-        "saved_for_jvp",
+        "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
+        "saved", "saved_for_jvp",
     )  # fmt: skip
 
-    def __init__(self, layer: str, phase: Phase, needs: Callable[[], tuple[bool, ...]], inputs: Any = ()) -> None:
+    def __init__(self, layer: str, needs: Callable[[], tuple[bool, ...]], inputs: Sequence[Any] = ()) -> None:
         self.layer = layer
-        self.phase = phase
         self.needs = needs  # makes needs_input_grad
         self.inputs = inputs
+        self.in_forward = True  # only then the context accepts values and flags
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # each NumPy array that is saved, and its copy
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # makes `saved` when `backward` asks for it
@@ -80,10 +68,9 @@ class PyLayerContext:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if hasattr(type(self), name):
-            instead = ", or keep tensors with ctx.save_for_backward(...)" if name == "saved_tensors" else ""
             raise AttributeError(
-                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. "
-                f"Choose another attribute name{instead}."
+                f"ctx.{name} cannot be assigned in {self._state.layer}: the name belongs to the context. Choose "
+                "another name, or keep tensors with ctx.save_for_backward(...)."
             )
         object.__setattr__(self, name, own_copy(value, self._state, f"ctx.{name} = ..."))
 
@@ -91,36 +78,18 @@ class PyLayerContext:
         state, known = self._state, getattr(type(self), name, None)
         if isinstance(known, property):  # the property raised an AttributeError, perhaps in an unpack hook
             return known.__get__(self)
-        if state.phase is Phase.BACKWARD:
-            advice = f"forward of {state.layer} did not set it; it set {sorted(vars(self)) or 'no attribute'}"
-        else:
-            advice = f"{state.layer} has not set it yet"
-        if name in ("mark_dirty", "save_for_forward"):
-            advice += f". The context of a pylayer_jax.Function has {name}"
-        elif hasattr(jax.Array, name):
-            advice += ". It is an attribute of arrays. Is ctx, which comes first, missing in the parameters?"
-        raise AttributeError(f"ctx.{name} does not exist: {advice}.")
-
-    def __repr__(self) -> str:
-        state = self._state
-        # Do not count saved tensors that were not read yet, since this would unpack them.
-        parts = [] if state.load else [f"{plural(len(state.saved or ()), 'value', 'values')} saved"]
-        parts += [f"ctx.{name}" for name in vars(self)]
-        return f"<{type(self).__name__} of {state.layer}, {state.phase.value}{': ' * bool(parts)}{', '.join(parts)}>"
-
-    def __dir__(self) -> list[str]:
-        return [*(name for name in dir(type(self)) if name[0] != "_"), *vars(self)]
+        raise AttributeError(
+            f"ctx.{name} does not exist: forward of {state.layer} set {sorted(vars(self)) or 'no attribute'}."
+        )
 
     # -- saving ---------------------------------------------------------------------------------
 
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        In a second derivative, JAX differentiates a saved output by the layer's own rule, and a saved input as the
-        input, even if `forward` also returns it. Any other tensor is differentiated through `forward`, from inputs and
-        outputs. An output that is marked non-differentiable is a constant. If `forward` returns one object twice, the
-        last position carries the rule. None, Python numbers and other statics pass through unchanged, and a pytree is
-        one entry. A `jax.Ref` argument is saved as a reference: `backward` reads its value at that time.
+        None, Python numbers and other statics pass through unchanged, and a pytree is one entry. A `jax.Ref` argument
+        is saved as a reference: `backward` reads its value at that time. In a second derivative a saved output carries
+        the rule of the layer, and a saved input is the input; any other tensor is differentiated through `forward`.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -177,27 +146,12 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
-        In a call that takes a `jax.Ref`, JAX does not tell which cotangents are missing: they arrive as zeros.
+        In a call that takes a `jax.Ref` they arrive as zeros.
 
         Raises:
             RuntimeError: when called outside `forward`.
         """
         self._state_in_forward("set_materialize_grads").materialize = bool(flag)
-
-    def set_grad_in_dtype_consistent(self, flag: bool) -> None:
-        """Accept code written for Paddle. JAX always works as with True: a cotangent has the dtype of its output.
-
-        Raises:
-            RuntimeError: when called outside `forward`.
-            ValueError: for False.
-        """
-        state = self._state_in_forward("set_grad_in_dtype_consistent")
-        if not flag:
-            raise ValueError(
-                f"ctx.set_grad_in_dtype_consistent(False) in {state.layer}.forward: in JAX a cotangent always has the "
-                "dtype of its output, so that backward cannot get another dtype. Remove the call; cast in backward to "
-                "compute in another dtype."
-            )
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
@@ -208,23 +162,12 @@ class PyLayerContext:
         """
         return self._state.needs()
 
-    # -- for the package ------------------------------------------------------------------------
-
-    def _contents(self) -> tuple[tuple[Any, ...] | None, dict[str, Any]]:
-        """Return everything that `backward` can read: the saved tensors and the attributes."""
-        return self._state.read_saved(), dict(vars(self))
-
-    def _with_contents(self, saved: tuple[Any, ...] | None, attributes: dict[str, Any]) -> PyLayerContext:
-        """Make a context for `backward` with the flags of this one."""
-        return backward_context(type(self), self._state.layer, self._state.needs, lambda: saved, attributes)
-
     def _state_in_forward(self, call: str) -> ContextState:
         state = self._state
-        if state.phase is not Phase.FORWARD:
-            place = "backward" if state.phase is Phase.BACKWARD else "code that ran after forward had returned"
+        if not state.in_forward:
             raise RuntimeError(
-                f"ctx.{call} was called in {place} of {state.layer}; it works only inside forward. "
-                "Move the call into forward."
+                f"ctx.{call} was called in backward of {state.layer}, or after its forward had returned; it works only "
+                "inside forward. Move the call into forward."
             )
         return state
 
@@ -237,8 +180,8 @@ def backward_context(
     attributes: dict[str, Any],
 ) -> PyLayerContext:
     """Make the context that `backward` gets; `load` returns the saved tensors."""
-    state = ContextState(layer, Phase.BACKWARD, needs)
-    state.load = load
+    state = ContextState(layer, needs)
+    state.in_forward, state.load = False, load
     ctx = kind(state)
     vars(ctx).update(attributes)
     return ctx
@@ -370,24 +313,9 @@ def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
     """Refuse a function that closes over values of the trace in which `forward` runs: they are invalid after it."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
-        held: list[Any] = []
-        function = leaf
-        while isinstance(function, functools.partial):
-            held += [*function.args, *function.keywords.values()]
-            function = function.func
-        if isinstance(function, types.FunctionType):
-            held += [cell.cell_contents for cell in function.__closure__ or () if _has_contents(cell)]
-            held += function.__defaults__ or ()
-        if any(is_tracer(x) and x._trace is trace for x in held):
+        if callable(leaf) and any(is_tracer(x) and x._trace is trace for x in closed_over(leaf).values()):
             raise ValueError(
                 f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be kept "
                 "for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and build the "
                 "function in backward."
             )
-
-
-def _has_contents(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False

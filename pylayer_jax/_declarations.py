@@ -1,38 +1,33 @@
-"""Checks the declarations of a class when it is defined: its flags, and the names of its methods."""
+"""Checks the flags of a class when it is defined."""
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
-from ._messages import describe, name_meant
+from ._messages import describe
 
 _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_names")
-_METHODS = ("forward", "backward", "setup_context")
-_MODULES_OF_BASES = (f"{__package__}._layer", f"{__package__}._function")  # PyLayer and Function have all these names
 
 
 def check_declarations(layer: Any) -> None:
-    """Refuse flags with invalid values, methods that do not fit the class, and misspelled names.
+    """Refuse flags with invalid values and with misspelled names.
 
     Raises:
-        TypeError: for a misspelled name, a method that is not callable, a flag or `saved_names` of a wrong type, and
-            `setup_context` on a `PyLayer`.
+        TypeError: for a misspelled name, and for `forward_mode` or `saved_names` of a wrong type.
         ValueError: for an unknown `complex_convention`.
         RuntimeError: for a class with both `generate_vmap_rule` and a `vmap` method.
     """
     name = layer.__qualname__
-    _refuse_misspelled_names(layer)
-    if not layer._torch_convention and hasattr(layer, "setup_context"):
-        raise TypeError(
-            f"{name}.setup_context: it belongs to Function. Derive the class from pylayer_jax.Function; or let "
-            "forward(ctx, ...) keep on ctx what backward needs, and give setup_context another name."
-        )
-    for method in _METHODS:
-        if not callable(member := getattr(layer, method, None)) and hasattr(layer, method):
-            raise TypeError(f"{name}.{method}: expected a static method, got {describe(member)}.")
-    for flag in ("forward_mode", "generate_vmap_rule"):
-        if not isinstance(value := getattr(layer, flag), bool):
-            raise TypeError(f"{name}.{flag}: expected True or False, got {describe(value)}.")
+    for member, value in vars(layer).items():
+        near = difflib.get_close_matches(member, _FLAGS, 1, cutoff=0.9)
+        is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
+        if near and not is_method and near[0] not in vars(layer):
+            raise TypeError(
+                f"{name}.{member}: a layer has no such attribute, and {near[0]} is not set. Did you mean {near[0]}?"
+            )
+    if not isinstance(layer.forward_mode, bool):
+        raise TypeError(f"{name}.forward_mode: expected True or False, got {describe(layer.forward_mode)}.")
     if layer.complex_convention not in ("jax", "paddle"):
         raise ValueError(f"{name}.complex_convention: expected 'jax' or 'paddle', got {layer.complex_convention!r}.")
     if layer.generate_vmap_rule and layer._has_vmap_method():
@@ -41,23 +36,7 @@ def check_declarations(layer: Any) -> None:
             "set generate_vmap_rule = False to have vmap called."
         )
     names = layer.saved_names
-    is_tuple = isinstance(names, tuple) and all(name is None or (isinstance(name, str) and name) for name in names)
-    if names is not True and not is_tuple:
+    if names is not True and not (isinstance(names, tuple) and all(isinstance(x, (str, type(None))) for x in names)):
         raise TypeError(
-            f"{name}.saved_names: expected a tuple of strings (None for a value without a name), or True; got "
-            f"{names!r}."
+            f"{name}.saved_names: expected True, or a tuple with a string or None for each saved value; got {names!r}."
         )
-
-
-def _refuse_misspelled_names(layer: Any) -> None:
-    own, bases = vars(layer), [b for b in layer.__mro__ if b.__module__ not in _MODULES_OF_BASES]
-    for name, member in own.items():
-        meant = name_meant(name, _FLAGS + _METHODS)
-        if meant is None or any(meant in vars(base) for base in bases):  # the class has the right name as well
-            continue
-        is_method = callable(member) or isinstance(member, (staticmethod, classmethod))
-        if is_method == (meant in _METHODS) and name[0] != "_" and not name[-1].isdigit():
-            raise TypeError(
-                f"{layer.__qualname__}.{name}: a layer has no such attribute, and {meant} is not set. Did you mean "
-                f"{meant}? Rename it, or give it a name that differs by more than one letter."
-            )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ._jax.linearity import NotLinearError
@@ -23,17 +22,10 @@ def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
 class NoForwardModeError(TypeError):
     """A layer has no rule for forward mode."""
 
-    def __init__(self, layer: str, refs: Sequence[str] = ()) -> None:
-        if refs:
-            reason = (
-                f"the call takes a jax.Ref ({', '.join(refs)}). If the layer only reads it, pass its value: ref[...]."
-            )
-        else:
-            reason = (
-                "it defines backward alone. Add forward_mode = True to the class, which derives the rule from a "
-                "backward that is linear in its cotangents; or a static jvp(ctx, *tangents)."
-            )
+    def __init__(self, layer: str) -> None:
         super().__init__(
-            f"{layer} has no rule for forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize): {reason} "
-            "Or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
+            f"{layer} has no rule for forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize): it defines "
+            "backward alone. Add forward_mode = True to the class, which derives the rule from a backward that is "
+            "linear in its cotangents; or a static jvp(ctx, *tangents). Or use reverse mode: jax.vjp, jax.grad, "
+            "jax.jacrev."
         )

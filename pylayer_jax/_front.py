@@ -18,10 +18,10 @@ from ._jax.identities import forbid_derivative
 from ._jax.imports import DebugInfo, SymbolicZero
 from ._jax.masks import merge, select
 from ._jax.rule_function import apply
-from ._jax.tracers import NEEDS_VALUES, is_batched, is_differentiated, is_tracer
+from ._jax.tracers import is_batched, is_differentiated, is_tracer
 from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
 from ._layer_map import LayerMap
-from ._layer_rule import StagedLayer, differentiated, refuse_host_code, stage_layer
+from ._layer_rule import StagedLayer, differentiated, stage_layer
 from ._messages import source_of
 
 Values = list[Any]
@@ -39,21 +39,24 @@ class Application:
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` closes over nothing
         self.maps: list[LayerMap] = []  # one for each run of the fwd rule
 
-    def stage(self, tensors: Sequence[Any]) -> tuple[StagedLayer, Values]:
+    def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Stage `forward` once for tensors of these types. Return also the values that `forward` closes over."""
         __tracebackhide__ = True
         key = tuple([typeof(x) for x in tensors])
         if (staged := self.staged.get(key)) is not None:
             return staged, []
-        staged, consts = stage_layer(self.call, key)
+        staged, consts = stage_layer(self.call, key, tensors if in_rule else ())
         if not consts:  # closed-over values belong to the trace that is active now
             self.staged[key] = staged
         return staged, consts
 
-    def bind(self, tensors: Sequence[Any], packs: bool = False) -> tuple[StagedLayer, Values]:
-        """Apply `forward` as a function with its rule. Return this function and its values."""
+    def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
+        """Apply `forward` as a function with its rule. Return this function and its values.
+
+        `in_rule`: whether a fwd rule runs, so that a differentiation of `tensors` is a second one.
+        """
         __tracebackhide__ = True
-        staged, consts = self.stage(tensors)
+        staged, consts = self.stage(tensors, in_rule)
         return staged, apply(staged.packing() if packs else staged, [*consts, *tensors])
 
 
@@ -79,11 +82,7 @@ def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tupl
     else:
         if application.is_deferred:
             call.check_closure_of_backward()
-        try:
-            staged, values = application.bind(tensors)
-        except NEEDS_VALUES as error:
-            refuse_host_code(call, error, tensors)
-            raise
+        staged, values = application.bind(tensors, in_rule=True)
         run = Run(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
     return _remember(application, run, tensors, needs)
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax.numpy as jnp
 
-from ._apply import Apply
 from ._arguments import signature_of
 from ._context import PyLayerContext, own_copy
 from ._jax.types import as_arrays, is_array
@@ -95,22 +94,16 @@ class Function(PyLayer):
       argument of the call; more Nones may follow. With `setup_context`, defaults count as arguments of the call.
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
-    - `vjp` is another name for `backward`.
 
     It differs from torch as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes only outputs; a
-    tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`.
-
-    A second derivative has all its terms or raises an error; torch silently drops some terms. A saved value that is
-    neither input nor output is differentiated as `forward` computes it; torch treats it as a constant. With
-    `once_differentiable` a second derivative raises; `torch.autograd.grad` leaves out the term through `backward`.
-    `jax.lax.stop_gradient` on the saved values, or on the results of `backward`, gives torch's numbers.
+    tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`; a second
+    derivative has all its terms, or raises an error.
     """
 
     complex_convention = "paddle"
     _context = FunctionCtx
     _torch_convention = True
     _forward_and_setup: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
-    _parameters: ClassVar[inspect.Signature]
 
     if TYPE_CHECKING:  # `forward` may have a context or not
 
@@ -118,19 +111,15 @@ class Function(PyLayer):
         def forward(*args: Any, **kwargs: Any) -> Any: ...
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        if "vjp" in vars(cls):
-            if vars(cls).get("backward", vars(cls)["vjp"]) is not vars(cls)["vjp"]:
-                raise RuntimeError(f"{cls.__qualname__} defines both backward and vjp, which are the same. Keep one.")
-            cls.backward = vars(cls)["vjp"]
         super().__init_subclass__(**kwargs)
         if cls._has_setup_context():
-            cls._parameters = signature_of(cls.forward)
-            if "ctx" in cls._parameters.parameters:
+            signature = signature_of(cls.forward)
+            if "ctx" in signature.parameters:
                 raise TypeError(
                     f"{cls.__qualname__} defines setup_context, so that its forward takes no ctx: remove that "
                     "parameter and keep things on ctx in setup_context; or remove setup_context."
                 )
-            cls._forward_and_setup = staticmethod(_with_setup_context(cls))
+            cls._forward_and_setup = staticmethod(_with_setup_context(cls, signature))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
@@ -140,24 +129,6 @@ class Function(PyLayer):
         input, the output is the same object, and to save it saves the input; torch refuses to save such an output.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
-
-    @Apply
-    @classmethod
-    def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Run the function on the arguments of `forward`, as `PyLayer.apply` does."""
-        __tracebackhide__ = True
-        if cls._has_setup_context() and (kwargs or len(args) < len(cls._parameters.parameters)):
-            args, kwargs = cls._with_defaults(args, kwargs)
-        return super().apply(*args, **kwargs)
-
-    @classmethod
-    def _with_defaults(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        try:
-            bound = cls._parameters.bind(*args, **kwargs)
-        except TypeError:
-            return args, kwargs  # for PyLayer.apply to refuse
-        bound.apply_defaults()
-        return bound.args, bound.kwargs
 
     @classmethod
     def _has_setup_context(cls) -> bool:
@@ -179,7 +150,7 @@ class Function(PyLayer):
         return forward
 
 
-def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
+def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> Callable[..., Any]:
     @functools.wraps(layer.forward)
     def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
@@ -188,10 +159,8 @@ def _with_setup_context(layer: type[Function]) -> Callable[..., Any]:
         if not all(map(is_array, tensors)):  # code on a NumPy output would lead back to a constant, not to the output
             arrays = zip(tensors, as_arrays(tensors), strict=True)
             output = skeleton.fill([x if x is own else jnp.copy(own) for x, own in arrays])
-        layer.setup_context(ctx, (*args, *kwargs.values()), output)
-        return output
+        return layer._setup_with(output)(ctx, *args, **kwargs)
 
-    signature = layer._parameters
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(parameters=[context, *signature.parameters.values()])  # pyright: ignore[reportAttributeAccessIssue]
     return forward

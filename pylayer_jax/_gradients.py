@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +13,9 @@ import jax.numpy as jnp
 
 from ._arguments import Argument, Arguments
 from ._jax.types import as_array, as_arrays, has_tangent, is_key, tangent_type, typeof, varying_axes, zeros_of
-from ._messages import describe, plural, source_of
+from ._messages import describe, innermost, plural, source_of
 from ._outputs import Outputs
-from ._trees import LEAF, collect_like, is_tensor, unboxed
-from ._warnings import warn_of_missing_return
+from ._trees import LEAF, Skeleton, is_tensor, unboxed
 
 __tracebackhide__ = True  # for pytest: errors raised here are about values of the user
 
@@ -21,28 +23,21 @@ __tracebackhide__ = True  # for pytest: errors raised here are about values of t
 def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], layer: Any) -> list[Any]:
     """Return one gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
 
-    `needs` says which tensors need a gradient; other gradients are dropped. In torch's convention `backward`
-    returns one entry for every argument of the call, and Nones may follow.
+    `needs` says which tensors need a gradient; other gradients are dropped.
 
     Raises:
         ValueError: for a wrong count, structure, type or shape; the message names the layer and the argument.
     """
     try:
         gradients: list[Any] = [None] * len(needs)
-        if isinstance(result, Iterator):
-            raise ValueError(
-                f"{arguments.layer}.backward returned {describe(result)}; expected its gradients in a tuple. Does it "
-                "yield them? Return them: return g0, g1."
-            )
-        pairs = _pair_all(result, arguments) if layer._torch_convention else _pair(result, arguments, needs)
-        for argument, entry in pairs:
+        for argument, entry in _pair(result, arguments, needs, layer._torch_convention):
             if any(needs[argument.span]):
                 gradients[argument.span] = _fit_argument(entry, argument, arguments, needs)
     except ValueError as error:
         error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
         raise
     if result is None and any(needs):
-        warn_of_missing_return(layer, arguments.layer)
+        _warn_of_missing_return(layer, arguments.layer)
     return gradients
 
 
@@ -51,72 +46,73 @@ def _entries(result: Any, unpack_list: bool) -> list[Any]:
     return list(result) if isinstance(result, tuple) or (unpack_list and isinstance(result, list)) else [result]
 
 
-def _pair(result: Any, arguments: Arguments, needs: Sequence[bool]) -> list[tuple[Argument, Any]]:
-    slots = arguments.slots()
+def _pair(
+    result: Any, arguments: Arguments, needs: Sequence[bool], torch_convention: bool
+) -> list[tuple[Argument, Any]]:
+    """Pair each argument that holds a tensor with its entry in the result of `backward`.
+
+    There is one entry per such argument, or one per argument of the call. Torch has only the second form, and Nones
+    may follow.
+    """
+    slots, passed = arguments.slots(), arguments.arguments
     # For a single argument a list is that argument's gradient.
-    entries = _entries(result, unpack_list=len(slots) != 1)
-    if len(entries) == len(slots):
-        return list(zip(slots, entries, strict=True))
-    if len(entries) == len(arguments.arguments):
-        return _pair_tensors(entries, arguments)
-    left_out = [a for a in slots[len(entries) :] if any(needs[a.span])]
-    if len(entries) < len(slots) and not left_out:
+    entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
+    if torch_convention:
+        while len(entries) > len(passed) and entries[-1] is None:
+            entries.pop()
+    elif len(entries) <= len(slots) and not any(any(needs[a.span]) for a in slots[len(entries) :]):
         return list(zip(slots, entries, strict=False))
-    message = _count_message(entries, slots, arguments, left_out)
-    raise ValueError(message if result is not None else f"{message} Did you forget return?")
-
-
-def _pair_all(result: Any, arguments: Arguments) -> list[tuple[Argument, Any]]:
-    entries, count = _entries(result, unpack_list=False), len(arguments.arguments)
-    if len(entries) < count or any(e is not None for e in entries[count:]):
-        hint = "; a list is one gradient, return a tuple" if isinstance(result, list) else ""
-        hint += ". Did you forget return?" if result is None else "."
+    if len(entries) != len(passed):
+        of_slots = f"{len(slots)}, one per argument that holds a tensor ({', '.join(a.name for a in slots)}), or "
         raise ValueError(
-            f"{arguments.layer}.backward returned {plural(len(entries), 'gradient', 'gradients')}; expected {count}, "
-            f"one per argument passed ({', '.join(arguments.names())}), of which None is zero{hint}"
+            f"{arguments.layer}.backward returned {plural(len(entries), 'gradient', 'gradients')}; expected "
+            f"{'' if torch_convention else of_slots}{len(passed)}, one per argument passed "
+            f"({', '.join(arguments.names())}). None is a zero gradient."
         )
-    return _pair_tensors(entries[:count], arguments)
-
-
-def _pair_tensors(entries: list[Any], arguments: Arguments) -> list[tuple[Argument, Any]]:
-    for argument, entry in zip(arguments.arguments, entries, strict=True):
+    for argument, entry in zip(passed, entries, strict=True):
         is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
         if entry is not None and not argument.skeleton.size and not is_number:
             raise ValueError(
                 f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
                 "which holds no tensor. Return None in its place."
             )
-    return [(a, e) for a, e in zip(arguments.arguments, entries, strict=True) if a.skeleton.size]
-
-
-def _count_message(entries: list[Any], slots: list[Argument], arguments: Arguments, missing: list[Argument]) -> str:
-    def listed(items: list[Argument]) -> str:
-        return ", ".join(a.name for a in items) or "none"
-
-    message = (
-        f"{arguments.layer}.backward returned {plural(len(entries), 'gradient', 'gradients')}; expected "
-        f"{len(slots)}, one per argument that holds a tensor ({listed(slots)})"
-    )
-    if len(slots) != len(arguments.arguments):
-        message += f", or {len(arguments.arguments)}, one per argument passed ({listed(arguments.arguments)})"
-    if missing:
-        message += f". Missing: {listed(missing)}; return None where the gradient is zero"
-    elif len(slots) == 1 and len(entries) > 1:
-        message += ". For one argument that is a tuple, return its gradients as one entry: ((g0, g1),)"
-    return message + "."
+    return [(a, e) for a, e in zip(passed, entries, strict=True) if a.skeleton.size]
 
 
 def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needs: Sequence[bool]) -> list[Any]:
-    where = f"{arguments.layer}.backward, gradient of "
-    found, paths = [entry], [""]
-    if argument.skeleton is not LEAF:
-        found = collect_like(entry, argument.skeleton, f"{where}{argument.name!r}", describe)
-        paths = argument.skeleton.tensor_paths()
-    spans = (arguments.types[argument.span], paths, needs[argument.span])
-    return [
-        fit(leaf, aval, lambda path=path: f"{where}{argument.name + path!r}", is_gradient=True) if need else None
-        for leaf, aval, path, need in zip(found, *spans, strict=True)
-    ]
+    where, skeleton, span = f"{arguments.layer}.backward, gradient of ", argument.skeleton, argument.span
+    found = [entry] if skeleton is LEAF else _flatten_like(skeleton, entry, f"{where}{argument.name!r}")
+
+    def place(i: int) -> str:
+        return f"{where}{argument.name + skeleton.tensor_paths()[i]!r}"
+
+    rows = enumerate(zip(found, arguments.types[span], needs[span], strict=True))
+    return [fit(leaf, aval, lambda i=i: place(i), is_gradient=True) if need else None for i, (leaf, aval, need) in rows]
+
+
+def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
+    try:
+        return skeleton.flatten_up_to(entry)
+    except ValueError as error:
+        raise ValueError(f"{where}: expected its structure, or None for zero; got {describe(entry)}. {error}") from None
+
+
+_warned: weakref.WeakSet[type] = weakref.WeakSet()
+_lock = threading.RLock()
+
+
+def _warn_of_missing_return(layer: Any, name: str) -> None:
+    """Warn, once per class and at the line of its `backward`, that it returned None though a gradient is needed."""
+    text = (
+        f"{name}.backward returned None, although a gradient is needed; it counts as zero. Did you forget return? "
+        "Return (None,) if zero is meant."
+    )
+    code = getattr(innermost(layer.backward), "__code__", None)  # None if it is implemented in C
+    place = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
+    with _lock:
+        if layer not in _warned:
+            warnings.warn_explicit(text, UserWarning, *place)  # raises if warnings are errors, then each time
+            _warned.add(layer)
 
 
 # -- tangents ----------------------------------------------------------------------------------------------
@@ -144,21 +140,15 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
     Raises:
         ValueError: for a wrong count, structure, type or shape; the message names the layer and the output.
     """
-    groups, entries = outputs.groups, _entries(result, unpack_list=outputs.is_sequence)
-    if len(entries) != len(groups):
-        with_tensors = [g for g in groups if g.size]
-        if len(entries) != len(with_tensors):
-            raise ValueError(
-                f"{layer}.jvp returned {len(entries)} tangents; expected {len(groups)}, one per output of forward. "
-                "Return None for an output that has none."
-            )
-        groups = with_tensors
+    entries = _entries(result, unpack_list=outputs.is_sequence)
+    if len(entries) != len(outputs.groups):
+        raise ValueError(
+            f"{layer}.jvp returned {len(entries)} tangents; expected {len(outputs.groups)}, one per output of forward. "
+            "Return None for an output that has none."
+        )
     found: list[Any] = []
-    for group, entry in zip(groups, entries, strict=True):
-        if group is LEAF:
-            found.append(entry)
-        elif group.size:
-            found += collect_like(entry, group, f"{layer}.jvp, tangent of output {len(found)}", describe)
+    for i, (group, entry) in enumerate(zip(outputs.groups, entries, strict=True)):
+        found += _flatten_like(group, entry, f"{layer}.jvp, tangent of output {i}")
     rows = zip(found, outputs.types, outputs.skeleton.tensor_paths(), outputs.has_tangent, strict=True)
     return [
         fit(tangent, tangent_type(aval), lambda path=path: f"{layer}.jvp, tangent of output{path}")

@@ -39,44 +39,30 @@ class PyLayer:
         >>> print(jax.grad(Tanh.apply)(0.0))
         1.0
 
-    The rule holds under every JAX transform of reverse mode and at every order of differentiation.
-    `jax.hessian` and `jax.jvp` of `jax.grad` transpose `backward`. For these, `backward` has to be linear in its
-    cotangents. If `backward` applies another layer to its cotangents, JAX transposes the `forward` of that layer.
+    `backward` holds under every transformation of reverse mode and at every order of differentiation. `jax.hessian` and
+    forward mode transpose it, and then it has to be linear in its cotangents. Every run of `backward` starts from the
+    values that `forward` left on `ctx`: containers are copied for each run, other objects are shared.
 
-    Every run of `backward` starts from the values that `forward` left on `ctx`: lists, dicts and other containers are
-    copied for each run, and other objects are shared.
+    In eager mode both methods see concrete values. A second derivative traces `forward`.
 
-    Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`): with `forward_mode = True` the tangent map is the
-    transpose of `backward`. A class may instead define a static `jvp(ctx, *tangents)`. It gets one tangent per argument
-    of the call and returns one tangent per output, or None for zero. A missing tangent arrives as zeros, or as None
-    after `ctx.set_materialize_grads(False)`; an argument that holds no tensor has the tangent None.
+    A class may also define these static methods:
 
-    Batching: JAX batches the operations of `forward`. A class may instead define a static
-    `vmap(info, in_dims, *args) -> (outputs, out_dims)`, for host code or a kernel that takes a whole batch; `jax.vmap`
-    then calls it. `in_dims` has one entry per argument of the call: the axis of the batch, or None (for a pytree, a
-    pytree of axes). `out_dims` has one entry per output. `info.batch_size` is the number of examples. The gradients
-    of a batch come from `backward`, which JAX batches; JAX also batches the intermediates that `forward` saves.
-
-    `jax.checkpoint` runs `forward` again, as another application of the layer. A second derivative through a checkpoint
-    is therefore that of a program that applies the layer twice, each time with a part of the cotangents. This matters
-    if `backward` is not linear in its cotangents (clipping). A plain `jax.custom_vjp` does the same; torch does not.
-
-    `saved_names` gives saved tensors names for the policies of `jax.checkpoint` (`save_only_these_names`, offloading).
-    A tensor within a pytree has its path behind the name, as in `y['w']`. By default saved tensors have no names, since
-    a named tensor is a new value to JAX: a scan would stack it beside the tensor itself.
-
-    Compiled programs and profiles show the operations of both methods as `Tanh/forward` and `Tanh/backward`.
-
-    In eager mode both methods see concrete values. A second derivative stages `forward` once, as `jax.jit` would; a
-    `forward` that needs numbers then raises an error. Under `jax.vmap` every output that can have a gradient is batched
-    if any argument is batched.
+    - `jvp(ctx, *tangents)`, for forward mode: it gets one tangent per argument of the call (None for an argument that
+      holds no tensor), and returns one tangent per output, None for zero. A missing tangent arrives as zeros, or as
+      None after `ctx.set_materialize_grads(False)`.
+    - `vmap(info, in_dims, *args) -> (outputs, out_dims)`, which `jax.vmap` calls in place of `forward`. `in_dims` has
+      the axis of the batch, or None, for each argument of the call (for a pytree, a pytree of axes), and `out_dims` for
+      each output. `info.batch_size` is the number of examples. The gradients of a batch come from `backward`, which JAX
+      batches.
 
     Attributes:
         complex_convention: how `backward` reads and writes complex gradients. "jax" (the default): as
             `jax.grad` does. "paddle": as Paddle and torch do, which is the conjugate.
-        forward_mode: whether forward mode (`jax.jvp` and others) may transpose `backward`, which then has to be linear.
-        saved_names: a name for each value that `save_for_backward` saves, in order; None leaves one out. True names
-            them `Tanh.saved[0]`, `Tanh.saved[1]`, ...
+        forward_mode: whether forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) may transpose `backward`.
+        saved_names: a name for each value that `save_for_backward` saves, in order, for the policies of
+            `jax.checkpoint`; None leaves one out. True names them `Tanh.saved[0]`, `Tanh.saved[1]`, ... A tensor within
+            a pytree has its path behind the name, as in `y['w']`. By default they have no names, since a named tensor
+            is a new value to JAX: a scan would stack it beside the tensor itself.
         generate_vmap_rule: as in torch. True says that JAX batches `forward`, which JAX does anyway.
     """
 
@@ -90,22 +76,12 @@ class PyLayer:
     if not TYPE_CHECKING:  # a type checker flags these calls if the class defines neither
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-            following = super().__new__
-            if following is not object.__new__:  # of a class behind this one in the MRO
-                return following(cls, *args, **kwargs)
             if (args or kwargs) and cls.__init__ is object.__init__:
                 raise TypeError(f"{cls.__qualname__}(...) does not run the layer: use {call_of_apply(cls)}.")
-            return following(cls)
+            return super().__new__(cls)
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            following = getattr(super(), "__call__", None)  # noqa: B004 - of a class behind this one in the MRO
-            if following is not None:
-                return following(*args, **kwargs)
-            layer = type(self)
-            raise TypeError(
-                f"an object of the layer {layer.__qualname__} is not called: use {call_of_apply(layer)}, on the class "
-                "or on an object."
-            )
+            raise TypeError(f"an object of a layer is not called: use {call_of_apply(type(self))}.")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -124,10 +100,6 @@ class PyLayer:
     @classmethod
     def _jvp_method(cls) -> Callable[..., Any] | None:
         return getattr(cls, "jvp", None)
-
-    @classmethod
-    def _has_forward_mode(cls) -> bool:
-        return cls.forward_mode or cls._jvp_method() is not None
 
     @classmethod
     def _has_vmap_method(cls) -> bool:
@@ -153,29 +125,22 @@ class PyLayer:
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on the arguments of `forward`, without the context.
 
-        Arguments may be any pytrees of arrays and of other values. Gradients follow the parameter order
-        of `forward`, however the call was written.
-
-        A `jax.Ref` is an argument without a gradient. Both methods may read and write it. `forward` runs once for each
-        application, and again if `jax.checkpoint` repeats it. In a call that takes a Ref, `ctx.needs_input_grad` is
-        True for every input that can have a gradient, and a missing cotangent arrives as zeros.
+        Arguments may be any pytrees of arrays and of other values. Gradients follow the parameter order of `forward`,
+        however the call was written. A `jax.Ref` is an argument without a gradient, which both methods may read and
+        write; such a call has a first derivative in reverse mode only.
 
         Returns:
-            The outputs of `forward`, in the same container; NumPy arrays come back as `jax.Array`. An array inside of a
-            static output (an object that `forward` made) has no gradient: return it as an output.
+            The outputs of `forward`, in the same container; NumPy arrays come back as `jax.Array`.
 
         Raises:
             NotImplementedError: if `forward` is missing, or if a gradient is needed and `backward` is missing.
-            TypeError: for arguments that do not fit `forward`; in forward mode, for a class without forward mode, a
-                `backward` that is not linear, or a `jax.Ref` argument; for a second derivative of a call that takes a
-                Ref; for a Ref whose content is differentiated, or that is passed to a class with `vmap`; for a second
-                derivative of a `forward` that needs numbers.
+            TypeError: for arguments that do not fit `forward`, and for a derivative that the layer does not have.
             ValueError: if no output of `forward` is a tensor, if `forward` changes a container among its arguments in
                 place, or if the gradients of `backward` do not fit the inputs.
             jax.errors.UnexpectedTracerError: if `forward` closes over a value that is differentiated.
         """
         __tracebackhide__ = True
-        arguments, tensors = bind(cls.__qualname__, cls._forward_with_ctx(), args, kwargs)
+        arguments, tensors = bind(cls, args, kwargs)
         call = LayerCall(cls, arguments)
         return call.run_undifferentiated(tensors) if nothing_is_traced() else _apply_traced(call, tensors)
 
@@ -199,10 +164,10 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
     call.pair = _hooks.pair_to_pack_with(tensors)
     takes_refs = call.arguments.ref_mask is not None
-    has_forward_mode = layer._has_forward_mode() or in_backward.value
+    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # For code that is staged first and differentiated later, JAX raises its own error, without the layer's name.
-        raise NoForwardModeError(call.name, call.arguments.ref_names())
+        raise ref_error(call) if takes_refs else NoForwardModeError(call.name)
     is_deferred = around.will_be_differentiated_later(tensors)
     if takes_refs:
         _check_refs(call, tensors, is_deferred)

@@ -15,7 +15,6 @@ from ._jax.jaxprs import evaluate_part, stage
 from ._jax.linearity import transpose_jaxpr
 from ._jax.masks import merge, scatter, select
 from ._jax.rule_function import LinearMap
-from ._jax.tracers import NEEDS_VALUES
 from ._jax.types import tangent_type, zeros_of
 from ._messages import add_note
 
@@ -57,11 +56,16 @@ class LayerMap(LinearMap):
 
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        call, layer = self.call, self.call.layer
-        if layer._jvp_method() is not None:
-            given = scatter(tangents, self.needs)
-            pushed = call.run_jvp(self.kept, self._unpacked(residuals, ()), self.needs, given)
-            return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
+        if self.call.layer._jvp_method() is not None:
+            unpacked, given = self._unpacked(residuals, ()), scatter(tangents, self.needs)
+            pushed = self.call.run_jvp(self.kept, unpacked, self.needs, given)
+        else:
+            pushed = self._push_by_transposing(residuals, tangents)
+        return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
+
+    def _push_by_transposing(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        name = self.call.name
 
         def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
             __tracebackhide__ = True
@@ -70,47 +74,23 @@ class LayerMap(LinearMap):
             return select(gradients, nonzero), nonzero
 
         try:
-            jaxpr, consts, nonzero = stage(nonzero_gradients, self.types, f"backward of {call.name}")
-            args = [*consts, *[None] * len(self.types)]
-            given = select(tangents, nonzero)
-            found = transpose_jaxpr(f"{call.name}.backward", jaxpr, args, given, "its cotangents")
-        except NEEDS_VALUES as error:
-            self._check_declared()
-            error.add_note(
-                f"Forward mode transposes {call.name}.backward, which is traced for that and sees no numbers. Write it "
-                f"with jax.numpy, or give {call.name} a static jvp(ctx, *tangents), which sees them."
-            )
-            raise
+            jaxpr, consts, nonzero = stage(nonzero_gradients, self.types, f"backward of {name}")
+            args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
+            return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            self._check_declared()
+            # In a class without forward mode this is a second derivative. Raise the error about that before any other.
+            if not self.call.layer.forward_mode:
+                self.check_derivative()
             if getattr(error, "__notes__", None):  # the error happened in a method of the user
                 raise
-            raise self._not_linear_error(error) from error
-        pushed = found[len(consts) :]
-        return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
-
-    def _check_declared(self) -> None:
-        __tracebackhide__ = True
-        # In a class without forward mode this is a second derivative. Raise the error about that before any other.
-        if not self.call.layer.forward_mode:
-            self.check_derivative()
-
-    def _not_linear_error(self, error: Exception) -> NotLinearError:
-        name = self.call.name
-        message = next(iter(str(error).splitlines()), "")
-        if not isinstance(error, NotLinearError):
-            message = f"{name}.backward cannot be transposed by JAX ({type(error).__name__}: {message})."
-        if self.call.layer.forward_mode:
-            advice = (
-                f"forward_mode = True derives the tangent map by transposing a linear backward. Give {name} a static "
-                "jvp(ctx, *tangents) instead, or use reverse mode: jax.vjp, jax.grad, jax.jacrev."
-            )
-        else:
-            advice = (
-                "Forward mode over reverse (jax.hessian, jax.jvp of jax.grad) transposes a linear backward. Use "
-                "reverse over reverse: jax.jacrev(jax.grad(f)); or give the layer a static jvp(ctx, *tangents)."
-            )
-        return NotLinearError(f"{message} {advice}")
+            message = next(iter(str(error).splitlines()), "")
+            if not isinstance(error, NotLinearError):
+                message = f"{name}.backward cannot be transposed by JAX ({type(error).__name__}: {message})."
+            raise NotLinearError(
+                f"{message} Forward mode, and forward over reverse as in jax.hessian, transpose a backward that is "
+                f"linear in its cotangents. Give {name} a static jvp(ctx, *tangents), or use reverse mode: jax.grad, "
+                "jax.jacrev, jax.jacrev(jax.grad(f))."
+            ) from error
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True

@@ -57,9 +57,16 @@ class StagedLayer(RuleFunction):
         self.unpacked: StagedLayer | None = None  # set if this one packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
         # Other saved tensors depend on these outputs through the rule, not through the code of `forward`.
-        last = {v: i for i, v in enumerate(jaxpr.outvars[: self.n_outputs]) if not is_literal(v)}
+        results = jaxpr.outvars
+        last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
         inputs = set(jaxpr.invars)
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
+        self.given = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
+        self.intermediates = results[self.n_outputs :]  # computed from the given variables
+
+    def _of_given(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
+        """Return the values, the tangents, or the like of the given variables."""
+        return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
@@ -86,32 +93,24 @@ class StagedLayer(RuleFunction):
         if any(t is not None for t in tangents[:n]):
             raise self.call.closed_over_error()
         values = apply(self, primals)
-        needs = [t is not None for t in tangents[n:]]
         run = Run(self.kept, values[: self.n_outputs], self.residuals(primals[n:], values))
-        linear, outputs, residuals = differentiated(self.call, run, primals[n:], needs, packs)
-        pushed = apply_linear(linear, residuals, select(tangents[n:], needs)) if linear.types else []
-        of_outputs = scatter(pushed, self.kept.outputs.has_tangent)
-        return [*outputs, *values[self.n_outputs :]], [
-            *of_outputs,
-            *self._code_tangents(primals, tangents, values, of_outputs),
-        ]
+        outputs, of_outputs = _outputs_and_tangents(self.call, run, primals[n:], tangents[n:], packs)
+        of_code = self._code_tangents(primals, tangents, values, of_outputs)
+        return [*outputs, *values[self.n_outputs :]], [*of_outputs, *of_code]
 
     def _code_tangents(
         self, primals: Sequence[Any], tangents: Sequence[Any], values: Sequence[Any], of_outputs: Sequence[Any]
     ) -> Values:
         """Return the tangents of the intermediates."""
-        results = self.jaxpr.outvars
-        if len(results) == self.n_outputs:
+        if not self.intermediates:
             return []
-        given = [*self.jaxpr.invars, *(results[i] for i in self.with_rule)]
-        known = [*primals, *(values[i] for i in self.with_rule)]
-        moving = [*tangents, *(of_outputs[i] for i in self.with_rule)]
+        given, known, moving = self.given, self._of_given(primals, values), self._of_given(tangents, of_outputs)
         nonzero = [t is not None for t in moving]
         depends = dependence(self.jaxpr, select(given, nonzero))[self.n_outputs :]
-        wanted = [d and has_tangent(v.aval) for d, v in zip(depends, results[self.n_outputs :], strict=True)]
+        wanted = [d and has_tangent(v.aval) for d, v in zip(depends, self.intermediates, strict=True)]
         if not any(wanted):
             return [None] * len(wanted)
-        targets = select(results[self.n_outputs :], wanted)
+        targets = select(self.intermediates, wanted)
         read = variables_read(self.jaxpr, given, targets)
         given, known, moving, nonzero = (
             [x for x, v in zip(column, given, strict=True) if v in read] for column in (given, known, moving, nonzero)
@@ -132,22 +131,25 @@ class StagedLayer(RuleFunction):
             __tracebackhide__ = True
             outputs = self.call.run_vmap(axis, dims[n:], args[n:])
             self.call.check_batch(axis, outputs, self.kept.outputs.types)
-            results = self.jaxpr.outvars
-            given = [*self.jaxpr.invars, *(results[i] for i in self.with_rule)]
 
             def intermediates(*known: Any) -> Values:
-                return evaluate_part(self.jaxpr, dict(zip(given, known, strict=True)), results[self.n_outputs :])
+                return evaluate_part(self.jaxpr, dict(zip(self.given, known, strict=True)), self.intermediates)
 
-            in_axes = (*dims, *(0 for _ in self.with_rule))
-            found = vmap_over(axis, intermediates, in_axes, 0)(*args, *(outputs[i] for i in self.with_rule))
-            values = [*outputs, *found]
-            return values, [0] * len(values)
+            in_axes = tuple(self._of_given(dims, [0] * len(outputs)))
+            found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_given(args, outputs))
+            return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
 
 
-def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLayer, Values]:
-    """Stage `forward` for inputs of these types. Return the function, and the values that `forward` closes over."""
+def stage_layer(
+    call: LayerCall, tensor_types: Sequence[Any], tensors: Sequence[Any] = ()
+) -> tuple[StagedLayer, Values]:
+    """Stage `forward` for inputs of these types. Return the function, and the values that `forward` closes over.
+
+    Raises:
+        TypeError: if `forward` needs numbers, and some of its `tensors` are differentiated further out.
+    """
     __tracebackhide__ = True
 
     def forward(*inputs: Any) -> tuple[Values, tuple[Kept, list[int]]]:
@@ -164,7 +166,16 @@ def stage_layer(call: LayerCall, tensor_types: Sequence[Any]) -> tuple[StagedLay
                 values.append(x)
         return values, (kept, [position[id(x)] for x in residuals])
 
-    jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+    try:
+        jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+    except NEEDS_VALUES as error:
+        if not any(map(is_differentiated, tensors)):
+            raise
+        raise once_differentiable_error(call.layer) or TypeError(
+            f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). "
+            "Write forward with jax.numpy; or call host code by jax.pure_callback, which works at every order. "
+            "Decorate backward with @once_differentiable if second derivatives are not meant."
+        ) from error
     for const in consts:
         if is_differentiated(const):
             raise call.closed_over_error()
@@ -188,19 +199,16 @@ class EagerLayer(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        needs = [t is not None for t in tangents]
         packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) passes the Python number
-            run = self._run_apart(primals, needs)
+            run = self._run_apart(primals, [t is not None for t in tangents])
         if run is None:
-            staged, consts = self._staged(primals)
+            staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)
             n = staged.n_outputs
             values, found = staged.differentiate([*consts, *primals], [*(None for _ in consts), *tangents], packs)
             return values[:n], found[:n]
-        linear, outputs, residuals = differentiated(self.call, run, primals, needs, packs)
-        pushed = apply_linear(linear, residuals, select(tangents, needs)) if linear.types else []
-        return outputs, scatter(pushed, run.kept.outputs.has_tangent)
+        return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
     def _run_apart(self, primals: Values, needs: list[bool]) -> Run | None:
         """Run `forward` without staging it; None if it has to be staged."""
@@ -214,16 +222,8 @@ class EagerLayer(RuleFunction):
             values = apply(self, primals)
             assert call.skeleton is not None
             output = call.skeleton.fill(values)
-            return call.record(layer._setup_with(output), primals, needs)
+            return call.run_forward(primals, needs, layer._setup_with(output))
         return None
-
-    def _staged(self, primals: Sequence[Any]) -> tuple[StagedLayer, Values]:
-        __tracebackhide__ = True
-        try:
-            return stage_layer(self.call, [typeof(x) for x in primals])
-        except NEEDS_VALUES as error:
-            refuse_host_code(self.call, error, primals)
-            raise
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         __tracebackhide__ = True
@@ -257,15 +257,15 @@ class EagerBatch(UnstagedBatch):
         return EagerBatch(self, axis, dims), [], None
 
 
-def refuse_host_code(call: LayerCall, error: Exception, primals: Sequence[Any]) -> None:
-    """Raise the error for a second derivative of a `forward` that needs numbers, and so cannot be traced."""
-    if not any(map(is_differentiated, primals)):
-        return
-    raise once_differentiable_error(call.layer) or TypeError(
-        f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). Write "
-        "forward with jax.numpy; or call host code by jax.pure_callback, which works at every order. Decorate backward "
-        "with @once_differentiable if second derivatives are not meant."
-    ) from error
+def _outputs_and_tangents(
+    call: LayerCall, run: Run, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
+) -> tuple[Values, Values]:
+    """Return the outputs of a run, and their tangents from those of the inputs."""
+    __tracebackhide__ = True
+    needs = [t is not None for t in tangents]
+    linear, outputs, residuals = differentiated(call, run, inputs, needs, packs)
+    pushed = apply_linear(linear, residuals, select(tangents, needs)) if linear.types else []
+    return outputs, scatter(pushed, run.kept.outputs.has_tangent)
 
 
 # -- residuals: packed by hooks, named for checkpoints -----------------------------------------------------------

@@ -1,10 +1,11 @@
-"""How messages show values, counts and places."""
+"""How messages show values, counts and places; what a function closes over."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,18 +25,6 @@ def plural(count: int, one: str, many: str) -> str:
     return f"{count} {one if count == 1 else many}"
 
 
-def name_meant(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that differs by one letter: wrong, missing, too many, or two that changed places."""
-
-    def is_near(other: str) -> bool:
-        same = [x == y for x, y in zip(name, other, strict=False)]
-        begin = [*same, False].index(False)
-        a, b = name[begin:], other[begin:]
-        return a[1:] == b[1:] or a[1:] == b or a == b[1:] or (a[:2] == b[1::-1] and a[2:] == b[2:])
-
-    return next((other for other in known if other != name and is_near(other)), None)
-
-
 def innermost(function: Any) -> Any:
     """Return the function inside of decorators, partials and methods."""
     for _ in range(100):  # a wrapper may name itself
@@ -48,6 +37,17 @@ def innermost(function: Any) -> Any:
         else:
             break
     return function
+
+
+def closed_over(function: Any) -> dict[str, Any]:
+    """Return the variables that a function, or the one inside of decorators and partials, closes over."""
+    function = innermost(function)
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    values: dict[str, Any] = {}
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # an empty cell
+            values[name] = cell.cell_contents
+    return values
 
 
 def source_of(name: str, function: Callable[..., Any]) -> str:

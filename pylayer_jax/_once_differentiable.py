@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ._context import PyLayerContext
+from ._context import PyLayerContext, backward_context
 from ._errors import OnceDifferentiableError
 from ._jax.identities import forbid_derivative
 from ._jax.masks import merge, select
@@ -57,8 +57,10 @@ def once_differentiable(backward: Method) -> Method:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
         # Forbid the derivative on the inputs, not on the outputs, so that the error comes before any host code runs.
-        (saved, attributes), cotangents = forbid((args[first]._contents(), args[first + 1 :]))
-        ctx = args[first]._with_contents(saved, attributes)
+        ctx = args[first]
+        state, attributes = ctx._state, dict(vars(ctx))
+        saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))
+        ctx = backward_context(type(ctx), state.layer, state.needs, lambda: saved, attributes)
         return backward(*args[:first], ctx, *cotangents)
 
     decorated: Any = guarded

@@ -104,13 +104,34 @@ class Skeleton:
         if self is LEAF:
             return [("", _TENSOR)]
         # A node such as jax.tree_util.Partial accepts only a dict as a child, so a dict gets a dict as placeholder.
-        places = [dict.fromkeys(x.keys) if type(x) is _Dict else _Numbered(i) for i, x in enumerate(self.leaves)]
+        places = [dict.fromkeys(x.keys) if type(x) is _Dict else _TENSOR for x in self.leaves]
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(places), is_leaf=_is_dict)
         found: list[tuple[str, Any]] = []
         for (path, _), leaf in zip(pairs, self.leaves, strict=True):
             start = jax.tree_util.keystr(path)
             inner = leaf.paths() if type(leaf) is _Dict else [("", leaf)]
             found += [(start + rest, x) for rest, x in inner]
+        return found
+
+    def flatten_up_to(self, tree: Any) -> list[Any]:
+        """Return the values that a tree of this structure has at the places of the tensors.
+
+        None may take the place of the whole tree, and an array that of a box such as a `flax.nnx.Param`.
+
+        Raises:
+            ValueError: if the tree has another structure.
+        """
+        if tree is None:
+            return [None] * self.size
+        node = self.treedef.node_data()
+        if node is not None and hasattr(node[0], "__jax_array__") and is_tensor(unboxed(tree)):
+            return [tree]
+        found: list[Any] = []
+        for leaf, value in zip(self.leaves, self.treedef.flatten_up_to(tree), strict=True):
+            if leaf is _TENSOR:
+                found.append(value)
+            elif type(leaf) is _Dict:
+                found += leaf.flatten_up_to(value)
         return found
 
     def has_structure_of(self, other: Skeleton) -> bool:
@@ -120,20 +141,11 @@ class Skeleton:
                 return False
         except Exception:  # static data that cannot be compared
             return True
-        pairs = zip(self.leaves, other.leaves, strict=True)
         return all(
-            a.has_structure_of(b)
-            for x, y in pairs
+            x.keys == y.keys and all(a.has_structure_of(b) for a, b in zip(x.children, y.children, strict=True))
+            for x, y in zip(self.leaves, other.leaves, strict=True)
             if type(x) is _Dict and type(y) is _Dict
-            for a, b in zip(x.children, y.children, strict=False)
         )
-
-
-class _Numbered:
-    """A placeholder that knows the index of its leaf."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
 
 
 class _Dict:
@@ -151,6 +163,15 @@ class _Dict:
         for key, child in zip(self.keys, self.children, strict=True):
             filled[key] = next(rest) if child is LEAF else child._fill(rest, change)
         return filled
+
+    def flatten_up_to(self, tree: Any) -> list[Any]:
+        if tree is None:
+            return [None] * sum(child.size for child in self.children)
+        if not isinstance(tree, dict) or tree.keys() != set(self.keys):
+            got = list(tree) if isinstance(tree, dict) else f"a {type(tree).__name__}"
+            raise ValueError(f"Expected a dict with the keys {self.keys}, got {got}.")
+        pairs = zip(self.keys, self.children, strict=True)
+        return [x for key, child in pairs for x in child.flatten_up_to(tree[key])]
 
     def paths(self) -> list[tuple[str, Any]]:
         pairs = zip(self.keys, self.children, strict=True)
@@ -198,90 +219,11 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
     return Skeleton(treedef, leaves, len(tensors) - before)
 
 
-# -- two trees beside one another ----------------------------------------------------------------------
-
-
-def first_change(before: Any, after: Any) -> str | None:
-    """Return the path at which two trees hold different objects, as in `['w']`; None if they are the same.
+def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:
+    """Return whether two trees, each as `split` returns it, hold different objects or have different nodes.
 
     Leaves are compared by identity, so that the content of arrays is not read.
     """
-    pairs = [dict(_leaves_by_path(tree)) for tree in (before, after)]
-    missing = object()
-    for path in {**pairs[0], **pairs[1]}:
-        if pairs[0].get(path, missing) is not pairs[1].get(path, missing):
-            return path
-    return None if before[1].has_structure_of(after[1]) else ""
-
-
-def _leaves_by_path(tree: Any) -> list[tuple[str, Any]]:
-    tensors, skeleton = tree
-    rest = iter(tensors)
-    return [(path, next(rest) if leaf is _TENSOR else leaf) for path, leaf in skeleton.paths()]
-
-
-def collect_like(entry: Any, skeleton: Skeleton, where: str, describe: Callable[[Any], str]) -> list[Any]:
-    """Match a tree of a user, `entry`, against a skeleton: return one value per tensor of it, None for zero.
-
-    One None in `entry` may replace a whole subtree.
-
-    Raises:
-        ValueError: if the structures differ; the message begins with `where`.
-    """
-    model = skeleton.fill([_Numbered(i) for i in range(skeleton.size)])
-    found: list[Any] = [None] * skeleton.size
-    for index, value in _aligned(entry, model, "", where, describe):
-        found[index] = value
-    return found
-
-
-def _aligned(
-    entry: Any, model: Any, path: str, where: str, describe: Callable[[Any], str]
-) -> Iterator[tuple[int, Any]]:
-    if isinstance(model, _Numbered):
-        yield model.index, entry
-        return
-    children = _children(model)
-    if entry is None or children is None:  # zero for a whole subtree; a static has no gradient
-        return
-    if len(children) == 1 and hasattr(type(model), "__jax_array__") and is_tensor(unboxed(entry)):
-        yield from _aligned(unboxed(entry), children[0][1], path, where, describe)
-        return
-    same_kind = type(entry) is type(model) or (isinstance(entry, (list, tuple)) and isinstance(model, (list, tuple)))
-    of_entry = _children(entry) if same_kind or (isinstance(entry, dict) and isinstance(model, dict)) else None
-    keys = [key for key, _ in children]
-    if of_entry is None or {key for key, _ in of_entry} != set(keys):
-        got = "" if of_entry is None else f" with the {len(of_entry)} entries {', '.join(key for key, _ in of_entry)}"
-        advice = (
-            " Return the gradients of one tuple as one entry: return ((g,),)."
-            if type(model) is tuple and not path
-            else ""
-        )
-        raise ValueError(
-            f"{where}{f', at {path}' if path else ''}: expected the structure of the argument, a "
-            f"{type(model).__name__} with the {len(keys)} entries {', '.join(keys)}, or None for zero; got "
-            f"{describe(entry)}{got}.{advice}"
-        )
-    if type(entry) is type(model) and not isinstance(model, dict) and _node(entry) != _node(model):
-        raise ValueError(
-            f"{where}{f', at {path}' if path else ''}: expected a {type(model).__name__} with the static data of the "
-            f"argument, got other data: {_node(entry)} for {_node(model)}."
-        )
-    values = dict(of_entry)
-    for key, child in children:
-        yield from _aligned(values[key], child, path + key, where, describe)
-
-
-def _node(node: Any) -> Any:
-    """Return the type, the static data and the arity of one node."""
-    return jax.tree_util.tree_structure(node, is_leaf=lambda x: x is not node)
-
-
-def _children(node: Any) -> list[tuple[str, Any]] | None:
-    """Return the keys (as in a path) and the values one level below a node; None for a leaf."""
-    if isinstance(node, dict):
-        return [(f"[{key!r}]", value) for key, value in node.items()]
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    if jax.tree_util.treedef_is_leaf(treedef):
-        return None
-    return [(jax.tree_util.keystr(path), value) for path, value in pairs]
+    leaves = [[*tensors, *skeleton.statics()] for tensors, skeleton in (before, after)]
+    same = len(leaves[0]) == len(leaves[1]) and all(a is b for a, b in zip(*leaves, strict=True))
+    return not same or not before[1].has_structure_of(after[1])

@@ -15,31 +15,41 @@ from .primitives import object_of_params
 from .rule_function import RuleFunction, Values, apply, rule_function_p
 from .types import typeof
 
+_BARRIER = "barrier"
+
 
 class _Identity(RuleFunction):
-    def __init__(self, name: str, types: Sequence[Any]) -> None:
-        self.name = name
-        self.jaxpr, _, _ = stage(lambda *xs: (self.values(xs), None), types, name)
+    """An identity: each result is the operand at its position. JAX may transpose some results without the others.
 
-    def values(self, operands: Sequence[Any]) -> Values:
-        raise NotImplementedError
+    With `error`, its derivative raises the exception that `error` makes.
+    """
 
+    def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
+        self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
 
-class _Positional(_Identity):
-    """An identity: each result is the operand at its position. JAX may transpose some results without the others."""
-
-    def values(self, operands: Sequence[Any]) -> Values:
-        return list(operands)
-
-    def of(self, types: tuple[Any, ...]) -> _Positional:
+    def of(self, types: Sequence[Any]) -> _Identity:
         """Return the same function of operands of other types."""
-        raise NotImplementedError
+        return _Identity(self.name, tuple(types), self.error)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        if self.error is not None:
+            raise self.error()
+        return apply(self, primals), list(tangents)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
-        return self.of(tuple(types)), [], list(dims)
+        return self.of(types), [], list(dims)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return list(cotangents)
+
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        return super().lower(context, args) if self.jaxpr.eqns else args  # lowering a jaxpr costs more
+
+
+@functools.lru_cache(maxsize=1024)
+def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
+    values = jax.lax.optimization_barrier if name == _BARRIER else list
+    return stage(lambda *xs: (values(xs), None), types, name)[0]
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
@@ -47,27 +57,16 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = object_of_params(params)
-    if not isinstance(function, _Positional) or all(unknown) or not any(unknown):
+    if not isinstance(function, _Identity) or all(unknown) or not any(unknown):
         return trace.default_process_primitive(rule_function_p, tracers, params)
     known = [x.pval.get_known() for x in tracers if x.is_known()]
     apart = select(tracers, unknown)
     with set_current_trace(trace):
-        bound = apply(function.of(tuple([x.aval for x in apart])), apart)
+        bound = apply(function.of([x.aval for x in apart]), apart)
     return merge(unknown, bound, merge([not u for u in unknown], known, tracers))
 
 
 partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
-
-
-class _Barrier(_Positional):
-    def values(self, operands: Sequence[Any]) -> Values:
-        return list(jax.lax.optimization_barrier(tuple(operands)))
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        return apply(self, primals), list(tangents)
-
-    def of(self, types: tuple[Any, ...]) -> _Barrier:
-        return _barrier_of(types)
 
 
 def barrier(values: Sequence[Any]) -> Values:
@@ -75,43 +74,28 @@ def barrier(values: Sequence[Any]) -> Values:
 
     `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for this barrier.
     """
-    return apply(_barrier_of(tuple([typeof(x) for x in values])), values)
-
-
-@functools.lru_cache(maxsize=1024)
-def _barrier_of(types: tuple[Any, ...]) -> _Barrier:
-    return _Barrier("barrier", types)
-
-
-class _Forbidden(_Positional):
-    """The identity, whose derivative is an error."""
-
-    def __init__(self, types: tuple[Any, ...], error: Callable[[], Exception]) -> None:
-        self.name, self.error, self.jaxpr = "forbid_derivative", error, _identity(types)
-
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        raise self.error()
-
-    def of(self, types: tuple[Any, ...]) -> _Forbidden:
-        return _Forbidden(types, self.error)
-
-    def lower(self, context: Any, args: Sequence[Any]) -> Any:
-        return args
-
-
-@functools.lru_cache(maxsize=256)
-def _identity(types: tuple[Any, ...]) -> Any:
-    return stage(lambda *xs: (list(xs), None), types, "forbid_derivative")[0]
+    return apply(_Identity(_BARRIER, tuple([typeof(x) for x in values])), values)
 
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
     """Return the values; a derivative through any of them raises the exception that `error` makes."""
-    return apply(_Forbidden(tuple([typeof(x) for x in values]), error), values) if values else []
+    types = tuple([typeof(x) for x in values])
+    return apply(_Identity("forbid_derivative", types, error), values) if values else []
 
 
-class _WithTangent(_Identity):
-    def values(self, operands: Sequence[Any]) -> Values:
-        return [operands[1]]
+def leave_mark(name: str) -> None:
+    """Leave an equation without operands in the jaxpr that is being traced; `is_mark` recognizes it."""
+    apply(_Identity(name, ()), ())
+
+
+def is_mark(function: object, name: str) -> bool:
+    return isinstance(function, _Identity) and function.name == name
+
+
+class _WithTangent(RuleFunction):
+    def __init__(self, types: Sequence[Any]) -> None:
+        self.name = "with_tangent"
+        self.jaxpr, _, _ = stage(lambda _, value: ([value], None), types, self.name)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         return apply(self, primals), [tangents[0]]
@@ -119,18 +103,4 @@ class _WithTangent(_Identity):
 
 def with_tangent(tensor: Any, value: Any) -> Any:
     """Return `value`, with the tangent of `tensor`."""
-    return apply(_WithTangent("with_tangent", [typeof(tensor), typeof(value)]), (tensor, value))[0]
-
-
-class _Mark(_Identity):
-    def values(self, operands: Sequence[Any]) -> Values:
-        return list(operands)
-
-
-def leave_mark(name: str) -> None:
-    """Leave an equation without operands in the jaxpr that is being traced; `is_mark` recognizes it."""
-    apply(_Mark(name, ()), ())
-
-
-def is_mark(function: object, name: str) -> bool:
-    return isinstance(function, _Mark) and function.name == name
+    return apply(_WithTangent([typeof(tensor), typeof(value)]), (tensor, value))[0]

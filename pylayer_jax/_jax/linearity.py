@@ -105,8 +105,7 @@ def _sum(name: str, kinds: Sequence[Kind]) -> Kind:
     """Return the kind of a sum, or of any other operation that is linear in all of its operands together."""
     if all(k == ZERO for k in kinds):
         return ZERO
-    hint = "; in place of [a, b] @ [b, a].T write a @ b.T + b @ a.T" if name in ("concatenate", "stack") else ""
-    affine = f"{name!r}, which adds a term that does not depend on them{hint}"
+    affine = f"{name!r}, which adds a term that does not depend on them"
     return _combine(kinds, affine if CONSTANT in kinds else LINEAR)
 
 

@@ -115,7 +115,7 @@ class BatchedFunction(RuleFunction):
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.name = inner, axis, inner.name
         self.dims = list(dims)  # of the operands of the inner function
-        self.out_dims: list[Any] = []
+        self.out_dims: Any = 0  # of the values
 
     def stage(self, types: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -125,11 +125,25 @@ class BatchedFunction(RuleFunction):
         return consts
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        """Batch the rule of the inner function.
+
+        A tangent has the batch axis of its value. The tangent of a value that all examples share is repeated, so that
+        each example applies a linear map of its own: a `backward` that is not linear would return something else for
+        the sum of the cotangents. tests: contract/test_vmap.py
+        """
         __tracebackhide__ = True
-        if any(t is not None for t in tangents[: self.n_consts]):
+        n, dims, tangent_dims = self.n_consts, self.dims, self.dims
+        if any(t is not None for t in tangents[:n]):
             raise TypeError(f"{self.name}: its code for a batch closes over a value that is differentiated.")
-        rule = rule_of_batch(self.axis, self.inner.rule, self.dims, self.out_dims)
-        return rule(list(primals[self.n_consts :]), list(tangents[self.n_consts :]))
+        moving = list(tangents[n:])
+        if any(d is not None for d in dims):
+            tangent_dims = [0 if d is None else d for d in dims]
+            moving = [
+                t if t is None or d is not None else batch_axis_to_front(self.axis, t, None)
+                for t, d in zip(moving, dims, strict=True)
+            ]
+        rule = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (self.out_dims, 0))
+        return rule(list(primals[n:]), moving)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         function = copy.copy(self.inner)
@@ -137,44 +151,15 @@ class BatchedFunction(RuleFunction):
         return function.transpose(args, cotangents)
 
 
-class UnstagedBatch(RuleFunction):
+class UnstagedBatch(BatchedFunction):
     """A batch of a function that is not staged: `jax.vmap` calls its `run`. All values have the batch axis in front."""
-
-    def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
-        self.inner, self.axis, self.dims, self.name = inner, axis, list(dims), inner.name
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
 
-    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        __tracebackhide__ = True
-        return rule_of_batch(self.axis, self.inner.rule, self.dims, 0)(list(primals), list(tangents))
-
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         return UnstagedBatch(self, axis, dims), [], None
-
-
-def rule_of_batch(axis: Any, rule: Callable[..., Any], dims: Sequence[Any], out_dims: Any) -> Callable[..., Any]:
-    """Return the rule of a batch, given the rule of one example and the batch axes of its operands and values.
-
-    A tangent has the batch axis of its value. The tangent of a value that all examples share is repeated, so that each
-    example applies a linear map of its own: a `backward` that is not linear would return something else for the sum of
-    the cotangents. tests: contract/test_vmap.py
-    """
-
-    def run(primals: Values, tangents: Values) -> tuple[Values, Values]:
-        __tracebackhide__ = True
-        tangent_dims = dims
-        if any(d is not None for d in dims):
-            tangent_dims = [0 if d is None else d for d in dims]
-            tangents = [
-                t if t is None or d is not None else batch_axis_to_front(axis, t, None)
-                for t, d in zip(tangents, dims, strict=True)
-            ]
-        return vmap_over(axis, rule, (list(dims), list(tangent_dims)), (out_dims, 0))(primals, tangents)
-
-    return run
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:

@@ -80,8 +80,6 @@ DECORATORS = {
     "another order": (lambda f: lambda ctx, b, a: f(ctx, a, b), "ba"),
     "more arguments": (lambda f: lambda ctx, *args, **kwargs: f(ctx, *args, scale=1.0, **kwargs), "ab"),
     "fewer arguments": (lambda f: lambda ctx, a: f(ctx, a, jnp.full_like(a, 10)), "a"),
-    "a keyword of its own": (lambda f: lambda ctx, *args, b, **kwargs: f(ctx, *args, b=b, **kwargs), "ab"),
-    "a keyword that it takes out": (lambda f: lambda ctx, a, **kwargs: f(ctx, a, kwargs.pop("b")), "ab"),
 }
 
 
@@ -99,21 +97,6 @@ def test_a_decorated_forward_is_called_as_the_layer_is(decorator, order, base):
     assert f(*values) == jax.jit(f)(*values) == -19
     expected = (1, -2 if "b" in order else 0)
     assert jax.grad(f, (0, 1))(*values) == jax.jit(jax.grad(f, (0, 1)))(*values) == expected
-
-
-def test_a_decorator_that_adds_an_argument_in_front():
-    def forward(ctx, weight, x):
-        return weight * x
-
-    def of(backward):
-        return layer(functools.wraps(forward)(lambda ctx, *args: forward(ctx, 3.0, *args)), backward)
-
-    for run in (lambda f: f, jax.jit):
-        made = of(lambda ctx, dy: 3 * dy)
-        assert run(made.apply)(X).tolist() == (3 * X).tolist()
-        assert run(jax.grad(loss(made)))(X).tolist() == [3, 3, 3]
-        with pytest.raises(ValueError, match=r"args\[0\]"):  # and not of 'weight'
-            run(jax.grad(loss(of(lambda ctx, dy: dy[:2]))))(X)
 
 
 def test_vmap_of_a_layer_gets_keywords_by_position():

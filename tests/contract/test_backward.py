@@ -201,18 +201,6 @@ def test_a_structure_that_does_not_fit(mode, tree, give, message):
         mode(jax.grad(loss(gives(give, lambda t: jax.tree.leaves(t)[0] * 2))))(tree)
 
 
-@pytest.mark.parametrize("given", [tuple, list])
-@pytest.mark.parametrize("returned", [tuple, list])
-@EAGER_AND_JIT
-def test_a_list_for_a_tuple_argument_and_the_reverse(given, returned, mode):
-    total = layer(
-        lambda ctx, pair, scale: (pair[0] + 2 * pair[1]) * scale, lambda ctx, dy: (returned([dy, 2 * dy]), 3 * dy)
-    )
-    pair, scale = mode(jax.grad(lambda pair, scale: total.apply(pair, scale).sum(), (0, 1)))(given([X, X]), X)
-    assert type(pair) is given
-    assert [g.tolist() for g in (*pair, scale)] == [[1] * 3, [2] * 3, [3] * 3]
-
-
 # -- conventions, flags, transforms ---------------------------------------------------------------
 
 
@@ -222,9 +210,7 @@ def test_a_list_for_a_tuple_argument_and_the_reverse(given, returned, mode):
         ("complex_convention", "torch"),
         ("forward_mode", "yes"),
         ("forward_mode", None),
-        ("generate_vmap_rule", 1),
         ("saved_names", "y"),
-        ("forward", property(len)),
     ],
 )
 def test_members_of_the_wrong_kind(name, value):

@@ -50,7 +50,7 @@ def test_a_dataclass_with_slots():
 SPLIT = {
     "forward": staticmethod(lambda x: 3 * x),
     "setup_context": staticmethod(lambda ctx, inputs, output: None),
-    "vjp": TRIPLE["backward"],
+    "backward": TRIPLE["backward"],
 }
 
 
@@ -85,17 +85,9 @@ def test_a_name_one_letter_off(name, meant, value):
         type("Layer", (Function,), {name: value})
 
 
-@pytest.mark.parametrize("name", ["complex_convention", "_forward", "forward2", "forward_of_a_block"])
-def test_a_name_that_is_further_off(name):
-    assert getattr(type("Layer", (Function,), {name: "jax"}), name) == "jax"
-
-
-def test_a_helper_whose_name_is_near_that_of_a_flag_or_of_a_method_beside_it():
+def test_a_helper_whose_name_is_near_that_of_a_flag():
     for name in ("forward_model", "forward_node", "saved_games"):
         check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: staticmethod(len)}))
-    layer = type("Layer", (PyLayer,), {**TRIPLE, "forwards": 1})
-    check_triple(layer)
-    check_triple(type("Child", (layer,), {"backwards": 2}))
 
 
 @pytest.mark.parametrize("outer", [staticmethod, classmethod])

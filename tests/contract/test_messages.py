@@ -315,11 +315,6 @@ def test_objects_of_classes_with_their_own_construction():
         Fields(1, 2)
 
 
-def test_setup_context_belongs_to_function():
-    with pytest.raises(TypeError, match=r"Made\.setup_context.*Function"):
-        layer(setup_context=staticmethod(lambda ctx, inputs, output: None))
-
-
 # -- code that uses an array as a tensor of torch or Paddle ----------------------------------------------
 
 MATRIX = jnp.ones((2, 3))

@@ -207,6 +207,22 @@ def test_what_vmap_gets(mode, axes):
     assert Shares.seen[0] == (3, dims, x.shape, a.shape, 2)
 
 
+@EAGER_AND_JIT
+def test_out_dims_of_a_dict_belong_to_its_keys(mode):
+    class TwoKeys(PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return {"b": x, "a": 2 * x, "static": None}
+
+        @staticmethod
+        def vmap(info, in_dims, x):
+            return {"b": x, "a": 2 * x.T, "static": None}, {"b": 0, "a": 1, "static": None}
+
+    square = jnp.arange(9.0).reshape(3, 3)
+    found = mode(jax.vmap(lambda x: TwoKeys.apply(x)["b"] + 3 * TwoKeys.apply(x)["a"]))(square)
+    assert_same(found, 7 * square)
+
+
 def scaled_in_numpy(in_dims, x, w):
     x, w = (np.moveaxis(np.asarray(v), d, 0) if d is not None else v for v, d in zip((x, w), in_dims, strict=True))
     return x * np.asarray(w), 0

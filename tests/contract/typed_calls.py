@@ -122,7 +122,7 @@ class UntypedWithoutContext(Function):
         ctx.n = inputs[1]
 
     @staticmethod
-    def vjp(ctx, dy):
+    def backward(ctx, dy):
         return dy, None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.kit.case import numpy_grid as grid
-from tests.kit.oracle import Ours, Table, Torch, X, Y, compare
+from tests.kit.oracle import Table, Torch, X, Y, compare
 
 from .after_torch import layers
 
@@ -100,11 +100,6 @@ def surplus_nones(of):
     return of.function(of.saving(lambda x, y: x * y), lambda ctx, dy: (*product_rule(ctx, dy), None, None)).apply
 
 
-@TABLE.add()
-def backward_called_vjp(of):
-    return of.function(of.saving(lambda x: x * x), vjp=lambda ctx, dy: 2 * ctx.saved_tensors[0] * dy).apply
-
-
 # What backward gives for x and a number.
 for name, our, give in (
     ("too few", ValueError, lambda of, dy: dy),
@@ -159,11 +154,6 @@ def tensors_in_a_list(of):
 @TABLE.differ(theirs=NotImplementedError, ours=NotImplementedError)
 def no_backward(of):
     return of.function(lambda ctx, x: x * 2).apply
-
-
-@TABLE.differ(theirs=RuntimeError, ours=RuntimeError, match="vjp")
-def both_names_of_backward(of):
-    return of.function(lambda ctx, x: x * 2, lambda ctx, dy: dy, vjp=lambda ctx, dy: dy).apply
 
 
 # -- vmap -------------------------------------------------------------------------------------------
@@ -295,14 +285,6 @@ def gradient_of_a_batch(of):
 def both_rules_for_vmap(of):
     rules = {"setup_context": no_setup, "vmap": lambda info, in_dims, x: (x * 2, 0), "generate_vmap_rule": True}
     return of.vmap(of.function(lambda x: x * 2, **rules).apply)
-
-
-@pytest.mark.parametrize("rules", [{"vjp": lambda ctx, dy: dy}, {"vmap": no_setup, "generate_vmap_rule": True}])
-def test_what_ours_refuses_where_the_class_is_defined(theirs, rules):
-    layer = theirs.function(lambda x: x * 2, lambda ctx, dy: dy, setup_context=no_setup, **rules)
-    assert layer.apply(theirs.ones(2)).tolist() == [2, 2]
-    with pytest.raises(RuntimeError, match=list(rules)[-1]):
-        Ours("eager").function(lambda x: x * 2, lambda ctx, dy: dy, setup_context=no_setup, **rules)
 
 
 # -- forward mode -----------------------------------------------------------------------------------

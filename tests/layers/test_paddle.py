@@ -340,16 +340,6 @@ def mark_not_inplace_in_backward(of):
     return of.layer(lambda ctx, x: x * 2, backward).apply
 
 
-# Cotangents always have the dtype of the output here.
-@DIFFERENT.differ(theirs=[3], ours=ValueError, match="set_grad_in_dtype_consistent")
-def cotangents_of_another_dtype(of):
-    def forward(ctx, x):
-        ctx.set_grad_in_dtype_consistent(False)
-        return x * 2
-
-    return of.layer(forward, lambda ctx, dy: dy * 3).apply
-
-
 # Paddle's context has neither, and reports it as an OSError, as every exception in backward.
 for name, read in {"saved_tensors": lambda ctx: ctx.saved_tensors, "needs": lambda ctx: ctx.needs_input_grad}.items():
 
