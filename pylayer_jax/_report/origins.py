@@ -70,10 +70,16 @@ class Value:
 
 
 def line_of(equations: Equations) -> str:
-    """Return the file and line of the user's code that an equation comes from, as in `model.py:12`."""
+    """Return the file and line that an equation comes from, as in `model.py:12`.
+
+    This is the innermost line outside of installed packages, so that a model of flax shows the user's line, which calls
+    flax; or the innermost line, if all lines are in packages.
+    """
     # The equations of a jitted function of JAX have no line of a user, but the equation that calls it has.
-    places = (summarize(e.source_info) for e in reversed(equations))  # as in /home/me/model.py:12:4 (loss)
-    place = next(filter(None, places), "").split(" (")[0]
+    stacks = [summarize(e.source_info, num_frames=1000).splitlines() for e in reversed(equations)]
+    lines = [line for stack in stacks for line in reversed(stack)]  # as in /home/me/model.py:12:4 (loss)
+    own = [line for line in lines if "site-packages" not in line and "dist-packages" not in line]
+    place = (own or lines or [""])[0].rpartition(" (")[0]
     return ":".join(os.path.basename(place).split(":")[:2])
 
 

@@ -129,9 +129,10 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     A row is one residual, or several residuals that differ only in their values. It shows a tensor that a layer saves,
     with the class of the layer and a name (from `saved_names`, if the class has them); a result of a plain operation,
-    with the name of the operation; or an input of `fun`, which exists anyway. A tensor that several layers save has one
-    row. Bytes are those of the whole array on all devices. For hooks with `host=True`, the row counts only the bytes of
-    a number in the program.
+    with the name of the operation; or an input of `fun`, which exists anyway. The largest rows come first, and inputs
+    last. A tensor that several layers save has one row; a tensor that is computed again in backward has none. Bytes are
+    those of the whole array on all devices. For hooks with `host=True`, the row counts only the bytes of a number in
+    the program.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -159,7 +160,8 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     for array in arrays:
         arrays_of.setdefault(array.unpacked(), []).append(array)
     counts = collections.Counter(_row(x, arrays_of[x]) for x in sorted(arrays_of, key=lambda x: x.number))
-    return SavedTensorsReport([_multiplied(row, count) for row, count in counts.items()])
+    rows = [_multiplied(row, count) for row, count in counts.items()]
+    return SavedTensorsReport(sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes)))
 
 
 def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:

@@ -136,4 +136,6 @@ def largest(x: Any) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    """Return the first line of an error; or its last line, if it is the traceback of a callback."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if lines[0].endswith("Traceback (most recent call last):") else lines[0]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -147,9 +149,17 @@ def run_check(cases: Cases) -> str:
     Raises:
         MismatchError: about the first case that differs.
     """
-    while True:
-        try:
-            case = next(cases)
-        except StopIteration as end:
-            return end.value
-        compare(case)
+    # JAX logs each exception of a callback with its traceback, and raises it. The caller reports or raises it too.
+    logger = logging.getLogger(jax.pure_callback.__module__)
+    logger.addFilter(_has_no_exception)
+    try:
+        while True:
+            compare(next(cases))
+    except StopIteration as end:
+        return end.value
+    finally:
+        logger.removeFilter(_has_no_exception)
+
+
+def _has_no_exception(record: logging.LogRecord) -> bool:
+    return record.exc_info is None

@@ -8,6 +8,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pylayer_jax import PyLayer
@@ -213,6 +214,21 @@ def test_a_layer_that_does_not_run_has_one_row(layer, args, message):
     (row,) = check_layer(layer, *args, raises=False)
     assert not row.passed
     assert message in row.message
+
+
+def test_an_exception_of_host_code_is_in_the_report_and_not_in_the_log(caplog):
+    def host(x):
+        if x.ndim != X.ndim:
+            raise RuntimeError("one example alone")
+        return np.sin(x)
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return jax.pure_callback(host, jax.typeof(x), x, vmap_method="expand_dims")
+
+    report = check_layer(sine(forward=forward), X, raises=False, skip=all_but("vmap"))
+    assert "one example alone" in report["vmap"].message
+    assert not caplog.records
 
 
 def test_a_layer_that_communicates_has_another_check():
