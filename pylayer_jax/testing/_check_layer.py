@@ -7,9 +7,11 @@ from typing import Any
 
 import jax
 
+from pylayer_jax._jax.types import is_ref
+from pylayer_jax._messages import plural
+
 from . import _forward_mode, _gradients, _runs, _transforms
 from ._compare import type_of
-from ._internals import is_ref, plural
 from ._report import LayerReport, Row, progress, row_of
 from ._subject import Cases, Options, Subject, named_outputs, run_check
 from ._tensor_function import name_of, tensor_function
@@ -39,44 +41,37 @@ def check_layer(
 
     - eager: JAX can compute outputs and gradients;
     - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap runs several
-      examples, and maps every choice of arrays, up to a limit; the row says how many. It also maps integer, boolean
-      and key arguments if the layer accepts that. shard_map runs on all devices with replicated arguments, or in the
-      mesh of `jax.set_mesh`;
+      examples, and maps every choice of arrays, up to a limit; integers, booleans and keys too if the layer accepts
+      that. shard_map runs on all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: they match numerical derivatives, or those of `reference`; in float64 and in the dtypes
-      of the arguments, and also for other values if the layer takes these: each entry is multiplied by a random number,
-      of either sign if the argument has both signs. The row says how the other values were made;
+      of the arguments, and for other values too, as in `gradcheck`;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and for the tangent of one argument
       alone. A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer that refuses it passes, and the row gives the reason;
-    - arguments: the gradient of an argument is the same if only this argument is differentiated. Arguments with
-      floating-point or complex arrays are differentiable;
+    - arguments: the gradient of an argument is the same if only this argument is differentiated;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
     - linear: the gradients are linear in the cotangents. The row says whether this is proved. A layer that is not
       linear, such as one that clips its gradient, passes if `reference` has the same gradients;
     - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
-    - leaks: no traced value outlives its trace;
+    - leaks: no traced value outlives its trace under jit;
     - saved: the number and the bytes of the arrays kept for backward.
 
-    In a terminal or notebook, each finished property shows a line, until the report is complete.
-
-    The checks miss two errors: a backward that reads a global variable, if only code outside the layer changes it; and
-    a layer that treats traced values in an object of the user differently, since objects are not searched for tensors.
+    In a terminal or notebook, each finished property shows a line, until the report is complete. The checks miss a
+    backward that reads a global variable which only code outside the layer changes.
 
     Args:
         layer: a layer class, or a function of `args` that applies one.
-        *args: any pytrees. Floating-point and complex arrays are differentiated; the layer gets statics unchanged.
-            They must lie on devices of this process.
+        *args: any pytrees, as in `gradcheck`; the layer gets statics unchanged.
         kwargs: arguments that are passed by keyword, checked as `args` are.
-        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, as in
-            `assert_equivalent`. Pass it if the gradient is meant to differ from the derivative of forward, as for a
-            straight-through estimator.
+        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right. Pass it if
+            the gradient is meant to differ from the derivative of forward, as for a straight-through estimator.
         skip: names of properties that are not tested, as in `skip=["second order", "leaks"]`; or one name.
-        rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
-            default of `gradcheck`. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
-        atol: absolute tolerance; by default that of `assert_equivalent`, which scales with the sizes of the arrays.
+        rtol: relative tolerance; by default that of `gradcheck` for numerical derivatives, and the square root of the
+            machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
+        atol: absolute tolerance, as in `gradcheck`.
         seed: seed of the cotangents and tangents.
-        float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.
+        float64: as in `gradcheck`.
         raises: if True, raise an error if a property fails or cannot be tested.
 
     Raises:

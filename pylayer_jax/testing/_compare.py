@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._internals import has_tangent, is_key
+from pylayer_jax._jax.types import is_key
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -97,24 +97,6 @@ def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
     ratio = np.real(np.sum(got * np.conj(expected))) / size
     is_constant = np.max(np.abs(got - ratio * expected)) <= 1e-3 * np.max(np.abs(ratio * expected))
     return f" It is {ratio:.3g} times the right value everywhere." if is_constant else ""
-
-
-def noise_of(arrays: Arrays, otherwise: Arrays, terms: Mapping[str, float], epsilon: float) -> dict[str, float]:
-    """Return how far rounding may move arrays.
-
-    Args:
-        arrays: the arrays.
-        otherwise: the same arrays, computed from arguments that were rounded otherwise.
-        terms: the size of the terms of which each array is computed.
-        epsilon: the machine epsilon.
-    """
-    noise: dict[str, float] = {}
-    for name, x in arrays.items():
-        moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
-        # Rounding errors are small beside 1, unless the array itself is large.
-        most = epsilon**0.5 * max(largest(x), 1.0)
-        noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
-    return noise
 
 
 def type_of(x: Any) -> str:

@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pylayer_jax._jax.jaxprs import stage
+from pylayer_jax._jax.linearity import why_not_linear
+from pylayer_jax._jax.tracers import NEEDS_VALUES, is_tracer
+
 from ._compare import Case, MismatchError, compare, exact, first_line
-from ._internals import NEEDS_VALUES, is_tracer, stage, why_not_linear
 from ._subject import Cases, Subject, on_one_device
 from ._tensor_function import Cotangents, TensorFunction, placed, scaled
 
@@ -41,13 +44,13 @@ def repeatable(subject: Subject) -> Cases:
 
 
 def arguments(subject: Subject) -> Cases:
-    function, arrays, owners = subject.function, len(subject.function.names), len(set(subject.function.owners))
-    for j, name in enumerate(function.names if arrays > 1 else ()):
-        alone = function.gradients(subject.cotangents, [j])
+    names = subject.function.names
+    if len(names) == 1:
+        return f"{names[0]} alone is differentiable"
+    for j, name in enumerate(names):
+        alone = subject.function.only(j).gradients(subject.cotangents)
         yield subject.case(f" when {name} alone is differentiated", alone)
-    count = f"{owners} of {function.argument_count} {'is' if owners == 1 else 'are'} differentiable"
-    held = f", with {arrays} arrays" if arrays > owners else ""
-    return f"{count}{held}" + ("; each has the same gradient alone" if arrays > 1 else "")
+    return "each has the same gradient alone"
 
 
 def cotangents(subject: Subject) -> Cases:
@@ -125,17 +128,12 @@ def _why_not_proved(subject: Subject) -> str:
 
 
 def leaks(subject: Subject) -> Cases:
-    # Other runs of the layer came before: a new trace has to compute the same.
-    yield subject.case(" under jit, traced again", _jitted_without_leaks(subject))
-    return "no traced value outlives its trace under jit"
-
-
-def leaks_unless_concrete(subject: Subject) -> Cases:
     try:
-        yield from leaks(subject)
+        # Other runs of the layer came before: a new trace has to compute the same.
+        yield subject.case(" under jit, traced again", _jitted_without_leaks(subject))
     except NEEDS_VALUES:
         return "not under jit, since it needs concrete values"
-    return ""
+    return "no traced value outlives its trace under jit"
 
 
 def _jitted_without_leaks(subject: Subject) -> dict[str, Any]:

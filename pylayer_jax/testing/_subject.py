@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import Arrays, Case, Tolerance, compare, largest, noise_of
-from ._internals import has_tangent
-from ._tensor_function import Cotangents, TensorFunction, gathered, random_like
+from pylayer_jax._jax.types import has_tangent
+
+from ._compare import Arrays, Case, Tolerance, compare, exact, largest
+from ._tensor_function import Cotangents, TensorFunction, gathered, placed, random_like
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -118,13 +119,21 @@ class Subject:
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
+        """The tolerance of the results, with the noise measured at values that differ in their last digits."""
+        function, epsilon, rng = self.function, self.epsilon, np.random.default_rng(0)
+        steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in function.values]
+        values = [placed(x, exact(x) * (1 + step)) for x, step in zip(function.values, steps, strict=True)]
         otherwise: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # a layer may take only the values given
-            rounded = self.function.rounded_otherwise()
+            rounded = function.with_values(values)
             otherwise = {**named_outputs(rounded.run()), **rounded.gradients(self.cotangents)}
-        terms = {**named_outputs(self.terms_of_outputs), **self.function.named(self.terms)}
-        noise = noise_of(self.results, otherwise, terms, self.epsilon)
-        return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
+        terms, noise = {**named_outputs(self.terms_of_outputs), **function.named(self.terms)}, dict[str, float]()
+        for name, x in self.results.items():
+            moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
+            # Rounding errors are small beside 1, unless the array itself is large.
+            most = epsilon**0.5 * max(largest(x), 1.0)
+            noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
+        return Tolerance(self.options.rtol, self.options.atol, epsilon, noise)
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
         """Return a case of this subject. By default, its results in eager mode are expected."""

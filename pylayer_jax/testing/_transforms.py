@@ -11,8 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pylayer_jax._jax.types import has_tangent, is_key
+from pylayer_jax._messages import plural
+
 from ._compare import Case, first_line
-from ._internals import NEEDS_VALUES, has_tangent, is_key, plural
 from ._subject import Cases, Subject, named_outputs
 from ._tensor_function import Cotangents, TensorFunction, scaled
 
@@ -53,7 +55,7 @@ def shard_map(subject: Subject) -> Cases:
         given = function.with_tensors(tensors)
         mapped = jax.shard_map(lambda xs: given.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
         outputs = lambda values: mapped(given.with_values(values).tensors)  # noqa: E731
-        return _results(function, outputs, given.values, cotangents, twice=False)
+        return _results(function, outputs, given.values, cotangents)
 
     yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
     yield subject.case(" of shard_map eagerly", results(tensors, cotangents))
@@ -61,17 +63,15 @@ def shard_map(subject: Subject) -> Cases:
     return f"outputs and gradients on {devices} match eager mode, under jit and eagerly"
 
 
-def _results(
-    function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents, twice: bool = True
-) -> dict[str, Any]:
-    """Return outputs and gradients of a transformed layer; the outputs of a run without differentiation, if `twice`."""
+def _results(function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
+    """Return the outputs of a transformed layer, of a run without differentiation, and its gradients."""
 
-    def run(values: list[Any]) -> tuple[Cotangents, list[Any]]:
+    def run(values: list[Any]) -> Cotangents:
         returned = outputs(values)
-        return {k: returned[k] for k in cotangents}, returned
+        return {k: returned[k] for k in cotangents}
 
-    _, pull, returned = jax.vjp(run, values, has_aux=True)
-    return {**named_outputs(outputs(values) if twice else returned), **function.named(pull(cotangents)[0])}
+    pull = jax.vjp(run, values)[1]
+    return {**named_outputs(outputs(values)), **function.named(pull(cotangents)[0])}
 
 
 # -- several examples -----------------------------------------------------------------------------
@@ -82,7 +82,8 @@ _Mapping = dict[int, int]  # from the position of a mapped tensor to its mapped 
 def vmap(subject: Subject) -> Cases:
     function, mappings = subject.function, _mappings(subject.function)
     for i, (description, mapped) in enumerate(mappings.items()):
-        yield _case_of_examples(subject, mapped, f" of vmap{description}", is_first=i == 0)
+        # One choice runs in eager mode. To compile the others is faster.
+        yield _case_of_examples(subject, mapped, f" of vmap{description}", is_jitted=i > 0)
     done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
     others = [p for p, x in enumerate(function.tensors) if p not in function.differentiated and not _is_rbg_key(x)]
     names = ", ".join(function.paths[p] for p in others)
@@ -107,7 +108,7 @@ def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
     return dict(itertools.islice(mappings.items(), _MOST_CHOICES))
 
 
-def _case_of_examples(subject: Subject, mapped: _Mapping, label: str, is_first: bool = False) -> Case:
+def _case_of_examples(subject: Subject, mapped: _Mapping, label: str, is_jitted: bool = True) -> Case:
     """Return the results of several examples at once, beside the results of each."""
     function = subject.function
     ways = range(_EXAMPLES)
@@ -131,16 +132,9 @@ def _case_of_examples(subject: Subject, mapped: _Mapping, label: str, is_first: 
 
         return jax.vmap(one, in_axes=(list(mapped.values()),))([shared[p] for p in mapped])
 
-    def results(values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
-        return _results(function, batched, values, cotangents, twice=is_first)
-
+    results = lambda values, cotangents: _results(function, batched, values, cotangents)  # noqa: E731
     cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
-    given = [tensors[p] for p in function.differentiated], cotangents
-    try:
-        # Compiling the run once is much faster than running it operation by operation.
-        got = results(*given) if is_first else jax.jit(results)(*given)
-    except NEEDS_VALUES:
-        got = results(*given)
+    got = (jax.jit(results) if is_jitted else results)([tensors[p] for p in function.differentiated], cotangents)
     return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")
 
 

@@ -99,7 +99,7 @@ SAYS = [
     ("forward over reverse", Clips, (X,), "Clips.backward"),
     ("linear", Tanh, (X,), "proved"),
     ("linear", MAXIMUM, (X,), "'max'"),
-    ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "1 of 3"),
+    ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "args[0] alone"),
     ("gradients", Tanh, (X.astype(jnp.bfloat16),), "bfloat16"),
     ("saved", Multiply, (X, 2 * X), "48 bytes"),
 ]
@@ -178,7 +178,6 @@ def test_keywords_are_arguments():
     keywords = {"factor": {"f": jnp.float32(3)}, "how": "twice"}
     report = check_layer(scaled, X, kwargs=keywords, skip=all_but("jit", "gradients", "arguments", "repeatable"))
     assert "factor['f']" in report["eager"].message
-    assert "2 of 3" in report["arguments"].message
     reference = lambda x, *, factor, how: jnp.tanh(2 * x) * factor["f"]  # noqa: E731
     assert check_layer(scaled, X, kwargs=keywords, reference=reference, skip=all_but("gradients")).passed
     with pytest.raises(AssertionError, match="gradient of y"):
