@@ -21,8 +21,6 @@ import numpy as np
 
 from pylayer_jax._jax.types import is_key
 
-__tracebackhide__ = True  # pytest hides the frames of this module
-
 Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradient of args[0]"
 
 

@@ -58,12 +58,9 @@ def gradcheck(
         float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. Pass False if
             `fun` rounds to a narrower dtype internally; tolerances are then wider.
 
-    Returns:
-        True; `assert gradcheck(...)` therefore reads as in torch.
-
     Raises:
-        AssertionError: if a gradient is wrong. The message names the argument and the index with the largest error,
-            both values and the tolerance.
+        AssertionError: if a gradient is wrong; otherwise True is returned, as in torch. The message names the argument
+            and the index with the largest error, both values and the tolerance.
         TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
     """
     _check("gradcheck", fun, None, args, [1], Options(rtol, atol, step, limit, seed, float64))

@@ -75,12 +75,9 @@ def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
 # -- other values ---------------------------------------------------------------------------------
 
 # People try a layer at ones, at equal arguments, or at a symmetric matrix. At such values, a product with a forgotten
-# transpose, or with the gradients of its factors swapped, has the right gradients. Each entry of each argument is
-# therefore multiplied by a random number of its own. Values that are positive, in [-1, 1], or sorted along the last
-# axis remain so:
-#
-#     [0.2, -0.9]  ->  [-0.16, 0.74]      random sizes and signs
-#     [1.0, 2.0, 5.0]  ->  [0.7, 2.9, 5.5]      random sizes
+# transpose, or with the gradients of its factors swapped, has the right gradients. Each entry is therefore multiplied
+# by a random number of its own: [0.2, -0.9] may become [-0.16, 0.74]. Values that are positive, in [-1, 1], or sorted
+# along the last axis remain so.
 
 # From the boldest to the most careful: the range of the factors, and whether entries may change sign.
 _WAYS = {
@@ -192,8 +189,7 @@ def _beside_numbers(subject: Subject) -> Cases:
 def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
     """Return the subject in float64 and complex128, with its cases.
 
-    Returns:
-        None if the function refuses float64, or raises another error, which the caller will meet again.
+    None if the function refuses float64, or raises another error, which the caller will meet again.
     """
     cotangents, _ = subject.cotangents, subject.terms  # computed here, since a subject computes when it is asked
     with jax.enable_x64(True):
@@ -264,10 +260,11 @@ def directional_cases(
     `rtol` is the relative tolerance that fits the derivatives, if it is not that of the subject.
     """
     rng = subject.random(9)
-    rtol = subject.rtol if rtol is None or subject.options.rtol is not None else rtol
+    default = subject.epsilon**0.5 if rtol is None else rtol
+    relative = default if subject.options.rtol is None else subject.options.rtol
 
     def case(name: str, got: Any, expected: Any, noise: Any) -> Case:
-        tolerance = dataclasses.replace(subject.tolerance, rtol=rtol, noise={name: noise})
+        tolerance = dataclasses.replace(subject.tolerance, rtol=relative, noise={name: noise})
         return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
 
     for j, (name, gradient) in enumerate(subject.gradients.items()):
@@ -290,5 +287,5 @@ def directional_cases(
             found, error, taken = derivative(j, direction / np.linalg.norm(direction))
             terms = np.real(right * taken)
             # The terms of the sum may cancel, but their errors do not.
-            error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
+            error += relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
             yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -113,10 +113,6 @@ class Subject:
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
         return [whole / (largest(x) or 1.0) for x in self.function.values]
 
-    @property
-    def rtol(self) -> float:
-        return self.epsilon**0.5 if self.options.rtol is None else self.options.rtol
-
     @functools.cached_property
     def tolerance(self) -> Tolerance:
         """The tolerance of the results, with the noise measured at values that differ in their last digits."""
@@ -160,15 +156,12 @@ def run_check(cases: Cases) -> str:
     """
     # JAX logs each exception of a callback with its traceback, and raises it. The caller reports or raises it too.
     logger = logging.getLogger(jax.pure_callback.__module__)
-    logger.addFilter(_has_no_exception)
+    has_no_exception: Callable[[logging.LogRecord], bool] = lambda record: record.exc_info is None  # noqa: E731
+    logger.addFilter(has_no_exception)
     try:
         while True:
             compare(next(cases))
     except StopIteration as end:
         return end.value
     finally:
-        logger.removeFilter(_has_no_exception)
-
-
-def _has_no_exception(record: logging.LogRecord) -> bool:
-    return record.exc_info is None
+        logger.removeFilter(has_no_exception)

@@ -155,12 +155,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return the function that a checker checks, from a layer or a function and its arguments.
-
-    Raises:
-        TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.
-        ValueError: if no argument can be differentiated, or an array lies on devices of other processes too.
-    """
+    """Return the function that a checker checks; raise an error if there is nothing that it can check."""
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")

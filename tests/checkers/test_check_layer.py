@@ -101,7 +101,6 @@ SAYS = [
     ("linear", MAXIMUM, (X,), "'max'"),
     ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "args[0] alone"),
     ("gradients", Tanh, (X.astype(jnp.bfloat16),), "bfloat16"),
-    ("saved", Multiply, (X, 2 * X), "48 bytes"),
 ]
 
 
@@ -188,9 +187,9 @@ def test_keywords_are_arguments():
 
 
 def test_the_report_is_a_line_per_property():
-    lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "saved"))).splitlines()
+    lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "remat"))).splitlines()
     assert lines[0] == "Multiply"
-    assert [line.split()[:2] for line in lines[1:]] == [["✓", "eager"], ["✓", "jit"], ["✓", "saved"]]
+    assert [line.split()[:2] for line in lines[1:]] == [["✓", "eager"], ["✓", "jit"], ["✓", "remat"]]
     with pytest.raises(AssertionError, match=r"(?s)WrongSign.*✓ eager .*✗ gradients "):
         check_layer(WrongSign, X, skip=all_but("gradients"))
     report = check_layer(WrongSign, X, skip=all_but("jit", "gradients"), raises=False)
@@ -311,14 +310,14 @@ def test_a_person_sees_each_property_as_it_is_done(monkeypatch, capsys):
         return Tanh.apply(x)
 
     monkeypatch.setattr(sys, "stdout", out := Terminal())
-    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    check_layer(Tanh, X, skip=all_but("jit", "remat"))
     assert out.getvalue() == ""  # a test shows nothing
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
     monkeypatch.setenv("TERM", "xterm")
-    check_layer(sees, X, skip=all_but("jit", "saved"))
+    check_layer(sees, X, skip=all_but("jit", "remat"))
     assert [line.split()[1] for line in seen[-1].splitlines()] == ["eager", "jit"]
     lines = out.getvalue().splitlines()
-    assert lines[2].split()[1] == "saved"
+    assert lines[2].split()[1] == "remat"
     assert max(map(len, lines)) < 80
     assert out.getvalue().endswith("\n\x1b[3A\x1b[J")  # what comes next stands in the place of these lines
     monkeypatch.undo()
@@ -336,5 +335,5 @@ def test_a_notebook_shows_each_property_as_it_is_done(monkeypatch):
     monkeypatch.setitem(sys.modules, "IPython.display", display)
     monkeypatch.setattr(sys, "stdout", Notebook())
     monkeypatch.delenv("PYTEST_CURRENT_TEST")
-    check_layer(Tanh, X, skip=all_but("jit", "saved"))
+    check_layer(Tanh, X, skip=all_but("jit", "remat"))
     assert [len(text.splitlines()) for text in shown] == [1, 2, 3, 0]
