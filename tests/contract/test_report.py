@@ -116,11 +116,11 @@ def test_an_input_is_told_apart_from_its_copy():
         return Multiply.apply(x, jnp.sin(x)).sum()
 
     report = saved_tensors_report(loss, X)
-    assert [(r.kind, r.layer, r.note) for r in report.rows] == [
+    assert {(r.kind, r.layer, r.note) for r in report.rows} == {
         ("layer", "Multiply", ""),
         ("operation", "", ""),
         ("input", "Multiply", "the input args[0]"),
-    ]
+    }
     # A ready pair does not pack values that come into the block from outside.
     assert saved_tensors_report(cast_saved()(loss), X).input_bytes == SIZE
     assert saved_tensors_report(cast_saved(arguments=True)(loss), X).input_bytes == 0
@@ -349,7 +349,7 @@ def test_what_is_packed_on_the_host(name, mode, tmp_path):
         assert {(row.layer, row.name) for row in packed} >= {("Tanh", "saved[0]"), ("ForwardTanh", "saved[0]")}
         assert report.input_bytes == 0
         assert "computed again" not in str(report)
-    assert cpu.total_bytes == cpu.host_bytes == sum(row.bytes for row in cpu.rows)
+    assert cpu.total_bytes == sum(row.bytes for row in cpu.rows if "in host memory" in row.note)
     assert cpu.total_bytes <= plain.total_bytes + plain.input_bytes  # what follows from a packed tensor is not kept
     assert all("host" in row.note for row in disk.rows if row.dtype == "float32")
     assert disk.total_bytes < 200
