@@ -66,6 +66,12 @@ def hint(error: Exception, layer: str, method: str) -> str:
             "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. Host code runs "
             "in jax.pure_callback, which has derivatives of every order in a layer."
         )
+    if "callbacks do not support JVP" in str(error):
+        return (
+            "Host code has no derivative. Run it in the forward of a layer whose backward is its derivative, "
+            f"and apply that layer in {method}. If second derivatives are not meant, decorate backward with "
+            "@once_differentiable."
+        )
     if isinstance(error, AttributeError):
         return _hint_for_attribute(error)
     if isinstance(error, TypeError):

@@ -4,8 +4,8 @@ A check is a generator of cases, which returns a sentence about its cases. A cas
 layer, and the arrays that they must equal; `_compare` compares the two. `check_layer` runs the table of checks in
 `_check_layer`; `gradcheck`, `gradgradcheck` and `assert_equivalent` run some checks, on a function or on its gradient.
 
-Each module imports only modules before it in this list: `_internals`, `_compare`, `_tensor_function`, `_subject`,
-`_other_values`, `_gradients`, `_runs`, `_transforms`, `_forward_mode`, `_gradcheck`, `_report`, `_check_layer`.
+Each module imports only modules before it in this list: `_compare`, `_tensor_function`, `_subject`, `_gradients`,
+`_runs`, `_forward_mode`, `_gradcheck`, `_check_layer`.
 """
 
 from ._check_layer import check_layer

@@ -1,16 +1,22 @@
-"""`check_layer`: the table of the checks of a layer."""
+"""`check_layer`: the table of the checks of a layer, and its report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import dataclasses
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
+from pylayer_jax._errors import OnceDifferentiableError
+from pylayer_jax._jax.types import is_ref
+from pylayer_jax._messages import plural
 
-from . import _forward_mode, _gradients, _runs, _transforms
-from ._compare import type_of
-from ._internals import is_ref, plural
-from ._report import LayerReport, Row, progress, row_of
+from . import _forward_mode, _gradients, _runs
+from ._compare import MismatchError, first_line, type_of
 from ._subject import Cases, Options, Subject, named_outputs, run_check
 from ._tensor_function import name_of, tensor_function
 
@@ -39,44 +45,36 @@ def check_layer(
 
     - eager: JAX can compute outputs and gradients;
     - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap runs several
-      examples, and maps every choice of arrays, up to a limit; the row says how many. It also maps integer, boolean
-      and key arguments if the layer accepts that. shard_map runs on all devices with replicated arguments, or in the
-      mesh of `jax.set_mesh`;
+      examples, and maps every choice of arrays, up to a limit; integers, booleans and keys too if the layer accepts
+      that. shard_map runs on all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
     - gradients, second order: they match numerical derivatives, or those of `reference`; in float64 and in the dtypes
-      of the arguments, and also for other values if the layer takes these: each entry is multiplied by a random number,
-      of either sign if the argument has both signs. The row says how the other values were made;
+      of the arguments, and for other values too, as in `gradcheck`;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and for the tangent of one argument
       alone. A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
       if the layer has forward mode. A layer that refuses it passes, and the row gives the reason;
-    - arguments: the gradient of an argument is the same if only this argument is differentiated. Arguments with
-      floating-point or complex arrays are differentiable;
+    - arguments: the gradient of an argument is the same if only this argument is differentiated;
     - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
     - linear: the gradients are linear in the cotangents. The row says whether this is proved. A layer that is not
       linear, such as one that clips its gradient, passes if `reference` has the same gradients;
     - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
-    - leaks: no traced value outlives its trace;
-    - saved: the number and the bytes of the arrays kept for backward.
+    - leaks: no traced value outlives its trace under jit.
 
-    In a terminal or notebook, each finished property shows a line, until the report is complete.
-
-    The checks miss two errors: a backward that reads a global variable, if only code outside the layer changes it; and
-    a layer that treats traced values in an object of the user differently, since objects are not searched for tensors.
+    In a terminal or notebook, each finished property shows a line, until the report is complete. The checks miss a
+    backward that reads a global variable which only code outside the layer changes.
 
     Args:
         layer: a layer class, or a function of `args` that applies one.
-        *args: any pytrees. Floating-point and complex arrays are differentiated; the layer gets statics unchanged.
-            They must lie on devices of this process.
+        *args: any pytrees, as in `gradcheck`; the layer gets statics unchanged.
         kwargs: arguments that are passed by keyword, checked as `args` are.
-        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right, as in
-            `assert_equivalent`. Pass it if the gradient is meant to differ from the derivative of forward, as for a
-            straight-through estimator.
+        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right. Pass it if
+            the gradient is meant to differ from the derivative of forward, as for a straight-through estimator.
         skip: names of properties that are not tested, as in `skip=["second order", "leaks"]`; or one name.
-        rtol: relative tolerance; by default the square root of the machine epsilon, and for numerical derivatives the
-            default of `gradcheck`. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
-        atol: absolute tolerance; by default that of `assert_equivalent`, which scales with the sizes of the arrays.
+        rtol: relative tolerance; by default that of `gradcheck` for numerical derivatives, and the square root of the
+            machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
+        atol: absolute tolerance, as in `gradcheck`.
         seed: seed of the cotangents and tangents.
-        float64: compute numerical derivatives in float64 and complex128 if the layer accepts them, as in `gradcheck`.
+        float64: as in `gradcheck`.
         raises: if True, raise an error if a property fails or cannot be tested.
 
     Raises:
@@ -97,9 +95,9 @@ def check_layer(
     checks = {name: check for name, check in PROPERTIES.items() if name not in skip}
     subject = Subject(function, right, Options(rtol, atol, seed=seed, float64=float64))
     rows: list[Row] = []
-    with progress() as show:
+    with _progress() as show:
         for name, check in {"eager": _eager, **checks}.items():
-            rows.append(row_of(name, lambda check=check: run_check(check(subject))))
+            rows.append(_row_of(name, lambda check=check: run_check(check(subject))))
             show(str(rows[-1]))
             if not rows[0].passed:
                 break
@@ -115,21 +113,11 @@ def _eager(subject: Subject) -> Cases:
     return f"returns {returned}; gradients of {', '.join(subject.function.names)}"
 
 
-def _saved(subject: Subject) -> Cases:
-    yield from ()
-    leaves = jax.tree_util.tree_leaves(subject.function.vjp(subject.cotangents))
-    kept = {id(x): x for x in leaves if isinstance(x, jax.Array) and x.size}.values()
-    size = sum(x.nbytes for x in kept)
-    return f"{plural(len(kept), 'array', 'arrays')}, {size:,} bytes" + (
-        f": {', '.join(map(type_of, kept))}" if kept else ""
-    )
-
-
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
-    "jit": _transforms.jit,
-    "vmap": _transforms.vmap,
-    "remat": _transforms.remat,
-    "shard_map": _transforms.shard_map,
+    "jit": _runs.jit,
+    "vmap": _runs.vmap,
+    "remat": _runs.remat,
+    "shard_map": _runs.shard_map,
     "gradients": _gradients.gradients,
     "second order": _gradients.second_order,
     "forward mode": _forward_mode.forward_mode,
@@ -139,5 +127,129 @@ PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
     "linear": _runs.linear,
     "repeatable": _runs.repeatable,
     "leaks": _runs.leaks,
-    "saved": _saved,
 }
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+_WIDTH = len("forward over reverse")  # the longest name
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One property: its name, whether the layer has it, and a message about the comparison or the failure."""
+
+    name: str
+    passed: bool
+    message: str
+    error: Exception | None = None  # if the property failed
+
+    def __str__(self) -> str:
+        return f"{'✓' if self.passed else '✗'} {self.name:<{_WIDTH}}  {self.message}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerReport:
+    """The results of `check_layer`; prints as one line per property. Its `repr` is one line."""
+
+    layer: str
+    rows: tuple[Row, ...]
+    has_reference: bool = False
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __getitem__(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+    def __str__(self) -> str:
+        return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
+
+    def hints(self) -> list[str]:
+        """Return hints how to declare intended failures; empty if no failure can be intended."""
+        failed = [row for row in self.rows if not row.passed]
+        derivatives = [row for row in failed if row.name in ("gradients", "second order")]
+        once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
+        differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
+        mismatched = [row for row in failed if isinstance(row.error, MismatchError)]
+        hints = {
+            "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
+            "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args).": any(
+                isinstance(row.error, NameError) and "axis name" in row.message for row in failed
+            ),
+            "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
+            "reference=FUNCTION: plain JAX with\nthe meant gradient, as in lambda x: x + jax.lax.stop_gradient("
+            f"jnp.round(x) - x); or skip={differ + once}.": differ and not self.has_reference,
+            f"Is the layer meant to have no second derivative? Then pass skip={once}.": once
+            and (self.has_reference or not differ),
+            "Does it round what it saves? Then pass tolerances that allow for it, as in rtol=0.03, atol=0.03, and "
+            "perhaps\nskip=['second order']. Does it compute in a narrower dtype? Then pass float64=False.": differ,
+            "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
+            "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2).": any(
+                " for other values (" in row.message for row in mismatched
+            ),
+            "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "
+            "skip=['linear'].": any(row.name == "linear" for row in mismatched),
+        }
+        return [text for text, applies in hints.items() if applies]
+
+    def __repr__(self) -> str:
+        failed = [row.name for row in self.rows if not row.passed]
+        verdict = f"failed: {', '.join(failed)}" if failed else "passed"
+        return f"<{type(self).__name__} of {self.layer}: {plural(len(self.rows), 'property', 'properties')}, {verdict}>"
+
+
+def _row_of(name: str, test: Callable[[], str]) -> Row:
+    try:
+        return Row(name, True, test())
+    except MismatchError as error:
+        return Row(name, False, first_line(error), error)
+    except Exception as error:
+        # A note that begins with dashes is JAX's note about its traceback.
+        notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
+        where = "".join(f" ({note})" for note in notes[:1])
+        return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}", error)
+
+
+def _public_type(error: Exception) -> type:
+    """Return the type of an error, or for a private type of the library its public base."""
+    return next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
+
+
+# -- rows as they are done ------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _progress() -> Generator[Callable[[str], None]]:
+    """Yield a function that shows a line in a terminal or notebook; elsewhere, and in a test, it shows nothing.
+
+    The lines vanish at the end, since the report has them all.
+    """
+    shown: list[str] = []
+    size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
+    is_test = "PYTEST_CURRENT_TEST" in os.environ
+    is_terminal = not is_test and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    handle: Any = None  # of the display in a notebook
+    if not is_test and type(sys.stdout).__module__.startswith("ipykernel"):
+        # A display that is updated leaves nothing of its earlier states in the file of the notebook.
+        handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
+
+    def show(line: str) -> None:
+        shown.append(line)
+        if handle is not None:
+            handle.update({"text/plain": "\n".join(shown)}, raw=True)
+        elif is_terminal:
+            sys.stdout.write(line[: size.columns - 1].encode(encoding, "replace").decode(encoding) + "\n")
+            sys.stdout.flush()
+
+    try:
+        yield show
+    finally:
+        if handle is not None:
+            handle.update({"text/plain": ""}, raw=True)
+        elif is_terminal and shown:
+            sys.stdout.write(f"\x1b[{min(len(shown), size.lines - 1)}A\x1b[J")

@@ -19,9 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._internals import has_tangent, is_key
-
-__tracebackhide__ = True  # pytest hides the frames of this module
+from pylayer_jax._jax.types import is_key
 
 Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradient of args[0]"
 
@@ -99,24 +97,6 @@ def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
     return f" It is {ratio:.3g} times the right value everywhere." if is_constant else ""
 
 
-def noise_of(arrays: Arrays, otherwise: Arrays, terms: Mapping[str, float], epsilon: float) -> dict[str, float]:
-    """Return how far rounding may move arrays.
-
-    Args:
-        arrays: the arrays.
-        otherwise: the same arrays, computed from arguments that were rounded otherwise.
-        terms: the size of the terms of which each array is computed.
-        epsilon: the machine epsilon.
-    """
-    noise: dict[str, float] = {}
-    for name, x in arrays.items():
-        moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
-        # Rounding errors are small beside 1, unless the array itself is large.
-        most = epsilon**0.5 * max(largest(x), 1.0)
-        noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
-    return noise
-
-
 def type_of(x: Any) -> str:
     return f"{x.dtype}[{','.join(map(str, x.shape))}]"
 
@@ -136,4 +116,6 @@ def largest(x: Any) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    """Return the first line of an error; or its last line, if it is the traceback of a callback."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if lines[0].endswith("Traceback (most recent call last):") else lines[0]

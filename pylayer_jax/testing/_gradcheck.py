@@ -7,13 +7,13 @@ from typing import Any
 
 from ._compare import MismatchError
 from ._gradients import gradients, outputs
-from ._runs import arguments, cotangents, leaks_unless_concrete, linear, repeatable
+from ._runs import arguments, cotangents, leaks, linear, repeatable
 from ._subject import Options, Subject, run_check
 from ._tensor_function import name_of, tensor_function
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-_CHECKS = (gradients, repeatable, cotangents, arguments, linear, leaks_unless_concrete)
+_CHECKS = (gradients, repeatable, cotangents, arguments, linear, leaks)
 _ORDERS = ("values", "first order", "second order", "third order")
 
 
@@ -36,37 +36,31 @@ def gradcheck(
         True
 
     Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with those in
-    float64. They must be the same if only one output or only one argument is used, in a second run, after `fun` ran on
-    other values, with negative, large and small cotangents, and under `jax.jit` unless `fun` needs concrete values. All
-    this is also compared for other, random values if `fun` takes these. If `args` are positive, in [-1, 1], or sorted
-    along the last axis, these values are too. If `fun` takes only special values such as symmetric matrices, check a
-    function that makes them: `lambda a: Layer.apply((a + a.T) / 2)`. Integers, booleans and keys are not
-    differentiated, and outputs that are marked as not differentiable are ignored. Choose arguments away from kinks,
-    where even a right gradient may differ from the central difference.
+    float64. They must be the same if only one output or argument is used, in a second run, after `fun` ran on other
+    values, with negative, large and small cotangents, and under `jax.jit` unless `fun` needs concrete values. All this
+    is also compared for other, random values, if `fun` takes these. They are positive, in [-1, 1], or sorted along the
+    last axis if `args` are. If `fun` takes only special values such as symmetric matrices, check a function that makes
+    them: `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks, where even a right gradient may
+    differ from the central difference.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
-        args: any pytrees, as a tuple. `fun` gets statics unchanged. The arrays must lie on devices of this process.
+        args: any pytrees, as a tuple. Arrays of floating-point and complex numbers are differentiated.
         rtol: relative tolerance; by default the cube root of the machine epsilon against central differences, and the
             square root of it elsewhere.
         atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
             gradient. The effect of rounding errors is added to both.
         step: the distance by which an entry is perturbed, times the size of the entry if this is above 1. The default
-            is the cube root of the machine epsilon; for a small entry, this is perhaps multiplied by the size of the
-            entry or of the largest entry.
+            is the cube root of the machine epsilon, or less for small entries.
         limit: arrays with at most this many entries are perturbed entry by entry; larger arrays at this many random
             entries and along one random direction.
         seed: seed of the weights with which the outputs are summed, and of the random entries and directions.
-        float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. Otherwise, and
-            if `float64` is False, compute them in the dtypes of `args` with wider tolerances. Pass False if `fun`
-            rounds to a narrower dtype internally.
-
-    Returns:
-        True; `assert gradcheck(...)` therefore reads as in torch.
+        float64: compute numerical derivatives in float64 and complex128 if `fun` accepts these dtypes. Pass False if
+            `fun` rounds to a narrower dtype internally; tolerances are then wider.
 
     Raises:
-        AssertionError: if a gradient is wrong. The message names the argument and the index with the largest error,
-            both values and the tolerance.
+        AssertionError: if a gradient is wrong; otherwise True is returned, as in torch. The message names the argument
+            and the index with the largest error, both values and the tolerance.
         TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
     """
     _check("gradcheck", fun, None, args, [1], Options(rtol, atol, step, limit, seed, float64))
@@ -111,8 +105,7 @@ def assert_equivalent(
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
     The reference defines the right gradients, even if they are not the derivatives of the outputs, as in this example.
-    The derivatives are computed several times, as in `gradcheck`; also for other values than `args`, if the layer takes
-    these, and under `jax.jit`, unless the layer needs concrete values.
+    The derivatives are computed in the ways of `gradcheck`, and for other values too.
 
     If a layer runs on several devices, the reference runs on one device, and every copy of an output or of a gradient
     is compared. The error says if all entries are wrong by one factor, such as the number of devices. Take arguments
@@ -122,12 +115,11 @@ def assert_equivalent(
         layer: a layer class, or a function of `args`; a `jax.shard_map` or a jitted function of sharded arrays, too.
         reference: a function of the same `args` that returns the same tensors, in any containers. If it returns
             statics, they have to be those of the layer.
-        args: any pytrees, as a tuple. The arrays must lie on devices of this process.
+        args: any pytrees, as a tuple.
         orders: the orders of differentiation to compare, from 0 to 3: 0 compares outputs, 1 gradients, 2 gradients of
             gradients.
         rtol: relative tolerance; the square root of the machine epsilon by default.
-        atol: absolute tolerance; by default the square root of the machine epsilon times the largest entry of the
-            array. The effect of rounding errors of the arguments is added to both.
+        atol: absolute tolerance; as in `gradcheck`.
         seed: seed of the cotangents.
 
     Raises:

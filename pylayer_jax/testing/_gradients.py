@@ -13,18 +13,19 @@ For complex arguments the gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pylayer_jax._jax.types import has_tangent
+from pylayer_jax._messages import plural
+
 from ._compare import Arrays, Case, MismatchError, compare, exact, first_line, largest
-from ._internals import has_tangent, plural
-from ._other_values import ways
 from ._subject import Cases, Subject, named_outputs, on_one_device
-from ._tensor_function import in_double_precision, placed, random_like
+from ._tensor_function import in_double_precision, placed, random_like, scaled
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -49,7 +50,7 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
     derivatives = beside is not _outputs_beside_reference
     finite, refusal = _where_finite(subject, derivatives), ""
     options = dataclasses.replace(subject.options, limit=1)  # one entry, and a random direction over all
-    for how, values in ways(subject.root.function.values, subject.random(0)):
+    for how, values in _ways(subject.root.function.values, subject.random(0)):
         try:
             other = subject.at(values, options)
             found = _where_finite(other, derivatives)
@@ -69,6 +70,63 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
 def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
     arrays = [*subject.root.outputs, *subject.outputs, *(subject.grads if derivatives else ())]
     return [np.isfinite(exact(x)) for x in arrays if has_tangent(x)]
+
+
+# -- other values ---------------------------------------------------------------------------------
+
+# People try a layer at ones, at equal arguments, or at a symmetric matrix. At such values, a product with a forgotten
+# transpose, or with the gradients of its factors swapped, has the right gradients. Each entry is therefore multiplied
+# by a random number of its own: [0.2, -0.9] may become [-0.16, 0.74]. Values that are positive, in [-1, 1], or sorted
+# along the last axis remain so.
+
+# From the boldest to the most careful: the range of the factors, and whether entries may change sign.
+_WAYS = {
+    "random sizes and signs": (0.5, 1.5, True),
+    "random sizes": (0.5, 1.5, False),
+    "larger sizes": (1.0, 1.5, False),
+    "smaller sizes": (0.5, 1.0, False),
+}
+# The last ways multiply all values by one number, which keeps other properties: a matrix stays positive definite. A
+# layer rarely has a kink at these multiples of the values that a user chose.
+_SCALES = (0.7391, 1.1834)
+
+
+def _ways(values: Sequence[Any], rng: np.random.Generator) -> Iterator[tuple[str, list[Any]]]:
+    """Yield other values, each with a word about how they differ from the given ones."""
+    for how, (low, high, signs) in _WAYS.items():
+        if not signs or any(_has_both_signs(exact(x)) for x in values):
+            yield how, [placed(x, _other(exact(x), low, high, signs, rng)) for x in values]
+    for scale in _SCALES:
+        yield f"{scale} times the given ones", [scaled(scale, x) for x in values]
+
+
+def _has_both_signs(x: np.ndarray) -> bool:
+    return bool(np.iscomplexobj(x) or np.min(x, initial=0.0) < 0 < np.max(x, initial=0.0) or not np.any(x))
+
+
+def _other(x: np.ndarray, low: float, high: float, signs: bool, rng: np.random.Generator) -> np.ndarray:
+    size = np.abs(x)
+    nonzero = size[np.isfinite(size) & (size > 0)]
+    # Zeros are replaced, since they may hide an error, as those of a unit matrix do.
+    size = np.where(size == 0, np.median(nonzero) if nonzero.size else 1.0, size) * rng.uniform(low, high, x.shape)
+    if np.max(nonzero, initial=0.0) <= 1 and low < 1 < high:
+        size = np.where(size > 1, 1 / size, size)
+    if np.iscomplexobj(x):
+        angle = rng.uniform(0, 2 * np.pi, x.shape) if signs else np.angle(x)
+        other = size * np.exp(1j * angle)
+    else:
+        sign = -1.0 if np.max(x, initial=0.0) <= 0 > np.min(x, initial=0.0) else 1.0
+        if _has_both_signs(x):
+            sign = rng.choice([-1.0, 1.0], x.shape) if signs else np.where(x < 0, -1.0, 1.0)
+        other = _sorted_as(x, sign * size)
+    return np.where(np.isfinite(x), other, x)
+
+
+def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
+    for direction in (1, -1):
+        if x.ndim and x.shape[-1] > 1 and np.all(np.diff(direction * x) > 0):
+            return direction * np.sort(direction * other)
+    return other
 
 
 # -- beside a reference ---------------------------------------------------------------------------
@@ -131,13 +189,13 @@ def _beside_numbers(subject: Subject) -> Cases:
 def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
     """Return the subject in float64 and complex128, with its cases.
 
-    Returns:
-        None if the function refuses float64, or raises another error, which the caller will meet again.
+    None if the function refuses float64, or raises another error, which the caller will meet again.
     """
     cotangents, _ = subject.cotangents, subject.terms  # computed here, since a subject computes when it is asked
     with jax.enable_x64(True):
         try:
-            wide = Subject(subject.function.in_double_precision(), None, subject.options, subject.base)
+            values = [in_double_precision(x) for x in subject.function.values]
+            wide = Subject(subject.function.with_values(values), None, subject.options, subject.base)
             wide.cotangents = {k: in_double_precision(w) for k, w in cotangents.items()}
             return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
@@ -155,9 +213,8 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
     relative_step = epsilon ** (1 / 3) if options.step is None else options.step
 
     def from_a_step(j: int, half_step: np.ndarray) -> tuple[float, float, np.ndarray]:
-        given = function.values
-        ends = [placed(given[j], values[j] + sign * half_step) for sign in (-1, 1)]
-        low, high = (function.outputs([*given[:j], end, *given[j + 1 :]]) for end in ends)
+        ends = [placed(function.values[j], values[j] + sign * half_step) for sign in (-1, 1)]
+        low, high = (function.only(j).outputs([end]) for end in ends)
         step, change, error = exact(ends[1]) - exact(ends[0]), 0.0, 0.0
         for k, w in subject.cotangents.items():
             weight, lower, upper = exact(w), exact(low[k]), exact(high[k])
@@ -203,10 +260,11 @@ def directional_cases(
     `rtol` is the relative tolerance that fits the derivatives, if it is not that of the subject.
     """
     rng = subject.random(9)
-    rtol = subject.rtol if rtol is None or subject.options.rtol is not None else rtol
+    default = subject.epsilon**0.5 if rtol is None else rtol
+    relative = default if subject.options.rtol is None else subject.options.rtol
 
     def case(name: str, got: Any, expected: Any, noise: Any) -> Case:
-        tolerance = dataclasses.replace(subject.tolerance, rtol=rtol, noise={name: noise})
+        tolerance = dataclasses.replace(subject.tolerance, rtol=relative, noise={name: noise})
         return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
 
     for j, (name, gradient) in enumerate(subject.gradients.items()):
@@ -229,5 +287,5 @@ def directional_cases(
             found, error, taken = derivative(j, direction / np.linalg.norm(direction))
             terms = np.real(right * taken)
             # The terms of the sum may cancel, but their errors do not.
-            error += rtol * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
+            error += relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
             yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)

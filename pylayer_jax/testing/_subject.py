@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import Arrays, Case, Tolerance, compare, largest, noise_of
-from ._internals import has_tangent
-from ._tensor_function import Cotangents, TensorFunction, gathered, random_like
+from pylayer_jax._jax.types import has_tangent
+
+from ._compare import Arrays, Case, Tolerance, compare, exact, largest
+from ._tensor_function import Cotangents, TensorFunction, gathered, placed, random_like
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -110,19 +113,23 @@ class Subject:
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
         return [whole / (largest(x) or 1.0) for x in self.function.values]
 
-    @property
-    def rtol(self) -> float:
-        return self.epsilon**0.5 if self.options.rtol is None else self.options.rtol
-
     @functools.cached_property
     def tolerance(self) -> Tolerance:
+        """The tolerance of the results, with the noise measured at values that differ in their last digits."""
+        function, epsilon, rng = self.function, self.epsilon, np.random.default_rng(0)
+        steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in function.values]
+        values = [placed(x, exact(x) * (1 + step)) for x, step in zip(function.values, steps, strict=True)]
         otherwise: dict[str, Any] = {}
         with contextlib.suppress(Exception):  # a layer may take only the values given
-            rounded = self.function.rounded_otherwise()
+            rounded = function.with_values(values)
             otherwise = {**named_outputs(rounded.run()), **rounded.gradients(self.cotangents)}
-        terms = {**named_outputs(self.terms_of_outputs), **self.function.named(self.terms)}
-        noise = noise_of(self.results, otherwise, terms, self.epsilon)
-        return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
+        terms, noise = {**named_outputs(self.terms_of_outputs), **function.named(self.terms)}, dict[str, float]()
+        for name, x in self.results.items():
+            moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
+            # Rounding errors are small beside 1, unless the array itself is large.
+            most = epsilon**0.5 * max(largest(x), 1.0)
+            noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
+        return Tolerance(self.options.rtol, self.options.atol, epsilon, noise)
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
         """Return a case of this subject. By default, its results in eager mode are expected."""
@@ -147,9 +154,14 @@ def run_check(cases: Cases) -> str:
     Raises:
         MismatchError: about the first case that differs.
     """
-    while True:
-        try:
-            case = next(cases)
-        except StopIteration as end:
-            return end.value
-        compare(case)
+    # JAX logs each exception of a callback with its traceback, and raises it. The caller reports or raises it too.
+    logger = logging.getLogger(jax.pure_callback.__module__)
+    has_no_exception: Callable[[logging.LogRecord], bool] = lambda record: record.exc_info is None  # noqa: E731
+    logger.addFilter(has_no_exception)
+    try:
+        while True:
+            compare(next(cases))
+    except StopIteration as end:
+        return end.value
+    finally:
+        logger.removeFilter(has_no_exception)

@@ -18,8 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._compare import exact, type_of
-from ._internals import has_tangent, is_key, is_tensor, is_tracer, split
+from pylayer_jax._jax.tracers import is_tracer
+from pylayer_jax._jax.types import has_tangent, is_key
+from pylayer_jax._trees import is_tensor, split
+
+from ._compare import type_of
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -40,11 +43,12 @@ class TensorFunction:
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
         self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
         places = [path[1:].split("]", 1) for path in self.skeleton.tensor_paths()]  # "[0]['w'][1]": of args[0]
-        owners = [list(arguments)[int(position)] for position, _ in places]
-        self.paths = names or [owner + path for owner, (_, path) in zip(owners, places, strict=True)]
-        self.names = [self.paths[i] for i in self.differentiated]
-        self.owners = [owners[i] for i in self.differentiated]  # the argument that holds each of them
-        self.argument_count = len(arguments)
+        self.paths = names or [list(arguments)[int(position)] + path for position, path in places]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the differentiated tensors."""
+        return [self.paths[i] for i in self.differentiated]
 
     @property
     def values(self) -> list[Any]:
@@ -61,17 +65,20 @@ class TensorFunction:
         other.tensors = list(tensors)
         return other
 
+    def only(self, j: int) -> TensorFunction:
+        """Return the same function, of which only one of the values is differentiated."""
+        other = copy.copy(self)
+        other.differentiated = [self.differentiated[j]]
+        return other
+
     def run(self) -> list[Any]:
         """Run the function, and return its tensor outputs."""
         return self.run_with_statics()[0]
 
     def run_with_statics(self) -> tuple[list[Any], list[Any]]:
         """Run the function, and return its tensor outputs and its other outputs."""
-        tensors, skeleton = split(self._call(self.tensors))
+        tensors, skeleton = split(self.function(*self.skeleton.fill(self.tensors)))
         return [jnp.asarray(y) for y in tensors], skeleton.statics()
-
-    def _call(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
-        return self.function(*self.skeleton.fill(tensors, change))
 
     def outputs(self, values: Sequence[Any]) -> list[Any]:
         """Return the tensor outputs of the function for other values of the differentiated tensors."""
@@ -99,34 +106,32 @@ class TensorFunction:
 
             if any(changed(x) is not x for x in [*self.tensors, *self.skeleton.statics()]):
                 with contextlib.suppress(Exception):
-                    self._call(list(map(changed, self.tensors)), changed)
+                    self.function(*self.skeleton.fill(list(map(changed, self.tensors)), changed))
                 yield
 
-    def vjp(self, outputs: Collection[int], wanted: Sequence[int] | None = None) -> Callable[[Cotangents], Any]:
-        """Return the vjp function. It takes a cotangent per position in `outputs`, and returns a gradient per value.
+    def selected(self, positions: Collection[int]) -> Callable[..., Cotangents]:
+        """Return a function from the values, as positional arguments, to the outputs at some positions."""
 
-        `wanted` are the positions of the values to differentiate, by default all.
-        """
-        values = dict(enumerate(self.values))
-        wanted = list(values) if wanted is None else wanted
+        def run(*values: Any) -> Cotangents:
+            returned = self.outputs(values)
+            return {k: returned[k] for k in positions}
 
-        def run(*perturbed: Any) -> Cotangents:
-            returned = self.outputs(list((values | dict(zip(wanted, perturbed, strict=True))).values()))
-            return {k: returned[k] for k in outputs}
+        return run
 
-        return jax.vjp(run, *(values[j] for j in wanted))[1]
+    def vjp(self, outputs: Collection[int]) -> Callable[[Cotangents], Any]:
+        """Return the vjp function. It takes a cotangent per position in `outputs`, and returns a gradient per value."""
+        return jax.vjp(self.selected(outputs), *self.values)[1]
 
     def grads(self, cotangents: Cotangents) -> list[Any]:
         return list(self.vjp(cotangents)(cotangents))
 
-    def gradients(self, cotangents: Cotangents, wanted: Sequence[int] | None = None) -> dict[str, Any]:
+    def gradients(self, cotangents: Cotangents) -> dict[str, Any]:
         """Return the gradients by name."""
-        return self.named(self.vjp(cotangents, wanted)(cotangents), wanted)
+        return self.named(self.grads(cotangents))
 
-    def named(self, gradients: Sequence[Any], wanted: Sequence[int] | None = None) -> dict[str, Any]:
-        """Return gradients by name, as messages name them; they are those at the positions `wanted`."""
-        names = self.names if wanted is None else [self.names[j] for j in wanted]
-        return {f"the gradient of {name}": g for name, g in zip(names, gradients, strict=True)}
+    def named(self, gradients: Sequence[Any]) -> dict[str, Any]:
+        """Return gradients by name, as messages name them."""
+        return {f"the gradient of {name}": g for name, g in zip(self.names, gradients, strict=True)}
 
     def grad_function(self, cotangents: Cotangents) -> TensorFunction:
         """Return the function that maps the differentiated values and the cotangents to the gradients."""
@@ -137,16 +142,6 @@ class TensorFunction:
         where = " of the gradient" if any(name.startswith("cotangent[") for name in self.names) else ""
         names = [*self.names, *(f"cotangent[{k}]{where}" for k in cotangents)]
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
-
-    def in_double_precision(self) -> TensorFunction:
-        """Return the same function at values in float64 and complex128; needs `jax.enable_x64`."""
-        return self.with_values([in_double_precision(x) for x in self.values])
-
-    def rounded_otherwise(self) -> TensorFunction:
-        """Return the same function at values that differ in their last digits."""
-        rng = np.random.default_rng(0)
-        steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.values]
-        return self.with_values([placed(x, exact(x) * (1 + step)) for x, step in zip(self.values, steps, strict=True)])
 
 
 _CHANGES: dict[type, Callable[[Any], Any]] = {
@@ -160,12 +155,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return the function that a checker checks, from a layer or a function and its arguments.
-
-    Raises:
-        TypeError: if `function` is not a layer or a function, or `args` not a tuple or list.
-        ValueError: if no argument can be differentiated, or an array lies on devices of other processes too.
-    """
+    """Return the function that a checker checks; raise an error if there is nothing that it can check."""
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")

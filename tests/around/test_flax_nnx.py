@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
+from pylayer_jax import PyLayer, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved
 from tests.around.blocks import applied, assert_close, doubled, library, steep
 from tests.kit.layers import Steep
@@ -47,6 +47,18 @@ def differentiated(run, model, transform=nnx.jit):
     """The loss of `run(model)` with the state that the run left, and the gradient."""
     value, gradient = transform(nnx.value_and_grad(lambda model: jnp.mean(run(model) ** 2)))(model)
     return (value, pure(nnx.state(model, nnx.Not(nnx.Param)))), pure(nnx.state(gradient))
+
+
+@EAGER_AND_JIT
+def test_the_report_shows_the_line_that_applies_a_module(transform):
+    norm = nnx.LayerNorm(8, rngs=nnx.Rngs(0))
+
+    def model(x):
+        return norm(x).sum()
+
+    rows = [row for row in saved_tensors_report(transform(model), X).rows if row.kind == "operation"]
+    assert rows
+    assert {row.source for row in rows} == {f"test_flax_nnx.py:{model.__code__.co_firstlineno + 1}"}
 
 
 @EAGER_AND_JIT

@@ -245,7 +245,7 @@ def test_report():
     def saved(function, *args):
         return [(row.name, row.bytes) for row in saved_tensors_report(function, *args).rows if row.layer]
 
-    names = [("logits", LOGITS.nbytes), ("labels", LABELS.nbytes), ("logsumexp", 4 * 32)]
+    names = [("logsumexp", 4 * 32), ("logits", LOGITS.nbytes), ("labels", LABELS.nbytes)]
     assert saved(CrossEntropy.apply, LOGITS, LABELS) == names
     mapped = jax.vmap(CrossEntropy.apply)
     assert saved(mapped, *(jnp.stack([x] * 3) for x in (LOGITS, LABELS))) == [(name, 3 * size) for name, size in names]

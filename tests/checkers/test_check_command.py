@@ -14,7 +14,7 @@ from pylayer_jax.testing._check_layer import PROPERTIES
 
 pytestmark = pytest.mark.once
 
-FAST = [f"--skip={name}" for name in PROPERTIES if name not in ("jit", "gradients", "saved", "arguments", "cotangents")]
+FAST = [f"--skip={name}" for name in PROPERTIES if name not in ("jit", "gradients", "arguments", "cotangents")]
 FILE = Path(__file__).with_name("checked_layers.py")
 
 

@@ -373,7 +373,7 @@ WRONG = {
     "shape on class": Wrong(ShapeOnClass, (X,), ("repeatable",), lambda x: x.mean(0)),
     # Under a transform.
     "jit": Wrong(sine(backward=other_under_jit), (X,), ("jit",), jnp.sin),
-    "host code": Wrong(OnHost, (X,), ("jit", "vmap", "remat", "shard_map", "leaks")),
+    "host code": Wrong(OnHost, (X,), ("jit", "vmap", "remat", "shard_map")),
     "remat": Wrong(wrong_within("ad_checkpoint"), (X,), ("remat",)),
     "shard_map": Wrong(wrong_within("shard_map"), (X,), ("shard_map",)),
     "eager shard_map": Wrong(wrong_within("shard_map", "pjit"), (X,), ("shard_map",)),
