@@ -25,7 +25,7 @@ import tempfile
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -40,7 +40,7 @@ from ._jax.types import explicit_sharding, shard_counts
 
 Only = Callable[..., Any]
 
-__all__ = ["by_name", "cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
+__all__ = ["cast_saved", "chain", "quantize_saved", "save_on_cpu", "save_on_disk"]
 
 
 def _is_float(x: Any) -> bool:
@@ -570,10 +570,6 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             if not isinstance(pair, saved_tensors_hooks):
                 hint = " Write it with parentheses." if isinstance(pair, type) else ""
                 raise TypeError(f"chain: argument {number} must be a pair of hooks, got {pair!r}.{hint}")
-            if isinstance(pair, by_name):
-                raise ValueError(
-                    "chain: by_name cannot be part of a chain. Give by_name the chains: {name: chain(...)}."
-                )
             if pair._pair.only is not None:
                 raise ValueError(
                     f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
@@ -599,50 +595,3 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     def __repr__(self) -> str:
         args, kwargs = self._made_with
         return f"chain({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
-
-
-# -- pairs by name ---------------------------------------------------------------------------------------
-
-
-class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
-    """Pack each tensor with the pair that a dict gives for its name.
-
-        >>> pair = by_name({"qkv": save_on_cpu(), "mlp_in": quantize_saved(8), ...: None})
-        >>> pair = by_name({"Attention": None, "tanh": cast_saved(), ...: quantize_saved(8)})
-        >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
-        (8, 128)
-
-    The name of a tensor is the first of these that is a key: its name in `saved_names` of its layer, or from
-    `jax.ad_checkpoint.checkpoint_name`; the class of the layer that saves it; the JAX operation or the jitted function
-    that keeps it. A predicate `only` gets the same names, as `info.name`, `info.layer` and `info.operation`. The
-    Ellipsis `...` is the key for all other tensors; without this key they stay as they are. The value None leaves a
-    tensor as it is.
-
-    A tensor that follows from another kept tensor is computed again if the least exact of the pairs allows this. Values
-    from outside the block are packed if all pairs have `arguments=True`.
-
-    Args:
-        pairs: a dict from a name, or Ellipsis, to a pair of hooks (a ready pair, `saved_tensors_hooks`, a chain), or
-            None.
-
-    Raises:
-        TypeError: if `pairs` is no mapping of names to pairs.
-    """
-
-    def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
-        given: Any = pairs
-        if not isinstance(given, Mapping) or not given:
-            raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
-        for key, pair in given.items():
-            if not (key is ... or isinstance(key, str)):
-                raise TypeError(f"by_name: a key is a name or the Ellipsis `...`, got {key!r}.")
-            if pair is not None and (not isinstance(pair, saved_tensors_hooks) or isinstance(pair, by_name)):
-                raise TypeError(f"by_name: {key!r} must have a pair of hooks or None, got {pair!r}.")
-        self._made_with = ((dict(pairs),), {})
-        present = [pair for pair in pairs.values() if pair is not None]
-        self._keeps = min((pair._keeps for pair in present), default=OFFSETS)
-        self._packs_arguments = all(pair._packs_arguments for pair in present)
-        self._set_up((), by_name={key: pair and pair._pair for key, pair in pairs.items()})
-
-    def _key(self, bound: Any) -> Any:
-        return by_name, frozenset((key, pair and pair._pair.key) for key, pair in bound.arguments["pairs"].items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -159,12 +159,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     _pack_part: Hook | None = None  # packs an array that the previous pair of a chain made
     _is_last = False  # whether no pair can follow it in a chain
 
-    def _set_up(
-        self,
-        steps: Sequence[Step],
-        only: Callable[..., Any] | None = None,
-        by_name: Mapping[Any, Pair | None] | None = None,
-    ) -> None:
+    def _set_up(self, steps: Sequence[Step], only: Callable[..., Any] | None = None) -> None:
         args, kwargs = self._made_with
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -177,7 +172,6 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             only=predicate(only),
             keeps=self._keeps,
             packs_arguments=self._packs_arguments,
-            by_name=by_name,
         )
 
     def _comes_last(self) -> bool:

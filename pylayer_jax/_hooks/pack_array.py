@@ -51,10 +51,7 @@ class PackedTensor:
 
 def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> tuple[PackedTensor | None, list[Any]]:
     """Pack one tensor. Return its packed form (None if it is not packed), and the arrays that JAX has to keep."""
-    named = pair.named(info)
-    if named is None or not _is_chosen(named.only, tensor, where, info):
-        return None, [tensor]
-    steps = _chosen(named.steps, tensor, where, info)
+    steps = _chosen(pair.steps, tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
     if not steps:
         return None, [tensor]
     pair.n_packed[is_staged(tensor)] += 1

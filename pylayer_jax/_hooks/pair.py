@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 from .host import store_of
@@ -69,10 +69,7 @@ class WeakTable:
 
 
 class Pair:
-    """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches.
-
-    A pair that chooses by the name of a tensor has other pairs in place of steps.
-    """
+    """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches."""
 
     def __init__(
         self,
@@ -82,24 +79,15 @@ class Pair:
         only: Callable[[Any, TensorInfo], Any] | None,
         keeps: int,
         packs_arguments: bool,
-        by_name: Mapping[Any, Pair | None] | None = None,
     ) -> None:
         self.steps = tuple(steps)
         self.key = key
         self.only = only  # the predicate of the whole chain
-        self.by_name = by_name
         self.keeps = keeps  # MOVES, SCALES or OFFSETS
         self.packs_arguments = packs_arguments  # whether values from outside the block are packed
         self.n_packed: Counter[bool] = Counter()  # traced tensors under True
         self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
         self.store = store_of(key)
-
-    def named(self, info: TensorInfo) -> Pair | None:
-        """Return the pair for a tensor, by the most specific of its names; None if the tensor is not packed."""
-        if self.by_name is None:
-            return self
-        keys = (info.name, info.layer, info.operation, ...)
-        return next((self.by_name[key] for key in keys if key and key in self.by_name), None)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Pair) and self.key == other.key

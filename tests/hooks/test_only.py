@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
-from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
 from tests.kit.layers import Multiply, Tanh
 from tests.kit.modes import EAGER_AND_JIT
 
@@ -71,83 +69,22 @@ def test_a_predicate_may_ask_where_a_tensor_is_from(mode):
 # -- by name --------------------------------------------------------------------------------------
 
 
-def noting(kept):
+def noting(kept, only):
     def pack(x):
         kept.append(x.shape)
         return (x,)
 
-    return saved_tensors_hooks(pack, lambda packed: packed[0])
-
-
-def wide(name):
-    """Two layers and two operations, one of each with a name."""
-
-    def f(x):
-        y = checkpoint_name(jnp.exp(x) * 0.1, name)
-        return jnp.sum(NamedTanh.apply(x)[:1]) + jnp.sum(Tanh.apply(x)[:2]) + jnp.sum(jnp.sin(y)[:3])
-
-    return f
+    return saved_tensors_hooks(pack, lambda packed: packed[0], only=only)
 
 
 @EAGER_AND_JIT
-@pytest.mark.parametrize(
-    ("key", "n"),
-    [("y", 1), ("Tanh", 1), ("NamedTanh", 1), ("saved[0]", 1), ("exp", 1), ("sin", 1), ("unknown", 0), (..., 4)],
-)
-def test_a_tensor_is_packed_by_the_pair_of_its_name(key, n, mode):
-    kept, rest, f = [], [], wide("exponential")
-    for hooks in (by_name({key: noting(kept)}), by_name({key: None, ...: noting(rest)})):
-        np.testing.assert_allclose(mode(jax.grad(hooks(f)))(X), jax.grad(f)(X), rtol=1e-6)
-    assert len(kept) == n
-    assert len(rest) == (4 if key is ... else 4 - n)
-
-
-@EAGER_AND_JIT
-def test_the_most_special_name_counts(mode):
-    first, second, third = [], [], []
-    hooks = by_name({"NamedTanh": noting(second), "y": noting(first), ...: noting(third)})
-    mode(jax.grad(hooks(lambda x: jnp.sum(jnp.sin(NamedTanh.apply(x))))))(X)
-    assert (len(first), len(second), len(third)) == (1, 0, 1)
-    kept = []
-    f = lambda x: jnp.sum(jnp.sin(checkpoint_name(x * x, "squares")))  # noqa: E731
-    mode(jax.grad(by_name({"squares": noting(kept)})(lambda x: f(x) + jnp.sum(checkpoint_name(x, "squares") @ x))))(X)
-    assert kept == [X.shape]
-
-
-def test_ready_pairs_by_name():
-    f = wide("exponential")
-    hooks = by_name(
-        {"y": save_on_cpu(), "Tanh": chain(quantize_saved(8), save_on_cpu()), "exp": None, ...: cast_saved()}
+def test_a_chain_packs_each_tensor_with_the_pair_that_its_name_chooses(mode):
+    layers, squares, f = [], [], lambda x: jnp.sum(NamedTanh.apply(x) * checkpoint_name(jnp.exp(x), "exponential"))
+    hooks = chain(
+        noting(layers, lambda x, info: info.name == "y"), noting(squares, lambda x, info: info.name == "exponential")
     )
-    for run in (lambda f: f, jax.jit):
-        np.testing.assert_allclose(run(jax.grad(hooks(f)))(X), jax.grad(f)(X), atol=0.02)
-    step, traced = counted_step()
-    for last in (None, cast_saved(), cast_saved()):
-        with by_name({"Tanh": quantize_saved(8), ...: last}):
-            step(X)
-    assert len(traced) == 2
-    assert "cast_saved" in repr(copy.copy(hooks))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: by_name({}),
-        lambda: by_name([("y", None)]),
-        lambda: by_name({3: None}),
-        lambda: by_name({"y": jnp.sin}),
-        lambda: by_name({"y": cast_saved}),
-        lambda: by_name({"y": by_name({...: None})}),
-    ],
-)
-def test_what_is_no_table_of_pairs(make):
-    with pytest.raises(TypeError, match="by_name"):
-        make()
-
-
-def test_by_name_is_no_part_of_a_chain():
-    with pytest.raises(ValueError, match="by_name"):
-        chain(by_name({...: cast_saved()}), save_on_cpu())
+    np.testing.assert_allclose(mode(jax.grad(hooks(f)))(X), jax.grad(f)(X), rtol=1e-6)
+    assert layers == squares == [X.shape]
 
 
 def test_another_predicate_is_another_program():
