@@ -239,8 +239,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         """Drop all packed values that compiled programs hold for this pair. A backward that still needs them fails.
 
         Equal pairs share these values, which are dropped when every entered pair that still exists is closed. Without
-        `close`, a program holds the values of its last run until it runs again, or until JAX deletes the program. To
-        delete the pair object drops nothing, since JAX returns from a call before the program has run.
+        `close`, a program holds the values of its last run until it runs again, or until JAX deletes the program. (A
+        `jax.lax.scan` outside of `jax.jit` is a new program at each call, and JAX keeps the old ones.) To delete the
+        pair object drops nothing, since JAX returns from a call before the program has run.
         """
         self._pair.store.close(self)
 
