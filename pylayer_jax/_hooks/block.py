@@ -12,7 +12,7 @@ import numpy as np
 
 from pylayer_jax._messages import plural
 
-from .active import Block, Disabled, active_pair, innermost_block
+from .active import Block, active_pair, entered_block, innermost_block
 from .operations import enter_block
 from .pair import MOVES, Hook, Pair, Step, TensorInfo, key_of
 
@@ -164,7 +164,6 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
         self._steps = tuple(steps)
-        self._open: list[Block] = []
         self._was_entered = False
         self._pair = Pair(
             steps,
@@ -217,21 +216,21 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def __enter__(self) -> Self:
         block = innermost_block()
-        if block is not None and isinstance(block.value, Disabled) and not block.is_of_another_task():
-            raise RuntimeError(block.value.message)
+        if block is not None and isinstance(block.value, str):
+            block.check_task()
+            raise RuntimeError(block.value)
         self._was_entered = True
         self._pair.store.add_owner(self)
-        self._open.append(enter_block(self._pair))
+        enter_block(self._pair)
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         __tracebackhide__ = True
-        # One object may be entered by several threads and tasks.
-        blocks = [block for block in self._open if block.is_mine()] or self._open
-        if not blocks:
-            raise RuntimeError(f"{type(self).__name__}: __exit__ without __enter__. Use `with`, which calls both.")
-        block = blocks[-1]
-        self._open = [other for other in self._open if other is not block]
+        block = entered_block(self._pair)
+        if block is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: __exit__ without __enter__ in this thread. Use `with`, which calls both."
+            )
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
 
@@ -261,7 +260,7 @@ def disable_saved_tensors_hooks(message: str) -> Generator[None]:
     """
     if active_pair() is not None:
         raise RuntimeError(message)
-    block = Block(Disabled(message)).enter()
+    block = Block(message).enter()
     try:
         yield
     finally:

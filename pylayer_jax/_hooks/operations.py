@@ -309,8 +309,7 @@ class HooksTrace(PassThroughTrace):
             if active.value is not self.block or self.block.is_left:
                 # Hooks are suspended, an inner trace has ended, or an inner block passes on what it has packed.
                 return request.bind(*args)
-            if self.block.is_of_another_task():
-                raise self.block.other_task_error()
+            self.block.check_task()
             sources = list(map(self._source, args))
             values = self._bind(request, args, sources)
         source = _source_of_results(request, args, sources)
