@@ -26,15 +26,15 @@ import threading
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._hooks.block import check_hooks, saved_tensors_hooks
-from ._hooks.pair import OFFSETS, SCALES, Step, key_of
+from ._hooks.block import predicate, saved_tensors_hooks
+from ._hooks.pair import OFFSETS, SCALES, Hook, Step, key_of
 from ._jax.tracers import is_tracer
 from ._jax.types import explicit_sharding, shard_counts
 
@@ -48,14 +48,24 @@ def _is_float(x: Any) -> bool:
 
 
 class _ReadyPair(saved_tensors_hooks):
-    _packs_arguments = False
+    """A pair whose pack hook returns a tensor as it is, or an object that restores the tensor."""
 
-    def _refuse_function(self, argument: Any) -> None:
-        if callable(argument) and not isinstance(argument, type):
-            name, packer = getattr(argument, "__name__", "the function"), type(self).__name__
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if args and callable(args[0]) and not isinstance(args[0], type):
+            name, packer = getattr(args[0], "__name__", "the function"), cls.__name__
             raise TypeError(
                 f"{packer} got {name} itself. Write it with parentheses, as in @{packer}() above a function."
             )
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, pack: Hook, arguments: bool, only: Only | None, keeps: int, **step: Any) -> None:
+        chosen = predicate(type(self).__name__, only)
+        steps = [Step(pack, _restored, only=chosen, **step)]
+        self._set_up(steps, keeps=keeps, packs_arguments=bool(arguments))
+
+
+def _restored(packed: Any) -> Any:
+    return packed.restored() if isinstance(packed, (_OnHost, _Cast, _Bits, _Quantized, _File)) else packed
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -73,12 +83,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         only: a predicate, as for `saved_tensors_hooks`.
     """
 
-    _keeps = OFFSETS
-    _is_last = True  # JAX computes on the device only
-
     def __init__(self, pin_memory: bool = False, *, arguments: bool = False, only: Only | None = None) -> None:
-        self._refuse_function(pin_memory)
-
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
@@ -87,20 +92,19 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
-        def unpack(packed: Any) -> Any:
-            if not isinstance(packed, _OnHost):
-                return packed
-            # A transfer would commit the array to its device. From a NumPy array, JAX makes an uncommitted array.
-            return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
+        def pack(x: Any) -> Any:
+            return move(x) if _is_float(x) else x
 
-        self._pack_part = move
-        self._packs_arguments = bool(arguments)
-        super().__init__(lambda x: move(x) if _is_float(x) else x, unpack, differentiable=True, only=only)
+        super().__init__(pack, arguments, only, OFFSETS, differentiable=True, pack_part=move, is_last=True)
 
 
 class _OnHost(NamedTuple):
     array: Any
     placed: bool  # True for traced and committed arrays, which a transfer brings back; else NumPy does
+
+    def restored(self) -> Any:
+        # A transfer would commit the array to its device. From a NumPy array, JAX makes an uncommitted array.
+        return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 
 # These functions are jitted because eager shard_map refuses the transfer itself.
@@ -133,10 +137,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         TypeError: if `dtype` is not a floating-point type, or has 8 bits.
     """
 
-    _keeps = SCALES
-
     def __init__(self, dtype: Any = jnp.bfloat16, *, arguments: bool = False, only: Only | None = None) -> None:
-        self._refuse_function(dtype)
         try:
             narrow = jnp.dtype(dtype)
         except TypeError:
@@ -155,18 +156,15 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return _pack_bits(x)
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
 
-        def unpack(packed: Any) -> Any:
-            if isinstance(packed, _Bits):
-                return _unpack_bits(packed)
-            return packed.array.astype(packed.dtype) if isinstance(packed, _Cast) else packed
-
-        self._packs_arguments = bool(arguments)
-        super().__init__(pack, unpack, differentiable=True, only=only)
+        super().__init__(pack, arguments, only, SCALES, differentiable=True)
 
 
 class _Cast(NamedTuple):
     array: Any
     dtype: Any
+
+    def restored(self) -> Any:
+        return self.array.astype(self.dtype)
 
 
 class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
@@ -202,8 +200,6 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
     """
 
-    _keeps = OFFSETS
-
     def __init__(
         self,
         bits: int = 8,
@@ -213,7 +209,6 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         arguments: bool = False,
         only: Only | None = None,
     ) -> None:
-        self._refuse_function(bits)
         if bits not in (8, 4):
             raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
         if block_size < 2 or block_size % 2:
@@ -229,15 +224,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return x
             sharding = explicit_sharding(x)
             values, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
-            return _Quantized(values, low, high, length, x.dtype, sharding)
+            return _Quantized(values, low, high, bits, length, x.dtype, sharding)
 
-        def unpack(packed: Any) -> Any:
-            if isinstance(packed, _Bits):
-                return _unpack_bits(packed)
-            return _dequantize(*packed[:3], bits, packed[3:]) if isinstance(packed, _Quantized) else packed
-
-        self._packs_arguments = bool(arguments)
-        super().__init__(pack, unpack, only=only)
+        super().__init__(pack, arguments, only, OFFSETS)
 
 
 # -- blocks along an axis, within shards -----------------------------------------------------------------
@@ -287,6 +276,9 @@ class _Bits(NamedTuple):
     axis: int
     sharding: Any
 
+    def restored(self) -> Any:
+        return _from_bits(*self)
+
 
 def _pack_bits(x: Any) -> Any:
     """Pack 8 bools into a byte, along the last axis whose length in a shard is a multiple of 8, if there is one."""
@@ -310,10 +302,6 @@ def _to_bits(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
     return jnp.sum(x.astype(jnp.uint8) << places, axis=axis + 1, dtype=jnp.uint8)
 
 
-def _unpack_bits(packed: _Bits) -> jax.Array:
-    return _from_bits(*packed)
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
     bits, places = _with_places(jnp.expand_dims(array, axis + 1), axis + 1)
@@ -327,9 +315,13 @@ class _Quantized(NamedTuple):
     values: Any  # uint8[..., blocks, length], or two values in each for 4 bits
     low: Any  # the smallest and the largest value of each block
     high: Any
+    bits: int
     length: int
     dtype: Any
     sharding: Any  # of the tensor, if it is explicit
+
+    def restored(self) -> Any:
+        return _dequantize(*self)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -401,9 +393,10 @@ def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
     return (high * 0.5 - low * 0.5) / (2**bits - 2)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _dequantize(values: jax.Array, low: jax.Array, high: jax.Array, bits: int, made_from: Any) -> jax.Array:
-    length, dtype, sharding = made_from
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _dequantize(
+    values: jax.Array, low: jax.Array, high: jax.Array, bits: int, length: int, dtype: Any, sharding: Any
+) -> jax.Array:
     if bits == 4:
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)[..., :length]
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
@@ -441,20 +434,14 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
             were saved before stay readable.
     """
 
-    _keeps = OFFSETS
-    _is_last = True
-
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
-        self._refuse_function(directory)
         folder = _folder_of(os.path.abspath(os.fspath(directory)))
-        self._pack_part = functools.partial(_File, folder)
-        self._packs_arguments = bool(arguments)
-        super().__init__(
-            lambda x: _File(folder, x) if _is_float(x) else x,
-            lambda packed: packed.read() if isinstance(packed, _File) else packed,
-            host=True,
-            only=only,
-        )
+        save = functools.partial(_File, folder)
+
+        def pack(x: Any) -> Any:
+            return save(x) if _is_float(x) else x
+
+        super().__init__(pack, arguments, only, OFFSETS, host=True, pack_part=save)
 
 
 class _Folder:
@@ -487,7 +474,7 @@ class _File:
         except OSError as error:
             raise _unwritable_error(error, folder.path, f"{x.nbytes} bytes") from error
 
-    def read(self) -> np.ndarray:
+    def restored(self) -> np.ndarray:
         number, what = errno.EIO, "holds other bytes than those that were written"
         try:
             content = np.fromfile(self._path, dtype=np.uint8)
@@ -563,8 +550,6 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
         if not pairs:
             raise TypeError("chain takes one pair of hooks or more, got none.")
-        if only is not None:
-            check_hooks("chain", only=only)
         steps: list[Step] = []
         for number, pair in enumerate(list[Any](pairs), 1):
             if not isinstance(pair, saved_tensors_hooks):
@@ -575,23 +560,20 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
                     f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
                     "predicate to the outer chain or to one of the pairs."
                 )
-            if number > 1 and pairs[number - 2]._comes_last():
+            if steps and (steps[-1].host or steps[-1].is_last):
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
                     f"{pair!r} could not pack it in a compiled program. Change the order."
                 )
             own = f"pair {number} of the chain, {pair!r}"
-            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._steps]
-        self._keeps = min(pair._keeps for pair in pairs)
-        self._packs_arguments = all(pair._packs_arguments for pair in pairs)
-        self._is_last = pairs[-1]._comes_last()
-        self._only = only
-        self._set_up(steps, only)
+            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._pair.steps]
+        self._set_up(
+            steps,
+            keeps=min(pair._pair.keeps for pair in pairs),
+            packs_arguments=all(pair._pair.packs_arguments for pair in pairs),
+            only=predicate("chain", only),
+        )
 
-    def _key(self, bound: Any) -> Any:
-        keys = [pair._pair.key for pair in bound.arguments["pairs"]]
-        return keys[0] if len(keys) == 1 and self._only is None else (chain, *keys, key_of(self._only))
-
-    def __repr__(self) -> str:
-        args, kwargs = self._made_with
-        return f"chain({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
+    def _key(self) -> Any:
+        pairs, kwargs = self._made_with
+        return chain, *[pair._pair.key for pair in pairs], key_of(kwargs.get("only"))

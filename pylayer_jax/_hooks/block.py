@@ -36,35 +36,30 @@ def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
     return True
 
 
-def check_hooks(owner: str, **functions: Any) -> None:
-    """Check that hooks are functions, and that they take the right number of arguments.
+def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
+    """Check that a hook is a function of one of these numbers of arguments.
 
     Raises:
-        TypeError: if a hook is not callable, or takes another number.
+        TypeError: if it is not callable, or takes another number.
     """
-    for name, hook in functions.items():
-        if not callable(hook):
-            raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
-        if not (_takes(hook, 1) or (name == "only" and _takes(hook, 2))):
-            raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
+    if not callable(hook):
+        raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
+    if not any(_takes(hook, count) for count in counts):
+        raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
 
 
-def predicate(only: Callable[..., Any] | None) -> Callable[[Any, TensorInfo], Any] | None:
+def predicate(owner: str, only: Any) -> Callable[[Any, TensorInfo], Any] | None:
     """Return `only` as a predicate of (array, info), whether it takes the array alone or both."""
     if only is None:
         return None
-    takes_info = not isinstance(only, type) and not _takes(only, 1)
-    return only if takes_info else lambda array, _: only(array)
+    check_hook(owner, "only", only, 1, 2)
+    return (lambda array, _: only(array)) if _takes(only, 1) else only
 
 
 def _shown(value: Any) -> str:
     """Return the text of an argument on one line; for a function or a dtype, its name."""
     name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
     return " ".join(repr(value).split()) if name is None else str(name)
-
-
-def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[str, Any]) -> saved_tensors_hooks:
-    return kind(*args, **kwargs)
 
 
 class _MadeWith:
@@ -149,42 +144,24 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         differentiable: bool = False,
         only: Callable[..., Any] | None = None,
     ) -> None:
-        given = {} if only is None else {"only": only}
-        check_hooks(type(self).__name__, pack_hook=pack_hook, unpack_hook=unpack_hook, **given)
-        self._set_up([Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(only), self._pack_part)])
+        owner = type(self).__name__
+        check_hook(owner, "pack_hook", pack_hook, 1)
+        check_hook(owner, "unpack_hook", unpack_hook, 1)
+        step = Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(owner, only))
+        self._set_up([step], keeps=MOVES, packs_arguments=True)
 
-    # Properties of the hooks, which the classes in `packers` override.
-    _keeps = MOVES  # the operations that keep the packing error in proportion
-    _packs_arguments = True  # whether it packs values that came into a block from outside
-    _pack_part: Hook | None = None  # packs an array that the previous pair of a chain made
-    _is_last = False  # whether no pair can follow it in a chain
-
-    def _set_up(self, steps: Sequence[Step], only: Callable[..., Any] | None = None) -> None:
-        args, kwargs = self._made_with
-        bound = inspect.signature(type(self)).bind(*args, **kwargs)
-        bound.apply_defaults()
-        self._steps = tuple(steps)
+    def _set_up(self, steps: Sequence[Step], *, keeps: int, packs_arguments: bool, only: Any = None) -> None:
         self._was_entered = False
-        self._pair = Pair(
-            steps,
-            self._key(bound),
-            only=predicate(only),
-            keeps=self._keeps,
-            packs_arguments=self._packs_arguments,
-        )
+        self._pair = Pair(steps, self._key(), only, keeps, packs_arguments)
 
-    def _comes_last(self) -> bool:
-        return self._is_last or any(step.host for step in self._steps)
-
-    def _key(self, bound: inspect.BoundArguments) -> Any:
+    def _key(self) -> Any:
         """Return the key by which jit compares pairs: the class, and the arguments of `__init__`."""
-        return type(self), tuple((name, key_of(x)) for name, x in bound.arguments.items() if name != "kwargs")
+        args, kwargs = self._made_with
+        return type(self), key_of(args), key_of(tuple(sorted(kwargs.items())))
 
     def __repr__(self) -> str:
         args, kwargs = self._made_with
-        made = inspect.signature(type(self)).bind(*args, **kwargs)
-        made.apply_defaults()
-        shown = [f"{name}={_shown(x)}" for name, x in made.arguments.items() if x is not None and x is not False]
+        shown = [*map(_shown, args), *(f"{name}={_shown(x)}" for name, x in kwargs.items())]
         text = f"{type(self).__name__}({', '.join(shown)})"
         if not self._was_entered:
             return text
@@ -194,7 +171,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Open blocks belong to a thread, and packed values in programs to a process: a copy has neither.
-        return _make, (type(self), *self._made_with)
+        args, kwargs = self._made_with
+        return functools.partial(type(self), *args, **kwargs), ()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return `function` with a block around its code."""

@@ -34,6 +34,7 @@ class Step(NamedTuple):
     differentiable: bool = False  # whether pack, then unpack, has the derivative of the identity
     only: Callable[[Any, TensorInfo], Any] | None = None  # arrays for which it is False are not packed
     pack_part: Hook | None = None  # packs an array that the previous step made; None: as `pack` does
+    is_last: bool = False  # whether no step can follow: JAX computes on the device only. A step on the host is last
     name: str = ""  # in a chain, for messages
 
 
@@ -75,7 +76,6 @@ class Pair:
         self,
         steps: Sequence[Step],
         key: Any,
-        *,
         only: Callable[[Any, TensorInfo], Any] | None,
         keeps: int,
         packs_arguments: bool,
