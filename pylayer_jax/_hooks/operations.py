@@ -64,10 +64,19 @@ from pylayer_jax._jax.tracers import (
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 
 from .active import Block, active, active_pair, hooks_suspended, innermost_block
-from .derive import CONSTANT as CONSTANT_INPUT
-from .derive import MOVE_NAMES, ROOT, Instruction, Recorder, adds_a_number, is_number, small_jaxpr
-from .pair import OFFSETS, Pair, PairOfLayer, TensorInfo, WeakTable
-from .residuals import PackedResiduals, Residual, Root, keeps_residuals, pack
+from .derive import (
+    MOVE_NAMES,
+    Computed,
+    Recorder,
+    Residual,
+    Root,
+    adds_a_number,
+    is_number,
+    small_jaxpr,
+    with_roots,
+)
+from .pair import OFFSETS, Pair, TensorInfo, WeakTable
+from .residuals import PackedResiduals, Packing, PairOfLayer, keeps_residuals
 
 Bind = Callable[..., Any]
 
@@ -141,16 +150,14 @@ class Operation(RuleFunction):
                 values, pullback = jax.vjp(run, *select(primals, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
             residuals = as_arrays(leaves)  # JAX keeps some constants as array types of its own
-            packed, arrays, values = pack(
+            packed, arrays, values = Packing(
                 self._pair,
-                residuals,
-                values,
                 f"the operation {self.name}, residual",
                 lambda i: TensorInfo(operation=self.name, name=self._name_of(residuals[i], primals)),
-                origins=recorder.origins,
-                known=self._known(primals, dict(zip(map(id, leaves), residuals, strict=True))),
-                operands=primals,
-            )
+                primals,
+                self._known(primals, dict(zip(map(id, leaves), residuals, strict=True))),
+                recorder.origins,
+            ).pack(residuals, values)
         linear = _PackedPullback(self.name, packed, treedef, [typeof(x) for x in values])
         found = apply_linear(linear, arrays, given)
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
@@ -159,10 +166,9 @@ class Operation(RuleFunction):
         """Return the operands that are not packed, and how they are kept. `array_of`: id of a leaf -> its array."""
         primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
-        found = [(x, Residual.of(x)) for x in primals[: self.n_consts]]
+        found: list[tuple[Any, Residual]] = [(x, Root([x])) for x in primals[: self.n_consts]]
         for i, residual in self._stays.items():
-            roots = [Root(None, [args[number] for number in root.arrays]) for root in residual.roots]
-            found.append((args[i], Residual(roots, residual.code)))
+            found.append((args[i], with_roots(residual, lambda root: Root([args[n] for n in root.arrays]))))
         return found
 
     def _name_of(self, residual: Any, primals: Sequence[Any]) -> str:
@@ -315,10 +321,8 @@ class HooksTrace(PassThroughTrace):
         source = _source_of_results(request, args, sources)
         self.mark(values, source)
         if source == OUTSIDE and request.primitive and len(values) == 1 and not self.pair.packs_arguments:
-            given = [(CONSTANT_INPUT, x) if is_number(x) else (ROOT, i) for i, x in enumerate(args)]
-            parts = [self.outside.get(x) or Residual.of(x) for x in args]
-            instruction = Instruction(request.primitive, request.params, given)
-            self.outside.put(values[0], Residual.computed([instruction], parts))
+            inputs = [x if is_number(x) else self.outside.get(x) or Root([x]) for x in args]
+            self.outside.put(values[0], Computed(request.primitive, request.params, inputs))
         return values
 
     def _bind(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values:
@@ -395,18 +399,16 @@ class HooksTrace(PassThroughTrace):
 
     def _what_stays(self, args: Sequence[Any]) -> tuple[dict[int, Residual], Values]:
         """Return how the operands that are not packed are kept, by positions in place of arrays; and extra operands."""
-        operands, stays = list(args), dict[int, Residual]()
-        for i, x in enumerate(args):
-            if not self.stays(x):
-                continue
-            residual = self.outside.get(x) or Residual.of(x)
-            roots: list[Root] = []
-            for root in residual.roots:
-                (value,) = root.arrays
-                if not any(value is other for other in operands):
-                    operands.append(value)
-                roots.append(Root(None, [next(j for j, other in enumerate(operands) if other is value)]))
-            stays[i] = Residual(roots, residual.code)
+        operands = list(args)
+
+        def position(root: Root) -> Root:
+            (value,) = root.arrays
+            if not any(value is other for other in operands):
+                operands.append(value)
+            return Root([next(i for i, other in enumerate(operands) if other is value)])
+
+        kept = [(i, self.outside.get(x) or Root([x])) for i, x in enumerate(args) if self.stays(x)]
+        stays = {i: with_roots(residual, position) for i, residual in kept}
         return stays, operands[len(args) :]
 
     def stays(self, value: Any) -> bool:

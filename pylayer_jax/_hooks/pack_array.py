@@ -1,7 +1,7 @@
 """Packing one tensor, and unpacking it.
 
-    packed, arrays = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; arrays: bf16[8,64]
-    packed.unpack(arrays)                                                 # f32[8,64]
+    root = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; root.arrays: bf16[8,64]
+    root.packed.unpack(root.arrays)                             # f32[8,64]
 
 NOTE [derivatives of packed tensors]
 Derivatives of higher order treat pack and unpack as the identity, whatever the pair does to values. During an outer
@@ -15,7 +15,7 @@ hooks themselves if the pair is `differentiable`, and is an error otherwise. tes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -27,6 +27,7 @@ from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, i
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, is_tensor, split
 
+from .derive import Root
 from .host import PackSite
 from .pair import Hook, Pair, Step, TensorInfo
 
@@ -34,38 +35,62 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope of the operations of pack hoo
 
 
 class PackedTensor:
-    """One packed tensor, without its arrays."""
+    """A tensor that a step of a pair packed, without the arrays that JAX keeps for it.
 
-    __slots__ = ("__weakref__", "_array", "_pair", "keeps_original")
+    The next step may have packed some arrays in the result of the pack hook.
+    """
 
-    def __init__(self, pair: Pair, array: _PackedArray, keeps_original: bool) -> None:
-        self._pair, self._array = pair, array
-        self.keeps_original = keeps_original  # the tensor itself is the first array, for its tangent
+    def __init__(
+        self, array: Any, unpack: Hook, skeleton: Skeleton, parts: Sequence[PackedTensor | None], where: str
+    ) -> None:
+        self.keeps_original = False  # if True, the tensor itself is the first array, for its tangent
+        self._is_numpy = not is_array(array)
+        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
+        # JAX may place an uncommitted array on any device, so its sharding is not restored.
+        self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
+        self._unpack = unpack
+        self._skeleton = skeleton  # of the result of the pack hook
+        self._parts = parts  # for each array in that result: its form by the next step, or None
+        self._where = where
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
         """Return the tensor by running the unpack hooks."""
         if not self.keeps_original:
-            return self._array.restored(arrays)
-        return with_tangent(arrays[0], self._array.restored(arrays[1:]))
+            return self._restored(iter(arrays))
+        return with_tangent(arrays[0], self._restored(iter(arrays[1:])))
+
+    def _restored(self, rest: Iterator[Any]) -> Any:
+        parts = [next(rest) if part is None else part._restored(rest) for part in self._parts]
+        with _running("unpack_hook", self._where):
+            value = self._unpack(self._skeleton.fill(parts))
+        value = checked(value, self._type, self._where)
+        if self._is_numpy:
+            return np.asarray(value)
+        (value,) = as_arrays([value])
+        if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
+            value = jax.device_put(value, self._sharding)
+        return with_type(value, self._type)
 
 
-def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> tuple[PackedTensor | None, list[Any]]:
-    """Pack one tensor. Return its packed form (None if it is not packed), and the arrays that JAX has to keep."""
+def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> Root:
+    """Pack one tensor. It stays as it is if a predicate leaves it out."""
     steps = _chosen(pair.steps, tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
     if not steps:
-        return None, [tensor]
+        return Root([tensor])
     pair.n_packed[is_staged(tensor)] += 1
+    arrays: list[Any] = []
     if not is_tracer(tensor):
-        array, arrays = _pack(pair, steps, tensor, where, info)
-        return PackedTensor(pair, array, keeps_original=False), arrays
+        return Root(arrays, _pack(pair, steps, tensor, where, info, arrays))
     value, keeps_original = tensor, has_tangent(tensor) and is_differentiated(tensor)
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
+        arrays.append(tensor)
     elif has_tangent(tensor) and not all(step.differentiable for step in steps):
         (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
     with jax.named_scope(PACK_SCOPE):
-        array, arrays = _pack(pair, steps, as_array(value, typeof(tensor)), where, info)
-    return PackedTensor(pair, array, keeps_original), [tensor, *arrays] if keeps_original else arrays
+        packed = _pack(pair, steps, as_array(value, typeof(tensor)), where, info, arrays)
+    packed.keeps_original = keeps_original
+    return Root(arrays, packed)
 
 
 def _second_derivative_error(where: str) -> TypeError:
@@ -86,47 +111,14 @@ def _is_chosen(only: Any, array: Any, where: str, info: TensorInfo) -> bool:
 
 def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo) -> Sequence[Step]:
     """Return the steps from the first step on that packs `array`."""
-    first = (i for i, s in enumerate(steps) if _is_chosen(s.only, array, _in_step(where, s), info))
-    return () if is_key(array) else steps[next(first, len(steps)) :]
+    for i, step in enumerate(steps):
+        if not is_key(array) and _is_chosen(step.only, array, _in_step(where, step), info):
+            return steps[i:]
+    return ()
 
 
 def _in_step(where: str, step: Step) -> str:
     return f"{where}, in {step.name}" if step.name else where
-
-
-class _PackedArray:
-    """One array, packed by a step of a pair and the later steps. Does not hold the arrays that JAX keeps for it."""
-
-    __slots__ = ("_is_numpy", "_parts", "_sharding", "_skeleton", "_type", "_unpack", "_where")
-
-    def __init__(
-        self,
-        array: Any,
-        unpack: Hook,
-        skeleton: Skeleton,
-        parts: Sequence[tuple[_PackedArray | None, slice]],
-        where: str,
-    ) -> None:
-        self._is_numpy = not is_array(array)
-        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
-        # JAX may place an uncommitted array on any device, so its sharding is not restored.
-        self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
-        self._unpack = unpack
-        self._skeleton = skeleton  # of the result of the pack hook
-        self._parts = parts  # for each array in that result: its form by the next step (or None), its arrays' positions
-        self._where = where
-
-    def restored(self, arrays: Sequence[Any]) -> Any:
-        parts = [arrays[at.start] if part is None else part.restored(arrays[at]) for part, at in self._parts]
-        with _running("unpack_hook", self._where):
-            value = self._unpack(self._skeleton.fill(parts))
-        value = checked(value, self._type, self._where)
-        if self._is_numpy:
-            return np.asarray(value)
-        (value,) = as_arrays([value])
-        if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
-            value = jax.device_put(value, self._sharding)
-        return with_type(value, self._type)
 
 
 def checked(value: Any, expected: Any, where: str) -> Any:
@@ -140,11 +132,17 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 
 
 def _pack(
-    pair: Pair, steps: Sequence[Step], array: Any, where: str, info: TensorInfo, is_part: bool = False
-) -> tuple[_PackedArray, list[Any]]:
+    pair: Pair,
+    steps: Sequence[Step],
+    array: Any,
+    where: str,
+    info: TensorInfo,
+    arrays: list[Any],
+    is_part: bool = False,
+) -> PackedTensor:
     """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
 
-    `is_part`: the previous step made the array.
+    Adds to `arrays` those that JAX has to keep. `is_part`: the previous step made the array.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
@@ -160,15 +158,14 @@ def _pack(
         return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
 
     leaves, skeleton = split(packed, is_kept)
-    parts: list[tuple[_PackedArray | None, slice]] = []
-    arrays: list[Any] = []
+    parts: list[PackedTensor | None] = []
     for leaf in leaves:
-        part, kept = None, [leaf]
         if next_steps := steps_of[id(leaf)]:
-            part, kept = _pack(pair, next_steps, leaf, where, info, is_part or leaf is not array)
-        parts.append((part, slice(len(arrays), len(arrays) + len(kept))))
-        arrays += kept
-    return _PackedArray(array, unpack, skeleton, parts, here), arrays
+            parts.append(_pack(pair, next_steps, leaf, where, info, arrays, is_part or leaf is not array))
+        else:
+            parts.append(None)
+            arrays.append(leaf)
+    return PackedTensor(array, unpack, skeleton, parts, here)
 
 
 def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:

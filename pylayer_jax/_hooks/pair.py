@@ -96,13 +96,6 @@ class Pair:
         return hash(self.key)
 
 
-class PairOfLayer(NamedTuple):
-    """The pair that was active where a layer was applied, and which of its arguments are not packed."""
-
-    pair: Pair
-    stays: Sequence[bool]
-
-
 class Identity:
     """Compares an object that cannot be hashed by its identity."""
 
