@@ -14,7 +14,7 @@ A layer packs its own saved tensors, with the pair that `pair_to_pack_with` retu
 
 from .active import hooks_suspended
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
-from .operations import layers_pack_themselves, pair_to_pack_with
+from .operations import layers_pack_themselves, mark_as_computed, pair_to_pack_with
 from .pack_array import PACK_SCOPE
 from .residuals import PackedResiduals, keeps_residuals
 
@@ -25,6 +25,7 @@ __all__ = [
     "hooks_suspended",
     "keeps_residuals",
     "layers_pack_themselves",
+    "mark_as_computed",
     "pair_to_pack_with",
     "saved_tensors_hooks",
 ]

@@ -118,13 +118,9 @@ def fold(
 
 def with_roots(residual: Residual, change: Callable[[Root], Root]) -> Residual:
     """Return a residual with `change(root)` in place of each root."""
+    if isinstance(residual, Root):
+        return change(residual)
     return fold(residual, change, lambda equation, inputs: equation._replace(inputs=inputs), {})
-
-
-def roots_of(residual: Residual) -> list[Root]:
-    roots: list[Root] = []
-    fold(residual, roots.append, lambda *_: None, {})
-    return roots
 
 
 def follow(

@@ -15,8 +15,7 @@ function that contains a loop, are staged again with packing inside.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -34,7 +33,6 @@ from pylayer_jax._jax.jaxprs import (
 from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.primitives import object_of
 from pylayer_jax._jax.rule_function import (
-    BatchedFunction,
     LinearMap,
     RuleFunction,
     UnstagedBatch,
@@ -126,10 +124,17 @@ class Operation(RuleFunction):
         return self._run(*args[: len(self._names)]) if self.jaxpr is None else super().run(*args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        return _batch(self, axis, dims, types)
+        if self.jaxpr is None:  # JAX can call its Python function only once
+            return UnstagedBatch(self, axis, dims), [], None
+        return super().batch(axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return _transpose(self, args, cotangents)
+        """Return cotangents of the operands that are None: JAX may transpose the code around a block."""
+        missing = [x is None for x in args]
+        types = [v.aval for v in self.jaxpr.invars]
+        given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, self.jaxpr.outvars, strict=True)]
+        transposed = jax.linear_transpose(lambda *xs: self.run(*merge(missing, xs, args)), *select(types, missing))
+        return scatter(transposed(given), missing)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
@@ -174,25 +179,6 @@ class Operation(RuleFunction):
     def _name_of(self, residual: Any, primals: Sequence[Any]) -> str:
         named = [n for x, n in zip(primals[self.n_consts :], self._names, strict=False) if n and x is residual]
         return named[0] if named else ""
-
-
-def _batch(
-    function: RuleFunction, axis: Any, dims: Sequence[Any], types: Sequence[Any]
-) -> tuple[RuleFunction, Values, Any]:
-    if function.jaxpr is None:  # JAX can call its Python function only once
-        return UnstagedBatch(function, axis, dims), [], None
-    batched = BatchedFunction(function, axis, dims)
-    batched.transpose = functools.partial(_transpose, batched)
-    return batched, batched.stage(types), batched.out_dims
-
-
-def _transpose(function: RuleFunction, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-    """Return cotangents of the operands that are None: JAX may transpose the code around a block."""
-    missing = [x is None for x in args]
-    types = [v.aval for v in function.jaxpr.invars]
-    given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, function.jaxpr.outvars, strict=True)]
-    transposed = jax.linear_transpose(lambda *xs: function.run(*merge(missing, xs, args)), *select(types, missing))
-    return scatter(transposed(given), missing)
 
 
 class _PackedPullback(LinearMap):
@@ -278,22 +264,23 @@ class HooksTrace(PassThroughTrace):
             self.names.put(values[0], params["name"])
         return values if primitive.multiple_results else values[0]
 
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         __tracebackhide__ = True
-        return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
+        return self._process_call("process_custom_jvp_call", *args, **params)
 
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
-    ) -> Any:
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
         __tracebackhide__ = True
-        return self._process_call("process_custom_vjp_call", (primitive, fun, fwd, bwd), tracers, params)
+        return self._process_call("process_custom_vjp_call", *args, **params)
 
-    def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
+    def _process_call(self, method: str, primitive: Any, *args: Any, **params: Any) -> Any:
+        __tracebackhide__ = True
+        *functions, tracers = args
+
         def bind(*args: Any) -> Any:
-            return getattr(current_trace(), method)(*functions, args, **params)
+            return getattr(current_trace(), method)(primitive, *functions, args, **params)
 
-        name = functions[0].name
-        return self._process(_Request(bind, name, getattr(functions[1], "__name__", name)), tracers)
+        name = primitive.name
+        return self._process(_Request(bind, name, getattr(functions[0], "__name__", name)), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         __tracebackhide__ = True
@@ -511,33 +498,12 @@ def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
     return PairOfLayer(pair, stays)
 
 
-@contextlib.contextmanager
-def layers_pack_themselves() -> Generator[None]:
-    """Apply a layer in the trace below the trace of a block, which would treat the layer as an operation."""
-    trace = current_trace()
-    with set_current_trace(_LayerTrace(trace) if isinstance(trace, HooksTrace) else trace_below(trace)):
-        yield
+def layers_pack_themselves() -> contextlib.AbstractContextManager[None]:
+    """Return a context for applying a layer: the trace of a block would treat the layer as an operation."""
+    return set_current_trace(trace_below(current_trace()))
 
 
-class _LayerTrace(PassThroughTrace):
-    """The current trace while a layer is applied in a block: it only marks the results of the layer as COMPUTED."""
-
-    __slots__ = ("hooks_trace",)
-
-    def __init__(self, hooks_trace: HooksTrace) -> None:
-        super().__init__(hooks_trace.parent_trace)
-        self.hooks_trace = hooks_trace
-
-    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        __tracebackhide__ = True
-        with set_current_trace(self.parent_trace):
-            result = primitive.bind(*tracers, **params)
-        self.hooks_trace.mark(result if primitive.multiple_results else [result], COMPUTED)
-        return result
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        __tracebackhide__ = True
-        with set_current_trace(self.parent_trace):
-            results = self.parent_trace.process_custom_vjp_call(*args, **params)
-        self.hooks_trace.mark(results, COMPUTED)
-        return results
+def mark_as_computed(values: Sequence[Any]) -> None:
+    """Mark the outputs of a layer as values that the block has computed."""
+    if isinstance(trace := current_trace(), HooksTrace):
+        trace.mark(values, COMPUTED)

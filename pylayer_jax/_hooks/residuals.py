@@ -35,7 +35,6 @@ from .derive import (
     follow,
     is_larger,
     is_number,
-    roots_of,
     with_roots,
 )
 from .pack_array import pack_tensor
@@ -239,7 +238,7 @@ class Packing:
             if residual is not None:
                 self._found[id(new)] = new, residual
         for tensor, residual in self._found.values():
-            if any(root.packed is not None for root in roots_of(residual)):
+            if not isinstance(residual, Root) or residual.packed is not None:
                 self.pair.residuals.put(tensor, _WeakResidual(residual))
         return bound
 
