@@ -9,8 +9,8 @@
 They pack values that the block computes. Values that come into the block from outside (weights, inputs), and values
 that follow from these by slicing, reshaping or casting, stay as they are, as with `jax.checkpoint`; `arguments=True`
 packs them too. So put the block around the whole loss. Integers, complex numbers and PRNG keys pass unchanged, and so
-do tensors for which the predicate `only` is False, as in `cast_saved(only=lambda x: x.ndim > 1)`. Every tensor comes
-back with its dtype, sharding and weak type.
+do tensors for which the predicate `only` is False, as in `cast_saved(only=lambda x: x.ndim > 1)` (see
+`saved_tensors_hooks`). Every tensor comes back with its dtype, sharding and weak type.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import math
 import os
 import shutil
 import tempfile
-import threading
 import weakref
 import zlib
 from collections.abc import Callable
@@ -79,8 +78,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
     Args:
         pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        arguments, only: as for each pair of this module.
     """
 
     def __init__(self, pin_memory: bool = False, *, arguments: bool = False, only: Only | None = None) -> None:
@@ -130,8 +128,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         dtype: the floating-point type of the kept tensors, of at least 16 bits.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        arguments, only: as for each pair of this module.
 
     Raises:
         TypeError: if `dtype` is not a floating-point type, or has 8 bits.
@@ -178,23 +175,19 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     A value v of a block with finite values from a to b is kept as (v - a) / s, s = (b - a) / (2^bits - 2), rounded to
     an integer. It therefore changes by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors
     of at most 4 machine epsilons of the largest value of the block. A block that spans less than 2^bits times the
-    smallest normal number comes back as its smallest value. This is uniform quantization by group, as in Chen et al.,
-    "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (2021). Finite values come back
-    between a and b. Infinities and NaN come back as NaN and do not change the other values of their block.
+    smallest normal number comes back as its smallest value. (This is uniform quantization by group, as in Chen et al.,
+    "ActNN", 2021.) Infinities and NaN come back as NaN and do not change the other values of their block.
 
-    The blocks divide the last axis of each shard evenly, so that nothing is padded or communicated. The length of a
-    block is the largest divisor of the length of this axis that is not above `block_size`. A tensor that would not
-    become smaller passes unchanged, such as a tensor with a very short last axis.
+    The blocks divide the last axis of each shard evenly, so that nothing is padded or communicated. A tensor that would
+    not become smaller passes unchanged, such as one with a very short last axis.
 
     Args:
         bits: bits per value, 8 or 4.
-        block_size: the largest number of values that share a scale. If the axis has no divisor near this number (a
-            large prime length, for example), the blocks are larger.
-        stochastic: round up or down at random, without bias. The randomness is a hash of the value and of its place in
-            the block, so that one program packs the same tensor the same way each time. The default is True for 4
-            bits, where training suffers from a bias; with 8 bits the nearest integer is closer.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        block_size: the largest number of values that share a scale: a divisor of the length of the axis. If it has no
+            divisor near this number (a large prime length, for example), the blocks are larger.
+        stochastic: round up or down at random, without bias, by a hash of the value and its place in the block. The
+            default is True for 4 bits, where training suffers from a bias.
+        arguments, only: as for each pair of this module.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -417,26 +410,22 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(save_on_disk(folder)(jnp.sin))(0.0))
         1.0
 
-    The process keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode with
-    the function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On
-    `close()` the files of compiled programs are removed, but not files that a function of eager `jax.vjp` still holds.
-    Objects with the same directory share the files of compiled programs. They stay until the last object is closed.
-    When the process ends, all files are removed. A process that is killed leaves them in its folder saved_tensors-*.
+    A file is removed when nothing can read it any more: in eager mode with the function that `jax.vjp` returned, in a
+    compiled program when the same call of the layer saves again, on `close()`, or when the process ends. Pairs with the
+    same directory share compiled programs, whose files stay until the last of the pairs is closed. A process that is
+    killed leaves its files in a folder saved_tensors-*. The process keeps a checksum of each file.
 
     Args:
-        directory: where each process makes a folder for its files. The directory is made if it does not exist.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        directory: where the pair makes a folder for its files. The directory is made if it does not exist.
+        arguments, only: as for each pair of this module.
 
     Raises:
-        OSError: if the directory cannot be written to; if it is full; or if a file was deleted or changed, or cannot
-            be read, in the backward pass. If the directory is full, the unfinished file is removed, and tensors that
-            were saved before stay readable.
+        OSError: if the directory cannot be written to, or is full (the unfinished file is removed, and earlier ones
+            stay readable); or if a file was deleted or changed, or cannot be read, in the backward pass.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
-        folder = _folder_of(os.path.abspath(os.fspath(directory)))
-        save = functools.partial(_File, folder)
+        save = functools.partial(_File, _Folder(os.path.abspath(os.fspath(directory))))
 
         def pack(x: Any) -> Any:
             return save(x) if _is_float(x) else x
@@ -445,7 +434,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder of this process in the directory of the user; removed when no hooks and no files use it."""
+    """A folder of one pair in the directory of the user; removed when the pair and its files are."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -490,16 +479,6 @@ class _File:
         )
 
 
-_folders: weakref.WeakValueDictionary[str, _Folder] = weakref.WeakValueDictionary()
-_folders_lock = threading.RLock()  # a finalizer may make a folder at any line
-
-
-def _folder_of(directory: str) -> _Folder:
-    """Return the folder of this process in a directory; one for all hooks that use the directory."""
-    with _folders_lock:
-        return _folders.get(directory) or _folders.setdefault(directory, _Folder(directory))
-
-
 def _unlink(path: str) -> None:
     with contextlib.suppress(OSError):  # the folder may have been removed before
         os.unlink(path)
@@ -528,22 +507,19 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     The second pair packs each array in the pytree that the first pair returned; numbers, strings and other objects stay
     as they are, and so does an array that the second pair does not pack. From a float32 tensor of shape [1024, 1024],
     `quantize_saved(8)` makes three arrays: integers of shape [1024, 8, 128], and the smallest and the largest value of
-    each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays. They move an integer
-    array only if a pair before them made it. `cast_saved` halves the float32 arrays of a pair before it.
+    each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three; they move an integer array
+    only if a pair before them made it. A tensor that the first pair leaves out goes to the second one.
 
-    To JAX a chain is one pair: blocks, nesting, caches and `close()` work as for any pair. Each pair checks that it
-    gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are, and packs
-    values from outside the block if all of its pairs do.
+    To JAX a chain is one pair. It is `differentiable` if all of its pairs are, and packs values from outside the block
+    if all of its pairs do.
 
     Args:
-        pairs: ready pairs, `saved_tensors_hooks`, or chains. A chain of one pair packs as this pair does.
-            `save_on_cpu`, `save_on_disk` and other pairs with `host=True` come last. The predicate `only` of a pair
-            gets the arrays that this pair would pack.
+        pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
+            `host=True` come last. The predicate `only` of a pair gets the arrays that this pair would pack.
         only: a predicate of the tensor that is saved.
 
     Raises:
-        TypeError: for an argument that is no pair, or without arguments. While a chain packs, messages about the hooks
-            of a pair show its number and arguments.
+        TypeError: for an argument that is no pair, or without arguments.
         ValueError: if another pair follows one that must come last, or if a chain with `only` is in another chain.
     """
 

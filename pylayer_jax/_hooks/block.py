@@ -26,13 +26,11 @@ def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
     """Return whether a function can be called with `n_arguments`; True if that cannot be known."""
     try:
         # A decorator that is written in Python may change the arguments, so its own signature is read.
-        signature = inspect.signature(function, follow_wrapped=not inspect.isfunction(function))
-    except (TypeError, ValueError):  # implemented in C
-        return True
-    try:
-        signature.bind(*[None] * n_arguments)
+        inspect.signature(function, follow_wrapped=not inspect.isfunction(function)).bind(*[None] * n_arguments)
     except TypeError:
         return False
+    except ValueError:  # implemented in C, without a signature
+        return True
     return True
 
 
@@ -90,13 +88,13 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         (3, 2)
 
     The pair packs every tensor that `save_for_backward` saves in a layer, and the residuals of every JAX operation in
-    the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once. A
-    tensor that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around
-    the differentiated code: inside the function that `jax.grad` gets, or as a decorator of this function. A block
-    around a call of `jax.grad` itself (or of a jitted train step) packs the saved tensors of the layers in that call,
-    even those from outside the block, but not the residuals of plain operations, which JAX does not show to the block.
-    `repr` of a pair tells how many tensors it has packed: none if the block is in the wrong place, or if the program
-    in it was compiled before in a block of an equal pair.
+    the block, each once. A jitted function is one operation; a staged scan packs in each iteration. A tensor that
+    follows from others that are kept (a transpose, a mask) is computed again. Arrays on `ctx` attributes, constants and
+    PRNG keys are not packed. The block has to be around the differentiated code: inside the function that `jax.grad`
+    gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted train step)
+    packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX does not
+    show to the block. `repr` of a pair tells how many tensors it has packed: none if the block is in the wrong place,
+    or if the program in it was compiled before in a block of an equal pair.
 
     In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
     the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
@@ -105,11 +103,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     Derivatives of every order treat pack and unpack as the identity, as torch does; tensors that only a second
     derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
     differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Forward mode
-    passes through a block; in staged code it may read tensors that were packed and unpacked. Arrays on `ctx`
-    attributes, constants and PRNG keys are not packed.
+    passes through a block; in staged code it may read tensors that were packed and unpacked.
 
-    A block belongs to the thread: leave it before each `await`. A copied or unpickled object is a new one, made with
-    the same arguments.
+    A block belongs to the thread: leave it before each `await`. A copied or unpickled pair is a new one.
 
     Args:
         pack_hook: a function of a tensor. It returns any pytree: JAX keeps the arrays, and other objects are held by
@@ -117,10 +113,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         unpack_hook: a function from the result of `pack_hook` to a tensor of the same shape and dtype. It is called
             when `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the
             weak type and the sharding.
-        host: run both hooks on the host, with NumPy arrays, also in compiled programs; a program for several devices
-            gathers each tensor for the hooks. In eager mode the result of `pack_hook` is dropped with the function that
-            `jax.vjp` returned. In a compiled program it is dropped when the same place packs again after the result was
-            used, on `close()`, or with the program. Not allowed inside `jax.checkpoint`, which refuses effects.
+        host: run both hooks on the host, also in compiled programs; on several devices these gather each tensor. A
+            compiled program drops a result of `pack_hook` when the same place packs again after the result was used,
+            on `close()`, or with the program. Not allowed inside `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of an array, or of an array and its origin (`info.layer`, `info.operation`, `info.name`). It

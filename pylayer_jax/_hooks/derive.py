@@ -191,12 +191,11 @@ def _is_constant_along_rows(value: Any, origins: dict[int, Origin]) -> bool:
 
 def is_larger(values: Sequence[Any], tensor: Any) -> bool:
     """Return whether values may take more bytes than a tensor."""
+
+    def n_bytes(aval: Any) -> int:
+        return aval.size * aval.dtype.itemsize
+
     try:
-        return sum(_bytes(x) for x in values if typeof(x).ndim) > _bytes(tensor)
+        return sum(n_bytes(aval) for aval in map(typeof, values) if aval.ndim) > n_bytes(typeof(tensor))
     except jax.errors.InconclusiveDimensionOperation:  # symbols of `jax.export`
         return True
-
-
-def _bytes(tensor: Any) -> int:
-    aval = typeof(tensor)
-    return aval.size * aval.dtype.itemsize

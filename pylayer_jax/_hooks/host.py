@@ -94,15 +94,17 @@ class PackSite:
 
     def token(self, tensor: Any) -> jax.Array:
         """Return the number under which the host keeps a traced tensor."""
-        device = _device_index()
-        result = jax.ShapeDtypeStruct((), np.uint32)
-        token = _host_call(f"pack_hook for {self._where}", self._put, result, tensor, device)
-        return with_varying_axes(token, typeof(device))
+        return self._call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor)
 
     def restored(self, token: Any) -> jax.Array:
         """Return the tensor that the host keeps under a traced number."""
-        device = _device_index()
-        value = _host_call(f"unpack_hook for {self._where}", self._get, self._type, token, device)
+        return self._call("unpack_hook", self._get, self._type, token)
+
+    def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
+        axes = manual_axes()  # of the enclosing shard_maps, within which each device packs
+        device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
+        function = _HostFunction(f"{hook} for {self._where}", run, ShapedArray(result.shape, result.dtype))
+        (value,) = _host_call_p.bind(operand, device, held=function)
         return with_varying_axes(value, typeof(device))
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
@@ -143,12 +145,6 @@ class PackSite:
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
 
 
-def _device_index() -> Any:
-    """Return the index of this device among those of the enclosing shard_maps."""
-    axes = manual_axes()
-    return jax.lax.axis_index(axes) if axes else np.int32(0)
-
-
 # -- host_call: arrays -> an array, by a function of NumPy arrays --------------------------------------
 
 _host_call_p = ObjectPrimitive("host_call")
@@ -158,11 +154,6 @@ class _HostFunction(NamedTuple):
     name: str
     run: Callable[..., Any]
     result: Any  # its type
-
-
-def _host_call(name: str, run: Callable[..., Any], result: Any, *args: Any) -> jax.Array:
-    function = _HostFunction(name, run, ShapedArray(result.shape, result.dtype))
-    return _host_call_p.bind(*args, held=function)[0]
 
 
 @functools.cache

@@ -62,17 +62,7 @@ from pylayer_jax._jax.tracers import (
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 
 from .active import Block, active, active_pair, hooks_suspended, innermost_block
-from .derive import (
-    MOVE_NAMES,
-    Computed,
-    Recorder,
-    Residual,
-    Root,
-    adds_a_number,
-    is_number,
-    small_jaxpr,
-    with_roots,
-)
+from .derive import MOVE_NAMES, Computed, Recorder, Residual, Root, adds_a_number, is_number, small_jaxpr, with_roots
 from .pair import OFFSETS, Pair, TensorInfo, WeakTable
 from .residuals import PackedResiduals, Packing, PairOfLayer, keeps_residuals
 
@@ -258,8 +248,12 @@ class HooksTrace(PassThroughTrace):
         name = primitive.name
         if name == "convert_element_type" and _changes_nothing(tracers[0], **params):
             return tracers[0]  # JAX makes a copy in eager mode, which would be packed too
-        shown = params["name"] if name in _JITTED or primitive is rule_function_p else _custom_name(name, params)
-        values = self._process(_Request(bind, name, shown or name, params, primitive), tracers)
+        shown = name
+        if name in _JITTED or primitive is rule_function_p:
+            shown = params["name"]
+        elif name == "custom_vjp_call":
+            shown = params["call_jaxpr"].debug_info.func_name
+        values = self._process(_Request(bind, name, shown, params, primitive), tracers)
         if name == "name":
             self.names.put(values[0], params["name"])
         return values if primitive.multiple_results else values[0]
@@ -456,10 +450,6 @@ def _is_differentiated_twice(value: Any) -> bool:
     """Return whether a reverse-mode differentiation is inside another differentiation of the same value."""
     value = whole_batch(value)
     return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
-
-
-def _custom_name(name: str, params: dict[str, Any]) -> str:
-    return params["call_jaxpr"].debug_info.func_name if name == "custom_vjp_call" else ""
 
 
 def _holds_block(jaxpr: Any) -> bool:

@@ -179,22 +179,16 @@ def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool
         return pack(np.asarray(array) if step.host else as_arrays([array])[0]), unpack
 
 
-_TO_DO: Final = {
-    "pack_hook": "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True).",
-    "unpack_hook": "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True).",
-    "only": "It may read the shape, dtype and sharding of a tensor.",
-}
-
-
 @contextlib.contextmanager
 def _running(hook: str, where: str) -> Generator[None]:
     """Run a hook of the user, and add to its exceptions where they happened and what to do."""
     try:
         yield
     except NEEDS_VALUES as error:
+        advice = "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True)."
         raise TypeError(
             f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). "
-            f"{_TO_DO[hook]}"
+            f"{'It may read the shape, dtype and sharding of a tensor.' if hook == 'only' else advice}"
         ) from error
     except Exception as error:
         add_note(error, "", hook, f", for {where}")

@@ -54,9 +54,6 @@ class WeakTable:
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], Any], Any]] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: Any, default: Any = None) -> Any:
         entry = self._entries.get(id(key))
         return entry[1] if entry is not None and entry[0]() is key else default
@@ -88,12 +85,6 @@ class Pair:
         self.n_packed: Counter[bool] = Counter()  # traced tensors under True
         self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
         self.store = store_of(key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pair) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
 
 
 class Identity:

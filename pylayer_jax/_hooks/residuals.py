@@ -26,17 +26,7 @@ from pylayer_jax._jax.tracers import (
 from pylayer_jax._jax.types import as_arrays, is_key, is_ref
 
 from .active import SUSPENDED, active, hooks_suspended
-from .derive import (
-    Computed,
-    Origin,
-    Residual,
-    Root,
-    fold,
-    follow,
-    is_larger,
-    is_number,
-    with_roots,
-)
+from .derive import Computed, Origin, Residual, Root, fold, follow, is_larger, is_number, with_roots
 from .pack_array import pack_tensor
 from .pair import Pair, TensorInfo, reference
 
@@ -202,13 +192,11 @@ class Packing:
         # XLA would run the hooks on the constants while it compiles, for seconds.
         return is_ref(tensor) or is_key(tensor) or 0 in tensor.shape or (self._is_staging and not is_tracer(tensor))
 
-    def _is_constant(self, value: Any) -> bool:
-        return is_number(value) and (id(value) not in map(id, self.operands) or id(value) in self._unpacked)
-
     def _derived(self, tensor: Any, index: int | None = None) -> Residual | None:
         """Return the residual of a tensor that follows from known tensors, or, with an index, from any tensors."""
         is_known = lambda x: self._known(x) is not None  # noqa: E731
-        is_constant = lambda x: x is not tensor and self._is_constant(x)  # noqa: E731
+        packed = {id(x) for x in (tensor, *self.operands)} - self._unpacked.keys()
+        is_constant = lambda x: id(x) not in packed and is_number(x)  # noqa: E731
         roots: list[Any] = []
         made: list[Origin] = []
         follow(tensor, self.origins, is_known, is_constant, self.pair.keeps, roots, made)
