@@ -90,10 +90,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
-        def pack(x: Any) -> Any:
-            return move(x) if _is_float(x) else x
-
-        super().__init__(pack, arguments, only, OFFSETS, differentiable=True, pack_part=move, is_last=True)
+        super().__init__(move, arguments, only, OFFSETS, differentiable=True, floats_only=True, is_last=True)
 
 
 class _OnHost(NamedTuple):
@@ -426,11 +423,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
         save = functools.partial(_File, _Folder(os.path.abspath(os.fspath(directory))))
-
-        def pack(x: Any) -> Any:
-            return save(x) if _is_float(x) else x
-
-        super().__init__(pack, arguments, only, OFFSETS, host=True, pack_part=save)
+        super().__init__(save, arguments, only, OFFSETS, host=True, floats_only=True)
 
 
 class _Folder:

@@ -19,6 +19,7 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.identities import forbid_derivative, with_tangent
@@ -109,10 +110,11 @@ def _is_chosen(only: Any, array: Any, where: str, info: TensorInfo) -> bool:
         return bool(only(array, info))
 
 
-def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo) -> Sequence[Step]:
-    """Return the steps from the first step on that packs `array`."""
-    for i, step in enumerate(steps):
-        if not is_key(array) and _is_chosen(step.only, array, _in_step(where, step), info):
+def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo, is_part: bool = False) -> Sequence[Step]:
+    """Return the steps from the first step on that packs `array`. `is_part`: a previous step made it."""
+    is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
+    for i, step in enumerate(() if is_key(array) else steps):
+        if (is_any or not step.floats_only) and _is_chosen(step.only, array, _in_step(where, step), info):
             return steps[i:]
     return ()
 
@@ -142,18 +144,18 @@ def _pack(
 ) -> PackedTensor:
     """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
 
-    Adds to `arrays` those that JAX has to keep. `is_part`: the previous step made the array.
+    Adds to `arrays` those that JAX has to keep. `is_part`: a previous step made the array.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
-    packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
+    packed, unpack = _run_pack_hook(pair, step, array, here)
     steps_of: dict[int, Sequence[Step]] = {}  # from the id of an array in `packed` to the steps that pack it
 
     def is_kept(leaf: Any) -> bool:
         if not is_tensor(leaf):
             return False
         offered = later if is_tracer(leaf) == is_tracer(array) else ()
-        steps_of[id(leaf)] = _chosen(offered, leaf, where, info)
+        steps_of[id(leaf)] = _chosen(offered, leaf, where, info, is_part or leaf is not array)
         # A NumPy array stays on the host. Like every other object, it is released with the vjp function.
         return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
 
@@ -168,9 +170,9 @@ def _pack(
     return PackedTensor(array, unpack, skeleton, parts, here)
 
 
-def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:
+def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
     """Return the result of a step's pack hook for an array, and the function that restores the array from it."""
-    pack, unpack = (is_part and step.pack_part) or step.pack, step.unpack
+    pack, unpack = step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)
         site = PackSite(pair.store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ class Step(NamedTuple):
     host: bool = False
     differentiable: bool = False  # whether pack, then unpack, has the derivative of the identity
     only: Callable[[Any, TensorInfo], Any] | None = None  # arrays for which it is False are not packed
-    pack_part: Hook | None = None  # packs an array that the previous step made; None: as `pack` does
+    floats_only: bool = False  # whether it packs floating-point numbers, and all arrays that a previous step made
     is_last: bool = False  # whether no step can follow: JAX computes on the device only. A step on the host is last
     name: str = ""  # in a chain, for messages
 
@@ -66,25 +67,20 @@ class WeakTable:
             return
 
 
+@dataclasses.dataclass(eq=False)
 class Pair:
-    """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches."""
+    """The steps that pack a tensor, one after another."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        key: Any,
-        only: Callable[[Any, TensorInfo], Any] | None,
-        keeps: int,
-        packs_arguments: bool,
-    ) -> None:
-        self.steps = tuple(steps)
-        self.key = key
-        self.only = only  # the predicate of the whole chain
-        self.keeps = keeps  # MOVES, SCALES or OFFSETS
-        self.packs_arguments = packs_arguments  # whether values from outside the block are packed
+    steps: Sequence[Step]
+    key: Any  # equal for equal pairs, which are one entry in jit's caches
+    only: Callable[[Any, TensorInfo], Any] | None  # the predicate of the whole chain
+    keeps: int  # MOVES, SCALES or OFFSETS
+    packs_arguments: bool  # whether values from outside the block are packed
+
+    def __post_init__(self) -> None:
         self.n_packed: Counter[bool] = Counter()  # traced tensors under True
         self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
-        self.store = store_of(key)
+        self.store = store_of(self.key)
 
 
 class Identity:
