@@ -196,6 +196,8 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
     assert call.skeleton is not None
+    if call.pair is not None:
+        _hooks.mark_as_computed(values)
     # A custom_vjp function makes tangents for outputs that are marked non-differentiable.
     values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
     return call.skeleton.fill(values)

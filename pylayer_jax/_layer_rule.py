@@ -280,14 +280,8 @@ def differentiated(
     packed, owners = None, list(range(kept.n_saved))  # owners: the tensor that each of the first arrays comes from
     if packs and call.pair is not None and kept.n_saved:
         names = call.residual_names(kept, len(residuals))
-        packed, arrays, outputs = _hooks.pack(
-            call.pair,
-            residuals[: kept.n_saved],
-            outputs,
-            f"{call.name}, saved tensor",
-            (call.layer.__name__, names),
-            operands=inputs,
-        )
+        packing = call.pair.packing(f"{call.name}, saved tensor", call.layer.__name__, names, inputs)
+        packed, arrays, outputs = packing.pack(residuals[: kept.n_saved], outputs)
         residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
     if call.layer.saved_names:
         residuals, outputs = _named(call, kept, len(run.residuals), owners, residuals, outputs)

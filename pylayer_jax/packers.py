@@ -9,8 +9,8 @@
 They pack values that the block computes. Values that come into the block from outside (weights, inputs), and values
 that follow from these by slicing, reshaping or casting, stay as they are, as with `jax.checkpoint`; `arguments=True`
 packs them too. So put the block around the whole loss. Integers, complex numbers and PRNG keys pass unchanged, and so
-do tensors for which the predicate `only` is False, as in `cast_saved(only=lambda x: x.ndim > 1)`. Every tensor comes
-back with its dtype, sharding and weak type.
+do tensors for which the predicate `only` is False, as in `cast_saved(only=lambda x: x.ndim > 1)` (see
+`saved_tensors_hooks`). Every tensor comes back with its dtype, sharding and weak type.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ import math
 import os
 import shutil
 import tempfile
-import threading
 import weakref
 import zlib
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ._hooks.block import check_hooks, saved_tensors_hooks
-from ._hooks.pair import OFFSETS, SCALES, Step, key_of
+from ._hooks.block import predicate, saved_tensors_hooks
+from ._hooks.pair import OFFSETS, SCALES, Hook, Step, key_of
 from ._jax.tracers import is_tracer
 from ._jax.types import explicit_sharding, shard_counts
 
@@ -48,14 +47,24 @@ def _is_float(x: Any) -> bool:
 
 
 class _ReadyPair(saved_tensors_hooks):
-    _packs_arguments = False
+    """A pair whose pack hook returns a tensor as it is, or an object that restores the tensor."""
 
-    def _refuse_function(self, argument: Any) -> None:
-        if callable(argument) and not isinstance(argument, type):
-            name, packer = getattr(argument, "__name__", "the function"), type(self).__name__
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if args and callable(args[0]) and not isinstance(args[0], type):
+            name, packer = getattr(args[0], "__name__", "the function"), cls.__name__
             raise TypeError(
                 f"{packer} got {name} itself. Write it with parentheses, as in @{packer}() above a function."
             )
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, pack: Hook, arguments: bool, only: Only | None, keeps: int, **step: Any) -> None:
+        chosen = predicate(type(self).__name__, only)
+        steps = [Step(pack, _restored, only=chosen, **step)]
+        self._set_up(steps, keeps=keeps, packs_arguments=bool(arguments))
+
+
+def _restored(packed: Any) -> Any:
+    return packed.restored() if isinstance(packed, (_OnHost, _Cast, _Bits, _Quantized, _File)) else packed
 
 
 class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
@@ -69,16 +78,10 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
     Args:
         pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        arguments, only: as for each pair of this module.
     """
 
-    _keeps = OFFSETS
-    _is_last = True  # JAX computes on the device only
-
     def __init__(self, pin_memory: bool = False, *, arguments: bool = False, only: Only | None = None) -> None:
-        self._refuse_function(pin_memory)
-
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
@@ -87,20 +90,16 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
-        def unpack(packed: Any) -> Any:
-            if not isinstance(packed, _OnHost):
-                return packed
-            # A transfer would commit the array to its device. From a NumPy array, JAX makes an uncommitted array.
-            return _to_device(packed.array) if packed.placed else np.asarray(packed.array)
-
-        self._pack_part = move
-        self._packs_arguments = bool(arguments)
-        super().__init__(lambda x: move(x) if _is_float(x) else x, unpack, differentiable=True, only=only)
+        super().__init__(move, arguments, only, OFFSETS, differentiable=True, floats_only=True, is_last=True)
 
 
 class _OnHost(NamedTuple):
     array: Any
     placed: bool  # True for traced and committed arrays, which a transfer brings back; else NumPy does
+
+    def restored(self) -> Any:
+        # A transfer would commit the array to its device. From a NumPy array, JAX makes an uncommitted array.
+        return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 
 # These functions are jitted because eager shard_map refuses the transfer itself.
@@ -126,17 +125,13 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         dtype: the floating-point type of the kept tensors, of at least 16 bits.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        arguments, only: as for each pair of this module.
 
     Raises:
         TypeError: if `dtype` is not a floating-point type, or has 8 bits.
     """
 
-    _keeps = SCALES
-
     def __init__(self, dtype: Any = jnp.bfloat16, *, arguments: bool = False, only: Only | None = None) -> None:
-        self._refuse_function(dtype)
         try:
             narrow = jnp.dtype(dtype)
         except TypeError:
@@ -155,18 +150,15 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return _pack_bits(x)
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
 
-        def unpack(packed: Any) -> Any:
-            if isinstance(packed, _Bits):
-                return _unpack_bits(packed)
-            return packed.array.astype(packed.dtype) if isinstance(packed, _Cast) else packed
-
-        self._packs_arguments = bool(arguments)
-        super().__init__(pack, unpack, differentiable=True, only=only)
+        super().__init__(pack, arguments, only, SCALES, differentiable=True)
 
 
 class _Cast(NamedTuple):
     array: Any
     dtype: Any
+
+    def restored(self) -> Any:
+        return self.array.astype(self.dtype)
 
 
 class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
@@ -180,29 +172,23 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     A value v of a block with finite values from a to b is kept as (v - a) / s, s = (b - a) / (2^bits - 2), rounded to
     an integer. It therefore changes by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors
     of at most 4 machine epsilons of the largest value of the block. A block that spans less than 2^bits times the
-    smallest normal number comes back as its smallest value. This is uniform quantization by group, as in Chen et al.,
-    "ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed Training" (2021). Finite values come back
-    between a and b. Infinities and NaN come back as NaN and do not change the other values of their block.
+    smallest normal number comes back as its smallest value. (This is uniform quantization by group, as in Chen et al.,
+    "ActNN", 2021.) Infinities and NaN come back as NaN and do not change the other values of their block.
 
-    The blocks divide the last axis of each shard evenly, so that nothing is padded or communicated. The length of a
-    block is the largest divisor of the length of this axis that is not above `block_size`. A tensor that would not
-    become smaller passes unchanged, such as a tensor with a very short last axis.
+    The blocks divide the last axis of each shard evenly, so that nothing is padded or communicated. A tensor that would
+    not become smaller passes unchanged, such as one with a very short last axis.
 
     Args:
         bits: bits per value, 8 or 4.
-        block_size: the largest number of values that share a scale. If the axis has no divisor near this number (a
-            large prime length, for example), the blocks are larger.
-        stochastic: round up or down at random, without bias. The randomness is a hash of the value and of its place in
-            the block, so that one program packs the same tensor the same way each time. The default is True for 4
-            bits, where training suffers from a bias; with 8 bits the nearest integer is closer.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        block_size: the largest number of values that share a scale: a divisor of the length of the axis. If it has no
+            divisor near this number (a large prime length, for example), the blocks are larger.
+        stochastic: round up or down at random, without bias, by a hash of the value and its place in the block. The
+            default is True for 4 bits, where training suffers from a bias.
+        arguments, only: as for each pair of this module.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
     """
-
-    _keeps = OFFSETS
 
     def __init__(
         self,
@@ -213,7 +199,6 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         arguments: bool = False,
         only: Only | None = None,
     ) -> None:
-        self._refuse_function(bits)
         if bits not in (8, 4):
             raise ValueError(f"quantize_saved: bits must be 8 or 4, got {bits!r}.")
         if block_size < 2 or block_size % 2:
@@ -229,15 +214,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return x
             sharding = explicit_sharding(x)
             values, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
-            return _Quantized(values, low, high, length, x.dtype, sharding)
+            return _Quantized(values, low, high, bits, length, x.dtype, sharding)
 
-        def unpack(packed: Any) -> Any:
-            if isinstance(packed, _Bits):
-                return _unpack_bits(packed)
-            return _dequantize(*packed[:3], bits, packed[3:]) if isinstance(packed, _Quantized) else packed
-
-        self._packs_arguments = bool(arguments)
-        super().__init__(pack, unpack, only=only)
+        super().__init__(pack, arguments, only, OFFSETS)
 
 
 # -- blocks along an axis, within shards -----------------------------------------------------------------
@@ -287,6 +266,9 @@ class _Bits(NamedTuple):
     axis: int
     sharding: Any
 
+    def restored(self) -> Any:
+        return _from_bits(*self)
+
 
 def _pack_bits(x: Any) -> Any:
     """Pack 8 bools into a byte, along the last axis whose length in a shard is a multiple of 8, if there is one."""
@@ -310,10 +292,6 @@ def _to_bits(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
     return jnp.sum(x.astype(jnp.uint8) << places, axis=axis + 1, dtype=jnp.uint8)
 
 
-def _unpack_bits(packed: _Bits) -> jax.Array:
-    return _from_bits(*packed)
-
-
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
     bits, places = _with_places(jnp.expand_dims(array, axis + 1), axis + 1)
@@ -327,9 +305,13 @@ class _Quantized(NamedTuple):
     values: Any  # uint8[..., blocks, length], or two values in each for 4 bits
     low: Any  # the smallest and the largest value of each block
     high: Any
+    bits: int
     length: int
     dtype: Any
     sharding: Any  # of the tensor, if it is explicit
+
+    def restored(self) -> Any:
+        return _dequantize(*self)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
@@ -401,9 +383,10 @@ def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
     return (high * 0.5 - low * 0.5) / (2**bits - 2)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _dequantize(values: jax.Array, low: jax.Array, high: jax.Array, bits: int, made_from: Any) -> jax.Array:
-    length, dtype, sharding = made_from
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _dequantize(
+    values: jax.Array, low: jax.Array, high: jax.Array, bits: int, length: int, dtype: Any, sharding: Any
+) -> jax.Array:
     if bits == 4:
         values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)[..., :length]
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
@@ -424,41 +407,27 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(save_on_disk(folder)(jnp.sin))(0.0))
         1.0
 
-    The process keeps a checksum of each file. A file is removed when nothing can read it any more: in eager mode with
-    the function that `jax.vjp` returned, in a compiled program when the same call of the layer saves again. On
-    `close()` the files of compiled programs are removed, but not files that a function of eager `jax.vjp` still holds.
-    Objects with the same directory share the files of compiled programs. They stay until the last object is closed.
-    When the process ends, all files are removed. A process that is killed leaves them in its folder saved_tensors-*.
+    A file is removed when nothing can read it any more: in eager mode with the function that `jax.vjp` returned, in a
+    compiled program when the same call of the layer saves again, on `close()`, or when the process ends. Pairs with the
+    same directory share compiled programs, whose files stay until the last of the pairs is closed. A process that is
+    killed leaves its files in a folder saved_tensors-*. The process keeps a checksum of each file.
 
     Args:
-        directory: where each process makes a folder for its files. The directory is made if it does not exist.
-        arguments: also pack values that come into the block from outside.
-        only: a predicate, as for `saved_tensors_hooks`.
+        directory: where the pair makes a folder for its files. The directory is made if it does not exist.
+        arguments, only: as for each pair of this module.
 
     Raises:
-        OSError: if the directory cannot be written to; if it is full; or if a file was deleted or changed, or cannot
-            be read, in the backward pass. If the directory is full, the unfinished file is removed, and tensors that
-            were saved before stay readable.
+        OSError: if the directory cannot be written to, or is full (the unfinished file is removed, and earlier ones
+            stay readable); or if a file was deleted or changed, or cannot be read, in the backward pass.
     """
 
-    _keeps = OFFSETS
-    _is_last = True
-
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
-        self._refuse_function(directory)
-        folder = _folder_of(os.path.abspath(os.fspath(directory)))
-        self._pack_part = functools.partial(_File, folder)
-        self._packs_arguments = bool(arguments)
-        super().__init__(
-            lambda x: _File(folder, x) if _is_float(x) else x,
-            lambda packed: packed.read() if isinstance(packed, _File) else packed,
-            host=True,
-            only=only,
-        )
+        save = functools.partial(_File, _Folder(os.path.abspath(os.fspath(directory))))
+        super().__init__(save, arguments, only, OFFSETS, host=True, floats_only=True)
 
 
 class _Folder:
-    """A folder of this process in the directory of the user; removed when no hooks and no files use it."""
+    """A folder of one pair in the directory of the user; removed when the pair and its files are."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -487,7 +456,7 @@ class _File:
         except OSError as error:
             raise _unwritable_error(error, folder.path, f"{x.nbytes} bytes") from error
 
-    def read(self) -> np.ndarray:
+    def restored(self) -> np.ndarray:
         number, what = errno.EIO, "holds other bytes than those that were written"
         try:
             content = np.fromfile(self._path, dtype=np.uint8)
@@ -501,16 +470,6 @@ class _File:
             "changed it; give save_on_disk a directory of its own",
             self._path,
         )
-
-
-_folders: weakref.WeakValueDictionary[str, _Folder] = weakref.WeakValueDictionary()
-_folders_lock = threading.RLock()  # a finalizer may make a folder at any line
-
-
-def _folder_of(directory: str) -> _Folder:
-    """Return the folder of this process in a directory; one for all hooks that use the directory."""
-    with _folders_lock:
-        return _folders.get(directory) or _folders.setdefault(directory, _Folder(directory))
 
 
 def _unlink(path: str) -> None:
@@ -541,64 +500,54 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     The second pair packs each array in the pytree that the first pair returned; numbers, strings and other objects stay
     as they are, and so does an array that the second pair does not pack. From a float32 tensor of shape [1024, 1024],
     `quantize_saved(8)` makes three arrays: integers of shape [1024, 8, 128], and the smallest and the largest value of
-    each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays. They move an integer
-    array only if a pair before them made it. `cast_saved` halves the float32 arrays of a pair before it.
+    each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three; they move an integer array
+    only if a pair before them made it. A tensor that the first pair leaves out goes to the second one.
 
-    To JAX a chain is one pair: blocks, nesting, caches and `close()` work as for any pair. Each pair checks that it
-    gets back the shape and dtype that it packed. The chain is `differentiable` if all of its pairs are, and packs
-    values from outside the block if all of its pairs do.
+    To JAX a chain is one pair. It is `differentiable` if all of its pairs are, and packs values from outside the block
+    if all of its pairs do.
 
     Args:
-        pairs: ready pairs, `saved_tensors_hooks`, or chains. A chain of one pair packs as this pair does.
-            `save_on_cpu`, `save_on_disk` and other pairs with `host=True` come last. The predicate `only` of a pair
-            gets the arrays that this pair would pack.
+        pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
+            `host=True` come last. The predicate `only` of a pair gets the arrays that this pair would pack.
         only: a predicate of the tensor that is saved.
 
     Raises:
-        TypeError: for an argument that is no pair, or without arguments. While a chain packs, messages about the hooks
-            of a pair show its number and arguments.
-        ValueError: if another pair follows one that must come last, or if a chain with `only` is in another chain.
+        TypeError: for an argument that is no pair, or without arguments.
+        ValueError: if another pair follows one that must come last, or for a `by_name` or a chain with `only`.
     """
 
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
         if not pairs:
             raise TypeError("chain takes one pair of hooks or more, got none.")
-        if only is not None:
-            check_hooks("chain", only=only)
         steps: list[Step] = []
         for number, pair in enumerate(list[Any](pairs), 1):
             if not isinstance(pair, saved_tensors_hooks):
                 hint = " Write it with parentheses." if isinstance(pair, type) else ""
                 raise TypeError(f"chain: argument {number} must be a pair of hooks, got {pair!r}.{hint}")
-            if isinstance(pair, by_name):
-                raise ValueError(
-                    "chain: by_name cannot be part of a chain. Give by_name the chains: {name: chain(...)}."
-                )
+            if pair._pair.by_name is not None:
+                raise ValueError("chain: a by_name cannot be in a chain. Give by_name the chains: {name: chain(...)}.")
             if pair._pair.only is not None:
                 raise ValueError(
                     f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
                     "predicate to the outer chain or to one of the pairs."
                 )
-            if number > 1 and pairs[number - 2]._comes_last():
+            if steps and (steps[-1].host or steps[-1].is_last):
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
                     f"{pair!r} could not pack it in a compiled program. Change the order."
                 )
             own = f"pair {number} of the chain, {pair!r}"
-            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._steps]
-        self._keeps = min(pair._keeps for pair in pairs)
-        self._packs_arguments = all(pair._packs_arguments for pair in pairs)
-        self._is_last = pairs[-1]._comes_last()
-        self._only = only
-        self._set_up(steps, only)
+            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._pair.steps]
+        self._set_up(
+            steps,
+            keeps=min(pair._pair.keeps for pair in pairs),
+            packs_arguments=all(pair._pair.packs_arguments for pair in pairs),
+            only=predicate("chain", only),
+        )
 
-    def _key(self, bound: Any) -> Any:
-        keys = [pair._pair.key for pair in bound.arguments["pairs"]]
-        return keys[0] if len(keys) == 1 and self._only is None else (chain, *keys, key_of(self._only))
-
-    def __repr__(self) -> str:
-        args, kwargs = self._made_with
-        return f"chain({', '.join([*map(repr, args), *(f'{k}={v!r}' for k, v in kwargs.items())])})"
+    def _key(self) -> Any:
+        pairs, kwargs = self._made_with
+        return chain, *[pair._pair.key for pair in pairs], key_of(kwargs.get("only"))
 
 
 # -- pairs by name ---------------------------------------------------------------------------------------
@@ -607,26 +556,22 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     """Pack each tensor with the pair that a dict gives for its name.
 
-        >>> pair = by_name({"qkv": save_on_cpu(), "mlp_in": quantize_saved(8), ...: None})
         >>> pair = by_name({"Attention": None, "tanh": cast_saved(), ...: quantize_saved(8)})
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The name of a tensor is the first of these that is a key: its name in `saved_names` of its layer, or from
-    `jax.ad_checkpoint.checkpoint_name`; the class of the layer that saves it; the JAX operation or the jitted function
-    that keeps it. A predicate `only` gets the same names, as `info.name`, `info.layer` and `info.operation`. The
-    Ellipsis `...` is the key for all other tensors; without this key they stay as they are. The value None leaves a
-    tensor as it is.
+    A tensor has up to three names, and the first one that is a key decides: `info.name`, `info.layer` and
+    `info.operation`, as a predicate `only` gets them. The Ellipsis `...` is the key for all other tensors.
 
     A tensor that follows from another kept tensor is computed again if the least exact of the pairs allows this. Values
     from outside the block are packed if all pairs have `arguments=True`.
 
     Args:
-        pairs: a dict from a name, or Ellipsis, to a pair of hooks (a ready pair, `saved_tensors_hooks`, a chain), or
-            None.
+        pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. None, and a missing key, leave a tensor
+            as it is.
 
     Raises:
-        TypeError: if `pairs` is no mapping of names to pairs.
+        TypeError: if `pairs` is no mapping of names to pairs; also for a `by_name` or a chain with `only` in it.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
@@ -634,15 +579,21 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         if not isinstance(given, Mapping) or not given:
             raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
         for key, pair in given.items():
-            if not (key is ... or isinstance(key, str)):
-                raise TypeError(f"by_name: a key is a name or the Ellipsis `...`, got {key!r}.")
-            if pair is not None and (not isinstance(pair, saved_tensors_hooks) or isinstance(pair, by_name)):
-                raise TypeError(f"by_name: {key!r} must have a pair of hooks or None, got {pair!r}.")
+            is_pair = isinstance(pair, saved_tensors_hooks) and pair._pair.by_name is None and pair._pair.only is None
+            if not (key is ... or isinstance(key, str)) or not (pair is None or is_pair):
+                raise TypeError(
+                    "by_name: expected a name or the Ellipsis `...`, with a pair of hooks (no by_name, and no chain "
+                    f"with only=) or None; got {key!r}: {pair!r}."
+                )
         self._made_with = ((dict(pairs),), {})
-        present = [pair for pair in pairs.values() if pair is not None]
-        self._keeps = min((pair._keeps for pair in present), default=OFFSETS)
-        self._packs_arguments = all(pair._packs_arguments for pair in present)
-        self._set_up((), by_name={key: pair and pair._pair for key, pair in pairs.items()})
+        present = [pair._pair for pair in pairs.values() if pair is not None]
+        self._set_up(
+            (),
+            keeps=min((pair.keeps for pair in present), default=OFFSETS),
+            packs_arguments=all(pair.packs_arguments for pair in present),
+            by_name={key: () if pair is None else pair._pair.steps for key, pair in pairs.items()},
+        )
 
-    def _key(self, bound: Any) -> Any:
-        return by_name, frozenset((key, pair and pair._pair.key) for key, pair in bound.arguments["pairs"].items())
+    def _key(self) -> Any:
+        (pairs,), _ = self._made_with
+        return by_name, frozenset((key, pair and pair._pair.key) for key, pair in pairs.items())

@@ -9,25 +9,23 @@
 - `operations`: the trace that gets every operation of a block, and one operation as a function with its rule.
 - `block`: `saved_tensors_hooks` itself.
 
-A layer packs its own saved tensors: `pack` gets the pair that `pair_to_pack_with` returned when the layer was applied.
+A layer packs its own saved tensors, with the pair that `pair_to_pack_with` returned when the layer was applied.
 """
 
 from .active import hooks_suspended
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
-from .operations import layers_pack_themselves, pair_to_pack_with
+from .operations import layers_pack_themselves, mark_as_computed, pair_to_pack_with
 from .pack_array import PACK_SCOPE
-from .pair import TensorInfo
-from .residuals import PackedResiduals, keeps_residuals, pack
+from .residuals import PackedResiduals, keeps_residuals
 
 __all__ = [
     "PACK_SCOPE",
     "PackedResiduals",
-    "TensorInfo",
     "disable_saved_tensors_hooks",
     "hooks_suspended",
     "keeps_residuals",
     "layers_pack_themselves",
-    "pack",
+    "mark_as_computed",
     "pair_to_pack_with",
     "saved_tensors_hooks",
 ]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import sys
-import threading
 from typing import Any, Final, Self
 
 import jax
@@ -21,16 +19,8 @@ SUSPENDED: Final = "suspended"  # the active value while an enclosing operation 
 # it was compiled without hooks, or with other hooks.
 active: Final = jax.make_user_context(None)
 
-# The blocks that this asyncio task has entered, or inherited from the task that made it.
-_entered: Final[contextvars.ContextVar[tuple[Block, ...]]] = contextvars.ContextVar("entered", default=())
-
-
-class Disabled:
-    """The value of a block in which it is an error to enter a pair."""
-
-    def __init__(self, message: str) -> None:
-        self.message = message
-        self.key = "disabled"
+# The innermost block that this asyncio task entered, or inherited from the task that made it.
+_entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
 
 
 class Block(tuple[Any]):
@@ -39,27 +29,27 @@ class Block(tuple[Any]):
     A block is a tuple of the key, which JAX hashes and compares quickly at each call of a jitted function.
     """
 
-    def __new__(cls, value: Pair | Disabled, trace: Any = None) -> Self:
+    def __new__(cls, value: Pair | str, trace: Any = None) -> Self:
         del trace
-        return super().__new__(cls, (value.key,))
+        return super().__new__(cls, (value if isinstance(value, str) else value.key,))
 
-    def __init__(self, value: Pair | Disabled, trace: Any = None) -> None:
+    def __init__(self, value: Pair | str, trace: Any = None) -> None:
         super().__init__()
-        self.value = value
+        self.value = value  # a string is the message of `disable_saved_tensors_hooks`
         self.is_left = False
+        self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations of the block
-        self._task: Any = _current_task()
-        self._thread = threading.get_ident()
         self._contexts: list[Any] = []
 
     def enter(self) -> Block:
         """Make this the innermost block."""
+        self.outer = _entered.get()
+        _entered.set(self)
         self._contexts = [active(self)]
         if self._trace is not None:
             self._contexts.append(set_current_trace(self._trace))
         for context in self._contexts:
             context.__enter__()
-        _entered.set((*_entered.get(), self))
         return self
 
     def leave(self) -> None:
@@ -68,58 +58,53 @@ class Block(tuple[Any]):
         Raises:
             RuntimeError: if this is not the innermost block of this thread. The block is left all the same.
         """
-        self.is_left, self._task = True, None
-        _entered.set(tuple(block for block in _entered.get() if block is not self))
-        innermost, trace, self._trace = active.value, self._trace, None
-        if innermost is self and (trace is None or current_trace() is trace):
-            while self._contexts:
-                self._contexts.pop().__exit__(None, None, None)
-            return
-        if innermost is not self and isinstance(innermost, Block) and innermost.is_of_another_task():
-            raise innermost.other_task_error()
-        raise RuntimeError(
-            "a block of saved_tensors_hooks was left in another thread, order or transformation than it was entered, "
-            "as a generator may do. Leave a block where it was entered, the innermost one first."
-        )
+        trace, contexts = self._trace, self._contexts
+        self.is_left, self._trace, self._contexts = True, None, []
+        is_innermost = active.value is self
+        is_current = trace is None or current_trace() is trace
+        if _entered.get() is self:
+            _entered.set(self.outer)
+        # After another transformation has begun or ended, JAX itself restores the trace.
+        for context in reversed(contexts if is_current else contexts[:1]) if is_innermost else ():
+            context.__exit__(None, None, None)
+        if not (is_innermost and is_current):
+            raise RuntimeError(
+                "a block of saved_tensors_hooks was left in another thread, asyncio task, order or transformation than "
+                "it was entered, as a generator may do. Leave a block where it was entered, the innermost one first."
+            )
 
-    def restore(self) -> None:
-        """Make the enclosing block active again, after this one was left. JAX itself restores the trace."""
-        self._contexts.pop(0).__exit__(None, None, None)
-        self._contexts = []
+    def check_task(self) -> None:
+        """Check that this asyncio task entered the block, or was made inside it.
 
-    def is_mine(self) -> bool:
-        """Return whether this thread and this asyncio task entered the block."""
-        return self._thread == threading.get_ident() and not self.is_of_another_task()
-
-    def is_of_another_task(self) -> bool:
-        """Return whether another asyncio task entered the block, and the current task was not made inside it."""
-        is_mine = id(self) in map(id, _entered.get()) or self._task is _current_task()
-        return self._task is not None and not is_mine
-
-    def other_task_error(self) -> RuntimeError:
-        met, task = _current_task(), self._task
-        entered = "another" if task is None else repr(task.get_name())
-        here = "code outside of any task" if met is None else f"the asyncio task {met.get_name()!r}"
-        return RuntimeError(
-            f"a block of saved_tensors_hooks that the asyncio task {entered} entered is still open, "
-            f"and {here} runs in the same thread. A block belongs to the thread, so that it would pack tensors of "
-            "other tasks. Leave the block before each await, or give each task its own thread (asyncio.to_thread)."
-        )
+        Raises:
+            RuntimeError: if another task entered it.
+        """
+        if _open(_entered.get()) is not self:
+            raise RuntimeError(
+                "a block of saved_tensors_hooks that another asyncio task entered is still open in this thread. It "
+                "would pack tensors of this task too. Leave the block before each await, or give each task its own "
+                "thread (asyncio.to_thread)."
+            )
 
 
-def _current_task() -> Any:
-    asyncio = sys.modules.get("asyncio")  # without the import there is no task
-    try:
-        return None if asyncio is None else asyncio.current_task()
-    except RuntimeError:  # no event loop runs
-        return None
+def _open(block: Block | None) -> Block | None:
+    """Return a block, or the first block around it that is still open."""
+    while block is not None and block.is_left:
+        block = block.outer
+    return block
 
 
 def innermost_block() -> Block | None:
     """Return the innermost open block of this thread, if hooks are not suspended."""
-    while isinstance(block := active.value, Block) and block.is_left:
-        block.restore()
-    return block if isinstance(block, Block) else None
+    return _open(active.value) if isinstance(active.value, Block) else None
+
+
+def entered_block(pair: Pair) -> Block | None:
+    """Return the innermost open block of a pair that this thread and asyncio task entered."""
+    block = _open(_entered.get())
+    while block is not None and block.value is not pair:
+        block = _open(block.outer)
+    return block
 
 
 def active_pair() -> Pair | None:
@@ -129,10 +114,9 @@ def active_pair() -> Pair | None:
         RuntimeError: if another asyncio task entered the block.
     """
     block = innermost_block()
-    if block is None or not isinstance(block.value, Pair):
+    if block is None or isinstance(block.value, str):
         return None
-    if block.is_of_another_task():
-        raise block.other_task_error()
+    block.check_task()
     return block.value
 
 

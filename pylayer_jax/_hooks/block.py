@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 
 from pylayer_jax._messages import plural
 
-from .active import Block, Disabled, active_pair, innermost_block
+from .active import Block, active_pair, entered_block, innermost_block
 from .operations import enter_block
 from .pair import MOVES, Hook, Pair, Step, TensorInfo, key_of
 
@@ -26,45 +26,38 @@ def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
     """Return whether a function can be called with `n_arguments`; True if that cannot be known."""
     try:
         # A decorator that is written in Python may change the arguments, so its own signature is read.
-        signature = inspect.signature(function, follow_wrapped=not inspect.isfunction(function))
-    except (TypeError, ValueError):  # implemented in C
-        return True
-    try:
-        signature.bind(*[None] * n_arguments)
+        inspect.signature(function, follow_wrapped=not inspect.isfunction(function)).bind(*[None] * n_arguments)
     except TypeError:
         return False
+    except ValueError:  # implemented in C, without a signature
+        return True
     return True
 
 
-def check_hooks(owner: str, **functions: Any) -> None:
-    """Check that hooks are functions, and that they take the right number of arguments.
+def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
+    """Check that a hook is a function of one of these numbers of arguments.
 
     Raises:
-        TypeError: if a hook is not callable, or takes another number.
+        TypeError: if it is not callable, or takes another number.
     """
-    for name, hook in functions.items():
-        if not callable(hook):
-            raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
-        if not (_takes(hook, 1) or (name == "only" and _takes(hook, 2))):
-            raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
+    if not callable(hook):
+        raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
+    if not any(_takes(hook, count) for count in counts):
+        raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
 
 
-def predicate(only: Callable[..., Any] | None) -> Callable[[Any, TensorInfo], Any] | None:
+def predicate(owner: str, only: Any) -> Callable[[Any, TensorInfo], Any] | None:
     """Return `only` as a predicate of (array, info), whether it takes the array alone or both."""
     if only is None:
         return None
-    takes_info = not isinstance(only, type) and not _takes(only, 1)
-    return only if takes_info else lambda array, _: only(array)
+    check_hook(owner, "only", only, 1, 2)
+    return (lambda array, _: only(array)) if _takes(only, 1) else only
 
 
 def _shown(value: Any) -> str:
     """Return the text of an argument on one line; for a function or a dtype, its name."""
     name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
     return " ".join(repr(value).split()) if name is None else str(name)
-
-
-def _make(kind: type[saved_tensors_hooks], args: tuple[Any, ...], kwargs: dict[str, Any]) -> saved_tensors_hooks:
-    return kind(*args, **kwargs)
 
 
 class _MadeWith:
@@ -95,13 +88,13 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         (3, 2)
 
     The pair packs every tensor that `save_for_backward` saves in a layer, and the residuals of every JAX operation in
-    the block. A jitted function is one operation; a staged scan packs in each iteration. A tensor is packed once. A
-    tensor that follows from others that are kept (a transpose, a mask) is computed again. The block has to be around
-    the differentiated code: inside the function that `jax.grad` gets, or as a decorator of this function. A block
-    around a call of `jax.grad` itself (or of a jitted train step) packs the saved tensors of the layers in that call,
-    even those from outside the block, but not the residuals of plain operations, which JAX does not show to the block.
-    `repr` of a pair tells how many tensors it has packed: none if the block is in the wrong place, or if the program
-    in it was compiled before in a block of an equal pair.
+    the block, each once. A jitted function is one operation; a staged scan packs in each iteration. A tensor that
+    follows from others that are kept (a transpose, a mask) is computed again. Arrays on `ctx` attributes, constants and
+    PRNG keys are not packed. The block has to be around the differentiated code: inside the function that `jax.grad`
+    gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted train step)
+    packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX does not
+    show to the block. `repr` of a pair tells how many tensors it has packed: none if the block is in the wrong place,
+    or if the program in it was compiled before in a block of an equal pair.
 
     In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
     the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
@@ -110,11 +103,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
     Derivatives of every order treat pack and unpack as the identity, as torch does; tensors that only a second
     derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
     differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Forward mode
-    passes through a block; in staged code it may read tensors that were packed and unpacked. Arrays on `ctx`
-    attributes, constants and PRNG keys are not packed.
+    passes through a block; in staged code it may read tensors that were packed and unpacked.
 
-    A block belongs to the thread: leave it before each `await`. A copied or unpickled object is a new one, made with
-    the same arguments.
+    A block belongs to the thread: leave it before each `await`. A copied or unpickled pair is a new one.
 
     Args:
         pack_hook: a function of a tensor. It returns any pytree: JAX keeps the arrays, and other objects are held by
@@ -122,10 +113,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         unpack_hook: a function from the result of `pack_hook` to a tensor of the same shape and dtype. It is called
             when `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the
             weak type and the sharding.
-        host: run both hooks on the host, with NumPy arrays, also in compiled programs; a program for several devices
-            gathers each tensor for the hooks. In eager mode the result of `pack_hook` is dropped with the function that
-            `jax.vjp` returned. In a compiled program it is dropped when the same place packs again after the result was
-            used, on `close()`, or with the program. Not allowed inside `jax.checkpoint`, which refuses effects.
+        host: run both hooks on the host, also in compiled programs; on several devices these gather each tensor. A
+            compiled program drops a result of `pack_hook` when the same place packs again after the result was used,
+            on `close()`, or with the program. Not allowed inside `jax.checkpoint`, which refuses effects.
         differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
             cast, a transfer; not rounding).
         only: a predicate of an array, or of an array and its origin (`info.layer`, `info.operation`, `info.name`). It
@@ -149,49 +139,26 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         differentiable: bool = False,
         only: Callable[..., Any] | None = None,
     ) -> None:
-        given = {} if only is None else {"only": only}
-        check_hooks(type(self).__name__, pack_hook=pack_hook, unpack_hook=unpack_hook, **given)
-        self._set_up([Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(only), self._pack_part)])
-
-    # Properties of the hooks, which the classes in `packers` override.
-    _keeps = MOVES  # the operations that keep the packing error in proportion
-    _packs_arguments = True  # whether it packs values that came into a block from outside
-    _pack_part: Hook | None = None  # packs an array that the previous pair of a chain made
-    _is_last = False  # whether no pair can follow it in a chain
+        owner = type(self).__name__
+        check_hook(owner, "pack_hook", pack_hook, 1)
+        check_hook(owner, "unpack_hook", unpack_hook, 1)
+        step = Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(owner, only))
+        self._set_up([step], keeps=MOVES, packs_arguments=True)
 
     def _set_up(
-        self,
-        steps: Sequence[Step],
-        only: Callable[..., Any] | None = None,
-        by_name: Mapping[Any, Pair | None] | None = None,
+        self, steps: Sequence[Step], *, keeps: int, packs_arguments: bool, only: Any = None, by_name: Any = None
     ) -> None:
-        args, kwargs = self._made_with
-        bound = inspect.signature(type(self)).bind(*args, **kwargs)
-        bound.apply_defaults()
-        self._steps = tuple(steps)
-        self._open: list[Block] = []
         self._was_entered = False
-        self._pair = Pair(
-            steps,
-            self._key(bound),
-            only=predicate(only),
-            keeps=self._keeps,
-            packs_arguments=self._packs_arguments,
-            by_name=by_name,
-        )
+        self._pair = Pair(steps, self._key(), only, keeps, packs_arguments, by_name)
 
-    def _comes_last(self) -> bool:
-        return self._is_last or any(step.host for step in self._steps)
-
-    def _key(self, bound: inspect.BoundArguments) -> Any:
+    def _key(self) -> Any:
         """Return the key by which jit compares pairs: the class, and the arguments of `__init__`."""
-        return type(self), tuple((name, key_of(x)) for name, x in bound.arguments.items() if name != "kwargs")
+        args, kwargs = self._made_with
+        return type(self), key_of(args), key_of(tuple(sorted(kwargs.items())))
 
     def __repr__(self) -> str:
         args, kwargs = self._made_with
-        made = inspect.signature(type(self)).bind(*args, **kwargs)
-        made.apply_defaults()
-        shown = [f"{name}={_shown(x)}" for name, x in made.arguments.items() if x is not None and x is not False]
+        shown = [*map(_shown, args), *(f"{name}={_shown(x)}" for name, x in kwargs.items())]
         text = f"{type(self).__name__}({', '.join(shown)})"
         if not self._was_entered:
             return text
@@ -201,7 +168,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Open blocks belong to a thread, and packed values in programs to a process: a copy has neither.
-        return _make, (type(self), *self._made_with)
+        args, kwargs = self._made_with
+        return functools.partial(type(self), *args, **kwargs), ()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Return `function` with a block around its code."""
@@ -223,21 +191,21 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
 
     def __enter__(self) -> Self:
         block = innermost_block()
-        if block is not None and isinstance(block.value, Disabled) and not block.is_of_another_task():
-            raise RuntimeError(block.value.message)
+        if block is not None and isinstance(block.value, str):
+            block.check_task()
+            raise RuntimeError(block.value)
         self._was_entered = True
         self._pair.store.add_owner(self)
-        self._open.append(enter_block(self._pair))
+        enter_block(self._pair)
         return self
 
     def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
         __tracebackhide__ = True
-        # One object may be entered by several threads and tasks.
-        blocks = [block for block in self._open if block.is_mine()] or self._open
-        if not blocks:
-            raise RuntimeError(f"{type(self).__name__}: __exit__ without __enter__. Use `with`, which calls both.")
-        block = blocks[-1]
-        self._open = [other for other in self._open if other is not block]
+        block = entered_block(self._pair)
+        if block is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: __exit__ without __enter__ in this thread. Use `with`, which calls both."
+            )
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
 
@@ -245,8 +213,9 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         """Drop all packed values that compiled programs hold for this pair. A backward that still needs them fails.
 
         Equal pairs share these values, which are dropped when every entered pair that still exists is closed. Without
-        `close`, a program holds the values of its last run until it runs again, or until JAX deletes the program. To
-        delete the pair object drops nothing, since JAX returns from a call before the program has run.
+        `close`, a program holds the values of its last run until it runs again, or until JAX deletes the program. (A
+        `jax.lax.scan` outside of `jax.jit` is a new program at each call, and JAX keeps the old ones.) To delete the
+        pair object drops nothing, since JAX returns from a call before the program has run.
         """
         self._pair.store.close(self)
 
@@ -266,7 +235,7 @@ def disable_saved_tensors_hooks(message: str) -> Generator[None]:
     """
     if active_pair() is not None:
         raise RuntimeError(message)
-    block = Block(Disabled(message)).enter()
+    block = Block(message).enter()
     try:
         yield
     finally:

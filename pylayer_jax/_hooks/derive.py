@@ -4,7 +4,8 @@ An operation leaves residuals such as y and 1 - y of a tanh, the zeros of a sele
 array. A recorder sees the equations of the forward pass of one operation, and `follow` walks back through the equations
 that keep the error of a packed value in proportion. For `y * y * 3` of a kept y:
 
-    code = [mul (root 0, root 0), mul (step 0, 3.0)]        roots = [y]
+    root = Root([array of y], how y is packed)
+    Computed(mul, {}, [Computed(mul, {}, [root, root]), 3.0])
 
 A comparison of floating-point numbers is never computed again from a packed value: `x == max(x)` would become False
 everywhere. tests: test_derived.py
@@ -69,66 +70,60 @@ def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
     return (with_users_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
 
 
-# -- code ----------------------------------------------------------------------------------------------
-
-ROOT, STEP, CONSTANT = range(3)
+# -- how tensors are kept ------------------------------------------------------------------------------
 
 
-class Instruction(NamedTuple):
-    """One equation of a code; each input is (ROOT or STEP, an index), or (CONSTANT, a number)."""
+class Root:
+    """A tensor that is packed, or left as it is (`packed` is None), with its arrays."""
+
+    __slots__ = ("arrays", "packed")
+
+    def __init__(self, arrays: list[Any], packed: Any = None) -> None:
+        self.arrays, self.packed = arrays, packed
+
+
+class Computed(NamedTuple):
+    """A tensor that an equation computes again from other residuals and numbers."""
 
     primitive: Any
     params: dict[str, Any]
-    inputs: Sequence[tuple[int, Any]]
+    inputs: Sequence[Any]
 
-    def moved(self, root_of: Sequence[tuple[int, Any]], n_before: int) -> Instruction:
-        """Return the instruction with `root_of[i]` in place of root i, for a code with `n_before` earlier steps."""
-        inputs = [
-            root_of[x] if kind == ROOT else (kind, x + n_before if kind == STEP else x) for kind, x in self.inputs
-        ]
-        return Instruction(self.primitive, self.params, inputs)
+    def evaluate(self, operands: Sequence[Any]) -> Any:
+        result = self.primitive.bind(*operands, **self.params)
+        return result[0] if self.primitive.multiple_results else result
 
 
-Code = Sequence[Instruction]
-
-
-def evaluate(code: Code, roots: Sequence[Any]) -> Any:
-    """Return the value that a code computes from its roots: the first root if the code is empty."""
-    values: list[Any] = []
-    for primitive, params, inputs in code:
-        operands = [roots[x] if kind == ROOT else values[x] if kind == STEP else x for kind, x in inputs]
-        result = primitive.bind(*operands, **params)
-        values.append(result[0] if primitive.multiple_results else result)
-    return values[-1] if values else roots[0]
-
-
-def follow(
-    tensor: Any,
-    origins: dict[int, Origin],
-    is_known: Callable[[Any], bool],
-    is_constant: Callable[[Any], bool],
-    keeps: int,
-) -> tuple[Code, list[Any]]:
-    """Return the code that computes a tensor, and its roots, of which as many as possible are known values.
-
-    The code is empty if the tensor follows from no other value.
-    """
-    roots: list[Any] = []
-    made: list[Origin] = []
-    _follow_back(tensor, origins, is_known, is_constant, keeps, roots, made)
-
-    def reference(x: Any) -> tuple[int, Any]:
-        for kind, values in ((ROOT, roots), (STEP, [origin.value for origin in made])):
-            for i, value in enumerate(values):
-                if value is x:
-                    return kind, i
-        return CONSTANT, x
-
-    return [Instruction(o.primitive, o.params, [reference(x) for x in o.inputs]) for o in made], roots
+Residual = Root | Computed
 
 
 # Not a nested function: one that calls itself is a reference cycle, which would hold the arrays for a while.
-def _follow_back(
+def fold(
+    residual: Any,
+    of_root: Callable[[Root], Any],
+    of_equation: Callable[[Computed, list[Any]], Any],
+    done: dict[int, Any],  # the results so far, by the ids of residuals
+) -> Any:
+    """Return `of_root(root)`, or `of_equation(equation, results for its inputs)`."""
+    if not isinstance(residual, (Root, Computed)):  # a number
+        return residual
+    if id(residual) not in done:
+        if isinstance(residual, Root):
+            done[id(residual)] = of_root(residual)
+        else:
+            inputs = [fold(x, of_root, of_equation, done) for x in residual.inputs]
+            done[id(residual)] = of_equation(residual, inputs)
+    return done[id(residual)]
+
+
+def with_roots(residual: Residual, change: Callable[[Root], Root]) -> Residual:
+    """Return a residual with `change(root)` in place of each root."""
+    if isinstance(residual, Root):
+        return change(residual)
+    return fold(residual, change, lambda equation, inputs: equation._replace(inputs=inputs), {})
+
+
+def follow(
     value: Any,
     origins: dict[int, Origin],
     is_known: Callable[[Any], bool],
@@ -137,7 +132,10 @@ def _follow_back(
     roots: list[Any],
     made: list[Origin],
 ) -> None:
-    """Add to `roots` the values from which `value` follows, and to `made` the equations that compute it, in order."""
+    """Add to `roots` the values from which `value` follows, and to `made` the equations that compute it, in order.
+
+    As many of the roots as possible are known values.
+    """
     if is_constant(value) or id(value) in map(id, [*roots, *[o.value for o in made]]):
         return
     origin = None if is_known(value) else origins.get(id(value))
@@ -145,7 +143,7 @@ def _follow_back(
         roots.append(value)
         return
     for x in origin.inputs:
-        _follow_back(x, origins, is_known, is_constant, keeps, roots, made)
+        follow(x, origins, is_known, is_constant, keeps, roots, made)
     made.append(origin)
 
 
@@ -193,12 +191,11 @@ def _is_constant_along_rows(value: Any, origins: dict[int, Origin]) -> bool:
 
 def is_larger(values: Sequence[Any], tensor: Any) -> bool:
     """Return whether values may take more bytes than a tensor."""
+
+    def n_bytes(aval: Any) -> int:
+        return aval.size * aval.dtype.itemsize
+
     try:
-        return sum(_bytes(x) for x in values if typeof(x).ndim) > _bytes(tensor)
+        return sum(n_bytes(aval) for aval in map(typeof, values) if aval.ndim) > n_bytes(typeof(tensor))
     except jax.errors.InconclusiveDimensionOperation:  # symbols of `jax.export`
         return True
-
-
-def _bytes(tensor: Any) -> int:
-    aval = typeof(tensor)
-    return aval.size * aval.dtype.itemsize

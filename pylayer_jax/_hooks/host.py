@@ -9,9 +9,9 @@ NOTE [host packs]
 XLA passes the number to `unpack` once, several times if JAX moved the packing of an unchanging tensor out of a loop, or
 never if `backward` does not run. The host cannot know which use is the last. Therefore a packed value that was used at
 least once is dropped when the same device packs at the same place again: then a new forward pass has begun. A value
-that was never used stays until the hooks are closed or the programs of the place are collected. A compiled `backward`
-that never reads a tensor (the maximum that softmax subtracts) would leave one more at each step: on CPU, XLA leaves out
-a call whose number is never read. tests: test_host.py
+that was never used stays until the hooks are closed or the program is collected. A compiled `backward` that never reads
+a tensor (the maximum that softmax subtracts) would leave one more at each step: on CPU, XLA leaves out a call whose
+number is never read. tests: test_host.py
 
 NOTE [host calls]
 `io_callback` passes arrays that JAX is still copying. On CPU the copy needs a thread of the pool that the callbacks
@@ -25,21 +25,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._hints import hint
-from pylayer_jax._jax.imports import ShapedArray, buffer_callback, current, io_callback, mlir
+from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, mlir
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
-from pylayer_jax._jax.tracers import is_in_eager_loop, is_staging
+from pylayer_jax._jax.tracers import is_staging
 from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 
 # Python may collect an object at any line, and the finalizer of a packed object may close a pair of hooks. Therefore
@@ -47,34 +46,12 @@ from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 _lock = threading.RLock()
 
 
-class _Place:
-    """A place in a program that packs a tensor.
-
-    A loop in eager mode is a new program each time, and JAX keeps the old programs although they never run again.
-    Therefore all programs of one line of the user's code share a place.
-    """
-
-    def __init__(self) -> None:
-        self.has_packed = True  # since a program took this place; a program takes each place only once
-        self.n_packed = 0
-        self.held: dict[int, Any] = {}  # the results of pack, by number
-        self.used: dict[int, set[int]] = {}  # the numbers that each device has unpacked
-
-
 class HostStore:
     """Everything that equal pairs of hooks hold for compiled programs; equal pairs share one store."""
 
     def __init__(self) -> None:
-        self._places: weakref.WeakValueDictionary[Any, _Place] = weakref.WeakValueDictionary()
+        self.sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    def place(self, key: Any) -> _Place:
-        """Return a place with this key that the program being traced has not taken yet."""
-        with _lock:
-            places = (self._places.setdefault((key, i), _Place()) for i in itertools.count())
-            place = next(place for place in places if place.has_packed)
-            place.has_packed = False
-            return place
 
     def add_owner(self, hooks: Any) -> None:
         """Keep everything until `hooks` is closed."""
@@ -86,9 +63,9 @@ class HostStore:
         dropped: list[Any] = []
         with _lock:
             self._owners.discard(hooks)
-            for place in [] if len(self._owners) else list(self._places.values()):
-                dropped.append(place.held)
-                place.held, place.used = {}, {}
+            for site in [] if len(self._owners) else list(self.sites):
+                dropped.append(site.held)
+                site.held, site.used = {}, {}
         del dropped  # outside the lock, since its finalizers may run any code
 
 
@@ -108,44 +85,48 @@ class PackSite:
     ) -> None:
         self._pack, self._unpack, self._where = pack, unpack, where
         self._type = typeof(tensor)
-        line = str(current().traceback) if is_in_eager_loop() else object()
-        self._place = store.place((where, self._type, line))
+        self._n_packed = 0
+        self.held: dict[int, Any] = {}  # the results of pack, by number
+        self.used: dict[int, set[int]] = {}  # the numbers that each device has unpacked
+        self._store = store  # kept, so that a later equal pair can close it
+        with _lock:
+            store.sites.add(self)
 
     def token(self, tensor: Any) -> jax.Array:
         """Return the number under which the host keeps a traced tensor."""
-        device = _device_index()
-        result = jax.ShapeDtypeStruct((), np.uint32)
-        token = _host_call(f"pack_hook for {self._where}", self._put, result, tensor, device)
-        return with_varying_axes(token, typeof(device))
+        return self._call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor)
 
     def restored(self, token: Any) -> jax.Array:
         """Return the tensor that the host keeps under a traced number."""
-        device = _device_index()
-        value = _host_call(f"unpack_hook for {self._where}", self._get, self._type, token, device)
+        return self._call("unpack_hook", self._get, self._type, token)
+
+    def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
+        axes = manual_axes()  # of the enclosing shard_maps, within which each device packs
+        device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
+        function = _HostFunction(f"{hook} for {self._where}", run, ShapedArray(result.shape, result.dtype))
+        (value,) = _host_call_p.bind(operand, device, held=function)
         return with_varying_axes(value, typeof(device))
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
         with self._naming("pack_hook", int(device)):
             packed = self._pack(np.asarray(tensor))
-        place = self._place
         with _lock:
-            place.has_packed = True
-            dropped = [place.held.pop(number, None) for number in place.used.pop(int(device), ())]
-            number, place.n_packed = place.n_packed, (place.n_packed + 1) % 2**32
-            place.held[number] = packed
+            dropped = [self.held.pop(number, None) for number in self.used.pop(int(device), ())]
+            number, self._n_packed = self._n_packed, (self._n_packed + 1) % 2**32
+            self.held[number] = packed
         del dropped  # outside the lock, since its finalizers may run any code
         return np.uint32(number)
 
     def _get(self, token: Any, device: Any) -> np.ndarray:
-        number, place = int(token), self._place
+        number = int(token)
         with _lock:
-            is_held, packed = number in place.held, place.held.get(number)
-            place.used.setdefault(int(device), set()).add(number)
+            is_held, packed = number in self.held, self.held.get(number)
+            self.used.setdefault(int(device), set()).add(number)
         if not is_held:
             raise RuntimeError(
-                f"the result of pack_hook for {self._where} is no longer held: the forward of this program (in eager "
-                "mode, of a loop on the same line) ran again after it was used, or the hooks were closed. Run backward "
-                "before the next forward of the same jitted function."
+                f"the result of pack_hook for {self._where} is no longer held: the forward of this program ran again "
+                "after it was used, or the hooks were closed. Run backward before the next forward of the same jitted "
+                "function."
             )
         with self._naming("unpack_hook", int(device)):
             return np.asarray(self._unpack(packed))
@@ -157,17 +138,11 @@ class PackSite:
             yield
         except Exception as error:
             with _lock:
-                self._place.used.setdefault(device, set()).update(self._place.held)
+                self.used.setdefault(device, set()).update(self.held)
             # XLA passes on the text and the traceback of one exception, but no notes and causes.
             advice = hint(error, "", hook)
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
-
-
-def _device_index() -> Any:
-    """Return the index of this device among those of the enclosing shard_maps."""
-    axes = manual_axes()
-    return jax.lax.axis_index(axes) if axes else np.int32(0)
 
 
 # -- host_call: arrays -> an array, by a function of NumPy arrays --------------------------------------
@@ -175,14 +150,10 @@ def _device_index() -> Any:
 _host_call_p = ObjectPrimitive("host_call")
 
 
-class _HostFunction:
-    def __init__(self, name: str, run: Callable[..., Any], result: Any) -> None:
-        self.name, self.run = name, run
-        self.result = ShapedArray(result.shape, result.dtype)
-
-
-def _host_call(name: str, run: Callable[..., Any], result: Any, *args: Any) -> jax.Array:
-    return _host_call_p.bind(*args, held=_HostFunction(name, run, result))[0]
+class _HostFunction(NamedTuple):
+    name: str
+    run: Callable[..., Any]
+    result: Any  # its type
 
 
 @functools.cache

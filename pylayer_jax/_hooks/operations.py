@@ -15,8 +15,7 @@ function that contains a loop, are staged again with packing inside.
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -34,7 +33,6 @@ from pylayer_jax._jax.jaxprs import (
 from pylayer_jax._jax.masks import merge, scatter, select
 from pylayer_jax._jax.primitives import object_of
 from pylayer_jax._jax.rule_function import (
-    BatchedFunction,
     LinearMap,
     RuleFunction,
     UnstagedBatch,
@@ -64,10 +62,9 @@ from pylayer_jax._jax.tracers import (
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 
 from .active import Block, active, active_pair, hooks_suspended, innermost_block
-from .derive import CONSTANT as CONSTANT_INPUT
-from .derive import MOVE_NAMES, ROOT, Instruction, Recorder, adds_a_number, is_number, small_jaxpr
-from .pair import OFFSETS, Pair, PairOfLayer, TensorInfo, WeakTable
-from .residuals import PackedResiduals, Residual, Root, keeps_residuals, pack
+from .derive import MOVE_NAMES, Computed, Recorder, Residual, Root, adds_a_number, is_number, small_jaxpr, with_roots
+from .pair import OFFSETS, Pair, TensorInfo, WeakTable
+from .residuals import PackedResiduals, Packing, PairOfLayer, keeps_residuals
 
 Bind = Callable[..., Any]
 
@@ -117,10 +114,17 @@ class Operation(RuleFunction):
         return self._run(*args[: len(self._names)]) if self.jaxpr is None else super().run(*args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        return _batch(self, axis, dims, types)
+        if self.jaxpr is None:  # JAX can call its Python function only once
+            return UnstagedBatch(self, axis, dims), [], None
+        return super().batch(axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        return _transpose(self, args, cotangents)
+        """Return cotangents of the operands that are None: JAX may transpose the code around a block."""
+        missing = [x is None for x in args]
+        types = [v.aval for v in self.jaxpr.invars]
+        given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, self.jaxpr.outvars, strict=True)]
+        transposed = jax.linear_transpose(lambda *xs: self.run(*merge(missing, xs, args)), *select(types, missing))
+        return scatter(transposed(given), missing)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
@@ -141,16 +145,14 @@ class Operation(RuleFunction):
                 values, pullback = jax.vjp(run, *select(primals, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
             residuals = as_arrays(leaves)  # JAX keeps some constants as array types of its own
-            packed, arrays, values = pack(
+            packed, arrays, values = Packing(
                 self._pair,
-                residuals,
-                values,
                 f"the operation {self.name}, residual",
                 lambda i: TensorInfo(operation=self.name, name=self._name_of(residuals[i], primals)),
-                origins=recorder.origins,
-                known=self._known(primals, dict(zip(map(id, leaves), residuals, strict=True))),
-                operands=primals,
-            )
+                primals,
+                self._known(primals, dict(zip(map(id, leaves), residuals, strict=True))),
+                recorder.origins,
+            ).pack(residuals, values)
         linear = _PackedPullback(self.name, packed, treedef, [typeof(x) for x in values])
         found = apply_linear(linear, arrays, given)
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
@@ -159,34 +161,14 @@ class Operation(RuleFunction):
         """Return the operands that are not packed, and how they are kept. `array_of`: id of a leaf -> its array."""
         primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
-        found = [(x, Residual.of(x)) for x in primals[: self.n_consts]]
+        found: list[tuple[Any, Residual]] = [(x, Root([x])) for x in primals[: self.n_consts]]
         for i, residual in self._stays.items():
-            roots = [Root(None, [args[number] for number in root.arrays]) for root in residual.roots]
-            found.append((args[i], Residual(roots, residual.code)))
+            found.append((args[i], with_roots(residual, lambda root: Root([args[n] for n in root.arrays]))))
         return found
 
     def _name_of(self, residual: Any, primals: Sequence[Any]) -> str:
         named = [n for x, n in zip(primals[self.n_consts :], self._names, strict=False) if n and x is residual]
         return named[0] if named else ""
-
-
-def _batch(
-    function: RuleFunction, axis: Any, dims: Sequence[Any], types: Sequence[Any]
-) -> tuple[RuleFunction, Values, Any]:
-    if function.jaxpr is None:  # JAX can call its Python function only once
-        return UnstagedBatch(function, axis, dims), [], None
-    batched = BatchedFunction(function, axis, dims)
-    batched.transpose = functools.partial(_transpose, batched)
-    return batched, batched.stage(types), batched.out_dims
-
-
-def _transpose(function: RuleFunction, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-    """Return cotangents of the operands that are None: JAX may transpose the code around a block."""
-    missing = [x is None for x in args]
-    types = [v.aval for v in function.jaxpr.invars]
-    given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, function.jaxpr.outvars, strict=True)]
-    transposed = jax.linear_transpose(lambda *xs: function.run(*merge(missing, xs, args)), *select(types, missing))
-    return scatter(transposed(given), missing)
 
 
 class _PackedPullback(LinearMap):
@@ -266,28 +248,33 @@ class HooksTrace(PassThroughTrace):
         name = primitive.name
         if name == "convert_element_type" and _changes_nothing(tracers[0], **params):
             return tracers[0]  # JAX makes a copy in eager mode, which would be packed too
-        shown = params["name"] if name in _JITTED or primitive is rule_function_p else _custom_name(name, params)
-        values = self._process(_Request(bind, name, shown or name, params, primitive), tracers)
+        shown = name
+        if name in _JITTED or primitive is rule_function_p:
+            shown = params["name"]
+        elif name == "custom_vjp_call":
+            shown = params["call_jaxpr"].debug_info.func_name
+        values = self._process(_Request(bind, name, shown, params, primitive), tracers)
         if name == "name":
             self.names.put(values[0], params["name"])
         return values if primitive.multiple_results else values[0]
 
-    def process_custom_jvp_call(self, primitive: Any, fun: Any, jvp: Any, tracers: Any, /, **params: Any) -> Any:
+    def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
         __tracebackhide__ = True
-        return self._process_call("process_custom_jvp_call", (primitive, fun, jvp), tracers, params)
+        return self._process_call("process_custom_jvp_call", *args, **params)
 
-    def process_custom_vjp_call(
-        self, primitive: Any, fun: Any, fwd: Any, bwd: Any, tracers: Any, /, **params: Any
-    ) -> Any:
+    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
         __tracebackhide__ = True
-        return self._process_call("process_custom_vjp_call", (primitive, fun, fwd, bwd), tracers, params)
+        return self._process_call("process_custom_vjp_call", *args, **params)
 
-    def _process_call(self, method: str, functions: tuple[Any, ...], tracers: Any, params: dict[str, Any]) -> Any:
+    def _process_call(self, method: str, primitive: Any, *args: Any, **params: Any) -> Any:
+        __tracebackhide__ = True
+        *functions, tracers = args
+
         def bind(*args: Any) -> Any:
-            return getattr(current_trace(), method)(*functions, args, **params)
+            return getattr(current_trace(), method)(primitive, *functions, args, **params)
 
-        name = functions[0].name
-        return self._process(_Request(bind, name, getattr(functions[1], "__name__", name)), tracers)
+        name = primitive.name
+        return self._process(_Request(bind, name, getattr(functions[0], "__name__", name)), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         __tracebackhide__ = True
@@ -309,17 +296,14 @@ class HooksTrace(PassThroughTrace):
             if active.value is not self.block or self.block.is_left:
                 # Hooks are suspended, an inner trace has ended, or an inner block passes on what it has packed.
                 return request.bind(*args)
-            if self.block.is_of_another_task():
-                raise self.block.other_task_error()
+            self.block.check_task()
             sources = list(map(self._source, args))
             values = self._bind(request, args, sources)
         source = _source_of_results(request, args, sources)
         self.mark(values, source)
         if source == OUTSIDE and request.primitive and len(values) == 1 and not self.pair.packs_arguments:
-            given = [(CONSTANT_INPUT, x) if is_number(x) else (ROOT, i) for i, x in enumerate(args)]
-            parts = [self.outside.get(x) or Residual.of(x) for x in args]
-            instruction = Instruction(request.primitive, request.params, given)
-            self.outside.put(values[0], Residual.computed([instruction], parts))
+            inputs = [x if is_number(x) else self.outside.get(x) or Root([x]) for x in args]
+            self.outside.put(values[0], Computed(request.primitive, request.params, inputs))
         return values
 
     def _bind(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values:
@@ -396,18 +380,16 @@ class HooksTrace(PassThroughTrace):
 
     def _what_stays(self, args: Sequence[Any]) -> tuple[dict[int, Residual], Values]:
         """Return how the operands that are not packed are kept, by positions in place of arrays; and extra operands."""
-        operands, stays = list(args), dict[int, Residual]()
-        for i, x in enumerate(args):
-            if not self.stays(x):
-                continue
-            residual = self.outside.get(x) or Residual.of(x)
-            roots: list[Root] = []
-            for root in residual.roots:
-                (value,) = root.arrays
-                if not any(value is other for other in operands):
-                    operands.append(value)
-                roots.append(Root(None, [next(j for j, other in enumerate(operands) if other is value)]))
-            stays[i] = Residual(roots, residual.code)
+        operands = list(args)
+
+        def position(root: Root) -> Root:
+            (value,) = root.arrays
+            if not any(value is other for other in operands):
+                operands.append(value)
+            return Root([next(i for i, other in enumerate(operands) if other is value)])
+
+        kept = [(i, self.outside.get(x) or Root([x])) for i, x in enumerate(args) if self.stays(x)]
+        stays = {i: with_roots(residual, position) for i, residual in kept}
         return stays, operands[len(args) :]
 
     def stays(self, value: Any) -> bool:
@@ -470,10 +452,6 @@ def _is_differentiated_twice(value: Any) -> bool:
     return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
 
 
-def _custom_name(name: str, params: dict[str, Any]) -> str:
-    return params["call_jaxpr"].debug_info.func_name if name == "custom_vjp_call" else ""
-
-
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether a jaxpr holds a block of its own."""
     for equation in jaxpr.eqns:
@@ -510,33 +488,12 @@ def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
     return PairOfLayer(pair, stays)
 
 
-@contextlib.contextmanager
-def layers_pack_themselves() -> Generator[None]:
-    """Apply a layer in the trace below the trace of a block, which would treat the layer as an operation."""
-    trace = current_trace()
-    with set_current_trace(_LayerTrace(trace) if isinstance(trace, HooksTrace) else trace_below(trace)):
-        yield
+def layers_pack_themselves() -> contextlib.AbstractContextManager[None]:
+    """Return a context for applying a layer: the trace of a block would treat the layer as an operation."""
+    return set_current_trace(trace_below(current_trace()))
 
 
-class _LayerTrace(PassThroughTrace):
-    """The current trace while a layer is applied in a block: it only marks the results of the layer as COMPUTED."""
-
-    __slots__ = ("hooks_trace",)
-
-    def __init__(self, hooks_trace: HooksTrace) -> None:
-        super().__init__(hooks_trace.parent_trace)
-        self.hooks_trace = hooks_trace
-
-    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
-        __tracebackhide__ = True
-        with set_current_trace(self.parent_trace):
-            result = primitive.bind(*tracers, **params)
-        self.hooks_trace.mark(result if primitive.multiple_results else [result], COMPUTED)
-        return result
-
-    def process_custom_vjp_call(self, *args: Any, **params: Any) -> Any:
-        __tracebackhide__ = True
-        with set_current_trace(self.parent_trace):
-            results = self.parent_trace.process_custom_vjp_call(*args, **params)
-        self.hooks_trace.mark(results, COMPUTED)
-        return results
+def mark_as_computed(values: Sequence[Any]) -> None:
+    """Mark the outputs of a layer as values that the block has computed."""
+    if isinstance(trace := current_trace(), HooksTrace):
+        trace.mark(values, COMPUTED)

@@ -1,7 +1,7 @@
 """Packing one tensor, and unpacking it.
 
-    packed, arrays = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; arrays: bf16[8,64]
-    packed.unpack(arrays)                                                 # f32[8,64]
+    root = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; root.arrays: bf16[8,64]
+    root.packed.unpack(root.arrays)                             # f32[8,64]
 
 NOTE [derivatives of packed tensors]
 Derivatives of higher order treat pack and unpack as the identity, whatever the pair does to values. During an outer
@@ -15,10 +15,11 @@ hooks themselves if the pair is `differentiable`, and is an error otherwise. tes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.identities import forbid_derivative, with_tangent
@@ -27,6 +28,7 @@ from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, i
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, is_tensor, split
 
+from .derive import Root
 from .host import PackSite
 from .pair import Hook, Pair, Step, TensorInfo
 
@@ -34,41 +36,62 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope of the operations of pack hoo
 
 
 class PackedTensor:
-    """One packed tensor, without its arrays."""
+    """A tensor that a step of a pair packed, without the arrays that JAX keeps for it.
 
-    __slots__ = ("__weakref__", "_array", "_pair", "keeps_original")
+    The next step may have packed some arrays in the result of the pack hook.
+    """
 
-    def __init__(self, pair: Pair, array: _PackedArray, keeps_original: bool) -> None:
-        self._pair, self._array = pair, array
-        self.keeps_original = keeps_original  # the tensor itself is the first array, for its tangent
+    def __init__(
+        self, array: Any, unpack: Hook, skeleton: Skeleton, parts: Sequence[PackedTensor | None], where: str
+    ) -> None:
+        self.keeps_original = False  # if True, the tensor itself is the first array, for its tangent
+        self._is_numpy = not is_array(array)
+        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
+        # JAX may place an uncommitted array on any device, so its sharding is not restored.
+        self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
+        self._unpack = unpack
+        self._skeleton = skeleton  # of the result of the pack hook
+        self._parts = parts  # for each array in that result: its form by the next step, or None
+        self._where = where
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
         """Return the tensor by running the unpack hooks."""
         if not self.keeps_original:
-            return self._array.restored(arrays)
-        return with_tangent(arrays[0], self._array.restored(arrays[1:]))
+            return self._restored(iter(arrays))
+        return with_tangent(arrays[0], self._restored(iter(arrays[1:])))
+
+    def _restored(self, rest: Iterator[Any]) -> Any:
+        parts = [next(rest) if part is None else part._restored(rest) for part in self._parts]
+        with _running("unpack_hook", self._where):
+            value = self._unpack(self._skeleton.fill(parts))
+        value = checked(value, self._type, self._where)
+        if self._is_numpy:
+            return np.asarray(value)
+        (value,) = as_arrays([value])
+        if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
+            value = jax.device_put(value, self._sharding)
+        return with_type(value, self._type)
 
 
-def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> tuple[PackedTensor | None, list[Any]]:
-    """Pack one tensor. Return its packed form (None if it is not packed), and the arrays that JAX has to keep."""
-    named = pair.named(info)
-    if named is None or not _is_chosen(named.only, tensor, where, info):
-        return None, [tensor]
-    steps = _chosen(named.steps, tensor, where, info)
+def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> Root:
+    """Pack one tensor. It stays as it is if a predicate leaves it out."""
+    steps = _chosen(pair.steps_for(info), tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
     if not steps:
-        return None, [tensor]
+        return Root([tensor])
     pair.n_packed[is_staged(tensor)] += 1
+    arrays: list[Any] = []
     if not is_tracer(tensor):
-        array, arrays = _pack(pair, steps, tensor, where, info)
-        return PackedTensor(pair, array, keeps_original=False), arrays
+        return Root(arrays, _pack(pair, steps, tensor, where, info, arrays))
     value, keeps_original = tensor, has_tangent(tensor) and is_differentiated(tensor)
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
+        arrays.append(tensor)
     elif has_tangent(tensor) and not all(step.differentiable for step in steps):
         (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
     with jax.named_scope(PACK_SCOPE):
-        array, arrays = _pack(pair, steps, as_array(value, typeof(tensor)), where, info)
-    return PackedTensor(pair, array, keeps_original), [tensor, *arrays] if keeps_original else arrays
+        packed = _pack(pair, steps, as_array(value, typeof(tensor)), where, info, arrays)
+    packed.keeps_original = keeps_original
+    return Root(arrays, packed)
 
 
 def _second_derivative_error(where: str) -> TypeError:
@@ -87,49 +110,17 @@ def _is_chosen(only: Any, array: Any, where: str, info: TensorInfo) -> bool:
         return bool(only(array, info))
 
 
-def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo) -> Sequence[Step]:
-    """Return the steps from the first step on that packs `array`."""
-    first = (i for i, s in enumerate(steps) if _is_chosen(s.only, array, _in_step(where, s), info))
-    return () if is_key(array) else steps[next(first, len(steps)) :]
+def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo, is_part: bool = False) -> Sequence[Step]:
+    """Return the steps from the first step on that packs `array`. `is_part`: a previous step made it."""
+    is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
+    for i, step in enumerate(() if is_key(array) else steps):
+        if (is_any or not step.floats_only) and _is_chosen(step.only, array, _in_step(where, step), info):
+            return steps[i:]
+    return ()
 
 
 def _in_step(where: str, step: Step) -> str:
     return f"{where}, in {step.name}" if step.name else where
-
-
-class _PackedArray:
-    """One array, packed by a step of a pair and the later steps. Does not hold the arrays that JAX keeps for it."""
-
-    __slots__ = ("_is_numpy", "_parts", "_sharding", "_skeleton", "_type", "_unpack", "_where")
-
-    def __init__(
-        self,
-        array: Any,
-        unpack: Hook,
-        skeleton: Skeleton,
-        parts: Sequence[tuple[_PackedArray | None, slice]],
-        where: str,
-    ) -> None:
-        self._is_numpy = not is_array(array)
-        self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
-        # JAX may place an uncommitted array on any device, so its sharding is not restored.
-        self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
-        self._unpack = unpack
-        self._skeleton = skeleton  # of the result of the pack hook
-        self._parts = parts  # for each array in that result: its form by the next step (or None), its arrays' positions
-        self._where = where
-
-    def restored(self, arrays: Sequence[Any]) -> Any:
-        parts = [arrays[at.start] if part is None else part.restored(arrays[at]) for part, at in self._parts]
-        with _running("unpack_hook", self._where):
-            value = self._unpack(self._skeleton.fill(parts))
-        value = checked(value, self._type, self._where)
-        if self._is_numpy:
-            return np.asarray(value)
-        (value,) = as_arrays([value])
-        if self._sharding is not None and not is_tracer(value) and value.sharding != self._sharding:
-            value = jax.device_put(value, self._sharding)
-        return with_type(value, self._type)
 
 
 def checked(value: Any, expected: Any, where: str) -> Any:
@@ -143,40 +134,45 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 
 
 def _pack(
-    pair: Pair, steps: Sequence[Step], array: Any, where: str, info: TensorInfo, is_part: bool = False
-) -> tuple[_PackedArray, list[Any]]:
+    pair: Pair,
+    steps: Sequence[Step],
+    array: Any,
+    where: str,
+    info: TensorInfo,
+    arrays: list[Any],
+    is_part: bool = False,
+) -> PackedTensor:
     """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
 
-    `is_part`: the previous step made the array.
+    Adds to `arrays` those that JAX has to keep. `is_part`: a previous step made the array.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
-    packed, unpack = _run_pack_hook(pair, step, array, here, is_part)
+    packed, unpack = _run_pack_hook(pair, step, array, here)
     steps_of: dict[int, Sequence[Step]] = {}  # from the id of an array in `packed` to the steps that pack it
 
     def is_kept(leaf: Any) -> bool:
         if not is_tensor(leaf):
             return False
         offered = later if is_tracer(leaf) == is_tracer(array) else ()
-        steps_of[id(leaf)] = _chosen(offered, leaf, where, info)
+        steps_of[id(leaf)] = _chosen(offered, leaf, where, info, is_part or leaf is not array)
         # A NumPy array stays on the host. Like every other object, it is released with the vjp function.
         return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
 
     leaves, skeleton = split(packed, is_kept)
-    parts: list[tuple[_PackedArray | None, slice]] = []
-    arrays: list[Any] = []
+    parts: list[PackedTensor | None] = []
     for leaf in leaves:
-        part, kept = None, [leaf]
         if next_steps := steps_of[id(leaf)]:
-            part, kept = _pack(pair, next_steps, leaf, where, info, is_part or leaf is not array)
-        parts.append((part, slice(len(arrays), len(arrays) + len(kept))))
-        arrays += kept
-    return _PackedArray(array, unpack, skeleton, parts, here), arrays
+            parts.append(_pack(pair, next_steps, leaf, where, info, arrays, is_part or leaf is not array))
+        else:
+            parts.append(None)
+            arrays.append(leaf)
+    return PackedTensor(array, unpack, skeleton, parts, here)
 
 
-def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool) -> tuple[Any, Hook]:
+def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
     """Return the result of a step's pack hook for an array, and the function that restores the array from it."""
-    pack, unpack = (is_part and step.pack_part) or step.pack, step.unpack
+    pack, unpack = step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)
         site = PackSite(pair.store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
@@ -185,22 +181,16 @@ def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str, is_part: bool
         return pack(np.asarray(array) if step.host else as_arrays([array])[0]), unpack
 
 
-_TO_DO: Final = {
-    "pack_hook": "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True).",
-    "unpack_hook": "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True).",
-    "only": "It may read the shape, dtype and sharding of a tensor.",
-}
-
-
 @contextlib.contextmanager
 def _running(hook: str, where: str) -> Generator[None]:
     """Run a hook of the user, and add to its exceptions where they happened and what to do."""
     try:
         yield
     except NEEDS_VALUES as error:
+        advice = "Run it on the host: saved_tensors_hooks(pack_hook, unpack_hook, host=True)."
         raise TypeError(
             f"{hook} needs concrete values, but {where} is traced (jax.jit, jax.vmap, jax.lax.scan, ...). "
-            f"{_TO_DO[hook]}"
+            f"{'It may read the shape, dtype and sharding of a tensor.' if hook == 'only' else advice}"
         ) from error
     except Exception as error:
         add_note(error, "", hook, f", for {where}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +34,8 @@ class Step(NamedTuple):
     host: bool = False
     differentiable: bool = False  # whether pack, then unpack, has the derivative of the identity
     only: Callable[[Any, TensorInfo], Any] | None = None  # arrays for which it is False are not packed
-    pack_part: Hook | None = None  # packs an array that the previous step made; None: as `pack` does
+    floats_only: bool = False  # whether it packs floating-point numbers, and all arrays that a previous step made
+    is_last: bool = False  # whether no step can follow: JAX computes on the device only. A step on the host is last
     name: str = ""  # in a chain, for messages
 
 
@@ -53,9 +55,6 @@ class WeakTable:
     def __init__(self) -> None:
         self._entries: dict[int, tuple[Callable[[], Any], Any]] = {}
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: Any, default: Any = None) -> Any:
         entry = self._entries.get(id(key))
         return entry[1] if entry is not None and entry[0]() is key else default
@@ -68,51 +67,28 @@ class WeakTable:
             return
 
 
+@dataclasses.dataclass(eq=False)
 class Pair:
-    """The steps that pack a tensor, one after another. Equal pairs are one entry in jit's caches.
+    """The steps that pack a tensor, one after another."""
 
-    A pair that chooses by the name of a tensor has other pairs in place of steps.
-    """
+    steps: Sequence[Step]
+    key: Any  # equal for equal pairs, which are one entry in jit's caches
+    only: Callable[[Any, TensorInfo], Any] | None  # the predicate of the whole chain
+    keeps: int  # MOVES, SCALES or OFFSETS
+    packs_arguments: bool  # whether values from outside the block are packed
+    by_name: Mapping[Any, Sequence[Step]] | None = None  # in place of `steps`: the steps for each name
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        key: Any,
-        *,
-        only: Callable[[Any, TensorInfo], Any] | None,
-        keeps: int,
-        packs_arguments: bool,
-        by_name: Mapping[Any, Pair | None] | None = None,
-    ) -> None:
-        self.steps = tuple(steps)
-        self.key = key
-        self.only = only  # the predicate of the whole chain
-        self.by_name = by_name
-        self.keeps = keeps  # MOVES, SCALES or OFFSETS
-        self.packs_arguments = packs_arguments  # whether values from outside the block are packed
+    def __post_init__(self) -> None:
         self.n_packed: Counter[bool] = Counter()  # traced tensors under True
         self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
-        self.store = store_of(key)
+        self.store = store_of(self.key)
 
-    def named(self, info: TensorInfo) -> Pair | None:
-        """Return the pair for a tensor, by the most specific of its names; None if the tensor is not packed."""
+    def steps_for(self, info: TensorInfo) -> Sequence[Step]:
+        """Return the steps for a tensor; by name, for the most specific of its names that is a key."""
         if self.by_name is None:
-            return self
-        keys = (info.name, info.layer, info.operation, ...)
-        return next((self.by_name[key] for key in keys if key and key in self.by_name), None)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Pair) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-class PairOfLayer(NamedTuple):
-    """The pair that was active where a layer was applied, and which of its arguments are not packed."""
-
-    pair: Pair
-    stays: Sequence[bool]
+            return self.steps
+        names = (info.name, info.layer, info.operation, ...)
+        return next((self.by_name[name] for name in names if name in self.by_name), ())
 
 
 class Identity:

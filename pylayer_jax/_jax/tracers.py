@@ -115,15 +115,6 @@ def _check_classes(x: Any) -> None:
 learn("classes that tell transformations apart, and the axis of jax.vmap", _check_classes)
 
 
-def _traced_for_jit(x: Any) -> str:
-    names: list[str] = []
-    jax.jit(lambda _: names.append(current_trace().frame.debug_info.traced_for))(x)
-    return names[0]
-
-
-_JIT = learn("what a trace says that stages a function for jax.jit", _traced_for_jit)
-
-
 # -- values ------------------------------------------------------------------------------------------
 
 
@@ -277,12 +268,6 @@ def surroundings() -> Surroundings:
 def is_staging() -> bool:
     """Return whether an active trace makes a jaxpr, at any level."""
     return "staging" in [kind for kind, _ in active_traces()]
-
-
-def is_in_eager_loop() -> bool:
-    """Return whether the running code is staged for a loop, or the like, that runs in eager mode."""
-    staging = [trace for kind, trace in active_traces() if kind == "staging"]
-    return bool(staging) and staging[-1].frame.debug_info.traced_for != _JIT
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:

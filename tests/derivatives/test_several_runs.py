@@ -146,7 +146,7 @@ def test_threads_that_save_to_one_directory(many_switches, tmp_path):
 def test_hooks_on_the_host_that_are_collected_at_any_line(many_switches, tmp_path):
     # The finalizer of a pair runs in whatever thread, and at whatever line, the last reference to it goes.
     def work(_):
-        for _ in range(1000):
+        for _ in range(200):
             with save_on_disk(tmp_path):
                 pass
 

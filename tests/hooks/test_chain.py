@@ -125,15 +125,8 @@ def test_equal_chains_are_one_entry_in_the_cache_of_jit():
 
 
 @pytest.mark.parametrize("make", [quantize_saved, lambda: cast_saved(only=lambda x: x.ndim > 1)])
-def test_a_chain_of_one_pair_is_that_pair(make):
+def test_a_chain_of_one_pair_packs_as_that_pair(make):
     pair = make()
-    step, traced = counted_step(lambda x: tanh_sum(x) + tanh_sum(x[0]))
-    found = []
-    for hooks in (pair, chain(pair), chain(chain(pair))):
-        with hooks:
-            found.append(step(X))
-    assert len(traced) == 1
-    assert (found[0] != jax.grad(lambda x: tanh_sum(x) + tanh_sum(x[0]))(X)).any()
     eager = [jax.grad(hooks(tanh_sum))(X) for hooks in (pair, chain(pair))]
     np.testing.assert_array_equal(*eager)
 

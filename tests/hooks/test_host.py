@@ -163,24 +163,6 @@ def test_a_tensor_that_backward_never_reads_is_not_kept_at_each_step():
     assert sizes == [sizes[0]] * 3
 
 
-# A loop is compiled anew at each call, since its body is another function, and JAX keeps it.
-EAGERLY = {
-    "grad of scan": lambda f: jax.grad(scanned(f))(X),
-    "scan of grad": lambda f: jax.lax.scan(lambda c, _: (jax.grad(f)(c), None), X, None, length=5)[0],
-    "grad of map": lambda f: jax.grad(lambda x: jax.lax.map(lambda row: f(row), x).sum())(X),
-}
-
-
-@pytest.mark.parametrize("name", EAGERLY)
-def test_a_loop_in_eager_mode_does_not_grow(name):
-    host, step = Host(), EAGERLY[name]
-    expected, sizes = step(plain), []
-    for _ in range(3):
-        np.testing.assert_allclose(step(in_block(host.hooks, plain)), expected, rtol=1e-5, atol=1e-6)
-        sizes.append(len(host))
-    assert sizes == [sizes[0]] * 3
-
-
 def test_ten_thousand_iterations_do_not_grow():
     host = Host()
     step = jax.grad(host.hooks(tanh_sum))

@@ -25,7 +25,7 @@ def is_vector(x):
     return x.ndim == 1
 
 
-PAIR = "saved_tensors_hooks(pack_hook=twice, unpack_hook="
+PAIR = "saved_tensors_hooks(twice, "
 
 
 class Scaled(saved_tensors_hooks):
@@ -39,18 +39,18 @@ class Scaled(saved_tensors_hooks):
     [
         (lambda _: saved_tensors_hooks(twice, half, host=True), f"{PAIR}half, host=True)"),
         (lambda _: saved_tensors_hooks(twice, functools.partial(half)), f"{PAIR}functools.partial(<function half "),
-        (lambda _: cast_saved(), "cast_saved(dtype=bfloat16)"),
-        (lambda _: cast_saved(np.dtype("float16"), only=is_vector), "cast_saved(dtype=float16, only=is_vector)"),
-        (lambda _: cast_saved(jnp.float16), "cast_saved(dtype=float16)"),
-        (lambda _: quantize_saved(4), "quantize_saved(bits=4, block_size=128)"),
+        (lambda _: cast_saved(), "cast_saved()"),
+        (lambda _: cast_saved(np.dtype("float16"), only=is_vector), "cast_saved(float16, only=is_vector)"),
+        (lambda _: cast_saved(dtype=jnp.float16), "cast_saved(dtype=float16)"),
+        (lambda _: quantize_saved(4), "quantize_saved(4)"),
         (lambda _: save_on_cpu(), "save_on_cpu()"),
-        (lambda _: save_on_cpu(True), "save_on_cpu(pin_memory=True)"),
-        (save_on_disk, "save_on_disk(directory='FOLDER')"),
+        (lambda _: save_on_cpu(True), "save_on_cpu(True)"),
+        (save_on_disk, "save_on_disk('FOLDER')"),
         (
             lambda folder: chain(cast_saved(), save_on_disk(folder), only=None),
-            "chain(cast_saved(dtype=bfloat16), save_on_disk(directory='FOLDER'), only=None)",
+            "chain(cast_saved(), save_on_disk('FOLDER'), only=None)",
         ),
-        (lambda _: Scaled(0.5, table=np.eye(2)), "Scaled(scale=0.5, table=array([[1., 0.], [0., 1.]]))"),
+        (lambda _: Scaled(0.5, table=np.eye(2)), "Scaled(0.5, table=array([[1., 0.], [0., 1.]]))"),
     ],
 )
 def test_a_pair_shows_its_arguments_and_a_copy_is_a_pair_of_its_own(make, text, copied, tmp_path):
