@@ -81,24 +81,6 @@ def layers(xp):
         def _spread(alpha, weight, per_channel, axis):
             return alpha.reshape([-1 if i == axis else 1 for i in range(weight.ndim)]) if per_channel else alpha
 
-    class LSQPlus(xp.PyLayer):
-        """P15: a step and an offset; the slot of g is left out of the result."""
-
-        @staticmethod
-        def forward(ctx, x, alpha, beta, g, qn, qp):
-            ctx.save_for_backward(x, alpha, beta)
-            ctx.other = g, qn, qp
-            return xp.clip(half_away((x - beta) / alpha), qn, qp) * alpha + beta
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, alpha, beta = ctx.saved_tensor()
-            g, qn, qp = ctx.other
-            q = (x - beta) / alpha
-            low, up, mid = _sides(q, qn, qp)
-            dalpha = (dy * (low * qn + up * qp + mid * (half_away(q) - q))).sum() * g
-            return mid * dy, dalpha, ((low + up) * dy).sum() * g
-
     class RouterLoss(xp.PyLayer):
         """P19: the gradient of the loss does not depend on the cotangent."""
 
@@ -298,7 +280,6 @@ by_name = {"call": lambda m, w, alpha, g, axis: m.LSQ.apply(w, alpha, g, -2, 3, 
 port("LSQ", WEIGHT, np.array(0.6, np.float32), STEP, -2, 3, False, wrt=(0, 1))
 port("LSQ", WEIGHT, f32(0.5, 0.6, 0.9), STEP, -2, 3, True, wrt=(0, 1), label="rows")
 port("LSQ", WEIGHT, f32(0.5, 0.6, 0.9, 0.3), STEP, 1, **by_name, wrt=(0, 1), label="columns")
-port("LSQPlus", WEIGHT, np.array(0.6, np.float32), np.array(0.2, np.float32), STEP, -2, 3, wrt=(0, 1, 2))
 for delayed in (False, True):
     call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)  # noqa: E731
     port("RouterLoss", X, LOSS, delayed, call=call, label=str(delayed))
