@@ -18,6 +18,8 @@ from tests.kit import names
 X = np.array([0.3, -0.7], np.float32)
 Y = np.array([1.1, 0.4], np.float32)
 Z = np.array([1 + 2j, 0.5 - 1j], np.complex64)
+
+
 class Mine(Exception):
     """Of the user's own."""
 
