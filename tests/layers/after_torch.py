@@ -288,24 +288,6 @@ def projects(xp):
             grad_clip = xp.where(x >= clip, grad_output, zero).sum().reshape(clip.shape)
             return grad_input, grad_clip, None, None, None
 
-    class UniformQuantize(xp.Function):
-        """T37: class methods, defaults, and tensors on attributes."""
-
-        @classmethod
-        def forward(cls, ctx, x, num_bits=4, low=None, high=None, name=""):
-            ctx.low = x.min() if low is None else low
-            ctx.high = x.max() if high is None else high
-            ctx.save_for_backward(x)
-            scale = (ctx.high - ctx.low) / (2**num_bits - 1)
-            clipped = xp.minimum(xp.maximum(x, ctx.low), ctx.high)
-            return xp.round((clipped - ctx.low) / scale) * scale + ctx.low
-
-        @classmethod
-        def backward(cls, ctx, grad_output):
-            (x,) = ctx.saved_tensors
-            inside = xp.cast((x >= ctx.low) & (x <= ctx.high), grad_output.dtype)
-            return grad_output * inside, None, None, None, None
-
     class LearnedSteps(xp.Function):
         """T67, mended: the last of three outputs may be None, and missing gradients arrive as None."""
 
@@ -410,7 +392,6 @@ class Identity(PyLayer):
 
 PORTS = Table()
 port = functools.partial(PORTS.port, layers)
-UNEVEN = np.sin(2 * X)
 Y = grid(2, 3, low=-0.9, high=1.1) + np.float32(0.05)
 FIRST, SCANNED = {"orders": 1}, {"modes": ("eager", "jit", "scan")}  # the latter have no closed form
 
@@ -430,18 +411,6 @@ changed = {"call": lambda m, x, c: m.LearnedClip.apply(x * 1, c, 4, True, True)}
 port("LearnedClip", VALUES, CLIP, 4, True, False)
 port("LearnedClip", VALUES, CLIP, 4, False, False, label="quantized")
 port("LearnedClip", VALUES, CLIP, **changed, **SCANNED, label="inplace")
-port("UniformQuantize", UNEVEN, **SCANNED)
-port(
-    "UniformQuantize",
-    UNEVEN,
-    3,
-    np.array(-0.5, np.float32),
-    np.array(0.9, np.float32),
-    **SCANNED,
-    wrt=(0,),
-    label="ranged",
-)
-port("UniformQuantize", UNEVEN, 3, None, None, "static", label="static")
 port("AuxLossScaler", X, np.array(0.7, np.float32))
 port("AuxLossScaler", X, np.array(0.7, np.float32), call=lambda m, x, a: m.AuxLossScaler.apply(x * 2, a), label="inner")
 ROW = grid(1, 3, low=0.3, high=0.6)
@@ -474,8 +443,3 @@ differ(
     "LearnedClip", f32(-1, 0.03, 0.3, 1.5), f32(1), **changed, theirs=[f32(0, 0, 1, 0), 1], ours=[f32(0, 1, 1, 0), 1]
 )
 differ("LearnedClip", VALUES, CLIP, 4, True, True, theirs=RuntimeError, ours=[f32(0, 1, 1, 1, 0), 1], label="leaf")
-
-
-# torch counts the parameters of a class method wrongly, and finds one missing.
-named = {"call": lambda m, x: m.UniformQuantize.apply(x, 3, name="static")}
-differ("UniformQuantize", UNEVEN, **named, theirs=TypeError, ours=[1], label="keyword")
