@@ -94,19 +94,6 @@ def layers(xp):
         def backward(ctx, dy):
             return dy, xp.full(ctx.shape, 1.0 if ctx.delay else 1 / ctx.steps, ctx.dtype)
 
-    class AuxiliaryLoss(xp.PyLayer):
-        """P24, variant A: ones of shape [1] for a loss without dimensions."""
-
-        @staticmethod
-        def forward(ctx, x, loss):
-            ctx.dtype = loss.dtype
-            ctx.required_aux_loss = xp.needs_gradient(ctx, 1, loss)
-            return x
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, xp.ones([1], ctx.dtype) if ctx.required_aux_loss else None
-
     class LayerNorm2d(xp.PyLayer):
         """P26: saves two intermediates and an input."""
 
@@ -283,9 +270,6 @@ port("LSQ", WEIGHT, f32(0.5, 0.6, 0.9, 0.3), STEP, 1, **by_name, wrt=(0, 1), lab
 for delayed in (False, True):
     call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)  # noqa: E731
     port("RouterLoss", X, LOSS, delayed, call=call, label=str(delayed))
-doubled = {"call": lambda m, x, loss: m.AuxiliaryLoss.apply(x * 2, loss)}
-port("AuxiliaryLoss", X, f32(0.7), **doubled)
-port("AuxiliaryLoss", X, LOSS, **doubled, wrt=(0,), label="frozen")
 port("LayerNorm2d", grid(2, 3, 1, 2), grid(3), grid(3) * 2, 1e-5, plain=True)
 port("ClippedReversal", X, call=lambda m, x: m.ClippedReversal.apply(x, lambda_=2))
 port("ClippedReversal", X, label="default")
@@ -294,5 +278,3 @@ port("ClippedReversal", X, np.array(0.3, np.float32), wrt=(0,), label="tensor")
 # Backward has the slots of torch, one too many for Paddle.
 differ = {"orders": 1, "summed": True}
 port("Reversal", X, 0.3, theirs=ValueError, ours=[-0.3], **differ)
-# Paddle hands on the shape that backward gave; here it becomes that of the loss.
-port("AuxiliaryLoss", X, LOSS, **doubled, theirs=[2, f32(1)], ours=[2, 1], **differ, label="without-dimensions")
