@@ -18,8 +18,6 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.kit.skipped import how_to_run  # noqa: E402
-
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # What a bare `python -m pytest` runs, and what `core` stands for after -m: every subject, but for what takes long, and
@@ -84,7 +82,8 @@ def framework(request):
         except ImportError as error:
             if request.config.getoption("--require-frameworks"):
                 pytest.fail(f"{name} is required, but: {error}")
-            pytest.skip(f"{name} is not installed")
+            extra = "lint" if name == "pyright" else "frameworks"
+            pytest.skip(f'{name} is not installed: pip install -e ".[{extra}]"')
 
     return load
 
@@ -104,7 +103,4 @@ def pytest_terminal_summary(terminalreporter):
             "Left out: most layers under most transforms, checkers, Paddle and torch, other libraries, notebooks, slow "
             "tests. To run them too: python -m pytest -n auto --all"
         )
-    reports = terminalreporter.stats.get("skipped", [])
-    for line in how_to_run([report.longrepr[2] for report in reports if isinstance(report.longrepr, tuple)]):
-        terminalreporter.write_line(line, yellow=True)
     return result

@@ -19,7 +19,7 @@ LOGITS, LABELS = jnp.cos(jnp.arange(32 * 16.0)).reshape(32, 16) * 3, jnp.arange(
 ROWS = 16  # of the blocks into which a kernel cuts its arguments, a power of two and not less, as Triton needs
 
 
-def run_kernel(kernel, like, *args, **params):
+def run_kernel(kernel, like, *args):
     """A kernel over blocks of rows, with outputs like some arrays. Without a GPU, the interpreter of Pallas runs it."""
 
     def spec(x):
@@ -34,7 +34,6 @@ def run_kernel(kernel, like, *args, **params):
         out_specs=[spec(x) for x in like],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
         interpret=jax.default_backend() == "cpu",
-        **params,
     )
     return run(*args)
 
@@ -104,23 +103,15 @@ class Once(CrossEntropy):
 class SavedSlope(PyLayer):
     """A kernel in forward only, which computes a tensor that is saved."""
 
-    aliases = {}
-
-    @classmethod
-    def forward(cls, ctx, x):
-        y, slope = run_kernel(tanh_kernel, [x, x], x, input_output_aliases=cls.aliases)
+    @staticmethod
+    def forward(ctx, x):
+        y, slope = run_kernel(tanh_kernel, [x, x], x)
         ctx.save_for_backward(slope, x * 2)
         return y
 
     @staticmethod
     def backward(ctx, dy):
         return dy * ctx.saved_tensor()[0]
-
-
-class InPlace(SavedSlope):
-    """JAX knows no derivative at all of a kernel that writes into its argument."""
-
-    aliases = {0: 0}
 
 
 # -- ways out -------------------------------------------------------------------------------------
@@ -147,21 +138,6 @@ class Tanh(PyLayer):
         return TanhSlope.apply(y, dy)
 
 
-class Cube(PyLayer):
-    """The kernel of its backward reads a value without a gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensor()
-        noise, _ = run_kernel(tanh_kernel, [x, x], jax.lax.stop_gradient(x))
-        return dy * 3 * x**2 + 0 * noise
-
-
 # -- layers and transforms ------------------------------------------------------------------------
 
 # Within shard_map, JAX asks each kernel over which axes its outputs vary.
@@ -175,10 +151,8 @@ TANH = jnp.tanh, (X,)
 
 DERIVATIVES = [
     (CrossEntropy, *CROSS_ENTROPY, FIRST),
-    (InPlace, *TANH, FIRST),
     (SavedSlope, *TANH, FORWARD),  # JAX has the rule of a kernel in forward mode
     (Tanh, *TANH, SECOND),
-    (Cube, lambda x: x**3, (X,), SECOND),
 ]
 NAMED = {k: SECOND[k] for k in ("grad_of_grad", "jit_of_grad_of_grad", "grad_of_vmap_of_grad")}
 NOT_NAMED = {k: f for k, f in (SECOND | FORWARD).items() if k not in NAMED}
@@ -187,7 +161,6 @@ ERRORS = [  # which error, what it says, and the method that a note names
     (CrossEntropy, *CROSS_ENTROPY, NOT_NAMED, (ValueError, TypeError), ".", None),
     (Once, *CROSS_ENTROPY, SECOND | FORWARD, RuntimeError, "once_differentiable", None),
     (SavedSlope, *TANH, SECOND, ValueError, ".", "SavedSlope.forward"),
-    (InPlace, *TANH, SECOND | FORWARD, NotImplementedError, ".", "InPlace.forward"),
 ]
 
 

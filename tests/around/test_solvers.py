@@ -1,4 +1,4 @@
-"""Layers in equations, differential equations, losses and densities that other libraries solve, minimize and sample."""
+"""Layers in equations, differential equations and losses that other libraries solve and minimize."""
 
 from __future__ import annotations
 
@@ -104,38 +104,6 @@ def test_forward_mode(adjoint):
         return jax.jit(lambda w, y: jax.jvp(end_of(activation, adjoint), (w, y), (jnp.ones_like(w), y)))(FIELD, START)
 
     assert_close(tangent(SteepBothWays.apply), tangent(steep))
-
-
-# -- blackjax: the same key gives the same chain as without the library ----------------------------
-
-
-blackjax = library("blackjax")
-
-X = jax.random.normal(jax.random.key(0), (8, 2))
-TARGET = jnp.tanh(X @ jnp.array([0.5, -1.0]))
-
-
-@slow
-def test_a_chain(block):
-    def chain(activation, block):
-        @block
-        def log_density(w):
-            return -2 * jnp.sum((activation(X @ w) - TARGET) ** 2) - jnp.sum(w**2) / 2
-
-        method = blackjax.nuts(log_density, 0.05, jnp.ones(2), max_num_doublings=3)
-
-        def step(state, key):
-            state, info = method.step(key, state)
-            return state, (state.position, state.logdensity, state.logdensity_grad, info.acceptance_rate)
-
-        keys = jax.random.split(jax.random.key(1), 5)
-        _, found = jax.jit(lambda w: jax.lax.scan(step, method.init(w), keys))(jnp.zeros(2))
-        return found
-
-    got, want = chain(Tanh.apply, block), chain(jnp.tanh, NO_BLOCK)
-    assert float(jnp.abs(jnp.diff(want[0], axis=0)).max()) > 0.01  # it moves
-    for ours, plain in zip(got, want, strict=True):
-        assert_close(ours, plain, max(block.tolerance, 1e-4))
 
 
 # -- optax: a line search asks for more gradients --------------------------------------------------

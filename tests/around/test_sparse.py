@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import pytest
 from jax.experimental import sparse
 
 from pylayer_jax import PyLayer
@@ -88,26 +87,3 @@ def test_vmap_over_the_entries_and_second_derivatives():
     batch = jnp.stack([DATA, 2 * DATA, -DATA])
     for transform, data in ((lambda f: jax.vmap(f, (0, None)), batch), (jax.jacrev, DATA)):
         assert_close(transform(jax.grad(loss))(data, X), transform(jax.grad(plain_loss))(data, X), 1e-4)
-
-
-def test_a_gradient_with_other_flags_is_an_error():
-    class Unsorted(SparseProduct):
-        @staticmethod
-        def backward(ctx, dy):
-            gradient, dx = SparseProduct.backward(ctx, dy)
-            return matrix(gradient.data, gradient.indices, sure=False), dx
-
-    with pytest.raises(ValueError, match=r"Unsorted\.backward(?s:.*)'m'"):
-        jax.grad(lambda data: jnp.sum(Unsorted.apply(matrix(data), X)))(DATA)
-
-
-def test_a_gradient_without_the_matrix_is_an_error():
-    Dense = layer(
-        forward=lambda ctx, m, x: SparseProduct.forward(ctx, m["m"], x),
-        backward=lambda ctx, dy: (X, None),
-        base=SparseProduct,
-        name="Dense",
-    )
-
-    with pytest.raises(ValueError, match=r"Dense\.backward(?s:.*)'m'"):
-        jax.grad(lambda data: jnp.sum(Dense.apply({"m": matrix(data)}, X)))(DATA)

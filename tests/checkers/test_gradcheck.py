@@ -119,9 +119,6 @@ def test_errors_of_the_layer_are_the_users_own(error):
 # -- assert_equivalent -----------------------------------------------------------------------------
 
 
-CASE = {case.name: case for case in CASES}
-
-
 @pytest.mark.parametrize("name", ["Trees", "MarkedOutput", "AskedLinear", "Round", "InputReturned", "RouterLoss"])
 def test_layers_are_equivalent_to_their_references(name):
     assert_equivalent(CASE[name].layer, CASE[name].reference, CASE[name].args)

@@ -218,20 +218,6 @@ def test_members_of_the_wrong_kind(name, value):
         type("Odd", (PyLayer,), {name: value})
 
 
-def test_replicated_input_in_shard_map_says_to_sum():
-    product = layer(lambda ctx, x, w: x * w, lambda ctx, dy: (dy, dy))
-    mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    spec = jax.sharding.PartitionSpec
-
-    def gradient(apply):
-        f = jax.shard_map(apply, mesh=mesh, in_specs=(spec("i"), spec()), out_specs=spec("i"))
-        return jax.jit(jax.grad(lambda w: f(jnp.ones(4), w).sum()))(jnp.ones(1))
-
-    with pytest.raises(ValueError, match=r"'w'(?s:.*)psum"):
-        gradient(product.apply)
-    assert gradient(lambda x, w: product.apply(x, jax.lax.pcast(w, "i", to="varying"))) == 4
-
-
 @pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
 @EAGER_AND_JIT
 def test_cotangents_that_are_python_numbers(mode, forward_mode):

@@ -144,9 +144,6 @@ def test_forward_mode_without_a_rule_of_staged_code(run, staged):
         run(staged(Linear.apply))
 
 
-# -- easy mistakes in a class or a call ------------------------------------------------------------
-
-
 bases = pytest.mark.parametrize("base", [PyLayer, Function])
 
 

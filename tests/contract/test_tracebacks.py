@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import os
-import re
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import pylayer_jax
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
-from tests.kit import failing
+from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck
+from pylayer_jax.testing._check_layer import PROPERTIES
 from tests.kit.layers import layer, loss
 from tests.kit.modes import MODES, X
 
@@ -75,50 +73,37 @@ LAYERS = {
 CASES = {f"{name}: {run}": (made, runs[run]) for name, (made, runs) in LAYERS.items() for run in runs}
 
 
+def shown_by_pytest(error):
+    """Return the frames of the package that pytest shows of an error."""
+    return [
+        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_filename.startswith(PACKAGE)
+        and not any(names.get("__tracebackhide__") for names in (frame.f_locals, frame.f_globals))
+    ]
+
+
 @pytest.mark.parametrize(("made", "run"), CASES.values(), ids=CASES)
 def test_frames_between_the_call_and_the_method_hide_themselves(made, run):
     with pytest.raises(BoomError) as caught:
         run(loss(made))
-    shown = [
-        f"{Path(frame.f_code.co_filename).name}:{line} {frame.f_code.co_name}"
-        for frame, line in traceback.walk_tb(caught.value.__traceback__)
-        if frame.f_code.co_filename.startswith(PACKAGE) and not frame.f_locals.get("__tracebackhide__")
-    ]
-    assert shown == []
+    assert shown_by_pytest(caught.value) == []
     assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "boom"
 
 
-def shown_by_pytest():
-    """What pytest shows of each test of a file that fails; `--tb=short` shows each frame that is not hidden."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--tb=short",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        failing.__file__,
-    ]
-    environment = os.environ | {"PYTHONPATH": str(Path(PACKAGE).parent), "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    _, *parts = re.split(r"^_+ (test_\w+) _+$", done.stdout, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+WrongSign = layer(jnp.sin, lambda x, dy: -dy * jnp.cos(x), plain=True)
+CHECKS = {
+    "gradcheck": lambda: gradcheck(WrongSign, (X,)),
+    "assert_equivalent": lambda: assert_equivalent(WrongSign, jnp.sin, (X,)),
+    "check_layer": lambda: check_layer(WrongSign, X, skip=[name for name in PROPERTIES if name != "gradients"]),
+}
 
 
-def test_pytest_shows_the_lines_of_the_user_and_none_of_the_package():
-    shown = shown_by_pytest()
-    assert len(shown) == 5
-    for name, line in (("test_an_attribute", "return dy * ctx.nothing"), ("test_a_key", '{}["key"]')):
-        # Before it JAX shows where the operation was applied. These frames have no variables, by which they could hide.
-        own = shown[name].rpartition("was the direct cause of")[2]
-        assert line in own
-        assert "jax.grad(lambda x: made.apply(x).sum())(X)" in own
-        assert "pylayer_jax/_" not in own
-    for name in ("test_gradcheck", "test_assert_equivalent", "test_check_layer"):
-        assert "AssertionError" in shown[name]
-        assert "pylayer_jax/testing" not in shown[name]
+@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+def test_frames_of_a_checker_hide_themselves(check):
+    with pytest.raises(AssertionError) as caught:
+        check()
+    assert shown_by_pytest(caught.value) == []
 
 
 # -- JAX's errors about tracers -------------------------------------------------------------------

@@ -401,18 +401,6 @@ def test_what_depends_on_the_index_along_a_mapped_axis(name, mode, forward_mode)
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_a_mean_over_the_axis_in_backward_needs_forward_mode():
-    def mean_of(**attributes):
-        made = layer(lambda ctx, x: jax.lax.pmean(x, "b"), lambda ctx, dy: jax.lax.pmean(dy, "b"), **attributes)
-        return jax.grad(lambda x: jnp.sin(jax.vmap(made.apply, axis_name="b")(x)).sum())
-
-    with pytest.raises(NameError, match="unbound axis name"):
-        mean_of()(RANKED)
-    np.testing.assert_allclose(
-        mean_of(forward_mode=True)(RANKED), jnp.full_like(RANKED, jnp.cos(RANKED.mean())), rtol=1e-5
-    )
-
-
 # -- a named axis, of which the examples share the operands of a layer -----------------------------
 
 

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import Multiply, Square, Tanh, layer
+from tests.kit.layers import ForwardTanh, Multiply, Square, layer
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import assert_same
 
 X = jnp.array([0.3, -0.7])
-
-
-ForwardTanh = type("ForwardTanh", (Tanh,), {"forward_mode": True})
 
 
 def test_reverse_mode_still_calls_backward():

@@ -11,7 +11,7 @@ from pylayer_jax import Function, PyLayer, once_differentiable
 from tests.kit.case import ruled
 from tests.kit.layers import Multiply, layer
 from tests.kit.modes import SECOND, STAGED
-from tests.layers.features import AskedLinear, DoubledTanh, Round
+from tests.layers.features import DoubledTanh, Round
 
 grad = jax.grad
 
@@ -115,23 +115,6 @@ def test_forward_runs_once_per_application(transform, runs, expected):
 
     found = transform(Noisy.apply)(jnp.float32(3.0))
     assert (len(calls), found) == (runs, expected)
-
-
-def test_needs_input_grad_widens_at_the_outer_order():
-    x, w = jnp.ones((2, 2)) * 0.3, jnp.array([[0.2, -0.5], [0.7, 0.1]])
-
-    def inner(apply):
-        # The inner gradient is that with respect to x; the outer one is with respect to w too.
-        return lambda x, w: jnp.sum(grad(lambda x: jnp.sum(jnp.sin(apply(x, w))))(x) ** 2)
-
-    def mapped(apply):
-        return lambda x, w: jax.vmap(inner(apply), in_axes=(0, None))(jnp.stack([x, 2 * x]), w).sum()
-
-    for build in (inner, mapped):
-        expected = jax.jit(grad(build(jnp.matmul), 1))(x, w)
-        for run in (lambda f: f, jax.jit):
-            ours = run(grad(build(lambda x, w: AskedLinear.apply(x, w, "static")), 1))(x, w)
-            np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 # -- host code ----------------------------------------------------------------------------------------

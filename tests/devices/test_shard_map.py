@@ -38,25 +38,6 @@ class CrossEntropy(PyLayer):
         return (softmax - is_own.astype(softmax.dtype)) * dloss[:, None], None
 
 
-class BatchNorm(PyLayer):
-    """Batch norm of x [batch, channels], whose batch is split along `axis`."""
-
-    @staticmethod
-    def forward(ctx, x, scale, bias, axis):
-        centered = x - lax.pmean(x.mean(0), axis)
-        inv = lax.rsqrt(lax.pmean((centered**2).mean(0), axis) + 1e-5)
-        ctx.save_for_backward(centered * inv, inv, scale)
-        ctx.axis = axis
-        return centered * inv * scale + bias
-
-    @staticmethod
-    def backward(ctx, dy):
-        normalized, inv, scale = ctx.saved_tensor()
-        dscale, dbias = lax.psum((jnp.sum(dy * normalized, 0), jnp.sum(dy, 0)), ctx.axis)
-        count = dy.shape[0] * lax.axis_size(ctx.axis)
-        return (dy - (dbias + normalized * dscale) / count) * inv * scale, dscale, dbias
-
-
 LABELS = jnp.array([2, 7, 0, 5, 5, 1])
 
 
@@ -78,18 +59,12 @@ def plain_cross_entropy(logits):
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), LABELS[:, None], 1)[:, 0]
 
 
-def plain_batch_norm(x, scale, bias):
-    return (x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-5) * scale + bias
-
-
 ROWS, COLUMNS, ALL = P("i"), P(None, "i"), P()
 MLP = grid(4, 6), grid(6, 8, low=-0.8, high=0.9), grid(8, 4, low=-0.7, high=0.8)
-NORM = grid(8, 3), grid(3), 2 * grid(3)
 CASES = {  # what a device computes, the whole, arguments, how they and the result are split
     "tensor parallel": (tensor_parallel, network, MLP, (ALL, COLUMNS, ROWS), ALL),
     "sequence parallel": (sequence_parallel, network, MLP, (ROWS, COLUMNS, ROWS), ROWS),
     "cross entropy": (lambda z: CrossEntropy.apply(z, LABELS, "i"), plain_cross_entropy, [grid(6, 8)], (COLUMNS,), ALL),
-    "batch norm": (lambda *a: BatchNorm.apply(*a, "i"), plain_batch_norm, NORM, (ROWS, ALL, ALL), ROWS),
 }
 
 

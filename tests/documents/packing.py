@@ -134,11 +134,7 @@ def transformer(width: int = 128, length: int = 128, batch: int = 8, depth: int 
 
 def stored_narrow(model: Model) -> Model:
     """Return the model with weights that the caller has cast to bfloat16 before the block begins."""
-
-    def loss(params: Any, *args: Any, **kwargs: Any) -> Any:
-        return model.loss(params, *args, **kwargs)
-
-    return model._replace(loss=loss, init=lambda: model.init().astype(jnp.bfloat16))
+    return model._replace(init=lambda: model.init().astype(jnp.bfloat16))
 
 
 BF16 = jnp.bfloat16

@@ -8,9 +8,7 @@ import pytest
 
 import pylayer_jax
 from pylayer_jax import packers, testing
-from tests.kit.layers import Tanh
-
-from .ways import Round
+from tests.kit.layers import Tanh, layer
 
 # A context is made for a call of `forward`; the class of its layer has the example.
 WITHOUT_EXAMPLE = {"PyLayerContext", "FunctionCtx", "__version__"}
@@ -24,7 +22,8 @@ PUBLIC = {
 
 @pytest.mark.parametrize("name", [*PUBLIC, "pylayer_jax.packers"])
 def test_the_example_of_a_docstring_runs(name, tmp_path):
-    names = {"jax": jax, "jnp": jnp, "Tanh": Tanh, "Round": Round, "folder": tmp_path}
+    names = {"jax": jax, "jnp": jnp, "Tanh": Tanh, "folder": tmp_path}
+    names |= {"Round": layer(lambda ctx, x: jnp.round(x))}
     names |= {"x": jnp.array([[0.3, -0.7]]), "w": jnp.array([[1.0], [0.5]])}
     names |= {path.rpartition(".")[2]: value for path, value in PUBLIC.items()}
     public = PUBLIC.get(name, packers)

@@ -10,8 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from tests.kit.skipped import how_to_run
-
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 NOTEBOOKS = ROOT / "notebooks"
@@ -113,24 +111,3 @@ def test_links_lead_somewhere(page):
 def test_the_readme_has_no_picture_of_the_repository():
     """Outside of the repository, as in a wheel's metadata, a relative picture is a hole."""
     assert not re.search(r"!\[.*?\]\((?!https://)", README.read_text())
-
-
-def test_how_to_run_what_was_skipped():
-    reasons = ["Skipped: torch is not installed", "Skipped: paddle is not installed", "Skipped: needs two devices"]
-    (line,) = how_to_run(reasons)
-    assert line.startswith("Skipped for want of real Paddle or torch: 2.")
-    assert 'pip install -e ".[frameworks]"' in line
-    assert not list(how_to_run(["Skipped: needs two devices"]))
-
-
-def test_the_tests_say_at_their_end_what_was_skipped(tmp_path):
-    (tmp_path / "without_torch.py").write_text("import sys\nsys.modules['torch'] = None")
-    selected = "tests/layers/test_torch.py"
-    path = os.pathsep.join([str(ROOT), str(tmp_path)])
-    start = f"import sys; sys.path[:0] = {path.split(os.pathsep)!r}; import pytest; sys.exit(pytest.main())"
-    done = run("-c", start, "-p", "without_torch", "-p", "no:cacheprovider", "-q", selected, cwd=ROOT)
-    assert done.returncode == 0, done.stdout
-    *_, told, counts = done.stdout.splitlines()
-    count = re.search(r"(\d+) skipped", counts)[1]
-    assert told.startswith(f"Skipped for want of real Paddle or torch: {count}. To run them too: ")
-    assert f'{Path(sys.executable).name} -m pip install -e ".[frameworks]" && ' in told

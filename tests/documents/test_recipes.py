@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -99,34 +98,3 @@ def test_an_original_prints_the_same_as_its_port(recipe, framework, request):
             assert mine == other
         else:
             np.testing.assert_allclose(mine, other, rtol=1e-5)
-
-
-# The gradient of a sink, of a loss that takes the sink and the examples.
-WITH_A_SINK = {
-    "eager": lambda loss: jax.grad(loss),
-    "jit": lambda loss: jax.jit(jax.grad(loss)),
-    "grad of jit": lambda loss: jax.grad(jax.jit(loss)),
-    "scan": lambda loss: jax.grad(
-        lambda sink, xs: jax.lax.scan(lambda total, x: (total + loss(sink, x), None), jnp.float32(0), xs)[0]
-    ),
-    "vmap": lambda loss: jax.grad(lambda sink, xs: jax.vmap(loss, (None, 0))(sink, xs).sum()),
-    "remat": lambda loss: jax.grad(jax.checkpoint(loss)),
-}
-
-
-@pytest.mark.parametrize("how", WITH_A_SINK)
-def test_a_sink_keeps_the_gradient_in_float32(how):
-    (recipe,) = (recipe for recipe in RECIPES if recipe.name == "main_grad")
-    linear = run(recipe.code[0])[1]["Linear"]
-    weight = jnp.array([[1.0], [0.5]], jnp.bfloat16)
-    xs = 11 * jnp.arange(24, dtype=jnp.bfloat16).reshape(4, 3, 2)
-    x = xs if how in ("scan", "vmap") else xs[3]
-    expected = np.asarray(x, np.float32).reshape(-1, 2).sum(0)[:, None]
-    assert expected.astype(jnp.bfloat16).tolist() != expected.tolist()
-
-    def loss(sink, x):
-        return jnp.sum(linear.apply(x, weight, sink).astype(jnp.float32))
-
-    gradient = WITH_A_SINK[how](loss)(jnp.zeros((2, 1), jnp.float32), x)
-    assert gradient.dtype == jnp.float32
-    np.testing.assert_array_equal(gradient, expected)

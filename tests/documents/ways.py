@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from pylayer_jax import PyLayer, saved_tensors_report
 from pylayer_jax.packers import cast_saved
-from tests.kit.layers import Steep, SteepBothWays
+from tests.kit.layers import Steep, SteepBothWays, layer
 
 
 class Way(NamedTuple):
@@ -37,86 +37,129 @@ class Way(NamedTuple):
     packs: Callable[[], bool] | None = None  # whether less is kept in a block that packs
 
 
-def _sigmoid(count: Callable[[], Any]) -> Callable[[Any], Any]:
-    """Return the sigmoid, which calls `count` each time."""
+class Rule(NamedTuple):
+    """A function of x and its gradient, for every way that has a rule for cotangents."""
 
-    def sigmoid(x):
-        count()
-        return 1 / (1 + jnp.exp(-x))
+    run: Callable[[Any], tuple[Any, Any]]  # from x to the value and an intermediate
+    keep: Callable[[Any, Any, Any], Any]  # from x, the value and the intermediate to what is saved
+    gradient: Callable[[Any, Any], Any]  # from what was saved and the cotangent
+    outputs: int = 1
 
-    return sigmoid
+
+STEEP_TANH = Rule(lambda x: (jnp.tanh(x), None), lambda x, y, _: y, lambda y, dy: 2 * dy * (1 - y**2))
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + jnp.exp(-x))
+
+
+def _of_rules(made: Callable[[Rule], Callable[[Any], Any]], **more: Any) -> Way:
+    """Return the way in which `made` makes functions of rules; `more` are further fields."""
+
+    def swish(x, count):
+        def run(x):
+            count()
+            s = _sigmoid(x)
+            return x * s, s
+
+        return made(
+            Rule(run, lambda x, _, s: (x, s), lambda saved, dy: dy * saved[1] * (1 + saved[0] * (1 - saved[1])))
+        )(x)
+
+    def sin_of_two(x, seen):
+        def gradient(x, dy):
+            seen.append(dy[1])
+            return dy[0] * jnp.cos(x)
+
+        return made(Rule(lambda x: ((jnp.sin(x), jnp.cos(x)), None), lambda x, *_: x, gradient, outputs=2))(x)[0]
+
+    def nothing(*_):
+        return None
+
+    return Way(
+        made(STEEP_TANH),
+        made(Rule(lambda x: (jnp.round(x), None), nothing, lambda _, dy: dy)),
+        swish,
+        made(Rule(lambda x: (x * 1, None), nothing, lambda _, dy: jnp.clip(dy, -1, 1))),
+        made(Rule(lambda tree: (2 * tree["w"], None), nothing, lambda _, dy: {"w": 2 * dy, "name": None})),
+        sin_of_two,
+        **more,
+    )
+
+
+def pylayer() -> Way:
+    """Return layers of this package."""
+
+    def made(rule):
+        def forward(ctx, x):
+            ctx.set_materialize_grads(False)
+            y, intermediate = rule.run(x)
+            ctx.save_for_backward(rule.keep(x, y, intermediate))
+            return y
+
+        def backward(ctx, *dy):
+            (saved,) = ctx.saved_tensor()
+            return rule.gradient(saved, dy if rule.outputs > 1 else dy[0])
+
+        return layer(forward, backward).apply
+
+    class Logging(PyLayer):
+        @staticmethod
+        def forward(ctx, log, x):
+            ctx.log = log
+            return 3 * x
+
+        @staticmethod
+        def backward(ctx, dy):
+            ctx.log[...] = dy
+            return 3 * dy
+
+    def logs(x):
+        log = jax.new_ref(jnp.zeros_like(x))
+        jax.grad(lambda x: Logging.apply(log, x))(x)
+        return log[...]
+
+    def packs():
+        x = jnp.ones((64, 64))
+
+        def loss(x):
+            return Steep.apply(2 * x).sum()
+
+        before, after = saved_tensors_report(loss, x), saved_tensors_report(cast_saved()(loss), x)
+        return after.total_bytes < before.total_bytes
+
+    return _of_rules(made, for_jvp=("`forward_mode = True`", SteepBothWays.apply), logs=logs, packs=packs)
 
 
 def documented() -> Way:
     """Return `jax.custom_vjp` as JAX documents it: the fwd rule calls the decorated function."""
-    return _custom_vjp(lambda decorated, _: decorated)
+
+    def made(rule):
+        function = jax.custom_vjp(lambda x: rule.run(x)[0])
+
+        def fwd(x):
+            y = function(x)
+            return y, rule.keep(x, y, rule.run(x)[1])  # the function returns no intermediate, so it is computed again
+
+        function.defvjp(fwd, lambda saved, dy: (rule.gradient(saved, dy),))
+        return function
+
+    return _of_rules(made, logs=_custom_vjp_logs)
 
 
 def computes_again() -> Way:
     """Return `jax.custom_vjp` with a fwd rule that computes the function anew."""
-    return _custom_vjp(lambda _, computed: computed)
 
-
-def _custom_vjp(chosen: Callable[[Any, Any], Any]) -> Way:
-    """Return `jax.custom_vjp`; the fwd rule calls the one that `chosen` takes: the decorated function, or its code."""
-
-    def function(compute, keep, rule):
-        made = jax.custom_vjp(compute)
-        in_fwd = chosen(made, compute)
-
+    def made(rule):
         def fwd(x):
-            y = in_fwd(x)
-            return y, keep(x, y)
+            y, intermediate = rule.run(x)
+            return y, rule.keep(x, y, intermediate)
 
-        made.defvjp(fwd, lambda saved, dy: (rule(saved, dy),))
-        return made
+        function = jax.custom_vjp(lambda x: rule.run(x)[0])
+        function.defvjp(fwd, lambda saved, dy: (rule.gradient(saved, dy),))
+        return function
 
-    def swish(x, count):
-        sigmoid = _sigmoid(count)
-        made = jax.custom_vjp(lambda x: x * sigmoid(x))
-
-        def fwd(x):
-            s = sigmoid(x)  # the decorated function returns only y, so that the intermediate is computed beside it
-            return chosen(made, lambda x: x * s)(x), (x, s)
-
-        made.defvjp(fwd, lambda saved, dy: (dy * saved[1] * (1 + saved[0] * (1 - saved[1])),))
-        return made(x)
-
-    return Way(
-        function(jnp.tanh, lambda x, y: y, lambda y, dy: 2 * dy * (1 - y**2)),
-        function(lambda x: jnp.round(x), lambda x, y: None, lambda _, dy: dy),  # jnp.round has a second parameter
-        swish,
-        *_small_custom_vjp_functions(),
-        logs=_custom_vjp_logs,
-    )
-
-
-def _small_custom_vjp_functions() -> tuple[Any, Any, Any]:
-    @jax.custom_vjp
-    def clipped(x):
-        return x * 1
-
-    clipped.defvjp(lambda x: (clipped(x), None), lambda _, dy: (jnp.clip(dy, -1, 1),))
-
-    @jax.custom_vjp
-    def doubled(tree):
-        return 2 * tree["w"]
-
-    doubled.defvjp(lambda tree: (doubled(tree), None), lambda _, dy: ({"w": 2 * dy, "name": None},))
-
-    def sin_of_two(x, seen):
-        @jax.custom_vjp
-        def function(x):
-            return jnp.sin(x), jnp.cos(x)
-
-        def bwd(x, dy):
-            seen.append(dy[1])
-            return (dy[0] * jnp.cos(x),)
-
-        function.defvjp(lambda x: (function(x), x), bwd)
-        return function(x)[0]
-
-    return clipped, doubled, sin_of_two
+    return _of_rules(made, logs=_custom_vjp_logs)
 
 
 def _custom_vjp_logs(x: Any) -> Any:
@@ -144,7 +187,9 @@ def custom_jvp() -> Way:
     straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
 
     def swish(x, count):
-        sigmoid = _sigmoid(count)
+        def sigmoid(x):
+            count()
+            return _sigmoid(x)
 
         @jax.custom_jvp
         def function(x):
@@ -174,25 +219,29 @@ def custom_jvp() -> Way:
 
 def hijax() -> Way:
     """Return primitives of `jax.experimental.hijax` (jax 0.12)."""
-    primitive: Any = importlib.import_module("jax.experimental.hijax").HiPrim
+    base: Any = importlib.import_module("jax.experimental.hijax").HiPrim
 
-    class OfOne(primitive):
-        def __init__(self, x, **params):
-            self.in_avals = (jax.typeof(x),)
-            self.out_aval = self.in_avals[0]
-            self.params = params
-            super().__init__()
+    def primitive(rule):
+        class Primitive(base):
+            def __init__(self, x):
+                self.in_avals = (jax.tree.map(jax.typeof, x),)
+                self.out_aval = self.in_avals[0] if rule.outputs == 1 else self.in_avals * rule.outputs
+                self.params = {}
+                super().__init__()
 
-    class SteepTanh(OfOne):
-        def expand(self, x):
-            return jnp.tanh(x)
+            def expand(self, x):
+                return rule.run(x)[0]
 
-        def vjp_fwd(self, _nonzeros, x):
-            y = self(x)
-            return y, y
+            def vjp_fwd(self, _nonzeros, x):
+                y = self(x)
+                return y, rule.keep(x, y, rule.run(x)[1])  # the intermediate is computed again, as for jax.custom_vjp
 
-        def vjp_bwd_retval(self, y, dy):
-            return (2 * dy * (1 - y**2),)
+            def vjp_bwd_retval(self, saved, dy):
+                return (rule.gradient(saved, dy),)
+
+        return Primitive
+
+    SteepTanh = primitive(STEEP_TANH)
 
     class WithJvp(SteepTanh):
         def jvp(self, primals, tangents):
@@ -206,87 +255,18 @@ def hijax() -> Way:
     class WithBoth(WithJvp, WithBatch):
         pass
 
-    class Round(OfOne):
-        def expand(self, x):
-            return jnp.round(x)
-
-        def vjp_fwd(self, _nonzeros, x):
-            return self(x), None
-
-        def vjp_bwd_retval(self, _, dy):
-            return (dy,)
-
-    class Swish(OfOne):
-        def expand(self, x):
-            self.count()
-            return x / (1 + jnp.exp(-x))
-
-        def vjp_fwd(self, _nonzeros, x):
-            self.count()  # the intermediate is computed again, as for jax.custom_vjp
-            return self(x), (x, 1 / (1 + jnp.exp(-x)))
-
-        def vjp_bwd_retval(self, saved, dy):
-            x, s = saved
-            return (dy * s * (1 + x * (1 - s)),)
-
-    class Clipped(Round):
-        def expand(self, x):
-            return x * 1
-
-        def vjp_bwd_retval(self, _, dy):
-            return (jnp.clip(dy, -1, 1),)
-
-    class Doubled(primitive):
-        def __init__(self, tree):
-            self.in_avals = (jax.tree.map(jax.typeof, tree),)
-            self.out_aval = self.in_avals[0]["w"]
-            self.params = {}
-            super().__init__()
-
-        def expand(self, tree):
-            return 2 * tree["w"]
-
-        def vjp_fwd(self, _nonzeros, tree):
-            return self(tree), None
-
-        def vjp_bwd_retval(self, _, dy):
-            return ({"w": 2 * dy, "name": None},)
-
-    class SinCos(primitive):
-        def __init__(self, x, seen):
-            self.in_avals = (jax.typeof(x),)
-            self.out_aval = (jax.typeof(x), jax.typeof(x))
-            self.params = {}
-            self.seen = seen
-            super().__init__()
-
-        def expand(self, x):
-            return jnp.sin(x), jnp.cos(x)
-
-        def vjp_fwd(self, _nonzeros, x):
-            return self(x), x
-
-        def vjp_bwd_retval(self, x, dy):
-            self.seen.append(dy[1])
-            return (dy[0] * jnp.cos(x),)
-
-    class Logging(Round):
+    class Logging(SteepTanh):
         def vjp_bwd_retval_logs(self, _, dy):
             return (3 * dy,), {"cotangent": dy}
-
-    def logs(x):
-        return jax.vjp(lambda x: Logging(x)(x), x)[1].with_logs(jnp.ones_like(x))[1]["cotangent"]
 
     def applied(kind):
         return lambda x: kind(x)(x)
 
-    return Way(
-        applied(SteepTanh),
-        applied(Round),
-        lambda x, count: Swish(x, count=count)(x),
-        applied(Clipped),
-        applied(Doubled),
-        lambda x, seen: SinCos(x, seen)(x)[0],
+    def logs(x):
+        return jax.vjp(applied(Logging), x)[1].with_logs(jnp.ones_like(x))[1]["cotangent"]
+
+    return _of_rules(
+        lambda rule: applied(primitive(rule)),
         for_vmap=("`batch`", applied(WithBatch)),
         for_jvp=("`jvp`", applied(WithJvp)),
         for_hessian=("`jvp` and `batch`", applied(WithBoth)),
@@ -298,145 +278,18 @@ def equinox() -> Way:
     """Return `equinox.filter_custom_vjp`, its fwd rule as in the documentation of equinox."""
     eqx: Any = importlib.import_module("equinox")
 
-    def function(forward, saved, backward):
-        made = eqx.filter_custom_vjp(forward)
+    def made(rule):
+        function = eqx.filter_custom_vjp(lambda x: rule.run(x)[0])
 
         def fwd(_perturbed, x):
-            return made(x), saved(made, x)
+            y = function(x)
+            return y, rule.keep(x, y, rule.run(x)[1])
 
-        def bwd(saved, dy, _perturbed, x):
-            return backward(saved, dy)
+        function.def_fwd(fwd)
+        function.def_bwd(lambda saved, dy, _perturbed, x: rule.gradient(saved, dy))
+        return function
 
-        made.def_fwd(fwd)
-        made.def_bwd(bwd)
-        return made
-
-    def swish(x, count):
-        sigmoid = _sigmoid(count)
-
-        return function(
-            lambda x: x * sigmoid(x),
-            lambda _, x: (x, sigmoid(x)),
-            lambda saved, dy: dy * saved[1] * (1 + saved[0] * (1 - saved[1])),
-        )(x)
-
-    def sin_of_two(x, seen):
-        def backward(x, dy):
-            seen.append(dy[1])
-            return dy[0] * jnp.cos(x)
-
-        return function(lambda x: (jnp.sin(x), jnp.cos(x)), lambda _, x: x, backward)(x)[0]
-
-    return Way(
-        function(jnp.tanh, lambda made, x: made(x), lambda y, dy: 2 * dy * (1 - y**2)),
-        function(jnp.round, lambda made, x: None, lambda _, dy: dy),
-        swish,
-        function(lambda x: x * 1, lambda made, x: None, lambda _, dy: jnp.clip(dy, -1, 1)),
-        function(lambda tree: 2 * tree["w"], lambda made, x: None, lambda _, dy: {"w": 2 * dy, "name": None}),
-        sin_of_two,
-    )
-
-
-class Round(PyLayer):
-    """Rounding that passes the gradient straight through."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return jnp.round(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
-
-
-def pylayer() -> Way:
-    """Return layers of this package."""
-
-    class Swish(PyLayer):
-        @staticmethod
-        def forward(ctx, x, count):
-            count()
-            s = 1 / (1 + jnp.exp(-x))
-            ctx.save_for_backward(x, s)
-            return x * s
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, s = ctx.saved_tensor()
-            return dy * s * (1 + x * (1 - s))
-
-    class Clipped(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, dy):
-            return jnp.clip(dy, -1, 1)
-
-    class Doubled(PyLayer):
-        @staticmethod
-        def forward(ctx, tree):
-            return 2 * tree["w"]
-
-        @staticmethod
-        def backward(ctx, dy):
-            return {"w": 2 * dy, "name": None}
-
-    class SinCos(PyLayer):
-        @staticmethod
-        def forward(ctx, x, seen):
-            ctx.set_materialize_grads(False)
-            ctx.seen, ctx.x = seen, x
-            return jnp.sin(x), jnp.cos(x)
-
-        @staticmethod
-        def backward(ctx, dsin, dcos):
-            ctx.seen.append(dcos)
-            return dsin * jnp.cos(ctx.x)
-
-    class Logging(PyLayer):
-        @staticmethod
-        def forward(ctx, log, x):
-            ctx.log = log
-            return 3 * x
-
-        @staticmethod
-        def backward(ctx, dy):
-            ctx.log[...] = dy
-            return 3 * dy
-
-    def sin_of_two(x, seen):
-        class Appending:  # a list on ctx is copied for each run of `backward`; an object is kept as it is
-            append = staticmethod(seen.append)
-
-        return SinCos.apply(x, Appending)[0]
-
-    def logs(x):
-        log = jax.new_ref(jnp.zeros_like(x))
-        jax.grad(lambda x: Logging.apply(log, x))(x)
-        return log[...]
-
-    def packs():
-        x = jnp.ones((64, 64))
-
-        def loss(x):
-            return Steep.apply(2 * x).sum()
-
-        before, after = saved_tensors_report(loss, x), saved_tensors_report(cast_saved()(loss), x)
-        return after.total_bytes < before.total_bytes
-
-    return Way(
-        Steep.apply,
-        Round.apply,
-        Swish.apply,
-        Clipped.apply,
-        Doubled.apply,
-        sin_of_two,
-        for_jvp=("`forward_mode = True`", SteepBothWays.apply),
-        logs=logs,
-        packs=packs,
-    )
+    return _of_rules(made)
 
 
 COLUMNS: dict[str, Callable[[], Way]] = {

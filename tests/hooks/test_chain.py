@@ -131,15 +131,6 @@ def test_a_chain_of_one_pair_packs_as_that_pair(make):
     np.testing.assert_array_equal(*eager)
 
 
-def test_the_innermost_block_applies_alone():
-    first, second, outer = Spy(), Spy(), Spy()
-    with outer.hooks, chain(first.hooks, second.hooks):
-        jax.grad(tanh_sum)(X)
-        with outer.hooks:
-            jax.grad(tanh_sum)(X)
-    assert first.counts() == second.counts() == outer.counts() == (1, 1)
-
-
 # -- errors ---------------------------------------------------------------------------------------
 
 

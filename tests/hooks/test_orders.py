@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer, once_differentiable, saved_tensors_hooks
+from pylayer_jax import once_differentiable, saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, save_on_cpu
-from tests.kit.layers import Square, Tanh, bits
+from tests.kit.layers import Square, Tanh, bits, layer
 from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import Spy, X, counted_step, in_block, tanh_slope, tanh_sum
@@ -87,16 +87,7 @@ DERIVATIVES = {
 }
 
 
-class Twice(PyLayer):
-    forward_mode = True
-
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * dy
+Twice = layer(backward=lambda ctx, dy: 2 * dy, forward_mode=True)
 
 
 @EAGER_AND_JIT

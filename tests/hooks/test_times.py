@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer, saved_tensors_hooks
+from pylayer_jax import PyLayer
 from tests.kit.layers import Multiply, Tanh
 
 from .spy import A, B, Spy, X, in_block, tanh_sum
@@ -70,38 +67,3 @@ def test_the_pair_at_the_call_counts_not_the_one_at_the_differentiation():
         jax.grad(f)(X)
     assert inner.counts() == (1, 1)
     assert outer.counts() == (0, 0)
-
-
-def test_objects_die_with_the_vjp_function():
-    class Held:
-        def __init__(self, x):
-            self.x = np.asarray(x)
-
-    alive = weakref.WeakSet()
-
-    def pack(x):
-        alive.add(held := Held(x))
-        return held
-
-    hooks = saved_tensors_hooks(pack, lambda held: jnp.asarray(held.x))
-    value, pullback = jax.vjp(in_block(hooks, lambda a, b: jnp.sum(Multiply.apply(a, b) * jnp.sin(a))), A, B)
-    assert len(alive) == 5  # a, b, and of the product and the sine a * b, sin(a), cos(a)
-    pullback(value)
-    assert len(alive) == 5
-    del pullback
-    gc.collect()
-    assert len(alive) == 0
-
-
-def test_many_fresh_eager_tensors_leave_nothing_with_the_hooks_object():
-    spy = Spy()
-
-    def left(count):
-        for i in range(count):
-            _, pullback = jax.vjp(spy.hooks(lambda x: tanh_sum(jnp.sin(x))), X + i)
-            pullback(jnp.ones(()))
-            del pullback
-        gc.collect()
-        return len(jax.live_arrays())
-
-    assert left(1) == left(50)

@@ -26,19 +26,12 @@ class Names:
                 return getattr(module, name)
         raise AttributeError(name)
 
-    def split(self, x: Any, size: int, axis: int) -> list[Any]:
-        """Parts of `size`; the last may be shorter."""
-        return jnp.split(x, list(range(size, x.shape[axis], size)), axis)
-
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.astype(dtype)
 
     def changed(self, x: Any, value: Any) -> Any:
         """`x` after `value` was written into it, in place where the framework can."""
         return value
-
-    def no_grad(self, method: Any) -> Any:
-        return method
 
     def once_differentiable(self, backward: Any) -> Any:
         return pylayer_jax.once_differentiable(backward)
@@ -50,8 +43,7 @@ class Names:
 class Jax(Names):
     Function, PyLayer, hooks = pylayer_jax.Function, pylayer_jax.PyLayer, pylayer_jax.saved_tensors_hooks
     disable_hooks = staticmethod(pylayer_jax.disable_saved_tensors_hooks)
-    amax, take_along_dim = staticmethod(jnp.max), staticmethod(jnp.take_along_axis)
-    rsqrt, detach, jacobian = staticmethod(jax.lax.rsqrt), staticmethod(jax.lax.stop_gradient), staticmethod(jax.jacrev)
+    detach, jacobian = staticmethod(jax.lax.stop_gradient), staticmethod(jax.jacrev)
     tensor, jit = staticmethod(jnp.asarray), staticmethod(jax.jit)
 
     def __init__(self) -> None:
@@ -86,19 +78,13 @@ class Torch(Names):
         self.disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
         self.grad = torch.func.grad  # the functional module has another
         self.moveaxis = torch.movedim  # the other has no rule for vmap of vmap
-        self.no_grad, self.once_differentiable = torch.no_grad(), torch.autograd.function.once_differentiable
+        self.once_differentiable = torch.autograd.function.once_differentiable
 
     def saved(self, ctx: Any) -> Any:
         return ctx.saved_tensors
 
-    def split(self, x: Any, size: int, axis: int) -> Any:
-        return x.split(size, axis)
-
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.to(getattr(self, dtype) if isinstance(dtype, str) else dtype)
-
-    def sort(self, x: Any, axis: int) -> Any:
-        return self.modules[0].sort(x, axis).values
 
     def copy(self, x: Any) -> Any:
         return x.clone()
@@ -112,15 +98,6 @@ class Torch(Names):
 
     def changed(self, x: Any, value: Any) -> Any:
         return x.copy_(value)
-
-    def var(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
-        return x.var(axis, unbiased=False, keepdim=keepdims)
-
-    def pull(self, function: Any, args: Any, dy: Any) -> Any:
-        with self.enable_grad():
-            args = [self.leaf(x) for x in args]
-            y = function(*args)
-        return y.detach(), self.autograd.grad(y, args, dy)
 
     def jvp(self, function: Any, primals: Any, tangents: Any) -> Any:
         """By dual numbers, since torch.func.jvp refuses a context that forward fills."""

@@ -18,7 +18,6 @@ from tests.kit import names
 X = np.array([0.3, -0.7], np.float32)
 Y = np.array([1.1, 0.4], np.float32)
 Z = np.array([1 + 2j, 0.5 - 1j], np.complex64)
-HALVES = [v.astype(np.float16).astype(np.float32) for v in (Y, X)]  # the gradients of a product, through 16 bits
 
 
 class Mine(Exception):

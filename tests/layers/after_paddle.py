@@ -81,24 +81,6 @@ def layers(xp):
         def _spread(alpha, weight, per_channel, axis):
             return alpha.reshape([-1 if i == axis else 1 for i in range(weight.ndim)]) if per_channel else alpha
 
-    class LSQPlus(xp.PyLayer):
-        """P15: a step and an offset; the slot of g is left out of the result."""
-
-        @staticmethod
-        def forward(ctx, x, alpha, beta, g, qn, qp):
-            ctx.save_for_backward(x, alpha, beta)
-            ctx.other = g, qn, qp
-            return xp.clip(half_away((x - beta) / alpha), qn, qp) * alpha + beta
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, alpha, beta = ctx.saved_tensor()
-            g, qn, qp = ctx.other
-            q = (x - beta) / alpha
-            low, up, mid = _sides(q, qn, qp)
-            dalpha = (dy * (low * qn + up * qp + mid * (half_away(q) - q))).sum() * g
-            return mid * dy, dalpha, ((low + up) * dy).sum() * g
-
     class RouterLoss(xp.PyLayer):
         """P19: the gradient of the loss does not depend on the cotangent."""
 
@@ -111,19 +93,6 @@ def layers(xp):
         @staticmethod
         def backward(ctx, dy):
             return dy, xp.full(ctx.shape, 1.0 if ctx.delay else 1 / ctx.steps, ctx.dtype)
-
-    class AuxiliaryLoss(xp.PyLayer):
-        """P24, variant A: ones of shape [1] for a loss without dimensions."""
-
-        @staticmethod
-        def forward(ctx, x, loss):
-            ctx.dtype = loss.dtype
-            ctx.required_aux_loss = xp.needs_gradient(ctx, 1, loss)
-            return x
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy, xp.ones([1], ctx.dtype) if ctx.required_aux_loss else None
 
     class LayerNorm2d(xp.PyLayer):
         """P26: saves two intermediates and an input."""
@@ -298,13 +267,9 @@ by_name = {"call": lambda m, w, alpha, g, axis: m.LSQ.apply(w, alpha, g, -2, 3, 
 port("LSQ", WEIGHT, np.array(0.6, np.float32), STEP, -2, 3, False, wrt=(0, 1))
 port("LSQ", WEIGHT, f32(0.5, 0.6, 0.9), STEP, -2, 3, True, wrt=(0, 1), label="rows")
 port("LSQ", WEIGHT, f32(0.5, 0.6, 0.9, 0.3), STEP, 1, **by_name, wrt=(0, 1), label="columns")
-port("LSQPlus", WEIGHT, np.array(0.6, np.float32), np.array(0.2, np.float32), STEP, -2, 3, wrt=(0, 1, 2))
 for delayed in (False, True):
     call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)  # noqa: E731
     port("RouterLoss", X, LOSS, delayed, call=call, label=str(delayed))
-doubled = {"call": lambda m, x, loss: m.AuxiliaryLoss.apply(x * 2, loss)}
-port("AuxiliaryLoss", X, f32(0.7), **doubled)
-port("AuxiliaryLoss", X, LOSS, **doubled, wrt=(0,), label="frozen")
 port("LayerNorm2d", grid(2, 3, 1, 2), grid(3), grid(3) * 2, 1e-5, plain=True)
 port("ClippedReversal", X, call=lambda m, x: m.ClippedReversal.apply(x, lambda_=2))
 port("ClippedReversal", X, label="default")
@@ -313,5 +278,3 @@ port("ClippedReversal", X, np.array(0.3, np.float32), wrt=(0,), label="tensor")
 # Backward has the slots of torch, one too many for Paddle.
 differ = {"orders": 1, "summed": True}
 port("Reversal", X, 0.3, theirs=ValueError, ours=[-0.3], **differ)
-# Paddle hands on the shape that backward gave; here it becomes that of the loss.
-port("AuxiliaryLoss", X, LOSS, **doubled, theirs=[2, f32(1)], ours=[2, 1], **differ, label="without-dimensions")

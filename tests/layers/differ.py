@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.kit.oracle import HALVES, Mine, Table, X, Y, fail
-
-from .agree import product
+from tests.kit.oracle import Mine, Table, X, Y, fail
 
 DIFFERENCES = Table()
 TWO = np.array([2], np.float32)
@@ -92,21 +90,6 @@ for call in ("save_for_backward", "mark_non_differentiable", "set_materialize_gr
 
         return of.layer(lambda ctx, x: x * 2, backward).apply
 
-    @DIFFERENCES.differ(label=call, theirs=[3], ours=RuntimeError, match=call)
-    def recording_after_forward(of, call=call):
-        contexts = []
-
-        def forward(ctx, x):
-            contexts.append(ctx)
-            return x * 2
-
-        def apply(x):
-            y = of.layer(forward, lambda ctx, dy: dy * 3).apply(x)
-            getattr(contexts[-1], call)(y if call != "set_materialize_grads" else False)
-            return y
-
-        return apply
-
 
 @DIFFERENCES.differ(theirs=[3], ours=ValueError, match="mark_non_differentiable")
 def mark_what_is_not_returned(of):
@@ -145,13 +128,6 @@ for name, (their, our, match, give) in GIVEN.items():
         return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: give(dy)).apply
 
 
-for name, give in {"number": lambda dy: 1, "list": lambda dy: [dy], "two": lambda dy: (dy, dy)}.items():
-
-    @DIFFERENCES.differ(label=name, theirs=REFUSED, ours=ValueError)
-    def given_for_one(of, give=give):
-        return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: give(dy)).apply
-
-
 @DIFFERENCES.differ(theirs=[1], ours=[3])
 def tensor_in_a_dict(of):
     layer = of.layer(lambda ctx, d: d["x"] * 2, lambda ctx, dy: {"x": dy * 2})
@@ -164,39 +140,10 @@ def hooks_as_a_decorator(of):
     return lambda x, y: hooks(of.multiply)(x, y)
 
 
-@DIFFERENCES.differ(theirs=Mine, ours=Mine, match="on purpose")
-def exception_in_forward(of):
-    return of.layer(fail, lambda ctx, dy: dy).apply
-
-
-@DIFFERENCES.differ(theirs=NotImplementedError, ours=NotImplementedError)
-def no_forward(of):
-    return type("Layer", (of.PyLayer,), {}).apply
-
-
 # Paddle reports every exception in backward, and in a hook, as an OSError.
-@DIFFERENCES.differ(theirs={"paddle": OSError, "torch": NotImplementedError}, ours=NotImplementedError)
-def no_backward(of):
-    return type("Layer", (of.PyLayer,), {"forward": staticmethod(lambda ctx, x: x * 2)}).apply
-
-
 @DIFFERENCES.differ(theirs={"paddle": OSError, "torch": Mine}, ours=Mine, match="on purpose")
 def exception_in_backward(of):
     return of.layer(lambda ctx, x: x * 2, fail).apply
-
-
-@DIFFERENCES.differ(theirs={"paddle": OSError, "torch": AttributeError}, ours=AttributeError, match="nothing_set")
-def unknown_attribute(of):
-    return of.layer(lambda ctx, x: x * 2, lambda ctx, dy: ctx.nothing_set).apply
-
-
-@DIFFERENCES.differ(X, Y, theirs={"paddle": OSError, "torch": TypeError}, ours=TypeError, match="pack_hook")
-def hooks_that_are_not_callable(of):
-    def inside(x, y):
-        with of.hooks(1, 2):
-            return x * y
-
-    return inside
 
 
 for name in ("pack", "unpack"):
@@ -205,10 +152,6 @@ for name in ("pack", "unpack"):
     @DIFFERENCES.differ(X, Y, **options)
     def exception_in_a_hook_of_an_operation(of, name=name):
         return of.hooked(of.multiply, **{name: fail})
-
-    @DIFFERENCES.differ(X, Y, **options)
-    def exception_in_a_hook_of_a_layer(of, name=name):
-        return of.hooked(product(of).apply, **{name: fail})
 
 
 # What unpack returns in place of a tensor. Paddle computes with whatever comes.
@@ -223,8 +166,3 @@ for name, (their, unpacked) in UNPACKED.items():
     @DIFFERENCES.differ(X, Y, label=name, theirs=their, ours=ValueError, match="unpack_hook")
     def unpacked_for_an_operation(of, unpacked=unpacked):
         return of.hooked(of.multiply, unpack=lambda kept: unpacked(of, kept["hidden"]))
-
-
-@DIFFERENCES.differ(X, Y, theirs=HALVES, ours=ValueError, match="unpack_hook")
-def unpacked_in_another_dtype_for_a_layer(of):
-    return of.hooked(product(of).apply, unpack=lambda kept: of.cast(kept["hidden"], "float16"))

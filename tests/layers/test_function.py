@@ -347,28 +347,6 @@ for materialize in (True, False):
             return moved
 
 
-def saving_for_each(of):
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.save_for_forward(x * 3)
-        return x * 2
-
-    def rule(ctx, t):
-        return ctx.saved_tensors[0] * t
-
-    return of.function(forward, rule, jvp=rule).apply
-
-
-@TABLE.add()
-def what_is_saved_for_backward(of):
-    return saving_for_each(of)
-
-
-@TABLE.add(X, DX, orders=0)
-def what_is_saved_for_jvp(of):
-    return lambda x, dx: of.jvp(saving_for_each(of), (x,), (dx,))
-
-
 @TABLE.differ(orders=0, wrt=(), theirs=RuntimeError, ours=ValueError, match="jvp")
 def tangent_too_many(of):
     layer = of.function(lambda x: x * 2, setup_context=no_setup, jvp=lambda ctx, dx: (dx * 2, dx * 2))

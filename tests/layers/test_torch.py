@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import packers
-from tests.kit.oracle import HALVES, Ours, Table, Torch, X, Y, Z, compare
+from tests.kit.oracle import Ours, Table, Torch, X, Y, Z, compare
 from tests.layers.agree import (
     HOOKS,
     SHARED,
@@ -269,34 +269,6 @@ for name, value in {"number": 3, "list": [X]}.items():
             return x * 2
 
         return of.layer(forward, lambda ctx, dy: dy * 3).apply
-
-
-@DIFFERENT.differ(theirs=AttributeError, ours=AttributeError, match="saved_tensors")
-def saved_tensors_assigned(of):
-    def forward(ctx, x):
-        ctx.saved_tensors = (x,)
-        return x * 2
-
-    return of.layer(forward, lambda ctx, dy: dy * 3).apply
-
-
-# What unpack returns in place of a tensor.
-UNPACKED = {
-    # torch computes with another dtype, and broadcasts.
-    "dtype": (HALVES, lambda of, x: of.cast(x, "float16")),
-    "scalar": ([6, 6], lambda of, x: of.ones(()) * 6),
-}
-
-for name, (their, unpacked) in UNPACKED.items():
-
-    @DIFFERENT.differ(X, Y, label=name, theirs=their, ours=ValueError, match="unpack_hook")
-    def unpacked_for_an_operation(of, unpacked=unpacked):
-        return of.hooked(of.multiply, unpack=lambda kept: unpacked(of, kept["hidden"]))
-
-
-@DIFFERENT.differ(X, Y, theirs=RuntimeError, ours=ValueError, match="unpack_hook")
-def unpacked_in_another_shape_for_a_layer(of):
-    return of.hooked(product(of).apply, unpack=lambda kept: of.ones((3, 3)))
 
 
 @DIFFERENT.every()

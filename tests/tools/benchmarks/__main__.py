@@ -1,11 +1,11 @@
 """What PyLayer costs next to other ways to write a custom gradient.
 
-    python -m tests.tools.benchmarks [--quick] [--only TABLE or ROW] [--json FILE] [--plot FILE]
+    python -m tests.tools.benchmarks [--quick] [--only TABLE or ROW] [--json FILE]
 
-The tables are `layer` (one layer, or many in a row), `models` (real models), `training` (with packed activations) and
-`saved` (what packers keep). Everything in a row is measured in one loop, in an order that is shuffled in each round,
-and compared round by round, so that a machine that slows down for a while slows all contestants down. Where a goal of
-`results.py` is missed, the command fails.
+The tables are `layer` (one layer, or many in a row) and `models` (real models); tests/documents/packing.py measures
+packers. Everything in a row is measured in one loop, in an order that is shuffled in each round, and compared round by
+round, so that a machine that slows down for a while slows all contestants down. Where a goal of `results.py` is missed,
+the command fails.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import networks, saved, training
+from . import networks
 from .contestants import Contestant, chain, gather
-from .results import GOALS, MODELS, ONE_LAYER, SAVED, TRAINING, Results
+from .results import GOALS, MODELS, ONE_LAYER, Results
 from .timing import Call, Effort, measure, python_calls, ratios
 
 
@@ -81,35 +81,23 @@ ROWS = [
 ]
 
 
-TABLES: dict[str, Callable[[Effort, Results], None]] = {
-    MODELS: networks.report,
-    TRAINING: training.report,
-    SAVED: saved.report,
-}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print and compare; return 1 where a goal is missed, unless the run is a quick one."""
     parser = argparse.ArgumentParser(prog="python -m tests.tools.benchmarks", description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="a few rounds of tiny cases: does it run at all")
-    tables = ", ".join((ONE_LAYER, *TABLES))
-    parser.add_argument("--only", metavar="NAME", default="", help=f"one table ({tables}), or rows with this name")
+    parser.add_argument("--only", metavar="NAME", default="", help="one table (layer, models), or rows with this name")
     parser.add_argument("--json", metavar="FILE", help="write the figures, with machine and versions")
-    parser.add_argument("--plot", metavar="FILE", help="draw the figures (needs matplotlib)")
     options = parser.parse_args(arguments)
     effort = Effort(3, 0.0, shrink=10) if options.quick else Effort(41, 0.02)
     results = Results()
 
-    if options.only not in TABLES:
+    if options.only != MODELS:
         contest(effort, results, "" if options.only == ONE_LAYER else options.only)
-    for name, report in TABLES.items():
-        if options.only in ("", name):
-            report(effort, results)
+    if options.only in ("", MODELS):
+        networks.report(effort, results)
     missed = results.missed(GOALS)
     if options.json:
         results.write(options.json)
-    if options.plot:
-        results.plot(options.plot)
     return int(bool(missed) and not options.quick)
 
 

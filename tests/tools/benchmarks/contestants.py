@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax import PyLayer, once_differentiable
+from pylayer_jax import once_differentiable
 from tests.kit import names
 
 
@@ -58,25 +58,8 @@ def _in_jax(name: str, layer: Any, once_differentiable: Any = None) -> Contestan
     return Contestant(name, layer, array, *calls, step, traced=True, once_differentiable=once_differentiable)
 
 
-def _pylayer() -> type[PyLayer]:
-    # As users write it: a method that closes over a namespace would be searched for traced values at each call.
-    class Tanh(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            y = jnp.tanh(x)
-            ctx.save_for_backward(y)
-            return y
-
-        @staticmethod
-        def backward(ctx, dy):
-            (y,) = ctx.saved_tensor()
-            return dy * (1 - y * y)
-
-    return Tanh
-
-
 def _tanh(xp: names.Names) -> Any:
-    """The same in another framework."""
+    """The layer in a framework with classes, or here."""
     tanh = xp.tanh  # looked up here, as each call is measured
 
     class Tanh(xp.PyLayer):
@@ -95,14 +78,14 @@ def _tanh(xp: names.Names) -> Any:
 
 
 def pylayer() -> Contestant:
-    tanh = _pylayer()
-    once = type("OnceTanh", (tanh,), {"backward": staticmethod(once_differentiable(tanh.backward))})
-    return _in_jax("PyLayer", tanh.apply, once.apply)
+    layer = _tanh(names.JAX)
+    once = type("OnceTanh", (layer,), {"backward": staticmethod(once_differentiable(layer.backward))})
+    return _in_jax("PyLayer", layer.apply, once.apply)
 
 
 def jitted_pylayer() -> Contestant:
     """The same within an inner jax.jit, which traces a repeated layer once."""
-    return _in_jax("jit(PyLayer)", jax.jit(_pylayer().apply))
+    return _in_jax("jit(PyLayer)", jax.jit(_tanh(names.JAX).apply))
 
 
 def custom_vjp() -> Contestant:

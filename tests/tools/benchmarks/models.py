@@ -38,11 +38,11 @@ class Transformer(NamedTuple):
     batch: int = 32
     characters: int = 96
 
-    def init(self, seed: int = 0) -> Params:
+    def init(self) -> Params:
         wide = self.width
         sizes = {"q": (wide, wide), "k": (wide, wide), "v": (wide, wide), "out": (wide, wide)}
         sizes |= {"up": (wide, 4 * wide), "down": (4 * wide, wide)}
-        keys = iter(jax.random.split(jax.random.key(seed), 3 + len(sizes)))
+        keys = iter(jax.random.split(jax.random.key(0), 3 + len(sizes)))
 
         def normal(*shape: int) -> Array:
             return jax.random.normal(next(keys), shape) / shape[-2] ** 0.5
@@ -54,21 +54,19 @@ class Transformer(NamedTuple):
             "blocks": {name: normal(self.depth, *shape) for name, shape in sizes.items()},
         }
 
-    def data(self, steps: int) -> Array:
-        """Characters [steps, batch, length + 1] of Python's own documentation."""
+    def data(self) -> Array:
+        """Characters [batch, length + 1] of Python's own documentation."""
         text = "\n".join(pydoc_data.topics.topics.values()).encode("ascii", "replace")
         numbers = np.clip(np.frombuffer(text, np.uint8).astype(np.int32) - 31, 0, self.characters - 1)
-        starts = np.random.default_rng(0).integers(0, len(numbers) - self.length - 1, (steps, self.batch, 1))
+        starts = np.random.default_rng(0).integers(0, len(numbers) - self.length - 1, (self.batch, 1))
         return jnp.asarray(numbers[starts + np.arange(self.length + 1)])
 
-    def loss(self, parts: Parts, scan: bool = False, block: Callable[[Any], Any] = lambda f: f) -> Callable[..., Array]:
+    def loss(self, parts: Parts, scan: bool) -> Callable[..., Array]:
         """The mean loss as a function of parameters and characters [batch, length + 1].
 
-        `scan`: whether the blocks run in a scan over layers; otherwise in a Python loop. `block` wraps the function of
-        one block, as jax.checkpoint.
+        `scan`: whether the blocks run in a scan over layers; otherwise in a Python loop.
         """
 
-        @block
         def run(x: Array, w: Params) -> Array:
             h = parts.norm(x)
             q, k, v = (self._split(h @ w[name]) for name in ("q", "k", "v"))
@@ -97,19 +95,19 @@ class MLP(NamedTuple):
     batch: int = 512
     classes: int = 10
 
-    def init(self, seed: int = 0) -> Params:
-        keys = jax.random.split(jax.random.key(seed))
+    def init(self) -> Params:
+        keys = jax.random.split(jax.random.key(0))
         shape = (self.depth, self.width, self.width)
         return {
             "layers": jax.random.normal(keys[0], shape) / self.width**0.5,
             "head": jax.random.normal(keys[1], (self.width, self.classes)) / self.width**0.5,
         }
 
-    def data(self, steps: int) -> tuple[Array, Array]:
-        rows = jax.random.normal(jax.random.key(1), (steps, self.batch, self.width))
+    def data(self) -> tuple[Array, Array]:
+        rows = jax.random.normal(jax.random.key(1), (self.batch, self.width))
         return rows, jnp.argmax(rows[..., : self.classes], axis=-1)
 
-    def loss(self, parts: Parts, scan: bool = False) -> Callable[..., Array]:
+    def loss(self, parts: Parts, scan: bool) -> Callable[..., Array]:
         def loss(params: Params, batch: tuple[Array, Array]) -> Array:
             x, targets = batch
             x = _repeated(lambda x, w: parts.activation(parts.norm(x @ w)), x, params["layers"], scan)

@@ -50,7 +50,7 @@ def _is_there(way: Any) -> bool:
 
 
 def _measured(model: Any, scan: bool, ways: dict[str, Any], effort: Effort) -> dict[str, dict[str, float]]:
-    params, data = model.init(), jax.tree.map(lambda x: x[0], model.data(1))
+    params, data = model.init(), model.data()
     times: dict[str, dict[str, list[float]]] = {stage: defaultdict(list) for stage in STAGES}
     memory: dict[str, float] = {}
     steps: dict[str, Any] = {}

@@ -20,10 +20,6 @@ class Effort(NamedTuple):
     seconds: float  # per contestant and round
     shrink: int = 1  # divides depths and widths
 
-    def chosen(self, entries: dict[str, Any], *few: str) -> dict[str, Any]:
-        """All entries; in a quick run those of these names."""
-        return entries if self.shrink == 1 else {name: entries[name] for name in few}
-
 
 def measure(calls: dict[str, Call], effort: Effort) -> dict[str, list[float]]:
     """Seconds per call, one entry per round, of all contestants in turn."""
