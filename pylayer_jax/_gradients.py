@@ -12,7 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import Argument, Arguments
-from ._jax.types import as_array, as_arrays, has_tangent, is_key, tangent_type, typeof, varying_axes, zeros_of
+from ._jax.types import (
+    as_array,
+    as_arrays,
+    has_tangent,
+    is_key,
+    tangent_type,
+    typeof,
+    varying_axes,
+    with_varying_axes,
+    zeros_of,
+)
 from ._messages import describe, innermost, plural, source_of
 from ._outputs import Outputs
 from ._trees import LEAF, Skeleton, is_tensor, unboxed
@@ -194,15 +204,14 @@ def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = Fal
             "jnp.real(...)."
         )
     value = value if value.dtype == aval.dtype else value.astype(aval.dtype)
-    wanted, got = varying_axes(aval), varying_axes(typeof(value))
-    if extra := sorted(map(str, got - wanted)):
+    if extra := sorted(map(str, varying_axes(typeof(value)) - varying_axes(aval))):
         axes = repr(extra[0]) if len(extra) == 1 else repr(tuple(extra))
         raise ValueError(
             f"{where()}: expected a value that is the same on all devices of the mesh axis {', '.join(extra)}, but it "
             f"differs from device to device. Sum it before it is returned, with jax.lax.psum(value, {axes}); or make "
             f"the argument vary before the layer gets it: jax.lax.pcast(argument, {axes}, to='varying')."
         )
-    return jax.lax.pcast(value, tuple(wanted - got), to="varying") if wanted != got else value
+    return with_varying_axes(value, aval)
 
 
 def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:

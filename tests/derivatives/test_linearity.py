@@ -104,6 +104,8 @@ LINEAR = {
     "where": lambda dy: jnp.where(MASK, 0.0, 2 * dy),
     "where_zeros": lambda dy: jnp.where(MASK, dy, ZEROS),
     "at_set_zero": lambda dy: dy.at[0].set(0.0),
+    "at_subtract": lambda dy: dy.at[jnp.array([0, 0])].subtract(dy[1:]),
+    "at_multiply": lambda dy: dy.at[0].multiply(2.0),
     "pad": lambda dy: jnp.pad(dy[:2], (0, 1)),
     "roll": lambda dy: jnp.roll(dy, 1),
     "flip": lambda dy: dy[::-1],

@@ -191,3 +191,11 @@ def test_an_operand_that_all_examples_share(product):
         got, expected = (jax.jit(jax.grad(functools.partial(f, g), (0, 1)))(X, W) for g in (product, jnp.matmul))
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
+def test_a_gradient_may_be_the_same_on_all_devices_though_the_argument_varies(forward_mode):
+    zero = layer(lambda ctx, x: 3 * x, lambda ctx, dy: jnp.zeros(dy.shape), forward_mode=forward_mode)
+    mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(zero.apply, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    assert not jax.jit(jax.grad(lambda x: mapped(x).sum()))(jnp.ones(8)).any()

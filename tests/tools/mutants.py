@@ -25,7 +25,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "pylayer_jax"
 LEFT_OUT = ("testing", "_commands", "__main__.py")
-TESTS = ("contract", "derivatives", "hooks", "layers", "generated")  # the fast ones first
+TESTS = ("contract", "derivatives", "hooks", "layers", "devices", "generated")  # the fast ones first
 MARKERS = "core or generated"  # what `core` stands for is in tests/conftest.py
 
 _COMPARED = {ast.Eq: ast.NotEq, ast.Is: ast.IsNot, ast.Lt: ast.LtE, ast.Gt: ast.GtE, ast.In: ast.NotIn}
