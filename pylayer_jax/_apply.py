@@ -44,7 +44,7 @@ class Apply(classmethod):
     def __init__(self, method: Any) -> None:
         super().__init__(method.__func__)
         self._code = method.__func__.__code__
-        self._name = f"_bound_{method.__func__.__qualname__}"  # unique: an overriding `apply` may call this `apply`
+        self._name = f"_bound_{method.__func__.__qualname__}"  # unique, since an override may call this `apply`
 
     @overload
     def __get__(self, instance: Any, owner: type[_FunctionWithContext[P, R]]) -> Callable[P, R]: ...
@@ -55,7 +55,7 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = owner.__dict__.get(self._name)
-        # A class made from the members of another class, e.g. by unpickling, also has the other class's `bound`.
+        # A class made from the members of another class, e.g. by unpickling, also contains `bound` of the other class.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
             bound = types.MethodType(self._function_of(owner), owner)
             setattr(owner, self._name, bound)

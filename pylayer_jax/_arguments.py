@@ -16,14 +16,14 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 
 
 class Argument:
-    """The name, skeleton and tensor positions of one argument; a *slot* is an argument with a tensor that is no Ref."""
+    """Name, skeleton and tensor positions of one argument; a *slot* is an argument with a tensor that is not a Ref."""
 
     __slots__ = ("name", "skeleton", "span")
 
     def __init__(self, name: str, skeleton: Skeleton, first: int) -> None:
         self.name = name
         self.skeleton = skeleton
-        self.span = slice(first, first + skeleton.size)  # positions among all tensors of the call
+        self.span = slice(first, first + skeleton.size)  # the argument's positions among all tensors of the call
 
 
 class Arguments:

@@ -104,7 +104,7 @@ class LayerCall:
         """Run `forward` on concrete values; `forward` must not close over a value that is being differentiated.
 
         Raises:
-            UnexpectedTracerError: if an output or a residual depends on such a closed-over value.
+            UnexpectedTracerError: if an output or a residual depends on a closed-over value that is differentiated.
         """
         __tracebackhide__ = True
         # Copy an array that the caller passed twice, so that `id()` tells the arguments apart.

@@ -53,7 +53,7 @@ class Application:
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.
 
-        `in_rule` is True within a fwd rule, where a differentiation of `tensors` makes a second derivative.
+        `in_rule` is True within a fwd rule, where a differentiation of `tensors` gives a second derivative.
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors, in_rule)
@@ -95,7 +95,7 @@ def _remember(
     NOTE [several runs]
     JAX may run the fwd rule of one application several times, and then passes the treedef of the last run to each bwd
     rule. The runs differ: hooks may return other objects, and `forward` may keep other values of a Ref. Therefore each
-    run has a number, and the fwd rule returns an empty residual of this length. tests: test_several_runs.py
+    run has a number, which the fwd rule returns as the length of an empty residual. tests: test_several_runs.py
     """
     linear, outputs, residuals = differentiated(application.call, run, inputs, needs, packs=True)
     maps = application.maps

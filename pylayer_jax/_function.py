@@ -27,7 +27,7 @@ class FunctionCtx(PyLayerContext):
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
-            TypeError: for anything but a tensor or None.
+            TypeError: for a value that is neither a tensor nor None.
         """
         state = self._state_in_forward("save_for_backward")
         self._check_tensors("save_for_backward", tensors)
@@ -42,14 +42,14 @@ class FunctionCtx(PyLayerContext):
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
-            TypeError: for anything but a tensor or None.
+            TypeError: for a value that is neither a tensor nor None.
         """
         state = self._state_in_forward("save_for_forward")
         self._check_tensors("save_for_forward", tensors)
         state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Check that the tensors are outputs of `forward`; in JAX, a changed tensor is a new array, which is returned.
+        """Check that `forward` returns these tensors, since in JAX a changed tensor is a new array.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
@@ -91,7 +91,7 @@ class Function(PyLayer):
     `Function` follows torch where a `PyLayer` follows Paddle:
 
     - `backward` receives one cotangent per output (None for an output that is not a tensor), and returns one gradient
-      per argument of the call; further Nones may follow. With `setup_context`, the call includes default arguments.
+      per argument of the call; further Nones may follow. With `setup_context`, defaults are arguments too.
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
 

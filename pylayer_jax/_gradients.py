@@ -26,7 +26,7 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
     `needs` says which tensors need a gradient. The gradients of other tensors are dropped.
 
     Raises:
-        ValueError: for a wrong count, structure, type or shape; the message names the layer and the argument.
+        ValueError: for a wrong number of gradients, or a wrong structure, type or shape; messages name the argument.
     """
     try:
         gradients: list[Any] = [None] * len(needs)
@@ -138,7 +138,7 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
     """Return one tangent (or None for zero) per differentiable output, with the shape and dtype of that output.
 
     Raises:
-        ValueError: for a wrong count, structure, type or shape; the message names the layer and the output.
+        ValueError: for a wrong number of tangents, or a wrong structure, type or shape; messages name the output.
     """
     entries = _entries(result, unpack_list=outputs.is_sequence)
     if len(entries) != len(outputs.groups):
@@ -161,13 +161,13 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 
 
 def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
-    """Return `value` with the dtype and shape of `aval`, varying over the mesh axes of `aval`; None stays None.
+    """Return `value` with the dtype and shape of `aval`, and varying over the same mesh axes; None stays None.
 
     If `is_gradient`, `value` may have more or fewer axes of length 1, or a shape to which `aval.shape` broadcasts.
 
     Raises:
         ValueError: if the value is not an array, has another shape, is complex although `aval` is real, or differs
-            between devices although `aval` does not. The message begins with the result of `where()`.
+            between devices although `aval` does not differ. The message begins with the result of `where()`.
     """
     value = unboxed(value)
     if value is None:

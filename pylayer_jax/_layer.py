@@ -166,7 +166,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):
-        # For code that is staged first and differentiated later, JAX raises its own error, without the layer's name.
+        # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(call.name)
     is_deferred = around.will_be_differentiated_later(tensors)
     if takes_refs:
@@ -210,7 +210,7 @@ def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
     """Raise an error for a Ref with differentiated content, and for a class with `vmap`, which JAX would not call.
 
     Raises:
-        TypeError: at once, or when JAX differentiates a staged call.
+        TypeError: during this call, or later when JAX differentiates a staged call.
     """
     refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask or (), strict=True) if is_one]
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):

@@ -78,7 +78,7 @@ class LayerMap(LinearMap):
             args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            # If the class has no forward mode, this is a second derivative. The error about that has priority.
+            # Without forward mode, this is a second derivative, and the error about second derivatives has priority.
             if not self.call.layer.forward_mode:
                 self.check_derivative()
             if getattr(error, "__notes__", None):  # a method of the user raised the error
@@ -94,7 +94,7 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # JAX transposes the undecorated `backward`, which does not raise this error itself.
+        # JAX transposes the undecorated `backward`, which does not raise the error of @once_differentiable.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 

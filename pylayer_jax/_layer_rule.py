@@ -6,7 +6,7 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
 
     front(application, x)                         one jax.custom_vjp function per class, in `_front.py`
       fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr with a recording context
-            residuals = positions of [x, y, intermediates]
+            residuals = entries of [x, y, intermediates]
       bwd   `backward`, from the residuals and the cotangents
 
     rule of rule_function                         used by an outer differentiation, and by forward mode
@@ -15,8 +15,8 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
             tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
 Each residual is an entry of [x, y, intermediates]. A saved input has the derivative of the input, even if `forward`
-also returns this input. A saved output has the derivative of the rule; if `forward` returns one array twice, the last
-position has the rule. An output that is marked non-differentiable is a constant. Any other saved tensor is an
+also returns this input. A saved output has the derivative given by the rule; if `forward` returns one array twice, the
+last position has the rule. An output that is marked non-differentiable is a constant. Any other saved tensor is an
 intermediate: its derivative is the derivative of the equations that compute the tensor.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
@@ -87,7 +87,7 @@ class StagedLayer(RuleFunction):
         return self.unpacked.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
-        """Compute values and tangents; if `packs` is True, pack the residuals of the tangents."""
+        """Compute values and tangents; if `packs`, pack the residuals from which the tangents are computed."""
         __tracebackhide__ = True
         n = self.n_consts
         if any(t is not None for t in tangents[:n]):
@@ -201,7 +201,7 @@ class EagerLayer(RuleFunction):
         __tracebackhide__ = True
         packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
-            primals = as_arrays(primals)  # jax.grad(f)(2.0) passes the Python number
+            primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
             run = self._run_apart(primals, [t is not None for t in tangents])
         if run is None:
             staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)

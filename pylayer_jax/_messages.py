@@ -45,7 +45,7 @@ def closed_over(function: Any) -> dict[str, Any]:
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     values: dict[str, Any] = {}
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty cell
+        with contextlib.suppress(ValueError):  # an empty cell has no `cell_contents`
             values[name] = cell.cell_contents
     return values
 
