@@ -26,7 +26,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Load `packers` and `testing` when they are first used."""
+    """Import the submodule `packers` or `testing` at its first use."""
     if name in ("packers", "testing"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

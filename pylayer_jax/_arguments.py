@@ -1,4 +1,4 @@
-"""The arguments of one call of `forward`: by name, in parameter order, with tensors and statics separated."""
+"""The arguments of one call of `forward`, in parameter order, split into tensors and statics (all other leaves)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any, NamedTuple
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, typeof
 from ._trees import LEAF, Skeleton, has_changed, is_tensor_or_ref, split
 
-__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+__tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
 class Argument:
-    """One argument of a call; a *slot* if it holds a tensor that is no Ref."""
+    """Name, skeleton and tensor positions of one argument; a *slot* is an argument with a tensor that is not a Ref."""
 
     __slots__ = ("name", "skeleton", "span")
 
     def __init__(self, name: str, skeleton: Skeleton, first: int) -> None:
         self.name = name
         self.skeleton = skeleton
-        self.span = slice(first, first + skeleton.size)  # of its tensors among all tensors of the call
+        self.span = slice(first, first + skeleton.size)  # the argument's positions among all tensors of the call
 
 
 class Arguments:
@@ -33,7 +33,8 @@ class Arguments:
         arguments.names()   # ['x', 'params']
         len(tensors)        # 3
 
-    An instance lives in a treedef, where an array would be a leak. A `jax.Ref` counts as a tensor.
+    An instance is part of a treedef, which JAX may cache; therefore an instance holds no array. A `jax.Ref` counts as
+    a tensor.
     """
 
     __slots__ = ("arguments", "is_plain", "layer", "n_positional", "ref_mask", "types")
@@ -42,20 +43,20 @@ class Arguments:
         self.layer = layer
         self.arguments = arguments
         self.types = tensor_types
-        self.n_positional = n_positional  # the number of arguments that methods get by position
-        # True if each argument is one tensor, passed by position, as in nearly every call.
+        self.n_positional = n_positional  # how many arguments the layer's methods get by position
+        # True if each argument is a single tensor and is passed by position, as in nearly every call.
         is_positional = n_positional == len(arguments)
-        self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - fewer calls
-        self.ref_mask: list[bool] | None = None  # which tensors are Refs; None if none is
+        self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - a list is faster
+        self.ref_mask: list[bool] | None = None  # one bool per tensor: whether the tensor is a Ref; None without Refs
 
     @staticmethod
     def of(layer: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
-        """Return the arguments of a call and its tensors as JAX arrays."""
+        """Return the `Arguments` of a call, and the tensors of the call as JAX arrays."""
         arguments: list[Argument] = []
         tensors: list[Any] = []
         has_ref = False
         for name, value in values:
-            if is_array(value):  # as most arguments are
+            if is_array(value):  # the usual case
                 arguments.append(Argument(name, LEAF, len(tensors)))
                 tensors.append(value)
                 continue
@@ -73,7 +74,7 @@ class Arguments:
         return [a.name for a in self.arguments]
 
     def ref_names(self) -> list[str]:
-        """Return where each Ref was passed, as in `params['history']`."""
+        """Return the path of each Ref among the arguments, such as `params['history']`."""
         paths = [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
         return [path for path, is_one in zip(paths, self.ref_mask or (), strict=False) if is_one]
 
@@ -85,10 +86,10 @@ class Arguments:
         return [a for a in self.arguments if not all(mask[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
-        """Call `function`, which runs the method named `method`, on the context and the arguments.
+        """Call `function(ctx, ...)` on the arguments of this call; `method` is the name that error messages show.
 
         Raises:
-            ValueError: if the method changed a container among the arguments in place.
+            ValueError: if `function` changed a list, dict or other container among its arguments in place.
         """
         __tracebackhide__ = True
         if self.is_plain:
@@ -105,7 +106,7 @@ class Arguments:
         for name, value, before in containers:
             try:
                 after = split(value)
-            except Exception:  # an equinox.nn.State may not be read after a new State was made from it
+            except Exception:  # an equinox.nn.State cannot be read after a new State was made from it
                 continue
             if has_changed(before, after):
                 raise ValueError(
@@ -116,24 +117,24 @@ class Arguments:
         return result
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:
-        """Return one entry per argument, in its structure, from one value per tensor; None for every static."""
+        """Return one pytree per argument, with the tensors replaced by `values` and the statics replaced by None."""
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Return one bool per argument, from one bool per tensor."""
+        """Return for each argument whether `mask` (one bool per tensor) is True for any tensor of the argument."""
         return tuple([any(mask[a.span]) for a in self.arguments])
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
-        """Return `mask`, but False for tensors that cannot have a gradient: integers, bools, PRNG keys, and Refs."""
+        """Return `mask` with False for every tensor that cannot have a gradient: integers, bools, PRNG keys, Refs."""
         found = [m and has_tangent(t) for m, t in zip(mask, self.types, strict=True)]
         return found if self.ref_mask is None else [m and not r for m, r in zip(found, self.ref_mask, strict=True)]
 
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Bind a call to the signature of `forward(ctx, ...)`.
+    """Bind `args` and `kwargs` to the signature of `forward(ctx, ...)`.
 
     Raises:
-        TypeError: for an unknown keyword, or a missing or surplus argument.
+        TypeError: for an unknown keyword, a missing argument or a surplus argument.
     """
     declared = _declared(layer)
     if not kwargs and declared.required <= len(args) <= len(declared.names):
@@ -155,7 +156,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            # If the context has no parameter, as in forward(*args), it is the first of the values.
+            # In `forward(*args)` the context has no separate parameter: the context is the first value.
             values = value if _has_context(signature) else value[1:]
             positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
@@ -170,7 +171,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
 
 
 def call_of_apply(layer: Any) -> str:
-    """Return how the layer is called, as in `Tanh.apply(x)`."""
+    """Return the call of the layer as error messages show it, e.g. `Tanh.apply(x)`."""
     parameters = list(_declared(layer).signature.parameters.values())
     shown = [str(p.replace(annotation=p.empty)) for i, p in enumerate(parameters) if i or p.kind is p.VAR_POSITIONAL]
     return f"{layer.__qualname__}.apply({', '.join(shown)})"
@@ -186,9 +187,9 @@ def _has_context(signature: inspect.Signature) -> bool:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function` itself, not of a function that it wraps: a decorator may drop parameters.
+    """Return the signature of `function`, not of a function that `function` wraps: a decorator may drop parameters.
 
-    If `function` takes `*args` or `**kwargs`, the wrapped function gives the names.
+    If `function` takes `*args` or `**kwargs`, return the signature of the wrapped function.
     """
     own = inspect.signature(function, follow_wrapped=False)
     wrapped = getattr(function, "__wrapped__", None)
@@ -198,14 +199,14 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 
 
 class _Declared(NamedTuple):
-    """The signature of a `forward`, read once for all calls."""
+    """The signature of a `forward` method, which is read once and cached for all calls."""
 
     signature: inspect.Signature
-    names: tuple[str, ...]  # the parameters that a plain positional call fills, without the context
-    required: int  # how many of these names a plain positional call has to fill
+    names: tuple[str, ...]  # the parameters that can be passed by position, except the context
+    required: int  # how many of these parameters a call without keywords has to pass
 
 
-# Keys: the function, then whether it is called as a bound method. A signature does not keep its function alive.
+# `_known[function][is_bound]` is the cached signature of a `forward`. A signature does not keep `function` alive.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
 
 
@@ -214,7 +215,7 @@ def _declared(layer: Any) -> _Declared:
     function = getattr(forward, "__func__", forward)
     try:
         known = _known.setdefault(function, {})
-    except TypeError:  # an object with `__call__` that cannot be hashed, or has no weak references
+    except TypeError:  # `function` is an object that cannot be hashed or weakly referenced
         return _read_declared(layer, forward)
     is_bound = function is not forward
     if is_bound not in known:
@@ -227,7 +228,7 @@ def _read_declared(layer: Any, forward: Callable[..., Any]) -> _Declared:
     parameters, kinds = list(signature.parameters.values()), inspect.Parameter
     plain = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)][1:]
     required = sum(p.default is kinds.empty for p in plain)
-    if layer._has_setup_context():  # its inputs have the defaults too
+    if layer._has_setup_context():  # then `bind` has to add the defaults, which `setup_context` gets too
         required = len(parameters) - 1
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
         required = sys.maxsize

@@ -1,4 +1,4 @@
-"""One call of a layer: running `forward`, `backward`, `jvp` and `vmap` of its class."""
+"""Runs the methods `forward`, `backward`, `jvp` and `vmap` of a class for one call of the layer."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ._messages import add_note, closed_over, describe, innermost, plural, sourc
 from ._outputs import Outputs
 from ._trees import Skeleton, contains, is_tensor
 
-__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+__tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
-# True while JAX may transpose the `backward` that runs, or differentiate it in forward mode. A layer that this
-# `backward` applies then has no `jax.custom_vjp` function in front, which allows neither. The flag is part of jit's
-# cache key, since a jitted function may apply a layer.
+# True while a `backward` runs that JAX may transpose or differentiate in forward mode. `jax.custom_vjp` allows neither,
+# so a layer that is applied within this `backward` does not use `jax.custom_vjp`. The flag is part of the cache key of
+# `jax.jit`, since a jitted function may apply a layer.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
 
 
 class Run(NamedTuple):
-    """Result of running `forward`: the context's contents without arrays, the outputs, and the residuals."""
+    """Result of running `forward`: the state of the context without arrays, the outputs, and the residuals."""
 
     kept: Kept
     outputs: list[Any]
@@ -40,14 +40,14 @@ class Run(NamedTuple):
 
 
 class VmapInfo(NamedTuple):
-    """The description of a batch that a layer's `vmap` gets."""
+    """Description of the batch, which a layer's `vmap` gets as its first argument."""
 
-    batch_size: int  # examples
-    randomness: str  # "error", as torch calls it: JAX draws from keys, which are arguments like others
+    batch_size: int  # the number of examples
+    randomness: str  # always "error", a value of torch.vmap: in JAX, random keys are ordinary arguments
 
 
 class LayerCall:
-    """One call of a layer: the class, the arguments without tensors, and the pair of hooks that was active."""
+    """One call of a layer: the class, the arguments without tensors, and the active pair of hooks."""
 
     __slots__ = ("arguments", "layer", "marked", "name", "pair", "skeleton")
 
@@ -55,24 +55,24 @@ class LayerCall:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # JAX may run a fwd rule long after the block was left, so the call holds the pair that was active.
+        # JAX may run a fwd rule after the `with` block of the hooks has ended, so the call holds the pair of hooks.
         self.pair: Any = None
-        # The skeleton of the outputs, and which are marked non-differentiable; set when `forward` has run.
+        # The skeleton of the outputs, and the indices of non-differentiable outputs. Running `forward` sets both.
         self.skeleton: Skeleton | None = None
         self.marked: frozenset[int] = frozenset()
 
     @property
     def source(self) -> str:
-        """The class, and where its `forward` is defined: the name of staged code in JAX's errors."""
+        """Name of the class and location of its `forward`, which JAX's errors show as the name of the staged code."""
         return source_of(self.name, self.layer.forward)
 
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
-        """Name the operations of a method `Tanh/forward` in compiled programs and profiles."""
-        # In eager mode JAX compiles each operation by itself, without the scopes around it.
+        """Return a context manager that names a method's operations in profiles and HLO, e.g. `Tanh/forward`."""
+        # In eager mode, JAX compiles each operation separately and ignores name scopes.
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
     def residual_names(self, kept: Kept, n_residuals: int) -> list[str]:
-        """Return the name of each residual for hooks and reports: from `saved_names`, or as in `saved[0]`."""
+        """Return a name for each residual, for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
         given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
         return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
 
@@ -81,9 +81,9 @@ class LayerCall:
     def run_forward(
         self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
     ) -> Run:
-        """Run `forward`, or a function that takes its place, and record the values that it keeps.
+        """Run `self.layer.forward`, or the argument `forward` in its place, and collect the residuals.
 
-        `needs` is `ctx.needs_input_grad`, per tensor.
+        `needs` has one bool per tensor; `ctx.needs_input_grad` is made from `needs` and has one bool per argument.
         """
         __tracebackhide__ = True
         ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
@@ -92,29 +92,29 @@ class LayerCall:
         return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
-        """Run `forward` where nothing is differentiated, and return its outputs as it returned them."""
+        """Run `forward` where nothing is differentiated, and return its outputs in the same containers."""
         __tracebackhide__ = True
         ctx, result = self._call_forward(self.layer._forward_with_ctx(), tensors, [False] * len(tensors), False)
-        if is_array(result) and not ctx._state.must_return:  # nearly always
+        if is_array(result) and not ctx._state.must_return:  # the usual case
             return result
         kept, outputs, _ = keep(ctx, result, self.layer)
         return kept.outputs.skeleton.fill(outputs)
 
     def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
-        """Run `forward` on concrete values. It must not use a closed-over value that is being differentiated.
+        """Run `forward` on concrete values; `forward` must not close over a value that is being differentiated.
 
         Raises:
-            UnexpectedTracerError: if an output or a residual depends on such a closed-over value.
+            UnexpectedTracerError: if an output or a residual depends on a closed-over value that is differentiated.
         """
         __tracebackhide__ = True
-        # Copy an array that the caller passed twice, so that each argument has an identity of its own.
+        # Copy an array that the caller passed twice, so that `id()` tells the arguments apart.
         originals: dict[int, Any] = {}
         if len(set(map(id, tensors))) < len(tensors):
             copies = [jnp.copy(x) if contains(tensors[:i], x) else x for i, x in enumerate(tensors)]
             originals = {id(own): x for own, x in zip(copies, tensors, strict=True)}
             tensors = copies
         run = self.run_forward(tensors, needs)
-        if originals:  # so that hooks pack an array once
+        if originals:  # put the originals back, so that hooks pack each array only once
             run = run._replace(residuals=[originals.get(id(x), x) for x in run.residuals])
         if any(map(is_differentiated, [*run.outputs, *run.residuals])):
             raise self.closed_over_error()
@@ -136,7 +136,7 @@ class LayerCall:
             state.in_forward = False
 
     def closed_over_error(self, method: str = "forward") -> Exception:
-        """Make the error for a differentiated value that a method uses and that is no argument of the call."""
+        """Return the error for a method that uses a differentiated value which is not an argument of the call."""
         names = [name for name, value in closed_over(getattr(self.layer, method)).items() if is_tensor(value)]
         found = f" ({', '.join(names)})" if names else ""
         return jax.errors.UnexpectedTracerError(
@@ -147,9 +147,9 @@ class LayerCall:
         )
 
     def check_closure_of_backward(self) -> None:
-        """Refuse a differentiated value that `backward` closes over, if JAX runs `backward` after the trace has ended.
+        """Raise an error if `backward` closes over a differentiated value, for calls whose `backward` JAX runs later.
 
-        JAX would silently treat the value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
+        JAX would silently treat the closed-over value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
         """
         if any(map(is_differentiated, closed_over(self.layer.backward).values())):
@@ -165,9 +165,9 @@ class LayerCall:
         cotangents: Sequence[Any],
         is_transposed: bool = False,
     ) -> list[Any]:
-        """Return the gradients of all tensors of the call by `backward`; None is a zero cotangent or gradient.
+        """Run `backward` and return one gradient per tensor of the call; None is a zero cotangent or a zero gradient.
 
-        `is_transposed`: whether JAX transposes the operations of `backward` instead of differentiating them.
+        `is_transposed` is True if JAX transposes the operations of `backward` instead of differentiating them.
         """
         __tracebackhide__ = True
         layer, outputs, arguments = self.layer, kept.outputs, self.arguments
@@ -184,7 +184,8 @@ class LayerCall:
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         around = surroundings()
-        # For a first derivative in eager mode `jax.custom_vjp` is faster, and setting the flag makes JAX compile anew.
+        # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
+        # `jax.custom_vjp`, and a change of `in_backward` makes JAX compile jitted functions again.
         may_be_transposed = around.is_staged or around.is_differentiated
         try:
             with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", around.is_staged):
@@ -203,7 +204,7 @@ class LayerCall:
     def run_jvp(
         self, kept: Kept, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Return the tangents of all differentiable outputs, by the `jvp` of the class, from those of all tensors."""
+        """Run `jvp` and return one tangent per differentiable output; `tangents` has one per tensor of the call."""
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
         ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)
@@ -230,12 +231,12 @@ class LayerCall:
     # -- vmap --------------------------------------------------------------------------------------------
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        """Run the `vmap` of the class. Return the outputs of the batch, with the batch axis in front.
+        """Run the `vmap` of the class and return the batched outputs, with the batch axis in front.
 
-        `dims` says where each tensor has the batch axis; None if all examples share the tensor.
+        `dims` has the batch axis of each tensor, or None for a tensor that all examples share.
 
         Raises:
-            ValueError: if `vmap` does not return a pair, or its out_dims do not fit the outputs.
+            ValueError: if `vmap` does not return a pair, or if the out_dims do not fit the outputs.
         """
         __tracebackhide__ = True
         arguments, in_dims = self.arguments, tuple(self.arguments.per_argument(dims))
@@ -255,7 +256,7 @@ class LayerCall:
                 raise TypeError("Not a tuple.")
             outputs, out_dims = result
             _, arrays, self.skeleton = Outputs.of(self.name, outputs)
-            # An int or None stands for a whole subtree.
+            # An int or None in out_dims applies to all leaves of the corresponding subtree of the outputs.
             of_leaves = jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None)
             pairs = zip(arrays, self.skeleton.flatten_up_to(of_leaves), strict=True)
             return [batch_axis_to_front(axis, x, dim) for x, dim in pairs]
@@ -266,7 +267,7 @@ class LayerCall:
             ) from error
 
     def check_batch(self, axis: Any, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
-        """Raise an error unless each output of `vmap` has dtype and shape of `forward`, behind the batch axis."""
+        """Raise an error unless `vmap` returns the dtypes and shapes of `forward`, with the batch axis in front."""
         found = [f"{x.dtype}{list(x.shape)}" for x in outputs]
         wanted = [f"{t.dtype}{[axis.size, *t.shape]}" for t in expected]
         if found != wanted:
@@ -277,7 +278,7 @@ class LayerCall:
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return why the parameters of a function do not take `args`; empty if they do, or if its code has run."""
+    """Return why `args` do not fit the signature of `function`; empty if they fit, or if `function` has run."""
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
         return ""  # the function itself raised the error
@@ -285,7 +286,7 @@ def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any])
         inspect.signature(function).bind(*args)
     except TypeError as misfit:
         return str(misfit)
-    except ValueError:  # implemented in C
+    except ValueError:  # a function implemented in C has no signature
         return ""
     return ""
 

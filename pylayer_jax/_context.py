@@ -1,4 +1,4 @@
-"""The context, and the contents that one run of `forward` leaves on it for `backward`."""
+"""The context object `ctx`, and the values that one run of `forward` keeps on `ctx` for `backward`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ._messages import closed_over, describe
 from ._outputs import Outputs
 from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
-__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+__tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
 class ContextState:
-    """The private half of a context: everything but the attributes that the user sets."""
+    """The private state of a context: everything except the attributes that the user sets."""
 
     __slots__ = (
         "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
@@ -28,15 +28,15 @@ class ContextState:
 
     def __init__(self, layer: str, needs: Callable[[], tuple[bool, ...]], inputs: Sequence[Any] = ()) -> None:
         self.layer = layer
-        self.needs = needs  # makes needs_input_grad
+        self.needs = needs  # returns the value of ctx.needs_input_grad
         self.inputs = inputs
-        self.in_forward = True  # only then the context accepts values and flags
-        self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # each NumPy array that is saved, and its copy
+        self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
+        self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
         self.saved: tuple[Any, ...] | None = None
-        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # makes `saved` when `backward` asks for it
+        self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
         self.saved_for_jvp: tuple[Any, ...] | None = None
         self.marked: list[Any] = []
-        self.must_return: list[tuple[Any, str, str]] = []  # a value that has to be an output, the call, the advice
+        self.must_return: list[tuple[Any, str, str]] = []  # (value that has to be an output, ctx method, advice)
         self.materialize = True
 
     def read_saved(self) -> tuple[Any, ...] | None:
@@ -46,7 +46,7 @@ class ContextState:
 
 
 class PyLayerContext:
-    """Carries values and flags from `forward` to `backward` of one application of a layer.
+    """The object `ctx` of one application of a layer, which carries values and flags from `forward` to `backward`.
 
         @staticmethod
         def forward(ctx, x, scale):
@@ -54,9 +54,9 @@ class PyLayerContext:
             ctx.scale = scale          # anything else
             return x * scale
 
-    Arrays anywhere inside an attribute (in lists, dicts or any other pytree) are kept like saved tensors; every other
-    object arrives in `backward` unchanged. A NumPy array is copied when it is saved or set: a later change in place
-    cannot reach `backward`, where the array arrives as a `jax.Array`.
+    Arrays in an attribute, also within a list, dict or other pytree, are kept like saved tensors. `backward` gets every
+    other object unchanged. The context copies each NumPy array, so that a later change of the array in place does not
+    affect `backward`, which gets the copy as a `jax.Array`.
     """
 
     __slots__ = ("__dict__", "_state")
@@ -76,7 +76,7 @@ class PyLayerContext:
 
     def __getattr__(self, name: str) -> Any:
         state, known = self._state, getattr(type(self), name, None)
-        if isinstance(known, property):  # the property raised an AttributeError, perhaps in an unpack hook
+        if isinstance(known, property):  # the property raised an AttributeError: raise the same error again
             return known.__get__(self)
         raise AttributeError(
             f"ctx.{name} does not exist: forward of {state.layer} set {sorted(vars(self)) or 'no attribute'}."
@@ -87,9 +87,9 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        None, Python numbers and other statics pass through unchanged, and a pytree is one entry. A `jax.Ref` argument
-        is saved as a reference: `backward` reads its value at that time. In a second derivative a saved output carries
-        the rule of the layer, and a saved input is the input; any other tensor is differentiated through `forward`.
+        A pytree is one entry, and leaves that are not arrays stay unchanged. A `jax.Ref` argument is saved as a
+        reference: `backward` reads the content that the Ref has when `backward` runs. A second derivative treats a
+        saved input as the input, a saved output by the rule of the layer, and other tensors by the code of `forward`.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -104,18 +104,18 @@ class PyLayerContext:
         state.saved = tuple([own_copy(x, state, "ctx.save_for_backward(...)") for x in tensors])
 
     def saved_tensor(self) -> tuple[Any, ...] | None:
-        """Return the tuple that was saved, or None if nothing was saved (as in Paddle)."""
+        """Return the tuple of saved values, or None if `forward` saved nothing (as in Paddle)."""
         return self._state.read_saved()
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The tuple that was saved, or `()` if nothing was saved (as in torch)."""
+        """The tuple of saved values, or `()` if `forward` saved nothing (as in torch)."""
         return self._state.read_saved() or ()
 
     # -- flags ----------------------------------------------------------------------------------
 
     def mark_not_inplace(self, *inputs: Any) -> None:
-        """Accept code written for Paddle: JAX arrays never change in place.
+        """Only check the inputs: this method exists for code from Paddle, and JAX arrays never change in place.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -130,13 +130,13 @@ class PyLayerContext:
                 )
 
     def mark_non_differentiable(self, *outputs: Any) -> None:
-        """Let no gradient flow through these outputs, under any transform.
+        """Stop gradients through these outputs, under every transformation.
 
-        `backward` still gets a cotangent for each: zeros, or None with `set_materialize_grads(False)`.
+        `backward` still gets a cotangent for each marked output: zeros, or None after `set_materialize_grads(False)`.
 
         Raises:
             RuntimeError: when called outside `forward`.
-            ValueError: (when `forward` returns) for a value that is not among its outputs.
+            ValueError: when `forward` returns, for a marked value that is not an output of `forward`.
         """
         state, advice = self._state_in_forward("mark_non_differentiable"), "Mark the very values that forward returns."
         for leaf in [x for value in outputs for x in (split(value)[0] or [value])]:
@@ -146,7 +146,7 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
-        In a call that takes a `jax.Ref` they arrive as zeros.
+        In a call that takes a `jax.Ref`, a missing cotangent arrives as zeros.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -155,10 +155,10 @@ class PyLayerContext:
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """One bool per argument of the call: whether its gradient is needed.
+        """One bool per argument of the call: whether the gradient of this argument is needed.
 
-        It is exact in eager mode, and in `backward` unless one jitted function is differentiated in several ways. In a
-        traced `forward`, the bool of every argument that can have a gradient is True.
+        The bools are exact in eager mode. In `backward` they are exact unless one jitted function is differentiated
+        in several ways. In a traced `forward`, the bool is True for every argument that can have a gradient.
         """
         return self._state.needs()
 
@@ -179,7 +179,7 @@ def backward_context(
     load: Callable[[], tuple[Any, ...] | None],
     attributes: dict[str, Any],
 ) -> PyLayerContext:
-    """Make the context that `backward` gets; `load` returns the saved tensors."""
+    """Make the context for `backward`; the function `load` returns the saved tensors."""
     state = ContextState(layer, needs)
     state.in_forward, state.load = False, load
     ctx = kind(state)
@@ -188,12 +188,12 @@ def backward_context(
 
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
-    """Return `value` with its NumPy arrays copied; a `jax.Ref` that is no argument of `forward` is refused."""
+    """Return `value` with copies of its NumPy arrays; raise an error for a Ref that is not an argument of `forward`."""
     if is_array(value) or isinstance(value, (int, float, str, type(None))):
         return value
     arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf))
     if not arrays:
-        return value  # the same object, so that a container stays the object that the user holds
+        return value  # the user's own container, since nothing in it has to be copied
     for i, array in enumerate(arrays):
         if not is_ref(array):
             arrays[i] = array.copy()
@@ -210,7 +210,7 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
 
 
 class KeptTree:
-    """A value that `forward` kept: its skeleton, and the index of each of its tensors among the residuals."""
+    """A value that `forward` kept, as its skeleton and the indices of its tensors in the list of residuals."""
 
     __slots__ = ("indices", "skeleton")
 
@@ -219,12 +219,12 @@ class KeptTree:
         self.indices = indices
 
     def fill(self, residuals: Sequence[Any]) -> Any:
-        """Return the value in new containers, so that no run of `backward` sees a change that another run made."""
-        # JAX passes some constants as NumPy arrays.
+        """Return the value in new containers, so that a change by one run of `backward` does not affect another run."""
+        # JAX passes some constant residuals as NumPy arrays.
         return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), _copy_container)
 
 
-# Mutable containers that may be leaves.
+# Mutable containers that may be leaves of a pytree.
 _CONTAINERS = (dict, set, collections.deque, bytearray)
 
 
@@ -233,7 +233,7 @@ def _copy_container(static: Any) -> Any:
 
 
 class Kept:
-    """Everything but the arrays that one run of `forward` left for `backward`. Compared by identity."""
+    """Everything that one run of `forward` keeps for `backward`, except the arrays. `==` compares identities."""
 
     __slots__ = ("attributes", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
 
@@ -241,12 +241,12 @@ class Kept:
         self.outputs = outputs
         self.materialize = materialize
         self.saved: KeptTree | None = None  # the values of save_for_backward
-        self.n_saved = 0  # the number of residuals that save_for_backward saved; they are the first
-        self.saved_for_jvp: KeptTree | None = None  # None if it is the same as `saved`
+        self.n_saved = 0  # the number of residuals from save_for_backward, which come first
+        self.saved_for_jvp: KeptTree | None = None  # from save_for_forward; None if `jvp` gets `saved`
         self.attributes: dict[str, KeptTree] = {}
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
-        """Return a name for each residual, empty for none. `name_of_saved` returns the name of the i-th saved value."""
+        """Return a name, or an empty string, for each residual; `name_of_saved(i)` names the i-th saved value."""
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
@@ -261,9 +261,10 @@ class Kept:
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any], list[Any]]:
-    """Return the contents of a context after `forward` returned `result`, the outputs, and the residuals.
+    """Return the `Kept` object, the outputs and the residuals of a `forward` that has returned `result`.
 
-    Each distinct tensor is one residual. Saved tensors and attributes share none, since hooks pack only saved tensors.
+    A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
+    since hooks pack only saved tensors.
     """
     state = ctx._state
     tensors, outputs, skeleton = Outputs.of(state.layer, result)
@@ -300,17 +301,17 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
 
 
 def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
-    """Return a dict from the id of a NumPy value that may be kept to the output that it became."""
+    """Map the id of each NumPy output, and of its copy on the context, to the JAX array that the output became."""
     found = {id(x): y for x, y in zip(tensors, outputs, strict=True) if x is not y}
     for array, own in state.numpy_copies if found else ():
-        # An array that changed in place after it was kept is another value.
+        # Compare the contents: `forward` may have changed the array in place after the copy was made.
         if id(array) in found and array.tobytes() == own.tobytes():
             found[id(own)] = found[id(array)]
     return found
 
 
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
-    """Refuse a function that closes over values of the trace in which `forward` runs: they are invalid after it."""
+    """Raise an error for a function that closes over tracers of `forward`, which are invalid after `forward`."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
         if callable(leaf) and any(is_tracer(x) and x._trace is trace for x in closed_over(leaf).values()):

@@ -1,4 +1,4 @@
-"""Checks the flags of a class when it is defined."""
+"""Checks the flags of a layer class when the class is defined."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "saved_nam
 
 
 def check_declarations(layer: Any) -> None:
-    """Refuse flags with invalid values and with misspelled names.
+    """Raise an error for flags with invalid values or misspelled names.
 
     Raises:
-        TypeError: for a misspelled name, and for `forward_mode` or `saved_names` of a wrong type.
+        TypeError: for a misspelled flag, and for a `forward_mode` or `saved_names` of the wrong type.
         ValueError: for an unknown `complex_convention`.
         RuntimeError: for a class with both `generate_vmap_rule` and a `vmap` method.
     """

@@ -1,4 +1,4 @@
-"""Exceptions of the package and messages that several modules raise."""
+"""Exceptions that several modules of the package raise."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["NoForwardModeError", "NotLinearError", "OnceDifferentiableError", "o
 
 
 class OnceDifferentiableError(RuntimeError):
-    """A second derivative goes through a `backward` that is marked @once_differentiable."""
+    """Raised if a second derivative goes through a `backward` that is decorated with @once_differentiable."""
 
 
 def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
-    """Make the error for a second derivative of a class whose `backward` is decorated; None for any other class."""
+    """Return the second-derivative error of a class with a @once_differentiable `backward`, None for other classes."""
     make_error = getattr(layer.backward, "second_derivative_error", None)
     return None if make_error is None else make_error()
 
 
 class NoForwardModeError(TypeError):
-    """A layer has no rule for forward mode."""
+    """Raised if forward mode is used on a layer that has no rule for forward mode."""
 
     def __init__(self, layer: str) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""The `jax.custom_vjp` function in front of each class: see NOTE [orders] in `_layer_rule.py`."""
+"""The `jax.custom_vjp` function of each class, called its *front*: see NOTE [orders] in `_layer_rule.py`."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ Values = list[Any]
 
 
 class Application:
-    """One application of a layer, as the first argument of the front: a pytree node without leaves."""
+    """One application of a layer: a pytree node without leaves, which is the first argument of the front."""
 
     __slots__ = ("call", "is_deferred", "maps", "staged")
 
     def __init__(self, call: LayerCall, is_deferred: bool) -> None:
         self.call = call
-        # True if a jaxpr is being made: JAX may run the fwd rule later, any number of times.
+        # True if the call is staged into a jaxpr: JAX may run the fwd rule later, any number of times.
         self.is_deferred = is_deferred
-        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` closes over nothing
-        self.maps: list[LayerMap] = []  # one for each run of the fwd rule
+        self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
+        self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
 
     def stage(self, tensors: Sequence[Any], in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Stage `forward` once for tensors of these types. Return also the values that `forward` closes over."""
+        """Return `forward`, staged for the types of `tensors`, and the values that `forward` closes over."""
         __tracebackhide__ = True
         key = tuple([typeof(x) for x in tensors])
         if (staged := self.staged.get(key)) is not None:
             return staged, []
         staged, consts = stage_layer(self.call, key, tensors if in_rule else ())
-        if not consts:  # closed-over values belong to the trace that is active now
+        if not consts:  # closed-over values belong to the current trace, so they are not cached
             self.staged[key] = staged
         return staged, consts
 
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
-        """Apply `forward` as a function with its rule. Return this function and its values.
+        """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.
 
-        `in_rule`: whether a fwd rule runs, so that a differentiation of `tensors` is a second one.
+        `in_rule` is True within a fwd rule, where a differentiation of `tensors` gives a second derivative.
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors, in_rule)
@@ -77,7 +77,7 @@ def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tupl
     tensors = [p.value for p in primals]
     needs = [p.perturbed for p in primals]
     if not application.is_deferred and not any(map(is_tracer, tensors)):
-        tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes the Python number
+        tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes a Python number, not an array
         run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
     else:
         if application.is_deferred:
@@ -90,12 +90,12 @@ def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tupl
 def _remember(
     application: Application, run: Run, inputs: Sequence[Any], needs: list[bool]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the results of a fwd rule, and remember the linear map of the run on the application.
+    """Return the results of the fwd rule, and append the linear map of this run to `application.maps`.
 
     NOTE [several runs]
-    JAX may run the fwd rule of one application several times, and gives each bwd rule the structure of the last run.
-    The runs differ: hooks may return other objects, and `forward` may keep other values of a Ref. Therefore each run
-    has a number, which JAX carries as the length of an empty residual. tests: test_several_runs.py
+    JAX may run the fwd rule of one application several times, and then passes the treedef of the last run to each bwd
+    rule. The runs differ: hooks may return other objects, and `forward` may keep other values of a Ref. Therefore each
+    run has a number, which the fwd rule returns as the length of an empty residual. tests: test_several_runs.py
     """
     linear, outputs, residuals = differentiated(application.call, run, inputs, needs, packs=True)
     maps = application.maps
@@ -118,8 +118,8 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     gradients = application.maps[number].gradients(arrays[: application.maps[number].n_residuals], given)
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
-        # NOTE [all outputs are batched]: a gradient that depends on no cotangent counts once per example too.
-        # Along an explicit axis of a mesh, JAX cannot index a single entry.
+        # Also batch a gradient that depends on no cotangent, so that JAX sums the gradient over the examples: see
+        # NOTE [all outputs are batched]. JAX cannot index a single entry along an explicit mesh axis.
         has_entry = batched.size and explicit_sharding(batched) is None
         is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
         gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
@@ -127,13 +127,13 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _is_symbolic_zero(cotangent: Any) -> bool:
-    # float0 is the dtype of the cotangent of an integer. A Python number, which a vjp function takes, has no dtype.
+    # The cotangent of an integer has dtype float0. A vjp function also accepts a Python number, which has no dtype.
     return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
-# A call that takes a Ref has a front of its own. It has no symbolic zeros, because with these JAX would not recognize
-# that a residual of the fwd rule is an argument Ref. `forward` is not staged, since an equation of this package cannot
-# write to a Ref. A second derivative would differentiate the code of `forward`, so it is forbidden.
+# A call that takes a Ref uses a separate front. This front has no symbolic zeros: with symbolic zeros, JAX would not
+# recognize that a residual of the fwd rule is an argument Ref. This front does not stage `forward`, since an equation
+# of this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`.
 
 
 def _primal_with_ref(application: Application, *tensors: Any) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, .
     try:
         kept, outputs, residuals = call.run_forward(tensors, needs)
     except Exception as refused:
-        if any(map(is_differentiated, tensors)):  # JAX refuses to write it to a Ref
+        if any(map(is_differentiated, tensors)):  # JAX refuses to write a differentiated value to a Ref
             raise error() from refused
         raise
     arrays = [not is_ref(x) for x in residuals]
@@ -171,12 +171,12 @@ def ref_error(call: LayerCall) -> TypeError:
 
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-# Not attributes of the class: a class that is made from the members of another class would inherit its fronts.
+# Fronts are not class attributes: a class made from the members of another class would share that class's fronts.
 _fronts: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
 def front_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
-    """Return the `jax.custom_vjp` function of a class, (application, *tensors) -> outputs; made at the first call."""
+    """Return the front of a class, a cached `jax.custom_vjp` function (application, *tensors) -> outputs."""
     fronts = _fronts.setdefault(layer, {})
     if takes_refs not in fronts:
         name, source = layer.__qualname__, source_of(layer.__qualname__, layer.forward)
@@ -184,17 +184,17 @@ def front_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
         primal, fwd, bwd = (_named_copy(rule, name, source) for rule in rules)
         front = jax.custom_vjp(primal)
         front.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)
-        fronts.setdefault(takes_refs, front)  # another thread may have been first
+        fronts.setdefault(takes_refs, front)  # another thread may have made the front meanwhile
     return fronts[takes_refs]
 
 
 def _named_copy(function: Any, name: str, source: str) -> Any:
-    """Copy a plain function under another name.
+    """Return a copy of a plain Python function under another name.
 
     NOTE [names made once]
-    At each call of a custom_vjp function, JAX reads the signatures of its three functions, and works out their names
-    and the names of their arguments, which errors show. This takes a fifth of the time to trace a layer. Therefore the
-    copies carry signature and names as attributes. A JAX that does not read `__fun_debug_info__` is only slower.
+    At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives the names of
+    functions and arguments for error messages. This work takes a fifth of the time to trace a layer. Therefore each
+    copy has the signature and the names as attributes. JAX is only slower if it does not read `__fun_debug_info__`.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name

@@ -1,4 +1,4 @@
-"""The dialect of `torch.autograd.Function`: only the differences from `PyLayer`."""
+"""`Function`, the counterpart of `torch.autograd.Function`: a `PyLayer` with the conventions of torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ._trees import is_tensor, split
 
 
 class FunctionCtx(PyLayerContext):
-    """The context of a `Function`: the context of a `PyLayer`, and the calls that only torch has."""
+    """The context of a `Function`: a `PyLayerContext` with the additional methods of torch's context."""
 
     __slots__ = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors and Nones for `backward`, where `ctx.saved_tensors` returns them. A later call replaces all.
+        """Keep tensors and Nones for `backward`, read as `ctx.saved_tensors`. A later call replaces all saved tensors.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
-            TypeError: for anything but a tensor or None.
+            TypeError: for a value that is neither a tensor nor None.
         """
         state = self._state_in_forward("save_for_backward")
         self._check_tensors("save_for_backward", tensors)
@@ -35,25 +35,25 @@ class FunctionCtx(PyLayerContext):
         super().save_for_backward(*tensors)
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Keep tensors and Nones for `jvp`, where `ctx.saved_tensors` returns them. A later call replaces all.
+        """Keep tensors and Nones for `jvp`, read as `ctx.saved_tensors`. A later call replaces all saved tensors.
 
-        Without this call, `jvp` gets the tensors of `save_for_backward`. In a class without `jvp` the call keeps
-        nothing.
+        If `save_for_forward` is not called, `jvp` gets the tensors of `save_for_backward`. In a class without `jvp`,
+        `save_for_forward` has no effect.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
-            TypeError: for anything but a tensor or None.
+            TypeError: for a value that is neither a tensor nor None.
         """
         state = self._state_in_forward("save_for_forward")
         self._check_tensors("save_for_forward", tensors)
         state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Accept outputs of `forward`. JAX arrays never change in place; a changed tensor is a new array.
+        """Check that `forward` returns these tensors, since in JAX a changed tensor is a new array.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
-            ValueError: (when `forward` returns) for a value that is not among its outputs.
+            ValueError: when `forward` returns, for a value that is not an output of `forward`.
         """
         advice = (
             "JAX arrays never change in place; the changed tensor is a new array, which forward has to return: "
@@ -73,7 +73,7 @@ class FunctionCtx(PyLayerContext):
 
 
 class Function(PyLayer):
-    """A custom gradient written for `torch.autograd.Function`, with jax.numpy in place of torch operations.
+    """A custom gradient in the style of `torch.autograd.Function`, with jax.numpy in place of torch operations.
 
         >>> class Multiply(Function):
         ...     @staticmethod
@@ -87,25 +87,25 @@ class Function(PyLayer):
         >>> print(jax.grad(Multiply.apply)(1.0, 3))
         3.0
 
-    Both styles work: `forward(ctx, ...)`, and `forward(...)` with `setup_context(ctx, inputs, output)`. A `Function`
-    differs from a `PyLayer` as torch does from Paddle:
+    A class defines either `forward(ctx, ...)`, or both `forward(...)` and `setup_context(ctx, inputs, output)`. A
+    `Function` follows torch where a `PyLayer` follows Paddle:
 
-    - `backward` receives one cotangent per output (None for an output that is no tensor), and returns one gradient per
-      argument of the call; more Nones may follow. With `setup_context`, defaults count as arguments of the call.
+    - `backward` receives one cotangent per output (None for an output that is not a tensor), and returns one gradient
+      per argument of the call; further Nones may follow. With `setup_context`, defaults are arguments too.
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
 
-    It differs from torch as JAX does: arrays do not change in place, so that `ctx.mark_dirty` takes only outputs; a
-    tensor in a list or dict argument gets a gradient too; `jax.vmap` works without `generate_vmap_rule`; a second
-    derivative has all its terms, or raises an error.
+    A `Function` also differs from torch. Arrays do not change in place, so `ctx.mark_dirty` takes only outputs. A
+    tensor in a list or dict argument gets a gradient too. `jax.vmap` works without `generate_vmap_rule`. A second
+    derivative is complete or raises an error.
     """
 
     complex_convention = "paddle"
     _context = FunctionCtx
     _torch_convention = True
-    _forward_and_setup: ClassVar[Callable[..., Any]]  # forward and setup_context as one forward(ctx, ...)
+    _forward_and_setup: ClassVar[Callable[..., Any]]  # a forward(ctx, ...) that calls forward and setup_context
 
-    if TYPE_CHECKING:  # `forward` may have a context or not
+    if TYPE_CHECKING:  # type checkers then accept a `forward` with or without a context
 
         @staticmethod
         def forward(*args: Any, **kwargs: Any) -> Any: ...
@@ -123,10 +123,10 @@ class Function(PyLayer):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
-        """Keep on `ctx` the values that `backward` needs, if `forward` takes no context.
+        """Keep on `ctx` the values that `backward` needs, in a class whose `forward` takes no context.
 
-        `inputs` are the arguments of `forward`, defaults included, and `output` is its result. If `forward` returns an
-        input, the output is the same object, and to save it saves the input; torch refuses to save such an output.
+        `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is the result of `forward`. If
+        `forward` returns an input, saving this output saves the input; torch refuses to save such an output.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 
@@ -140,7 +140,7 @@ class Function(PyLayer):
 
     @classmethod
     def _setup_with(cls, output: Any) -> Callable[..., Any]:
-        """Return a `forward(ctx, ...)` that only runs `setup_context`, on a given output."""
+        """Return a function `forward(ctx, ...)` that only runs `setup_context`, on the given `output`."""
 
         def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
@@ -156,7 +156,7 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         __tracebackhide__ = True
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
-        if not all(map(is_array, tensors)):  # code on a NumPy output would lead back to a constant, not to the output
+        if not all(map(is_array, tensors)):  # a NumPy output would be a constant in `setup_context`
             arrays = zip(tensors, as_arrays(tensors), strict=True)
             output = skeleton.fill([x if x is own else jnp.copy(own) for x, own in arrays])
         return layer._setup_with(output)(ctx, *args, **kwargs)

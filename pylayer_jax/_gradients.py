@@ -1,4 +1,4 @@
-"""Matches the results of `backward` to the arguments of `forward`, and the results of `jvp` to its outputs."""
+"""Matches the results of `backward` to the arguments of `forward`, and the results of `jvp` to the outputs."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from ._messages import describe, innermost, plural, source_of
 from ._outputs import Outputs
 from ._trees import LEAF, Skeleton, is_tensor, unboxed
 
-__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+__tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
 def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], layer: Any) -> list[Any]:
-    """Return one gradient (or None for zero) per tensor of the call, in the dtype and shape of that tensor.
+    """Return one gradient (or None for zero) per tensor of the call, with the dtype and shape of that tensor.
 
-    `needs` says which tensors need a gradient; other gradients are dropped.
+    `needs` says which tensors need a gradient. The gradients of other tensors are dropped.
 
     Raises:
-        ValueError: for a wrong count, structure, type or shape; the message names the layer and the argument.
+        ValueError: for a wrong number of gradients, or a wrong structure, type or shape; messages name the argument.
     """
     try:
         gradients: list[Any] = [None] * len(needs)
@@ -52,7 +52,7 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
 
 
 def _entries(result: Any, unpack_list: bool) -> list[Any]:
-    """Return the items of a tuple (and of a list, if `unpack_list`); any other result is the only entry."""
+    """Return a list of the items of a tuple (or list, if `unpack_list`); any other result becomes the only item."""
     return list(result) if isinstance(result, tuple) or (unpack_list and isinstance(result, list)) else [result]
 
 
@@ -61,11 +61,11 @@ def _pair(
 ) -> list[tuple[Argument, Any]]:
     """Pair each argument that holds a tensor with its entry in the result of `backward`.
 
-    There is one entry per such argument, or one per argument of the call. Torch has only the second form, and Nones
-    may follow.
+    The result has one entry per such argument, or one entry per argument of the call. With `torch_convention`, the
+    result has one entry per argument of the call, and further Nones may follow.
     """
     slots, passed = arguments.slots(), arguments.arguments
-    # For a single argument a list is that argument's gradient.
+    # If only one argument holds tensors, a list is the gradient of this argument.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:
@@ -112,16 +112,16 @@ _lock = threading.RLock()
 
 
 def _warn_of_missing_return(layer: Any, name: str) -> None:
-    """Warn, once per class and at the line of its `backward`, that it returned None though a gradient is needed."""
+    """Warn once per class, at the line of `backward`, that `backward` returned None although a gradient is needed."""
     text = (
         f"{name}.backward returned None, although a gradient is needed; it counts as zero. Did you forget return? "
         "Return (None,) if zero is meant."
     )
-    code = getattr(innermost(layer.backward), "__code__", None)  # None if it is implemented in C
+    code = getattr(innermost(layer.backward), "__code__", None)  # None if `backward` is implemented in C
     place = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
     with _lock:
         if layer not in _warned:
-            warnings.warn_explicit(text, UserWarning, *place)  # raises if warnings are errors, then each time
+            warnings.warn_explicit(text, UserWarning, *place)  # raises at each call if warnings are errors
             _warned.add(layer)
 
 
@@ -129,9 +129,9 @@ def _warn_of_missing_return(layer: Any, name: str) -> None:
 
 
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
-    """Return the tangents for `jvp`: one entry per argument of the call, None if the argument holds no tensor.
+    """Return the tangents for `jvp`: one entry per argument of the call, or None for an argument without tensors.
 
-    A missing tangent is zeros, or None after `ctx.set_materialize_grads(False)`.
+    A missing tangent becomes zeros, or None after `ctx.set_materialize_grads(False)`.
     """
 
     def zeros(aval: Any) -> Any:
@@ -145,10 +145,10 @@ def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize
 
 
 def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
-    """Return one tangent (or None for zero) per output that can have one, of the shape and in the dtype of the output.
+    """Return one tangent (or None for zero) per differentiable output, with the shape and dtype of that output.
 
     Raises:
-        ValueError: for a wrong count, structure, type or shape; the message names the layer and the output.
+        ValueError: for a wrong number of tangents, or a wrong structure, type or shape; messages name the output.
     """
     entries = _entries(result, unpack_list=outputs.is_sequence)
     if len(entries) != len(outputs.groups):
@@ -171,13 +171,13 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 
 
 def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
-    """Return `value` with the dtype and shape of `aval`, varying over the mesh axes of `aval`; None stays None.
+    """Return `value` with the dtype and shape of `aval`, and varying over the same mesh axes; None stays None.
 
-    A gradient may have more or fewer axes of length 1, or a shape to which the shape of `aval` broadcasts.
+    If `is_gradient`, `value` may have more or fewer axes of length 1, or a shape to which `aval.shape` broadcasts.
 
     Raises:
         ValueError: if the value is not an array, has another shape, is complex although `aval` is real, or differs
-            between devices although `aval` does not. The message begins with the result of `where()`.
+            between devices although `aval` does not differ. The message begins with the result of `where()`.
     """
     value = unboxed(value)
     if value is None:

@@ -1,4 +1,4 @@
-"""Hints for code that uses a name of a torch or Paddle tensor, or needs a number that traced code does not have."""
+"""Hints for errors in code that uses a name from torch or Paddle, or that needs the concrete value of a tracer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 from ._jax.tracers import NEEDS_VALUES
 from ._trees import is_tensor
 
-# The 45 most used names. Each line has names, a colon, and how to write the same in JAX.
+# The most used names of torch and Paddle. Each line has names, a colon, and the same operation written in JAX.
 _TABLE: Final = """
 numel nelement: x.size
 dim ndimension: x.ndim
@@ -59,7 +59,7 @@ _IN_JAX: Final = {
 
 
 def hint(error: Exception, layer: str, method: str) -> str:
-    """Return advice about an error in a method of a layer, or in a hook; empty if there is no advice."""
+    """Return advice about an error in a layer's method or in a hook, or an empty string if there is no advice."""
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "
@@ -92,7 +92,7 @@ def _hint_for_attribute(error: AttributeError) -> str:
         is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
     else:
         is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
-    # If code sets an attribute of a traced array, the error of Python 3.11 holds neither the name nor the object.
+    # If code sets an attribute of a tracer, the AttributeError of Python 3.11 has neither `name` nor `obj`.
     written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
     name = (error.name if is_numeric else None) or (written and written[1])
     if not name:

@@ -23,7 +23,7 @@ from ._layer_rule import EagerLayer
 
 
 class PyLayer:
-    """A custom gradient as a class: subclass it, define `forward` and `backward`, call `apply`.
+    """Base class of custom gradients: subclass `PyLayer`, define `forward` and `backward`, and call `apply`.
 
         >>> class Tanh(PyLayer):
         ...     @staticmethod
@@ -39,31 +39,31 @@ class PyLayer:
         >>> print(jax.grad(Tanh.apply)(0.0))
         1.0
 
-    `backward` holds under every transformation of reverse mode and at every order of differentiation. `jax.hessian` and
-    forward mode transpose it, and then it has to be linear in its cotangents. Every run of `backward` starts from the
-    values that `forward` left on `ctx`: containers are copied for each run, other objects are shared.
+    Every reverse-mode transformation uses `backward`, at every order of differentiation. `jax.hessian` and forward mode
+    transpose `backward`, which then has to be linear in its cotangents. Every run of `backward` gets the values that
+    `forward` kept on `ctx`: containers are copied for each run, and other objects are shared.
 
-    In eager mode both methods see concrete values. A second derivative traces `forward`.
+    In eager mode `forward` and `backward` see concrete values, but a second derivative traces `forward`.
 
     A class may also define these static methods:
 
-    - `jvp(ctx, *tangents)`, for forward mode: it gets one tangent per argument of the call (None for an argument that
-      holds no tensor), and returns one tangent per output, None for zero. A missing tangent arrives as zeros, or as
-      None after `ctx.set_materialize_grads(False)`.
+    - `jvp(ctx, *tangents)`, the rule for forward mode. `jvp` gets one tangent per argument of the call (None for an
+      argument without tensors), and returns one tangent per output (None for zero). A missing tangent is passed as
+      zeros, or as None after `ctx.set_materialize_grads(False)`.
     - `vmap(info, in_dims, *args) -> (outputs, out_dims)`, which `jax.vmap` calls in place of `forward`. `in_dims` has
-      the axis of the batch, or None, for each argument of the call (for a pytree, a pytree of axes), and `out_dims` for
-      each output. `info.batch_size` is the number of examples. The gradients of a batch come from `backward`, which JAX
-      batches.
+      the batch axis of each argument of the call, or None (for a pytree, a pytree of axes). `out_dims` has the batch
+      axis of each output, or None. `info.batch_size` is the number of examples. To compute the gradients of a batch,
+      JAX batches `backward`.
 
     Attributes:
-        complex_convention: how `backward` reads and writes complex gradients. "jax" (the default): as
-            `jax.grad` does. "paddle": as Paddle and torch do, which is the conjugate.
+        complex_convention: the convention for complex gradients in `backward`. "jax", the default, is the convention
+            of `jax.grad`. "paddle" is the convention of Paddle and torch, whose gradients are the complex conjugates.
         forward_mode: whether forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) may transpose `backward`.
-        saved_names: a name for each value that `save_for_backward` saves, in order, for the policies of
-            `jax.checkpoint`; None leaves one out. True names them `Tanh.saved[0]`, `Tanh.saved[1]`, ... A tensor within
-            a pytree has its path behind the name, as in `y['w']`. By default they have no names, since a named tensor
-            is a new value to JAX: a scan would stack it beside the tensor itself.
-        generate_vmap_rule: as in torch. True says that JAX batches `forward`, which JAX does anyway.
+        saved_names: a name for each value of `save_for_backward`, in order, for the policies of `jax.checkpoint`; None
+            leaves a value without a name. True gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a
+            pytree, the path of the tensor follows the name, as in `y['w']`. By default, saved values have no names:
+            JAX treats a named tensor as a new value, which a scan would stack in addition to the tensor itself.
+        generate_vmap_rule: as in torch. True says that JAX batches `forward`, which is also JAX's default behavior.
     """
 
     complex_convention: ClassVar[Literal["jax", "paddle"]] = "jax"
@@ -71,9 +71,9 @@ class PyLayer:
     saved_names: ClassVar[tuple[str | None, ...] | Literal[True]] = ()
     generate_vmap_rule: ClassVar[bool] = False
     _context: ClassVar[type[PyLayerContext]] = PyLayerContext
-    _torch_convention: ClassVar[bool] = False  # one cotangent per output, one gradient per argument, static or not
+    _torch_convention: ClassVar[bool] = False  # statics have an entry among cotangents and gradients too
 
-    if not TYPE_CHECKING:  # a type checker flags these calls if the class defines neither
+    if not TYPE_CHECKING:  # hidden from type checkers, which then report calls such as Tanh(x)
 
         def __new__(cls, *args: Any, **kwargs: Any) -> Any:
             if (args or kwargs) and cls.__init__ is object.__init__:
@@ -94,7 +94,7 @@ class PyLayer:
 
     @classmethod
     def _has_setup_context(cls) -> bool:
-        """Return whether `setup_context`, and not `forward`, keeps values for `backward`."""
+        """Return whether `setup_context`, rather than `forward`, keeps the values for `backward`."""
         return False
 
     @classmethod
@@ -107,14 +107,14 @@ class PyLayer:
 
     @staticmethod
     def forward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the outputs, and keep on `ctx` the values that `backward` needs. Every layer defines it."""
+        """Compute the outputs, and keep on `ctx` the values that `backward` needs. Every layer defines `forward`."""
         raise NotImplementedError(
             f"{ctx._state.layer}.forward is not defined. Add to the class: @staticmethod def forward(ctx, x): ..."
         )
 
     @staticmethod
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        """Turn one cotangent per output into one gradient per input. Every differentiated layer defines it."""
+        """Turn one cotangent per output into one gradient per input. Every differentiated layer defines `backward`."""
         raise NotImplementedError(
             f"{ctx._state.layer}.backward is not defined, but its gradient was asked for. Add to the class: "
             "@staticmethod def backward(ctx, dy): ..."
@@ -123,14 +123,14 @@ class PyLayer:
     @Apply
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer on the arguments of `forward`, without the context.
+        """Run the layer. The arguments are the arguments of `forward` without the context.
 
-        Arguments may be any pytrees of arrays and of other values. Gradients follow the parameter order of `forward`,
-        however the call was written. A `jax.Ref` is an argument without a gradient, which both methods may read and
-        write; such a call has a first derivative in reverse mode only.
+        An argument may be any pytree of arrays and other values. Gradients follow the parameter order of `forward`,
+        also if the call passes keywords in another order. An argument that is a `jax.Ref` has no gradient; `forward`
+        and `backward` may read and write the Ref. A call with a Ref has only a first derivative, in reverse mode.
 
         Returns:
-            The outputs of `forward`, in the same container; NumPy arrays come back as `jax.Array`.
+            The outputs of `forward`, in the same containers, with each NumPy array converted to a `jax.Array`.
 
         Raises:
             NotImplementedError: if `forward` is missing, or if a gradient is needed and `backward` is missing.
@@ -146,17 +146,17 @@ class PyLayer:
 
 
 def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
-    """Apply a layer where a transformation is active: see NOTE [orders] in `_layer_rule.py`.
+    """Apply a layer under a transformation of JAX: see NOTE [orders] in `_layer_rule.py`.
 
-    | situation                                                     | what is bound                          |
+    | situation                                                     | function that JAX applies              |
     |---------------------------------------------------------------|----------------------------------------|
-    | most layers                                                   | the front, a custom_vjp function       |
-    | forward mode or a `vmap` of its own; within a `backward`;     | the function with its rule: staged     |
-    |   forward over reverse; jax.linear_transpose; an eager        |   where a jaxpr is made, else on       |
-    |   shard_map, which has no rule for custom_vjp functions;      |   concrete values                      |
-    |   in a block of hooks, to be differentiated later: JAX traces |                                        |
-    |   a fwd rule apart, and each tensor would be packed again     |                                        |
-    | an argument is a `jax.Ref`                                    | a front of its own, first order only   |
+    | most calls                                                    | the front, a custom_vjp function       |
+    | a class with forward mode or `vmap`; within a `backward`;     | a `RuleFunction`: staged if JAX traces |
+    |   forward over reverse; jax.linear_transpose; an eager        |   a jaxpr, otherwise run on concrete   |
+    |   shard_map, which has no rule for custom_vjp functions; a    |   values                               |
+    |   block of hooks if JAX differentiates the call later: a fwd  |                                        |
+    |   rule is traced separately and would pack each tensor again  |                                        |
+    | an argument is a `jax.Ref`                                    | the front for Refs, first order only   |
     """
     __tracebackhide__ = True
     layer, around = call.layer, surroundings()
@@ -166,7 +166,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):
-        # For code that is staged first and differentiated later, JAX raises its own error, without the layer's name.
+        # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(call.name)
     is_deferred = around.will_be_differentiated_later(tensors)
     if takes_refs:
@@ -179,12 +179,12 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         or is_unusual
         or (is_deferred and call.pair is not None)
     )
-    # The block's trace must not treat the equations of a layer as operations: a layer packs its residuals itself.
+    # The trace of a block of hooks must not pack residuals of the layer's equations: the layer packs its own residuals.
     application = Application(call, is_deferred)
     with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
         try:
             if has_front and is_deferred and not takes_refs:
-                # JAX has no derivative for a custom_vjp function that closes over traced values.
+                # JAX cannot differentiate a custom_vjp function that closes over tracers.
                 _, consts = application.stage(tensors)
                 has_front = not consts
             if has_front:
@@ -198,7 +198,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     assert call.skeleton is not None
     if call.pair is not None:
         _hooks.mark_as_computed(values)
-    # A custom_vjp function makes tangents for outputs that are marked non-differentiable.
+    # Remove the tangents that a custom_vjp function makes for outputs that are marked non-differentiable.
     values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
     return call.skeleton.fill(values)
 
@@ -207,13 +207,13 @@ _NO_HOOKS = contextlib.nullcontext()
 
 
 def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Refuse a Ref whose content is differentiated, and a Ref for a class with `vmap`, which would not be called.
+    """Raise an error for a Ref with differentiated content, and for a class with `vmap`, which JAX would not call.
 
     Raises:
-        TypeError: at once, or when JAX differentiates a staged call.
+        TypeError: during this call, or later when JAX differentiates a staged call.
     """
     refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask or (), strict=True) if is_one]
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
-    if is_deferred:  # only a later differentiation will know; the value is not read in the compiled program
+    if is_deferred:  # check when JAX differentiates the call; the compiled program does not read the Ref here
         forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

@@ -1,4 +1,4 @@
-"""Linear maps: the derivative of a layer, and the derivative of the tensors that `forward` computes and saves."""
+"""The linear maps of a layer: the derivatives of its outputs and of other tensors that `forward` computes and saves."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ Values = list[Any]
 
 
 class LayerMap(LinearMap):
-    """residuals, tangents of the inputs in the mask `needs` -> tangents of the outputs that can have one.
+    """The derivative of a layer: residuals, tangents of inputs in mask `needs` -> tangents of differentiable outputs.
 
-    With a pullback B (the layer's `backward`, linear in the cotangents c) and residuals r, the map is the transpose of
-    B,
+    Let B be the pullback (the layer's `backward`, linear in the cotangents c), and r the residuals. The map is the
+    transpose of B,
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
 
-    unless the class defines the map, as its `jvp`. Reverse mode transposes the map, which gives B again: it just calls
-    `backward`, which therefore need not be linear. Only forward mode evaluates the map, and then B has to be linear.
+    or the `jvp` of the class, if the class defines `jvp`. Reverse mode transposes the map, which gives B again. Thus
+    reverse mode just calls `backward`, which need not be linear. Only forward mode evaluates B^T, and needs a linear B.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -39,12 +39,12 @@ class LayerMap(LinearMap):
         self, call: LayerCall, kept: Kept, n_residuals: int, needs: Sequence[bool], packed: Any = None
     ) -> None:
         self.call, self.kept, self.n_residuals, self.packed = call, kept, n_residuals, packed
-        self.needs = list(needs)  # which inputs have a tangent
+        self.needs = list(needs)  # one bool per input: whether the input has a tangent
         self.name = call.name
         self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
 
     def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
-        """Return gradients of all inputs from cotangents of all outputs."""
+        """Return one gradient per input from one cotangent per output."""
         __tracebackhide__ = True
         unpacked = self._unpacked(residuals, cotangents)
         return self.call.run_backward(self.kept, unpacked, self.needs, cotangents, is_transposed)
@@ -78,10 +78,10 @@ class LayerMap(LinearMap):
             args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            # In a class without forward mode this is a second derivative. Raise the error about that before any other.
+            # Without forward mode, this is a second derivative, and the error about second derivatives has priority.
             if not self.call.layer.forward_mode:
                 self.check_derivative()
-            if getattr(error, "__notes__", None):  # the error happened in a method of the user
+            if getattr(error, "__notes__", None):  # a method of the user raised the error
                 raise
             message = next(iter(str(error).splitlines()), "")
             if not isinstance(error, NotLinearError):
@@ -94,7 +94,7 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # JAX transposes the undecorated `backward`, which does not raise this error itself.
+        # JAX transposes the undecorated `backward`, which does not raise the error of @once_differentiable.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -106,7 +106,7 @@ class LayerMap(LinearMap):
 
 
 class _Unpacked(Sequence[Any]):
-    """Residuals; the first `n_packed` are unpacked when they are read."""
+    """The residuals of a layer; the first `n_packed` residuals are unpacked when they are read."""
 
     def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
         self.packed, self.n_packed, self.rest = packed, n_packed, rest
@@ -119,10 +119,10 @@ class _Unpacked(Sequence[Any]):
 
 
 class CodeMap(LinearMap):
-    """values of variables of a jaxpr, tangents of some of them -> tangents of variables computed from them.
+    """The derivative of part of a jaxpr: values of the variables `given`, nonzero tangents -> tangents of `wanted`.
 
-    Differentiates the code of `forward` for the saved tensors that are neither inputs nor outputs. A first derivative
-    calls neither `push` nor `pull`, so that code which JAX can differentiate in one mode only does not fail there.
+    The map is the derivative of the saved tensors that are neither inputs nor outputs of `forward`. A first derivative
+    calls neither `push` nor `pull`, so code that JAX can differentiate only in one mode has a first derivative too.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"

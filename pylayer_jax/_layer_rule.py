@@ -1,27 +1,27 @@
-"""A layer as a function with its rule.
+"""A layer as a function with a rule for its derivative.
 
 NOTE [orders]
-For a second derivative, `jax.custom_vjp` differentiates the body of its fwd rule. Here this body binds a function with
-its rule (`_jax/rule_function.py`), so that an outer differentiation finds the rule of the layer again:
+For a second derivative, JAX differentiates the body of the fwd rule of a `jax.custom_vjp` function. In this package,
+this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second derivative uses the layer's rule again:
 
     front(application, x)                         one jax.custom_vjp function per class, in `_front.py`
       fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr with a recording context
-            residuals = positions of [x, y, intermediates]
+            residuals = entries of [x, y, intermediates]
       bwd   `backward`, from the residuals and the cotangents
 
     rule of rule_function                         used by an outer differentiation, and by forward mode
             y, intermediates = rule_function(x)   the same function again, so that the rule holds at every order
             tangents of y             = linear map of (residuals; tangents of x), whose transpose is `backward`
-            tangents of intermediates = those of the code of `forward` that leads to them from x and y
+            tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
-A residual is a position in this list. A saved input keeps its own derivative, even if `forward` also returns it. A
-saved output carries the rule; if `forward` returns one object twice, the last position has the rule. An output that is
-marked non-differentiable is a constant. Any other tensor is an intermediate, and has the derivative of the equations
-that lead to it.
+Each residual is an entry of [x, y, intermediates]. A saved input has the derivative of the input, even if `forward`
+also returns this input. A saved output has the derivative given by the rule; if `forward` returns one array twice, the
+last position has the rule. An output that is marked non-differentiable is a constant. Any other saved tensor is an
+intermediate: its derivative is the derivative of the equations that compute the tensor.
 
-`forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. On concrete values in
-eager mode `forward` is not staged, and sees numbers. The front is left out where JAX allows no custom_vjp function: for
-a class with forward mode, within a `backward` (which may be transposed), and in the other rows of `_apply_traced`.
+`forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
+`forward` is not staged, and sees concrete values. The front is not used where JAX allows no custom_vjp function: for a
+class with forward mode, within a `backward` (which JAX may transpose), and in the other cases of `_apply_traced`.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ Values = list[Any]
 
 
 class StagedLayer(RuleFunction):
-    """consts, inputs -> outputs, intermediates: `forward` as a jaxpr, with the derivative of the class."""
+    """`forward` as a jaxpr with the derivative of the class: consts, inputs -> outputs, intermediates."""
 
     def __init__(self, call: LayerCall, jaxpr: Any, n_consts: int, kept: Kept, positions: list[int]) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts, self.positions = call, kept, jaxpr, n_consts, positions
         self.name = call.name
-        self.unpacked: StagedLayer | None = None  # set if this one packs: the same function without packing
+        self.unpacked: StagedLayer | None = None  # if this function packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
-        # Other saved tensors depend on these outputs through the rule, not through the code of `forward`.
+        # `with_rule`: outputs with tangents from the rule; intermediates that depend on these outputs use the tangents.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
         inputs = set(jaxpr.invars)
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
         self.given = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
-        self.intermediates = results[self.n_outputs :]  # computed from the given variables
+        self.intermediates = results[self.n_outputs :]  # the variables that are computed from `given`
 
     def _of_given(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
-        """Return the values, the tangents, or the like of the given variables."""
+        """Return the values (or tangents, or batch axes) of the variables in `given`."""
         return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
@@ -73,7 +73,7 @@ class StagedLayer(RuleFunction):
         return [known[i] for i in self.positions]
 
     def packing(self) -> StagedLayer:
-        """Return a copy whose residuals are packed the first time that it is differentiated."""
+        """Return a copy of this function that packs its residuals when it is differentiated for the first time."""
         if self.call.pair is None:
             return self
         copied = copy.copy(self)
@@ -87,7 +87,7 @@ class StagedLayer(RuleFunction):
         return self.unpacked.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
-        """Compute values and tangents; with `packs`, from residuals that are packed."""
+        """Compute values and tangents; if `packs`, pack the residuals from which the tangents are computed."""
         __tracebackhide__ = True
         n = self.n_consts
         if any(t is not None for t in tangents[:n]):
@@ -101,7 +101,7 @@ class StagedLayer(RuleFunction):
     def _code_tangents(
         self, primals: Sequence[Any], tangents: Sequence[Any], values: Sequence[Any], of_outputs: Sequence[Any]
     ) -> Values:
-        """Return the tangents of the intermediates."""
+        """Return the tangents of the intermediates, which come from the code of `forward`."""
         if not self.intermediates:
             return []
         given, known, moving = self.given, self._of_given(primals, values), self._of_given(tangents, of_outputs)
@@ -119,7 +119,7 @@ class StagedLayer(RuleFunction):
         return scatter(apply_linear(code, known, select(moving, nonzero)), wanted)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        # Within the `backward` of another layer, JAX transposes the `forward` of this layer.
+        # JAX transposes `forward` if the `backward` of another layer applies this layer.
         return transpose_jaxpr(f"{self.name}.forward", self.jaxpr, args, cotangents)
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
@@ -145,10 +145,10 @@ class StagedLayer(RuleFunction):
 def stage_layer(
     call: LayerCall, tensor_types: Sequence[Any], tensors: Sequence[Any] = ()
 ) -> tuple[StagedLayer, Values]:
-    """Stage `forward` for inputs of these types. Return the function, and the values that `forward` closes over.
+    """Stage `forward` for inputs of these types. Return the staged function, and the values that `forward` closes over.
 
     Raises:
-        TypeError: if `forward` needs numbers, and some of its `tensors` are differentiated further out.
+        TypeError: if `forward` needs concrete values, but an outer transformation differentiates some of the `tensors`.
     """
     __tracebackhide__ = True
 
@@ -156,7 +156,7 @@ def stage_layer(
         __tracebackhide__ = True
         needs = call.arguments.can_get_gradient([True] * len(inputs))
         kept, outputs, residuals = call.run_forward(inputs, needs)
-        # Staged inputs are distinct objects, even if the caller passed one array twice.
+        # Each staged input is a distinct tracer, even if the caller passed one array twice.
         values = list(outputs)
         position = {id(x): len(inputs) + i for i, x in enumerate(outputs)}
         position |= {id(x): i for i, x in enumerate(inputs)}
@@ -188,7 +188,7 @@ def stage_layer(
 
 
 class EagerLayer(RuleFunction):
-    """inputs -> outputs: a layer without a front in eager mode, where `forward` sees concrete values."""
+    """A layer without a front in eager mode, as a function inputs -> outputs: `forward` sees concrete values."""
 
     def __init__(self, call: LayerCall) -> None:
         self.call, self.name = call, call.name
@@ -201,7 +201,7 @@ class EagerLayer(RuleFunction):
         __tracebackhide__ = True
         packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
-            primals = as_arrays(primals)  # jax.grad(f)(2.0) passes the Python number
+            primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
             run = self._run_apart(primals, [t is not None for t in tangents])
         if run is None:
             staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)
@@ -211,14 +211,14 @@ class EagerLayer(RuleFunction):
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
     def _run_apart(self, primals: Values, needs: list[bool]) -> Run | None:
-        """Run `forward` without staging it; None if it has to be staged."""
+        """Run `forward` without staging; return None if `forward` has to be staged."""
         __tracebackhide__ = True
         call, layer = self.call, self.call.layer
         if not any(map(is_tracer, primals)):
             return call.run_on_values(primals, needs)
         if layer._has_setup_context() and layer._has_vmap_method() and not any(map(is_differentiated, primals)):
-            # `forward` may be host code that only the `vmap` of the class can batch. `setup_context` saves the values
-            # for `backward`, from inputs and outputs.
+            # `forward` may be host code, which only the `vmap` of the class can batch. Compute the outputs with `vmap`;
+            # then `setup_context` saves the values for `backward`, from inputs and outputs.
             values = apply(self, primals)
             assert call.skeleton is not None
             output = call.skeleton.fill(values)
@@ -236,7 +236,7 @@ class EagerLayer(RuleFunction):
 
 
 class EagerBatch(UnstagedBatch):
-    """A batch of an eager layer by the `vmap` of its class, which sees concrete values; or a batch of such batches."""
+    """A batched `EagerLayer`, which the `vmap` of the class runs on concrete values; or a batch of such batches."""
 
     inner: EagerLayer | EagerBatch
 
@@ -246,13 +246,13 @@ class EagerBatch(UnstagedBatch):
             return super().run(*args)
         call = self.inner.call
         values = call.run_vmap(self.axis, self.dims, as_arrays(args))
-        with contextlib.suppress(*NEEDS_VALUES):  # the outputs of host code for one example are not known
+        with contextlib.suppress(*NEEDS_VALUES):  # no check for host code, which cannot be staged
             expected, _ = stage_layer(LayerCall(call.layer, call.arguments), call.arguments.types)
             call.check_batch(self.axis, values, expected.kept.outputs.types)
         return values
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        if all(d is None for d in dims):  # a named axis: staging shows whether the layer uses it
+        if all(d is None for d in dims):  # staging shows whether the layer uses a named axis
             return RuleFunction.batch(self, axis, dims, types)
         return EagerBatch(self, axis, dims), [], None
 
@@ -260,7 +260,7 @@ class EagerBatch(UnstagedBatch):
 def _outputs_and_tangents(
     call: LayerCall, run: Run, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
 ) -> tuple[Values, Values]:
-    """Return the outputs of a run, and their tangents from those of the inputs."""
+    """Return the outputs of a run, and the tangents of the outputs, from the tangents of the inputs."""
     __tracebackhide__ = True
     needs = [t is not None for t in tangents]
     linear, outputs, residuals = differentiated(call, run, inputs, needs, packs)
@@ -274,10 +274,10 @@ def _outputs_and_tangents(
 def differentiated(
     call: LayerCall, run: Run, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
 ) -> tuple[LayerMap, Values, Values]:
-    """Return the linear map of a run of `forward` on some inputs, the outputs, and the residuals of the map."""
+    """Return the linear map of a run of `forward`, the outputs of the run, and the residuals of the linear map."""
     __tracebackhide__ = True
     kept, outputs, residuals = run
-    packed, owners = None, list(range(kept.n_saved))  # owners: the tensor that each of the first arrays comes from
+    packed, owners = None, list(range(kept.n_saved))  # owners[i]: the index of the tensor that array i comes from
     if packs and call.pair is not None and kept.n_saved:
         names = call.residual_names(kept, len(residuals))
         packing = call.pair.packing(f"{call.name}, saved tensor", call.layer.__name__, names, inputs)
@@ -291,7 +291,7 @@ def differentiated(
 def _named(
     call: LayerCall, kept: Kept, n_tensors: int, owners: Sequence[int], residuals: Values, outputs: Values
 ) -> tuple[Values, Values]:
-    """Name the residuals for the policies of `jax.checkpoint`."""
+    """Return residuals and outputs, with named residuals for the policies of `jax.checkpoint`."""
     given, layer = call.layer.saved_names, call.layer.__name__
     n_values = len(kept.saved.skeleton.leaves) if kept.saved else 0
     if given is not True and len(given) != n_values:
@@ -304,5 +304,5 @@ def _named(
     for i, owner in enumerate(owners):
         if names[owner] and is_tracer(residuals[i]):
             named[i] = checkpoint_name(residuals[i], names[owner])
-    # Return a saved output as the named value, so that JAX does not compute it twice if a policy saves this value.
+    # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
     return named, [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]

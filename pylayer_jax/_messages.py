@@ -1,4 +1,4 @@
-"""How messages show values, counts and places; what a function closes over."""
+"""Formats values, counts and source locations for messages; lists the variables that a function closes over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ._trees import is_tensor
 
 
 def describe(value: Any) -> str:
-    """Return how a message shows a value: its type, and dtype and shape of a tensor."""
+    """Return the text that shows a value in a message: the type, and the dtype and shape of a tensor."""
     if is_tensor(value):
         return f"{type(value).__name__} of dtype {value.dtype} and shape {tuple(value.shape)}"
     return f"{value!r} of type {type(value).__name__}" if len(repr(value)) < 60 else type(value).__name__
@@ -26,8 +26,8 @@ def plural(count: int, one: str, many: str) -> str:
 
 
 def innermost(function: Any) -> Any:
-    """Return the function inside of decorators, partials and methods."""
-    for _ in range(100):  # a wrapper may name itself
+    """Return the function inside decorators, `functools.partial` objects and bound methods."""
+    for _ in range(100):  # a limit, since a function may be its own `__wrapped__`
         if hasattr(function, "__wrapped__"):
             function = function.__wrapped__
         elif isinstance(function, functools.partial):
@@ -40,24 +40,24 @@ def innermost(function: Any) -> Any:
 
 
 def closed_over(function: Any) -> dict[str, Any]:
-    """Return the variables that a function, or the one inside of decorators and partials, closes over."""
+    """Return the names and values of the variables that `innermost(function)` closes over."""
     function = innermost(function)
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     values: dict[str, Any] = {}
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # an empty cell
+        with contextlib.suppress(ValueError):  # an empty cell has no `cell_contents`
             values[name] = cell.cell_contents
     return values
 
 
 def source_of(name: str, function: Callable[..., Any]) -> str:
-    """Return a name with the place where a function is defined, as in `Tanh at layers.py:12`."""
+    """Return `name` with the file and line where `function` is defined, as in `Tanh at layers.py:12`."""
     code = getattr(innermost(function), "__code__", None)
     return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
 
 
 def add_note(error: Exception, layer: str, method: str, where: str = "") -> None:
-    """Note in which method of a layer (in which hook, if `layer` is empty) an exception of the user happened."""
+    """Add a note to an error: which method of a layer (or which hook, if `layer` is empty) raised the error."""
     note = f"This happened in {layer and layer + '.'}{method}{where}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (

@@ -1,4 +1,4 @@
-"""`once_differentiable`: a `backward` that must not be differentiated."""
+"""The decorator `once_differentiable`, for a `backward` that must not be differentiated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def once_differentiable(backward: Method) -> Method:
-    """Decorate `backward` to say that its own derivative is not defined.
+    """Mark a `backward` that has no derivative: then a second derivative raises an error.
 
         >>> class Once(Tanh):
         ...     @staticmethod
@@ -31,7 +31,7 @@ def once_differentiable(backward: Method) -> Method:
         ...     print("no second derivative")
         no second derivative
 
-    Use it for a `backward` in host code, or for a `backward` whose derivative would be wrong.
+    Use the decorator for a `backward` in host code, or for a `backward` whose derivative would be wrong.
 
     Raises:
         RuntimeError: if a second derivative goes through the decorated `backward`.
@@ -55,8 +55,8 @@ def once_differentiable(backward: Method) -> Method:
     @functools.wraps(backward)
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
-        first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # a class may come before
-        # Forbid the derivative on the inputs, not on the outputs, so that the error comes before any host code runs.
+        first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
+        # Forbid differentiation of the inputs, not of the outputs: JAX raises the error before any host code runs.
         ctx = args[first]
         state, attributes = ctx._state, dict(vars(ctx))
         saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))

@@ -13,17 +13,17 @@ from ._jax.types import as_arrays, has_tangent, is_ref, typeof, zeros_of
 from ._messages import describe
 from ._trees import LEAF, Skeleton, split
 
-__tracebackhide__ = True  # for pytest: errors raised here are about values of the user
+__tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
 class Outputs:
-    """The outputs of one run of `forward`, without the tensors."""
+    """The structure and the types of the outputs of one run of `forward`, without the arrays."""
 
     __slots__ = ("groups", "has_tangent", "is_sequence", "marked", "shardings", "skeleton", "types")
 
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
-        # One cotangent for each element of a tuple or list, or one for any other result.
+        # `backward` gets one cotangent for each element of a tuple or list, and one cotangent for any other result.
         self.is_sequence = isinstance(result, (tuple, list))
         if skeleton is LEAF:
             self.groups = [LEAF]
@@ -32,15 +32,15 @@ class Outputs:
         self.marked = marked  # indices of outputs that are marked non-differentiable
         self.types = [typeof(x) for x in arrays]
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
-        # JAX may place an uncommitted array on any device. Therefore the zeros for its cotangent need no sharding.
+        # JAX may place an uncommitted array on any device, so zeros for the cotangent of this array need no sharding.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
     @staticmethod
     def of(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        """Split the result of a method. Return its tensors, these tensors as JAX arrays, and the skeleton.
+        """Split the result of a method. Return the tensors, the same tensors as JAX arrays, and the skeleton.
 
         Raises:
-            ValueError: if the result holds no tensor, or a Ref.
+            ValueError: if the result holds no tensor, or if the result holds a Ref.
         """
         tensors, skeleton = split(result)
         if not tensors:
@@ -56,9 +56,10 @@ class Outputs:
         return tensors, as_arrays(tensors), skeleton
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
-        """Return the arguments of `backward`: one entry per top-level output that holds a tensor.
+        """Return the cotangents that `backward` gets: one entry per top-level output that holds a tensor.
 
-        A missing cotangent is zeros or None. If `with_statics`, outputs without a tensor have an entry too: None.
+        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics`, an output without a tensor has
+        the entry None.
         """
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []
@@ -77,5 +78,5 @@ class Outputs:
 
 @functools.lru_cache(maxsize=256)
 def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
-    # Each device makes its own shard. `jax.device_put` would first compare the values of all processes.
+    # With `jax.jit`, each device makes its own shard; `jax.device_put` would first compare the values of all processes.
     return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)

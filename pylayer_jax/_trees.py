@@ -1,4 +1,4 @@
-"""Pytrees, taken apart into tensors and a skeleton.
+"""Splits a pytree into a list of tensors and a skeleton, which can rebuild the pytree.
 
     >>> tensors, skeleton = split({"w": jnp.ones(3), "act": jnp.tanh, "n": 2})
     >>> len(tensors), skeleton.size
@@ -6,7 +6,7 @@
     >>> skeleton.fill([jnp.zeros(3)])
     {'w': Array([0., 0., 0.], dtype=float32), 'act': <...tanh...>, 'n': 2}
 
-The skeleton holds every other leaf as it is. Statics are never compared or hashed.
+The other leaves are called *statics*. The skeleton holds the statics unchanged, and never compares or hashes them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import numpy as np
 
 from ._jax.types import is_array, is_ref
 
-_NUMERIC_KINDS: Final = frozenset("biufcV")  # V: bfloat16, float8 and int4 of ml_dtypes
+_NUMERIC_KINDS: Final = frozenset("biufcV")  # "V" is the kind of bfloat16, float8 and int4 in ml_dtypes
 _NOT_IN_JAX: Final = frozenset((np.void, np.record, np.longdouble, np.clongdouble))  # np.void: structured arrays
-_TENSOR: Final = object()  # in the leaves of a skeleton, where a tensor was
+_TENSOR: Final = object()  # the placeholder for a tensor among the leaves of a skeleton
 
 
 def is_tensor(leaf: object) -> bool:
-    """Return whether a leaf is a `jax.Array`, or a NumPy array or scalar of numbers that JAX has."""
+    """Return whether a leaf is a `jax.Array`, or a NumPy array or scalar with a dtype that JAX has."""
     if is_array(leaf):
         return True
     is_numpy = isinstance(leaf, (np.ndarray, np.generic))
@@ -39,20 +39,20 @@ def is_tensor_or_ref(leaf: object) -> bool:
 
 
 def unboxed(value: Any) -> Any:
-    """Return the array in a box such as `flax.nnx.Param`; any other value itself."""
+    """Return the array in a box such as `flax.nnx.Param`, or `value` itself if `value` is not a box."""
     is_box = not is_array(value) and hasattr(type(value), "__jax_array__")
     return value.__jax_array__() if is_box else value
 
 
 def contains(values: Sequence[Any], wanted: object) -> bool:
-    """Return whether `wanted` itself, not an equal value, is among `values`."""
+    """Return whether the object `wanted` is among `values`, compared by identity."""
     return any(value is wanted for value in values)
 
 
 class Skeleton:
     """A pytree without its tensors. The skeleton of a bare tensor is always `LEAF`.
 
-    A dict among the leaves is a `_Dict`: JAX sorts the keys of a dict, and refuses those that cannot be sorted.
+    A `_Dict` takes the place of each dict: JAX sorts the keys of a dict, and refuses keys that cannot be sorted.
     """
 
     __slots__ = ("leaves", "size", "treedef")
@@ -64,11 +64,11 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        """True if the tree is more than one leaf or None; an empty list is a container too."""
+        """True unless the tree is a single leaf. None and an empty list count as containers too."""
         return self.treedef.num_nodes > 1 or type(self.leaves[0] if self.leaves else ()) in (_Dict, tuple)
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
-        """Make the tree with `tensors`, in flattening order, where its own tensors were; `change` maps each static."""
+        """Rebuild the tree from `tensors`, in flattening order, with each static replaced by `change(static)`."""
         if self is LEAF:
             return tensors[0]
         return self._fill(iter(tensors), change)
@@ -82,11 +82,11 @@ class Skeleton:
         )
 
     def without_statics(self, tensors: Sequence[Any]) -> Any:
-        """Make the tree with `tensors` where its own tensors were, and None for every static."""
+        """Rebuild the tree from `tensors`, with None in place of every static."""
         return self.fill(tensors, lambda _: None)
 
     def statics(self) -> list[Any]:
-        """Return all leaves that are no tensors, in flattening order."""
+        """Return all leaves that are not tensors, in flattening order."""
         found: list[Any] = []
         for leaf in self.leaves:
             if type(leaf) is _Dict:
@@ -96,14 +96,14 @@ class Skeleton:
         return found
 
     def tensor_paths(self) -> list[str]:
-        """Return the path of each tensor, as in `['weights'][0]`; empty for a bare tensor."""
+        """Return the path of each tensor, as in `['weights'][0]`; the path of a bare tensor is empty."""
         return [path for path, leaf in self.paths() if leaf is _TENSOR]
 
     def paths(self) -> list[tuple[str, Any]]:
-        """Return the path of each leaf, and the leaf; a tensor is a placeholder."""
+        """Return a pair (path, leaf) for each leaf; a placeholder stands for each tensor."""
         if self is LEAF:
             return [("", _TENSOR)]
-        # A node such as jax.tree_util.Partial accepts only a dict as a child, so a dict gets a dict as placeholder.
+        # The placeholder of a dict is a dict, since nodes such as jax.tree_util.Partial accept only a dict as a child.
         places = [dict.fromkeys(x.keys) if type(x) is _Dict else _TENSOR for x in self.leaves]
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(places), is_leaf=_is_dict)
         found: list[tuple[str, Any]] = []
@@ -114,12 +114,12 @@ class Skeleton:
         return found
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the values that a tree of this structure has at the places of the tensors.
+        """Return the values at the positions of the tensors in `tree`, which has the structure of this skeleton.
 
-        None may take the place of the whole tree, and an array that of a box such as a `flax.nnx.Param`.
+        `tree` may also be None, or, for the skeleton of a box such as `flax.nnx.Param`, an array.
 
         Raises:
-            ValueError: if the tree has another structure.
+            ValueError: if `tree` has another structure.
         """
         if tree is None:
             return [None] * self.size
@@ -135,11 +135,11 @@ class Skeleton:
         return found
 
     def has_structure_of(self, other: Skeleton) -> bool:
-        """Return whether the nodes of two trees are equal, with the static data of each."""
+        """Return whether two trees have equal nodes, including the static data of the nodes."""
         try:
             if self.treedef != other.treedef:
                 return False
-        except Exception:  # static data that cannot be compared
+        except Exception:  # static data that cannot be compared counts as equal
             return True
         return all(
             x.keys == y.keys and all(a.has_structure_of(b) for a, b in zip(x.children, y.children, strict=True))
@@ -149,12 +149,12 @@ class Skeleton:
 
 
 class _Dict:
-    """A dict as a leaf of a skeleton: it keeps the order of its keys, which need not be sortable."""
+    """A dict as a leaf of a skeleton. The keys keep their order and need not be sortable."""
 
     __slots__ = ("children", "keys", "like")
 
     def __init__(self, like: Any, keys: list[Any], children: list[Skeleton]) -> None:
-        self.like = like  # an empty dict of the same kind
+        self.like = like  # an empty dict or defaultdict, as a template
         self.keys = keys
         self.children = children
 
@@ -187,12 +187,12 @@ def _tuple_of(count: int) -> Skeleton:
 
 
 def _is_dict(node: Any) -> bool:
-    # JAX keeps the order of an OrderedDict, and treats other subclasses of dict as leaves.
+    # JAX keeps the key order of an OrderedDict, and treats other subclasses of dict as leaves.
     return type(node) is dict or type(node) is collections.defaultdict
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
-    """Return the tensors of a pytree (leaves for which `predicate` holds) in flattening order, and its skeleton."""
+    """Return the tensors of a pytree (leaves for which `predicate` holds) in flattening order, and the skeleton."""
     if predicate(tree):
         return [tree], LEAF
     if type(tree) is tuple and all(map(predicate, tree)):
@@ -220,7 +220,7 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
 
 
 def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:
-    """Return whether two trees, each as `split` returns it, hold different objects or have different nodes.
+    """Return whether two trees, each as returned by `split`, have different leaves or different nodes.
 
     Leaves are compared by identity, so that the content of arrays is not read.
     """
