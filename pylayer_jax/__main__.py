@@ -16,13 +16,13 @@ PIPE_CLOSED = 128 + 13  # SIGPIPE
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, and return its exit status: 0 if the network learned or the layer is right, otherwise 1."""
+    """Run the command line. Return the exit status: 0 if the demo reached its goals or the layer passed, else 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
         passed, report = check.check(arguments[1:])
         try:
             report.encode(sys.stdout.encoding or "utf-8")
-        except UnicodeEncodeError:  # the terminal cannot print ticks, as many on Windows
+        except UnicodeEncodeError:  # many terminals on Windows cannot print ticks
             report = report.replace("✓", "ok    ").replace("✗", "FAILED").encode("ascii", "replace").decode()
         print(report)
         return 0 if passed else 1
@@ -48,22 +48,22 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main_without_traceback() -> int:
-    # If Ctrl-C raises KeyboardInterrupt while JAX compiles, C++ swallows the exception. So exit in the handler.
+    # If Ctrl-C raised a KeyboardInterrupt while JAX compiles, C++ would swallow it. So the signal handler exits.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_after_interrupt)
     try:
         try:
             return main()
         finally:
-            sys.stdout.flush()  # otherwise Python flushes at exit, where a BrokenPipeError cannot be caught
-    except BrokenPipeError:  # the reading process has exited, as `head` does
+            sys.stdout.flush()  # if Python flushed at exit, a BrokenPipeError could not be caught
+    except BrokenPipeError:  # the process that reads the output, such as `head`, has exited
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED
 
 
 def _exit_after_interrupt(*_: object) -> None:
     if sys.stderr.isatty():
-        os.write(sys.stderr.fileno(), b"\n")  # ends the line of the progress bar
+        os.write(sys.stderr.fileno(), b"\n")  # start a new line after the progress bar
     os._exit(INTERRUPTED)
 
 

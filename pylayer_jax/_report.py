@@ -1,6 +1,6 @@
-"""`saved_tensors_report` and the report that it returns: one row per residual, or per group of equal ones.
+"""Provides `saved_tensors_report`, which lists the residuals of a function in a table.
 
-The second half finds where the values of a jaxpr come from, including the values that an inner jaxpr computes:
+The second half of this module finds the origin of each value in a jaxpr, also if an inner jaxpr computes the value:
 
     { lambda ; a:f32[8]. let                                 a: an input
         b:f32[8] c:f32[3,8] = scan[                          c: three times its part e
@@ -9,7 +9,7 @@ The second half finds where the values of a jaxpr come from, including the value
             in (e, e) } ] a
       in (c,) }
 
-`outputs_of` returns the value c with this history.
+For this jaxpr, `outputs_of` returns the `Value` of c, whose `part` is the `Value` of e.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from ._trees import is_tensor, split
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """One tensor that is kept for backward, or several that differ only in their values."""
+    """One row of a report: a residual, or several residuals that differ only in their values."""
 
-    kind: str  # "layer" (saves it); "input" of the function (exists anyway); "copy" of one; "operation"; "constant"
-    layer: str  # the class that saves it, also if it is an input; empty if no layer does
-    name: str  # saved[0], or from `saved_names` of the class; ctx.scale; or the name of the operation or input
+    kind: str  # "layer" if a layer saves the tensor, or "input", "copy" (of an input), "operation", "constant"
+    layer: str  # the class of the layer that saves the tensor; empty if no layer saves it
+    name: str  # saved[0], a name in `saved_names` of the class, ctx.scale, or the name of an operation or input
     shape: tuple[int, ...]
     dtype: str
-    times: int  # how many are kept, in iterations of a scan or calls from one line
-    bytes: int  # of all these tensors, before packing
-    packed_bytes: int  # that the vjp function holds for these tensors
-    source: str  # file and line of the call of apply, or of the operation
+    times: int  # the number of residuals in this row: one per iteration of a scan, or per call from one line
+    bytes: int  # the size of all residuals in this row, before packing
+    packed_bytes: int  # the number of bytes that the vjp function holds for this row
+    source: str  # the file and line of the call of `apply`, or of the operation
     note: str
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SavedTensorsReport:
-    """The rows of a report, shown as a table."""
+    """Result of `saved_tensors_report`: a table with one row per residual, or per group of similar residuals."""
 
     rows: list[SavedTensor]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that the vjp function holds beside the inputs of the function, which the caller holds anyway."""
+        """The number of bytes that the vjp function holds, without the inputs, which the caller holds anyway."""
         return sum(r.packed_bytes for r in self.rows if r.kind != "input")
 
     @property
     def total_unpacked_bytes(self) -> int:
-        """Bytes that the vjp function would hold beside the inputs if nothing was packed."""
+        """The number of bytes that the vjp function would hold without packing; inputs are not counted."""
         return sum(r.bytes for r in self.rows if r.kind != "input")
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of the inputs that the vjp function holds as they are."""
+        """The number of bytes in the inputs that the vjp function holds unpacked."""
         return sum(r.packed_bytes for r in self.rows if r.kind == "input")
 
     def __repr__(self) -> str:
@@ -88,7 +88,7 @@ class SavedTensorsReport:
         return f"<table><caption>{caption}</caption><thead>{line('th', titles)}</thead><tbody>{body}</tbody></table>"
 
     def _table(self) -> list[list[str]]:
-        """Return the titles, and the cells of each row; with packed sizes only if something is packed."""
+        """Return the row of titles and the rows of cells, with a column of packed sizes if a residual is packed."""
         is_packed = any(r.packed_bytes != r.bytes for r in self.rows)
         table = [["origin", "name", "type", "times", "bytes", *["packed"] * is_packed, "where", ""]]
         for r in self.rows:
@@ -107,7 +107,7 @@ class SavedTensorsReport:
         return ", ".join(part for part, applies in parts.items() if applies)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw one bar per row, its bytes as packed, on `ax` or on new axes; return the axes. Needs matplotlib."""
+        """Draw one bar per row, as long as its packed bytes, on `ax` or new axes; return the axes. Needs matplotlib."""
         if ax is None:
             import matplotlib.pyplot as plt
 
@@ -120,20 +120,21 @@ class SavedTensorsReport:
 
 
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
-    """List the residuals that `jax.vjp` of `fun(*args, **kwargs)` holds for backward.
+    """List the residuals that `jax.vjp` of `fun` at `args` and `kwargs` holds for backward.
 
         >>> print(saved_tensors_report(lambda x: Tanh.apply(x).sum(), jnp.ones((8, 4))))
         origin  name      type          times  bytes  where
         Tanh    saved[0]  float32[8,4]      1    128  ...
         128 bytes are kept for backward
 
-    `fun` is a function or a layer. It is traced and does not run: arguments may be `jax.ShapeDtypeStruct`s. All float
-    arguments are differentiated. Hooks around the call and inside `fun` apply as in a compiled program.
+    `fun` is a function or a layer. JAX traces `fun` and does not run it, so the arguments may be
+    `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Saved-tensor hooks around the call and inside `fun`
+    apply as in a compiled program.
 
-    A row is one residual, or several residuals that differ only in their values: a tensor that a layer saves, by class
-    and name; a result of a plain operation; or an input of `fun`, which exists anyway. The largest rows come first, and
-    inputs last. A tensor that several layers save has one row; a tensor that is computed again in backward has none.
-    Bytes are those of the whole array on all devices. With `host=True`, a row counts the bytes of a number only.
+    A row is one residual, or several residuals that differ only in their values. A residual is a tensor that a layer
+    saves, a result of a plain operation, or an input of `fun`, which exists anyway. The largest rows come first, and
+    inputs come last. A tensor that several layers save has one row. A tensor that backward computes again has no row.
+    Sizes are those of whole arrays on all devices. Under hooks with `host=True`, a row counts 4 bytes per tensor.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -150,14 +151,14 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             return split(fun(*args, **kwargs))[0]
 
         _, pullback = jax.vjp(run, *select(tensors, is_float))
-        return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds a Ref anyway
+        return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
 
     jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
     names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
     inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
-    # Leave out the empty residuals in which the rule of a layer keeps a number: NOTE [several runs] in _front.py.
+    # Leave out residuals of size 0, whose length is the number of a run: see NOTE [several runs] in _front.py.
     arrays = [value for value in dict.fromkeys(outputs_of(jaxpr, inputs)) if value.aval.size]
-    arrays_of: dict[Value, list[Value]] = {}  # by tensor, the arrays that it was packed to, or the tensor itself
+    arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to [tensor] if it is not packed
     for array in arrays:
         arrays_of.setdefault(array.unpacked(), []).append(array)
     rows = [
@@ -168,11 +169,11 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
-    """Return the row of a tensor, from the arrays that it was packed to."""
-    # A tensor with a name of `saved_names` is a copy to JAX.
+    """Return the row of a tensor that is packed as `arrays`."""
+    # A tensor that is named by `saved_names` is a result of `checkpoint_name`, and hence a copy in the jaxpr.
     is_packed, is_from_input = [a.copy_of or a for a in arrays] != [tensor], tensor.kind == "input"
     one, times = tensor.innermost()
-    # Each iteration packs a tensor, and each device its shard. Without hooks there may be copies under other names.
+    # Each iteration packs its tensor, and each device packs its shard. An unpacked tensor may have several copies.
     parts = [(a, *a.innermost()) for a in arrays if (a.copy_of or a) is not tensor]
     layer, name, equations = (*tensor.savers, ("", tensor.name, tensor.equations))[0]
     is_input = is_from_input and tensor.part is None and not is_packed
@@ -198,36 +199,36 @@ def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
 
 # -- where values come from -----------------------------------------------------------------------
 
-Equations = tuple[Any, ...]  # an equation, after the equations that hold its jaxpr, outermost first
+Equations = tuple[Any, ...]  # from the outermost equation to the innermost; each holds the jaxpr of the next equation
 
 
 @dataclasses.dataclass(eq=False)
 class Value:
-    """One value in a program. A jaxpr that is called twice computes two."""
+    """A value that a program computes. If a program calls a jaxpr twice, each variable of the jaxpr has two values."""
 
     aval: Any
     kind: str  # "input", "constant" or "operation"
-    name: str  # of the input or the operation
+    name: str  # the name of the input or of the operation
     equations: Equations = ()
     operands: Sequence[Value] = ()
-    part: Value | None = None  # the value of an inner jaxpr that each iteration, device or branch contributes
-    times: int = 1  # the number of iterations that contribute a part
+    part: Value | None = None  # the value in an inner jaxpr from which each iteration, device or branch makes a part
+    times: int = 1  # the number of iterations that make a part
     copy_of: Value | None = None
-    savers: list[tuple[str, str, Equations]] = dataclasses.field(default_factory=list)  # layer, name as in saved[0]
+    savers: list[tuple[str, str, Equations]] = dataclasses.field(default_factory=list)  # (layer, name, equations)
 
     @property
     def bytes(self) -> int:
         return self.aval.size * self.aval.dtype.itemsize
 
     def innermost(self) -> tuple[Value, int]:
-        """Return the part of the value that one iteration of all loops computes, and the number of iterations."""
+        """Return the part of this value from one iteration of the innermost loop, and the number of iterations."""
         value, times = self, 1
         while value.part is not None:
             value, times = value.part, times * value.times
         return value, times
 
     def unpacked(self) -> Value:
-        """Return the tensor from which pack hooks made the value; the value itself if no hook made it."""
+        """Return the tensor from which a pack hook computed this value, or this value if no hook computed it."""
         waiting: list[Value] = [self]
         seen, tensors = set[Value](), list[Value]()
         while waiting:
@@ -239,13 +240,13 @@ class Value:
             elif value not in seen:
                 seen.add(value)
                 waiting += one.operands
-        # Hooks also read numbers that they hold, and the index of the device.
+        # A pack hook may also read constants and the index of the device: the tensor is its largest operand.
         return max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=self)
 
 
 def line_of(equations: Equations) -> str:
-    """Return the innermost line outside of installed packages, or the innermost if there is none: `model.py:12`."""
-    # The equations of a jitted function of JAX have no line of a user, but the equation that calls it has.
+    """Return the innermost source line, such as `model.py:12`; lines outside installed packages are preferred."""
+    # The equations in a jitted function of JAX itself have no line of user code, but the equation that calls it has.
     stacks = [summarize(e.source_info, num_frames=1000).splitlines() for e in reversed(equations)]
     lines = [line for stack in stacks for line in reversed(stack)]  # as in /home/me/model.py:12:4 (loss)
     own = [line for line in lines if "site-packages" not in line and "dist-packages" not in line]
@@ -254,7 +255,7 @@ def line_of(equations: Equations) -> str:
 
 
 def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> list[Value]:
-    """Return the values that a jaxpr returns; `within` are the equations that hold it."""
+    """Return the output values of a jaxpr; `within` lists the equations that hold the jaxpr, outermost first."""
     value_of = dict(zip(jaxpr.invars, inputs, strict=True))
     value_of |= {v: Value(v.aval, "constant", "closed over") for v in jaxpr.constvars}
 
@@ -267,9 +268,9 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> l
     return read(jaxpr.outvars)
 
 
-# The results of these primitives equal their operands. JAX keeps a result beside its operand if it needs both.
+# The results of these primitives equal their operands. If a program needs a result and its operand, JAX keeps both.
 _IDENTITIES = frozenset(("name", "optimization_barrier", "pcast", "pvary", "reduce_precision", "stop_gradient"))
-# A `cond` returns the residuals of all branches. A branch fills those of other branches by these primitives.
+# A `cond` returns the residuals of all branches. A branch uses these primitives to fill the residuals of others.
 _FILLED = ("broadcast_in_dim", "empty2")
 
 
@@ -278,7 +279,7 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     name, inner = equation.primitive.name, inner_jaxprs(equation.params)
     results = [Value(v.aval, "operation", name, equations, operands) for v in equation.outvars]
     times = [1] * len(results)
-    # A scalar leaves a shard_map as an array with one entry per device.
+    # A shard_map returns a scalar residual as an array with one entry per device.
     if name in _IDENTITIES or (name == "broadcast_in_dim" and results[0].aval.size == 1):
         return [dataclasses.replace(value, copy_of=value.copy_of or value) for value in operands]
     if name == "scan":
@@ -297,7 +298,7 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     elif equation.primitive is rule_function_p and _note_savers(equations, operands, results):
         return results
     elif len(inner) == 1 and _shapes(inner[0].invars, inner[0].outvars) == _shapes(operands, results):
-        return outputs_of(inner[0], operands, equations)  # a jitted function, a checkpoint, an identity of ours
+        return outputs_of(inner[0], operands, equations)  # such as a jitted function or a checkpoint
     else:
         return results
     return [
@@ -316,7 +317,7 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 
 
 def _note_savers(equations: Equations, operands: list[Value], results: list[Value]) -> bool:
-    """Enter the layer that an equation applies as the saver of its residuals; return False if it applies none."""
+    """Record the layer that the last equation applies in `savers` of its residuals; return False without a layer."""
     function = object_of(equations[-1])
     while isinstance(function, BatchedFunction):
         function, operands = function.inner, operands[function.n_consts :]

@@ -1,4 +1,4 @@
-"""Ready pairs of saved-tensor hooks. Use each like `saved_tensors_hooks`, as a block or as a decorator:
+"""Provides ready pairs of saved-tensor hooks. Use a pair like `saved_tensors_hooks`, as a block or as a decorator:
 
     >>> @quantize_saved(bits=8)
     ... def loss(w, x):
@@ -6,11 +6,11 @@
     >>> jax.grad(loss)(jnp.ones((64, 2)), jnp.ones((128, 64))).shape
     (64, 2)
 
-They pack values that the block computes. Values that come into the block from outside (weights, inputs), and values
-that follow from these by slicing, reshaping or casting, stay as they are, as with `jax.checkpoint`; `arguments=True`
-packs them too. So put the block around the whole loss. Integers, complex numbers and PRNG keys pass unchanged, and so
-do tensors for which the predicate `only` is False, as in `cast_saved(only=lambda x: x.ndim > 1)` (see
-`saved_tensors_hooks`). Every tensor comes back with its dtype, sharding and weak type.
+A pair packs the residuals that are computed inside the block, so put the block around the whole loss. A pair does not
+pack values from outside the block (weights, inputs), nor slices, reshapes and casts of these values, unless it has
+`arguments=True`. Integers, complex numbers and PRNG keys are not packed. A tensor for which the predicate `only`
+returns False is not packed either: `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars. Unpacking
+restores the dtype, the sharding and the weak type of every tensor.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _is_float(x: Any) -> bool:
 
 
 class _ReadyPair(saved_tensors_hooks):
-    """A pair whose pack hook returns a tensor as it is, or an object that restores the tensor."""
+    """A pair whose pack hook returns the tensor unchanged, or an object that can restore the tensor."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args and callable(args[0]) and not isinstance(args[0], type):
@@ -73,19 +73,20 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         >>> print(jax.grad(save_on_cpu()(jnp.sin))(0.0))
         1.0
 
-    In eager mode a tensor becomes a NumPy array. In traced code it moves to the host memory space of its device
-    (`jax.memory.Space.Host`), if the device has one; so does an array of several processes in eager mode.
+    In eager mode the pair keeps each tensor as a NumPy array. In traced code the pair moves each tensor to the host
+    memory space of its device (`jax.memory.Space.Host`), if the device has one. In eager mode, an array that is spread
+    over several processes is moved to this memory space too.
 
     Args:
-        pin_memory: in eager mode, keep tensors in page-locked memory. The transfer back is faster.
-        arguments, only: as for each pair of this module.
+        pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
+        arguments, only: described at the top of this module.
     """
 
     def __init__(self, pin_memory: bool = False, *, arguments: bool = False, only: Only | None = None) -> None:
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            # No process can read a whole array that is spread over several. JAX's own constants are on no device.
+            # No process can read an array that is spread over several processes. Constants of JAX are on no device.
             if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
@@ -95,17 +96,17 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
 class _OnHost(NamedTuple):
     array: Any
-    placed: bool  # True for traced and committed arrays, which a transfer brings back; else NumPy does
+    placed: bool  # True for traced and committed arrays, which are restored by a transfer instead of by NumPy
 
     def restored(self) -> Any:
-        # A transfer would commit the array to its device. From a NumPy array, JAX makes an uncommitted array.
+        # A transfer would commit the array to its device. JAX makes an uncommitted array from a NumPy array.
         return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 
-# These functions are jitted because eager shard_map refuses the transfer itself.
+# The functions that transfer arrays are jitted, because eager shard_map refuses a transfer that is not jitted.
 @jax.jit
 def _to_host(x: jax.Array) -> jax.Array:
-    # Without `src`, the transpose would leave a cotangent on the host.
+    # Without `src`, the transpose of `jax.device_put` would leave the cotangent on the host.
     return jax.device_put(x, jax.memory.Space.Host, src=jax.memory.Space.Device)
 
 
@@ -115,20 +116,21 @@ def _to_device(x: jax.Array) -> jax.Array:
 
 
 class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
-    """Keep saved tensors in a narrower floating-point type, and bool arrays as bits.
+    """Keep saved tensors in a narrower floating-point dtype, and bool arrays as bits.
 
         >>> print(jax.grad(cast_saved()(lambda x: jnp.sin(2 * x)))(1.0))  # 2 * cos(2), rounded to bfloat16
         -0.83203125
 
-    Tensors that are not wider than `dtype` pass unchanged. bfloat16 has the range of float32, and changes a value by at
-    most 1 part in 256. float16 is more exact but ends at 65504: a larger value comes back as infinity.
+    Tensors that are not wider than `dtype` are not packed. bfloat16 has the range of float32, and a cast to bfloat16
+    changes a value by at most 1 part in 256. float16 is more exact, but its largest value is 65504: a larger value is
+    unpacked as infinity.
 
     Args:
-        dtype: the floating-point type of the kept tensors, of at least 16 bits.
-        arguments, only: as for each pair of this module.
+        dtype: the floating-point dtype in which tensors are kept. The dtype has at least 16 bits.
+        arguments, only: described at the top of this module.
 
     Raises:
-        TypeError: if `dtype` is not a floating-point type, or has 8 bits.
+        TypeError: if `dtype` is not a floating-point dtype, or has 8 bits.
     """
 
     def __init__(self, dtype: Any = jnp.bfloat16, *, arguments: bool = False, only: Only | None = None) -> None:
@@ -162,29 +164,29 @@ class _Cast(NamedTuple):
 
 
 class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
-    """Keep saved tensors as small integers, with a scale and an offset for each block of values, and bools as bits.
+    """Keep saved tensors as 8-bit or 4-bit integers with a scale and an offset per block, and bool arrays as bits.
 
         >>> loss = quantize_saved(bits=8)(lambda x: jnp.sum(jnp.sin(2 * x)))
         >>> report = saved_tensors_report(loss, jnp.ones((8, 128)))
         >>> report.total_unpacked_bytes, report.total_bytes
         (4096, 1088)
 
-    A value v of a block with finite values from a to b is kept as (v - a) / s, s = (b - a) / (2^bits - 2), rounded to
-    an integer. It therefore changes by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors
-    of at most 4 machine epsilons of the largest value of the block. A block that spans less than 2^bits times the
-    smallest normal number comes back as its smallest value. (This is uniform quantization by group, as in Chen et al.,
-    "ActNN", 2021.) Infinities and NaN come back as NaN and do not change the other values of their block.
+    If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where
+    s = (b - a) / (2^bits - 2). This is uniform quantization by group (Chen et al., "ActNN", 2021). Packing changes
+    a value by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors of at most 4 machine
+    epsilons of the largest value of the block. If b - a is less than 2^bits times the smallest normal number, each
+    finite value of the block is unpacked as a. Infinities and NaN are unpacked as NaN, and do not affect other values.
 
-    The blocks divide the last axis of each shard evenly, so that nothing is padded or communicated. A tensor that would
-    not become smaller passes unchanged, such as one with a very short last axis.
+    The blocks divide the last axis of each shard evenly, so packing needs no padding and no communication. A tensor
+    that would not become smaller, such as a tensor with a very short last axis, is not packed.
 
     Args:
-        bits: bits per value, 8 or 4.
-        block_size: the largest number of values that share a scale: a divisor of the length of the axis. If it has no
-            divisor near this number (a large prime length, for example), the blocks are larger.
-        stochastic: round up or down at random, without bias, by a hash of the value and its place in the block. The
-            default is True for 4 bits, where training suffers from a bias.
-        arguments, only: as for each pair of this module.
+        bits: the number of bits per value, 8 or 4.
+        block_size: the largest number of values that share a scale. The length of a block is a divisor of the length of
+            the axis. Blocks are longer if the axis has no divisor near `block_size`, as for a large prime length.
+        stochastic: if True, round up or down at random, without bias. The random numbers are a hash of the value and of
+            its position in the block. The default is True for 4 bits, where biased rounding harms training.
+        arguments, only: described at the top of this module.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -209,7 +211,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if x.dtype == np.bool_:
                 return _pack_bits(x)
             length = _block_length(x, block_size) if _is_float(x) and x.ndim and x.size else 1
-            # A block keeps two numbers of 4 bytes.
+            # Each block also keeps its smallest and its largest value, of 4 bytes each.
             if 8 + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
@@ -223,9 +225,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 def _block_length(x: Any, largest: int) -> int:
-    """Return how many values along the last axis share a scale: a divisor of the length of this axis in a shard."""
+    """Return the length of the blocks along the last axis: a divisor of the length of this axis in a shard."""
     length = x.shape[-1]
-    if not isinstance(length, int):  # a symbol of `jax.export`
+    if not isinstance(length, int):  # `jax.export` makes symbolic lengths
         return 1
     own = length // shard_counts(x)[-1]
     divisors = [n for n in range(1, own + 1) if own % n == 0] if own <= largest else _divisors(own)
@@ -240,13 +242,13 @@ def _divisors(number: int) -> list[int]:
 
 
 def _divided(x: jax.Array, axis: int, length: int, sharding: Any) -> jax.Array:
-    """Divide an axis into blocks: [..., n, ...] becomes [..., n / length, length, ...]."""
+    """Divide an axis into blocks: the shape [..., n, ...] becomes [..., n / length, length, ...]."""
     shape = (*x.shape[:axis], x.shape[axis] // length, length, *x.shape[axis + 1 :])
     return _reshaped(x, shape, sharding, lambda names: (*names[: axis + 1], None, *names[axis + 1 :]))
 
 
 def _joined(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
-    """Join the blocks of an axis again."""
+    """Join the blocks of an axis: the shape [..., n / length, length, ...] becomes [..., n, ...]."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     return _reshaped(x, shape, sharding, lambda names: names)
 
@@ -271,7 +273,7 @@ class _Bits(NamedTuple):
 
 
 def _pack_bits(x: Any) -> Any:
-    """Pack 8 bools into a byte, along the last axis whose length in a shard is a multiple of 8, if there is one."""
+    """Pack 8 bools into a byte along the last axis whose length in a shard is a multiple of 8; else return `x`."""
     for axis in reversed(range(x.ndim)):
         length = x.shape[axis]
         if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
@@ -281,7 +283,7 @@ def _pack_bits(x: Any) -> Any:
 
 
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return an array and the numbers from 0 to 7 along an axis."""
+    """Return `x`, and the numbers from 0 to 7 in a shape that broadcasts along `axis` of `x`."""
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
 
@@ -302,13 +304,13 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 
 
 class _Quantized(NamedTuple):
-    values: Any  # uint8[..., blocks, length], or two values in each for 4 bits
-    low: Any  # the smallest and the largest value of each block
-    high: Any
+    values: Any  # uint8[..., blocks, length]; for 4 bits, each uint8 holds two values
+    low: Any  # the smallest value of each block
+    high: Any  # the largest value of each block
     bits: int
     length: int
     dtype: Any
-    sharding: Any  # of the tensor, if it is explicit
+    sharding: Any  # the sharding of the tensor, if the sharding is explicit
 
     def restored(self) -> Any:
         return _dequantize(*self)
@@ -324,9 +326,9 @@ def _quantize(
     steps, half = 2**bits - 2, _half_step(low, high, bits)
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
     exact = (x * 0.5 - _in_blocks(low * 0.5, x)) * _in_blocks(inverse, x)
-    # Rounding may lead to the next larger integer.
+    # `steps` is the largest integer that stands for a value, but a rounding error may lead to `steps + 1`.
     values = jnp.minimum(jnp.floor(exact + _dither(x, place)) if stochastic else jax.lax.round(exact, _TO_EVEN), steps)
-    values = jnp.where(jnp.isfinite(x), values.astype(jnp.uint8), mark)  # the largest integer means NaN
+    values = jnp.where(jnp.isfinite(x), values.astype(jnp.uint8), mark)  # 2**bits - 1 means NaN
     if bits == 4:
         if length % 2:
             values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
@@ -338,22 +340,22 @@ _TO_EVEN: Final = jax.lax.RoundingMethod.TO_NEAREST_EVEN
 
 
 def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
-    """Repeat one number of each block for all values of the block."""
+    """Broadcast an array with one number per block to the shape of `x`, which is divided into blocks."""
     return jax.lax.broadcast_in_dim(numbers, x.shape, range(x.ndim - 1))
 
 
 def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
-    """Return a value and constants, bound so that the constants seem to depend on the value.
+    """Return `x` and `constants` behind an optimization barrier, so that the constants seem to depend on `x`.
 
-    JAX moves operations with the same result in each iteration out of a scan, and would keep such a constant in the
-    shape of the value. tests: test_memory_of_a_compiled_scan
+    Otherwise JAX would move a broadcast of a constant out of a scan, since each iteration has the same result, and
+    keep an array of the shape of `x`. tests: test_memory_of_a_compiled_scan
     """
     return jax.lax.optimization_barrier((x, *constants))
 
 
 def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
-    """Return a number from 0 to 1 for each value, from a hash of the value and of its place in the block."""
-    # `place` gets the rank of x, since jax_numpy_rank_promotion may forbid to combine two ranks.
+    """Return a number from 0 to 1 for each value: a hash of the value and of its position in the block."""
+    # `place` gets the rank of x, because jax_numpy_rank_promotion="raise" forbids operands of different ranks.
     place = jnp.expand_dims(place * jnp.uint32(0x9E3779B9), range(x.ndim - 1))
     mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ place) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
@@ -361,12 +363,12 @@ def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the smallest and the largest finite value of each block; inf and -inf if no value is finite."""
+    """Return the smallest and the largest finite value of each block, or inf and -inf if no value is finite."""
 
     def finite_or(value: jax.Array, end: float) -> jax.Array:
         return jnp.where(jnp.isfinite(value), value, end)
 
-    # One reduction with two results: for two reductions, XLA would compute and keep their operand twice.
+    # This is one reduction with two results. For two reductions, XLA would compute and keep the operand twice.
     return jax.lax.reduce(
         (x, x),
         (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
@@ -379,7 +381,7 @@ def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
-    # The difference of two values may overflow; the difference of their halves does not.
+    # `high - low` may overflow; the difference of the halves does not.
     return (high * 0.5 - low * 0.5) / (2**bits - 2)
 
 
@@ -392,7 +394,7 @@ def _dequantize(
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
     x = values.astype(low.dtype)
     half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
-    # Rounding must not lead out of the range of the block: for example, positive values stay positive.
+    # A rounding error must not lead out of the range of the block: positive values must stay positive, for example.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
     x = jnp.where(values == 2**bits - 1, nan, x)
     return _joined(x, x.ndim - 2, sharding).astype(dtype)
@@ -402,23 +404,23 @@ def _dequantize(
 
 
 class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
-    """Keep saved tensors in files, one file per tensor, also in compiled programs.
+    """Keep each saved tensor in a file, in eager mode and in compiled programs.
 
         >>> print(jax.grad(save_on_disk(folder)(jnp.sin))(0.0))
         1.0
 
-    A file is removed when nothing can read it any more: in eager mode with the function that `jax.vjp` returned, in a
-    compiled program when the same call of the layer saves again, on `close()`, or when the process ends. Pairs with the
-    same directory share compiled programs, whose files stay until the last of the pairs is closed. A process that is
-    killed leaves its files in a folder saved_tensors-*. The process keeps a checksum of each file.
+    In eager mode a file is removed together with the function that `jax.vjp` returned. In a compiled program a file is
+    removed when the same call of the layer saves again, or on `close()`. The end of the process removes all files.
+    Pairs with the same directory share compiled programs, whose files stay until each of these pairs is closed. A
+    killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
 
     Args:
-        directory: where the pair makes a folder for its files. The directory is made if it does not exist.
-        arguments, only: as for each pair of this module.
+        directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
+        arguments, only: described at the top of this module.
 
     Raises:
-        OSError: if the directory cannot be written to, or is full (the unfinished file is removed, and earlier ones
-            stay readable); or if a file was deleted or changed, or cannot be read, in the backward pass.
+        OSError: if the directory cannot be written to, or is full; the unfinished file is then removed, and complete
+            files stay readable. Backward raises this error too, if a file was deleted or changed, or cannot be read.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
@@ -427,7 +429,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder of one pair in the directory of the user; removed when the pair and its files are."""
+    """A folder for the files of one pair. The folder is removed when the pair and its files are deleted."""
 
     def __init__(self, directory: str) -> None:
         try:
@@ -439,12 +441,12 @@ class _Folder:
 
 
 class _File:
-    """One tensor in a file; the file is removed with this object."""
+    """A tensor that is stored in a file. The file is removed when this object is deleted."""
 
     __slots__ = ("__weakref__", "_checksum", "_dtype", "_folder", "_path", "_shape")
 
     def __init__(self, folder: _Folder, x: np.ndarray) -> None:
-        self._folder = folder  # kept, so that the folder lives as long as its files
+        self._folder = folder  # this reference keeps the folder as long as its files
         self._shape, self._dtype = x.shape, x.dtype
         content = np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
         self._checksum = zlib.crc32(content)
@@ -491,29 +493,28 @@ def _unwritable_error(error: OSError, directory: str, what: str) -> OSError:
 
 
 class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
-    """Pack with the first pair, then pack its results with the second pair, and so on; unpack in reverse.
+    """Pack tensors with the first pair, pack the results with the second pair, and so on; unpack in reverse order.
 
         >>> pair = chain(quantize_saved(8), save_on_cpu())
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(2 * x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs each array in the pytree that the first pair returned; numbers, strings and other objects stay
-    as they are, and so does an array that the second pair does not pack. From a float32 tensor of shape [1024, 1024],
-    `quantize_saved(8)` makes three arrays: integers of shape [1024, 8, 128], and the smallest and the largest value of
-    each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three; they move an integer array
-    only if a pair before them made it. A tensor that the first pair leaves out goes to the second one.
+    The second pair packs each array in the pytree that the first pair returned, and the tensors that the first pair
+    leaves out. Numbers, strings and other objects in the pytree are not packed. For example, `quantize_saved(8)` packs
+    a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024, 8, 128], and the smallest and the
+    largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays; they
+    move an integer array only if an earlier pair of the chain made it.
 
-    To JAX a chain is one pair. It is `differentiable` if all of its pairs are, and packs values from outside the block
-    if all of its pairs do.
+    A chain is `differentiable` if all its pairs are, and packs values from outside the block if all its pairs do.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
-            `host=True` come last. The predicate `only` of a pair gets the arrays that this pair would pack.
-        only: a predicate of the tensor that is saved.
+            `host=True` must come last. The predicate `only` of a pair gets the arrays that this pair would pack.
+        only: a predicate that gets each saved tensor, before any pair of the chain packs it.
 
     Raises:
-        TypeError: for an argument that is no pair, or without arguments.
-        ValueError: if another pair follows one that must come last, or for a `by_name` or a chain with `only`.
+        TypeError: if an argument is not a pair, or if there are no arguments.
+        ValueError: if a pair follows a pair that must come last, or for a `by_name` or a chain with `only`.
     """
 
     def __init__(self, *pairs: saved_tensors_hooks, only: Only | None = None) -> None:
@@ -554,24 +555,25 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
 
 class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
-    """Pack each tensor with the pair that a dict gives for its name.
+    """Pack each tensor with the pair that a dict holds for the name of the tensor.
 
         >>> pair = by_name({"Attention": None, "tanh": cast_saved(), ...: quantize_saved(8)})
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    A tensor has up to three names, and the first one that is a key decides: `info.name`, `info.layer` and
-    `info.operation`, as a predicate `only` gets them. The Ellipsis `...` is the key for all other tensors.
+    A tensor has up to three names: `info.name`, `info.layer` and `info.operation`, in this order, where `info` is the
+    second argument of a predicate `only`. The first name that is a key of the dict selects the pair. The key `...`
+    (Ellipsis) selects the pair for all other tensors.
 
-    A tensor that follows from another kept tensor is computed again if the least exact of the pairs allows this. Values
-    from outside the block are packed if all pairs have `arguments=True`.
+    A tensor that can be computed from another saved tensor is recomputed in backward, unless this would amplify the
+    errors of the least exact pair. Values from outside the block are packed if all pairs have `arguments=True`.
 
     Args:
-        pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. None, and a missing key, leave a tensor
-            as it is.
+        pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a
+            key, are not packed.
 
     Raises:
-        TypeError: if `pairs` is no mapping of names to pairs; also for a `by_name` or a chain with `only` in it.
+        TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:

@@ -1,9 +1,9 @@
-"""`python -m pylayer_jax check MODULE:LAYER SPEC...` prints the report of `check_layer`.
+"""Defines the command `python -m pylayer_jax check MODULE:LAYER SPEC...`, which prints the report of `check_layer`.
 
     check layers.py:Scale "f32[8,8]" 0.5 jax.numpy.tanh
     ->  check_layer(Scale, <array of 8 x 8 random numbers>, 0.5, jax.numpy.tanh)
 
-Specs are read, never evaluated.
+The command never evaluates a spec as Python code: a spec is an array type, a Python literal, or a dotted name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _KINDS: Final = {"f": (16, 32, 64), "bf": (16,), "c": (64, 128), "i": (8, 16, 32
 _NAMES: Final = {"f": "float", "bf": "bfloat", "c": "complex", "i": "int", "u": "uint"}
 _DTYPES: Final = {f"{k}{n}": jnp.dtype(f"{_NAMES[k]}{n}") for k, sizes in _KINDS.items() for n in sizes}
 _DTYPES["bool"] = jnp.dtype("bool")
-_WIDE: Final = ("f64", "c128", "i64", "u64")  # need jax.enable_x64
+_WIDE: Final = ("f64", "c128", "i64", "u64")  # these dtypes need jax.enable_x64
 _TARGET: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh."
 _SPECS: Final = f"""\
 An argument of the layer (SPEC) is one of
@@ -47,11 +47,11 @@ example: python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5
 
 
 class UnusableError(Exception):
-    """An argument of the command that cannot be understood or found; the message says what was expected."""
+    """An error about an argument of the command that is invalid or not found."""
 
 
 def check(arguments: list[str]) -> tuple[bool, str]:
-    """Return whether the layer has all properties, and the report. Exit with 2 if an argument is unusable."""
+    """Return whether the layer has all properties, and the report. Exit with status 2 if an argument is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax check",
         description="Check a layer under each transform of JAX, and its gradients against numerical ones.\n"
@@ -84,7 +84,7 @@ def check(arguments: list[str]) -> tuple[bool, str]:
             options["reference"] = None if reference is None else _load(reference)
             layer, rng = _load(layer), np.random.default_rng(seed)
             report = check_layer(layer, *(_argument(spec, rng, seed) for spec in specs), **options, raises=False)
-    except (UnusableError, ValueError) as error:  # ValueError: nothing to differentiate, or --skip has an unknown name
+    except (UnusableError, ValueError) as error:  # `check_layer` raises ValueError for invalid arguments
         parser.error(str(error))
     return report.passed, str(report)
 
@@ -128,7 +128,7 @@ def _load(target: str) -> Any:
     if path.suffix == ".py":
         if not path.is_file():
             raise UnusableError(f"{module_name}: no such file. {_TARGET}")
-        sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
+        sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
     try:
         module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
     except Exception as error:  # importing a module may raise anything

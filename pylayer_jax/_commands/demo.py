@@ -1,4 +1,4 @@
-"""The demo: handwritten digits, classified by a network whose activations and quantizer are layers."""
+"""Defines the demo, which classifies handwritten digits by a network whose activations and quantizer are layers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from pylayer_jax.packers import quantize_saved
 
 WIDTHS = (64, 128, 64, 10)
 BITS = 4
-LOW, HIGH = -(2 ** (BITS - 1)), 2 ** (BITS - 1) - 1  # the levels of a quantized weight
+LOW, HIGH = -(2 ** (BITS - 1)), 2 ** (BITS - 1) - 1  # the lowest and the highest level of a quantized weight
 BATCH = 64
 ACCURACY = 0.95
-ENOUGH_EPOCHS = 10  # all seeds that were tried reached ACCURACY after so many
+ENOUGH_EPOCHS = 10  # every seed that was tried reaches ACCURACY in this number of epochs
 GRADIENT_ERROR = 1e-5
 
 
 class Swish(PyLayer):
-    """x * sigmoid(x), which saves only its input."""
+    """Layer that computes x * sigmoid(x) and saves only x."""
 
     @staticmethod
     def forward(ctx: Any, x: jax.Array) -> jax.Array:
@@ -40,10 +40,10 @@ class Swish(PyLayer):
 
 
 class Quantize(PyLayer):
-    """Rounding to a grid whose step is learned (LSQ, Esser et al. 2020, equations 1 to 3).
+    """Layer that rounds x to a grid with a learned step (LSQ, Esser et al. 2020, equations 1 to 3).
 
-    Inside the grid, rounding passes the gradient straight through. The gradient of the step is the change by rounding
-    and clipping, times a factor that keeps the updates of the step small.
+    The gradient of x is the cotangent where x lies inside the grid, and 0 elsewhere. The gradient of the step
+    follows equation 3 of LSQ, times a factor that keeps the updates of the step small.
     """
 
     @staticmethod
@@ -62,21 +62,21 @@ class Quantize(PyLayer):
 
 
 def _plain_quantize(x: jax.Array, step: jax.Array, factor: float) -> jax.Array:
-    step = factor * step + jax.lax.stop_gradient((1 - factor) * step)  # scales the gradient
+    step = factor * step + jax.lax.stop_gradient((1 - factor) * step)  # multiplies the gradient of the step by `factor`
     q = jnp.clip(x / step, LOW, HIGH)
     return (q + jax.lax.stop_gradient(jnp.round(q) - q)) * step
 
 
 LAYERS = (Swish.apply, Quantize.apply)
-PLAIN = (jax.nn.swish, _plain_quantize)  # the same functions and gradients
-Parameters = list[dict[str, jax.Array]]  # per matrix product: weight, bias, step of the quantizer
+PLAIN = (jax.nn.swish, _plain_quantize)  # the same functions in plain JAX, with the same gradients
+Parameters = list[dict[str, jax.Array]]  # for each matrix product, the weight, the bias and the step of the quantizer
 
 
 def new_parameters(key: jax.Array) -> Parameters:
     parameters: Parameters = []
     for k, fan_in, fan_out in zip(jax.random.split(key, len(WIDTHS) - 1), WIDTHS, WIDTHS[1:], strict=False):
         weight = jax.random.normal(k, (fan_in, fan_out)) * (2 / fan_in) ** 0.5
-        step = 2 * jnp.mean(jnp.abs(weight)) / HIGH**0.5  # where LSQ starts
+        step = 2 * jnp.mean(jnp.abs(weight)) / HIGH**0.5  # the initial step in LSQ
         parameters.append({"weight": weight, "bias": jnp.zeros(fan_out), "step": step})
     return parameters
 
@@ -91,7 +91,7 @@ def logits(parameters: Parameters, images: jax.Array, layers: Any = LAYERS) -> j
 
 
 def loss(parameters: Parameters, images: jax.Array, labels: jax.Array, layers: Any = LAYERS) -> jax.Array:
-    """Return the mean cross entropy of images [batch, 64] in 0..1 and labels [batch] in 0..9."""
+    """Return the mean cross entropy of images [batch, 64], between 0 and 1, and labels [batch], from 0 to 9."""
     log_probabilities = jax.nn.log_softmax(logits(parameters, images, layers))
     return jnp.mean(-jnp.take_along_axis(log_probabilities, labels[:, None], 1))
 
@@ -99,13 +99,13 @@ def loss(parameters: Parameters, images: jax.Array, labels: jax.Array, layers: A
 def train(
     loss: Callable[..., jax.Array], images: jax.Array, labels: jax.Array, epochs: int, seed: int, title: str | None
 ) -> Parameters:
-    """Return the parameters after `epochs` passes over the images; with a title, show a progress bar."""
+    """Return the parameters after `epochs` passes over the images. A progress bar is shown if `title` is not None."""
     import optax
     from tqdm import tqdm
 
     steps = len(images) // BATCH
     schedule = optax.cosine_decay_schedule(3e-3, epochs * steps)
-    optimizer: Any = optax.flatten(optax.adamw(schedule, weight_decay=1e-4))  # flatten: compiles one update
+    optimizer: Any = optax.flatten(optax.adamw(schedule, weight_decay=1e-4))  # `flatten` compiles one update
 
     @jax.jit
     def epoch(trained: Any, batches: jax.Array, images: jax.Array, labels: jax.Array) -> Any:
@@ -128,15 +128,15 @@ def train(
 
 
 def gradient_error(parameters: Parameters, images: jax.Array, labels: jax.Array) -> jax.Array:
-    """Return the largest difference from the gradients of plain JAX, relative to the largest gradient."""
+    """Return the largest difference between the gradients of `LAYERS` and `PLAIN`, relative to the largest gradient."""
     ours, plain = (ravel_pytree(jax.grad(loss)(parameters, images, labels, each))[0] for each in (LAYERS, PLAIN))
     return jnp.max(jnp.abs(ours - plain)) / jnp.max(jnp.abs(plain))
 
 
 def run(epochs: int, seed: int, progress: bool) -> bool:
-    """Train on three quarters of the 1,797 digits, print the results, and return whether they are as claimed.
+    """Train on three quarters of the 1,797 digits and print the results. Return whether the results meet the goals.
 
-    After fewer than `ENOUGH_EPOCHS` epochs, the network may miss the accuracy.
+    The goals are `ACCURACY`, unless there are fewer than `ENOUGH_EPOCHS` epochs, and gradients that match plain JAX.
 
     Raises:
         ImportError: if optax, scikit-learn or tqdm is not installed; the extra named `demo` installs them.

@@ -1,8 +1,8 @@
-"""Checks of layers for a test suite: against numerical gradients, against a reference, and under each transform.
+"""Checks a layer against numerical gradients, against a reference, and under each transform of JAX.
 
-A check is a generator of cases, which returns a sentence about its cases. A case holds the arrays from one way to run a
-layer, and the arrays that they must equal; `_compare` compares the two. `check_layer` runs the table of checks in
-`_check_layer`; `gradcheck`, `gradgradcheck` and `assert_equivalent` run some checks, on a function or on its gradient.
+A check is a generator that yields cases and returns a sentence for the report. A case holds the arrays that a layer
+returns in one way to run it, and the expected arrays; `_compare` compares both. `check_layer` runs the table of checks
+in `_check_layer`. `gradcheck`, `gradgradcheck` and `assert_equivalent` run some of these checks.
 
 Each module imports only modules before it in this list: `_compare`, `_tensor_function`, `_subject`, `_gradients`,
 `_runs`, `_forward_mode`, `_gradcheck`, `_check_layer`.

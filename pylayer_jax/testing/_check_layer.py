@@ -1,4 +1,4 @@
-"""`check_layer`: the table of the checks of a layer, and its report."""
+"""Provides `check_layer`, with the table of its checks, and `LayerReport`, which it returns."""
 
 from __future__ import annotations
 
@@ -35,52 +35,53 @@ def check_layer(
     float64: bool = True,
     raises: bool = True,
 ) -> LayerReport:
-    """Check a layer under each transform of JAX, and its derivatives in both modes.
+    """Check a layer under each transform of JAX, and check its derivatives in reverse mode and in forward mode.
 
         >>> report = check_layer(Tanh, x)  # raises an AssertionError if a property fails
         >>> report.passed
         True
 
-    The report has one row per property:
+    The report has one row per property of the layer:
 
-    - eager: JAX can compute outputs and gradients;
-    - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. vmap runs several
-      examples, and maps every choice of arrays, up to a limit; integers, booleans and keys too if the layer accepts
-      that. shard_map runs on all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
-    - gradients, second order: they match numerical derivatives, or those of `reference`; in float64 and in the dtypes
-      of the arguments, and for other values too, as in `gradcheck`;
-    - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and for the tangent of one argument
-      alone. A layer without forward mode passes;
+    - eager: JAX can compute the outputs and gradients;
+    - jit, vmap, remat, shard_map: the outputs and gradients are the same under this transform. The vmap check batches
+      each choice of arrays, up to a limit, and also integers, booleans and PRNG keys if the layer accepts this. The
+      shard_map check runs on all devices with replicated arguments, or in the mesh of `jax.set_mesh`;
+    - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, in
+      float64 and in the dtypes of the arguments, for `args` and for random values (see `gradcheck`);
+    - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
+      A layer without forward mode passes;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
-      if the layer has forward mode. A layer that refuses it passes, and the row gives the reason;
+      if the layer has forward mode. A layer whose gradients have no `jax.jvp` passes, and the row gives the reason;
     - arguments: the gradient of an argument is the same if only this argument is differentiated;
-    - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the effect of zeros;
-    - linear: the gradients are linear in the cotangents. The row says whether this is proved. A layer that is not
-      linear, such as one that clips its gradient, passes if `reference` has the same gradients;
-    - repeatable: a run of the layer on other values, statics or shapes does not change the gradients;
+    - cotangents: a missing cotangent (None, after `ctx.set_materialize_grads(False)`) has the same effect as zeros;
+    - linear: the gradients are linear in the cotangents. The row says whether this is proved. A layer whose gradients
+      are not linear, such as a layer that clips its gradient, passes if `reference` has the same gradients;
+    - repeatable: a run of the layer on other values, shapes or statics (arguments that are not tensors) does not change
+      the gradients;
     - leaks: no traced value outlives its trace under jit.
 
-    In a terminal or notebook, each finished property shows a line, until the report is complete. The checks miss a
-    backward that reads a global variable which only code outside the layer changes.
+    A terminal or notebook shows one line per finished property until the report is complete. The checks do not notice
+    that `backward` reads a global variable, if only code outside the layer changes this variable.
 
     Args:
-        layer: a layer class, or a function of `args` that applies one.
-        *args: any pytrees, as in `gradcheck`; the layer gets statics unchanged.
-        kwargs: arguments that are passed by keyword, checked as `args` are.
-        reference: a function of the same arguments in plain JAX whose outputs and derivatives are right. Pass it if
-            the gradient is meant to differ from the derivative of forward, as for a straight-through estimator.
-        skip: names of properties that are not tested, as in `skip=["second order", "leaks"]`; or one name.
-        rtol: relative tolerance; by default that of `gradcheck` for numerical derivatives, and the square root of the
-            machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
+        layer: a layer class, or a function of `args` that applies a layer.
+        *args: any pytrees, as in `gradcheck`. Arguments that are not tensors are passed to the layer unchanged.
+        kwargs: keyword arguments, which are checked in the same way as `args`.
+        reference: a plain JAX function of the same arguments that defines the right outputs and derivatives. Pass one
+            if the gradient is meant to differ from the derivative of `forward`, as for a straight-through estimator.
+        skip: one name or several names of properties to leave out, as in `skip=["second order", "leaks"]`.
+        rtol: relative tolerance. The default is that of `gradcheck` for numerical derivatives, and the square root of
+            the machine epsilon elsewhere. A layer that rounds saved tensors to bfloat16 or int8 needs about 0.03.
         atol: absolute tolerance, as in `gradcheck`.
-        seed: seed of the cotangents and tangents.
-        float64: as in `gradcheck`.
-        raises: if True, raise an error if a property fails or cannot be tested.
+        seed: seed of the random cotangents and tangents.
+        float64: whether numerical derivatives are computed in float64, as in `gradcheck`.
+        raises: whether to raise an error if a property fails or cannot be tested.
 
     Raises:
-        AssertionError: with the whole report, unless `raises` is False.
-        TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, or if
-            `skip` has an unknown name. TypeError also for a `jax.Ref`, whose state would differ from run to run.
+        AssertionError: if a property fails and `raises` is True. The message is the whole report.
+        TypeError, ValueError: if there is nothing to check, if an argument lies on devices of other processes, if
+            `skip` has an unknown name, or if an argument is a `jax.Ref`, whose state would differ between runs.
     """
     function = tensor_function("check_layer", layer, args, kwargs)
     if any(map(is_ref, function.skeleton.statics())):
@@ -132,17 +133,17 @@ PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
 
 # -- the report -----------------------------------------------------------------------------------
 
-_WIDTH = len("forward over reverse")  # the longest name
+_WIDTH = len("forward over reverse")  # the longest name of a property
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One property: its name, whether the layer has it, and a message about the comparison or the failure."""
+    """Result of one check: the name of the property, whether the layer has this property, and a message."""
 
     name: str
     passed: bool
     message: str
-    error: Exception | None = None  # if the property failed
+    error: Exception | None = None  # the error that made the check fail
 
     def __str__(self) -> str:
         return f"{'✓' if self.passed else '✗'} {self.name:<{_WIDTH}}  {self.message}"
@@ -150,7 +151,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """The results of `check_layer`; prints as one line per property. Its `repr` is one line."""
+    """Result of `check_layer`. The `str` of a report has one line per property, and the `repr` is one line."""
 
     layer: str
     rows: tuple[Row, ...]
@@ -170,7 +171,7 @@ class LayerReport:
         return "\n".join([self.layer, *map(str, self.rows), *self.hints()])
 
     def hints(self) -> list[str]:
-        """Return hints how to declare intended failures; empty if no failure can be intended."""
+        """Return hints that tell how to declare an intended failure; empty if no failure can be intended."""
         failed = [row for row in self.rows if not row.passed]
         derivatives = [row for row in failed if row.name in ("gradients", "second order")]
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
@@ -209,33 +210,33 @@ def _row_of(name: str, test: Callable[[], str]) -> Row:
     except MismatchError as error:
         return Row(name, False, first_line(error), error)
     except Exception as error:
-        # A note that begins with dashes is JAX's note about its traceback.
+        # Leave out the note about tracebacks that JAX adds to errors, which begins with dashes.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
         return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}", error)
 
 
 def _public_type(error: Exception) -> type:
-    """Return the type of an error, or for a private type of the library its public base."""
+    """Return the type of an error; if the type is private to this package, return its public base class."""
     return next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
 
 
-# -- rows as they are done ------------------------------------------------------------------------
+# -- progress -------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _progress() -> Generator[Callable[[str], None]]:
-    """Yield a function that shows a line in a terminal or notebook; elsewhere, and in a test, it shows nothing.
+    """Yield a function that shows a line in a terminal or notebook, and shows nothing elsewhere or in a test.
 
-    The lines vanish at the end, since the report has them all.
+    All lines are removed at the end, because the report repeats them.
     """
     shown: list[str] = []
     size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
     is_test = "PYTEST_CURRENT_TEST" in os.environ
     is_terminal = not is_test and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    handle: Any = None  # of the display in a notebook
+    handle: Any = None  # the handle of a display in a notebook
     if not is_test and type(sys.stdout).__module__.startswith("ipykernel"):
-        # A display that is updated leaves nothing of its earlier states in the file of the notebook.
+        # The file of a notebook holds only the last state of a display, but all lines that are printed.
         handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
 
     def show(line: str) -> None:

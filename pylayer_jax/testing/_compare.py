@@ -1,12 +1,12 @@
-"""A case, a tolerance, and the comparison that every checker makes.
+"""Compares the arrays of a case with expected arrays, within a tolerance; every checker uses this comparison.
 
     compare(Case(" under jit", {"output 0": got}, {"output 0": expected}, "in eager mode", Tolerance()))
     # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
 
-The default tolerances follow from the machine epsilon of the dtype, the size of the expected array, and its *noise*:
-how far rounding errors may move it. The size of an array does not tell the noise where large terms cancel, and a fixed
-number would hide every error of a layer with small units. So the noise is measured, with arguments that differ in their
-last digits. It is at least the rounding error of the terms of which the array is computed.
+The default tolerances depend on the machine epsilon of the dtype, on the size of the expected array, and on the *noise*
+of this array: how far rounding errors may move its entries. The noise does not follow from the size of an array, since
+large terms may cancel; and a fixed tolerance would hide every error of a layer whose values are small. Therefore
+`Subject.tolerance` measures the noise, with arguments that differ in their last digits.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradien
 
 
 class MismatchError(AssertionError):
-    """An error that only the checkers raise, unlike an AssertionError of the user's own code."""
+    """An error about arrays that differ. Only checkers raise this error; user code raises a plain AssertionError."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """How far arrays may be from expected ones. None stands for a default that fits the dtype."""
+    """The allowed difference between arrays and expected arrays. None means a default that fits the dtype."""
 
     rtol: float | None = None
     atol: float | None = None
-    epsilon: float = 0.0  # machine epsilon of the narrowest dtype through which the arrays may have gone
-    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # by array; one number, or one per entry
+    epsilon: float = 0.0  # machine epsilon of the narrowest dtype in the computation
+    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # for each array, one number or one per entry
 
     def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
-        """Return the tolerance of each entry."""
+        """Return the tolerance of each entry of the array that is called `name`."""
         epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
         rtol = epsilon**0.5 if self.rtol is None else self.rtol
         atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
@@ -47,21 +47,22 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arrays from one way to run a function, and the arrays that they must equal."""
+    """Arrays that one way to run a function returns, and the arrays that are expected."""
 
-    label: str  # names the way to run it, as the end of a sentence
+    label: str  # the way to run the function, in words that follow "output 0": " under jit"
     got: Arrays
     expected: Arrays
-    source: str  # names the source of the expected arrays, as the end of a sentence
+    source: str  # the source of the expected arrays, in words that end a message: "in eager mode"
     tolerance: Tolerance
 
 
 @np.errstate(all="ignore")
 def compare(case: Case) -> None:
-    """Compare the arrays of a case with the expected ones.
+    """Compare the arrays of a case with the expected arrays.
 
     Raises:
-        MismatchError: about the first array that differs, and in it the entry that exceeds its tolerance by most.
+        MismatchError: about the first array that differs. The message names the entry with the largest error beyond
+            its tolerance.
     """
     for name, got in case.got.items():
         expected, label = case.expected[name], f"{name}{case.label}"
@@ -80,7 +81,7 @@ def compare(case: Case) -> None:
                 f"{case.source} (tolerance {allowed[index]:.1g}); wrong at {np.sum(wrong)} of "
                 f"{np.sum(~np.isnan(right))} places.{_about_ratio(found, right)}"
             )
-        # Without check_vma, devices may hold other copies than the sharding says.
+        # Under `shard_map` with check_vma=False, devices may hold different copies of a replicated array.
         is_spread = isinstance(got, jax.Array) and not is_key(got) and len(got.sharding.device_set) > 1
         for shard in got.addressable_shards if is_spread else ():
             if np.any(np.abs(exact(shard.data) - found[shard.index]) > 2 * allowed[shard.index]):
@@ -88,7 +89,7 @@ def compare(case: Case) -> None:
 
 
 def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
-    """Return a sentence if all entries are wrong by one factor, such as the number of devices; empty otherwise."""
+    """Return a sentence if all entries are wrong by the same factor, such as the number of devices; otherwise ''."""
     size = float(np.sum(np.abs(expected) ** 2))
     if not (size and np.isfinite(size) and np.all(np.isfinite(got))):
         return ""
@@ -102,7 +103,7 @@ def type_of(x: Any) -> str:
 
 
 def exact(x: Any) -> np.ndarray:
-    """Return a NumPy array in double precision; for PRNG keys, an array of their data."""
+    """Return `x` as a NumPy array in double precision; PRNG keys are replaced by their key data."""
     if is_key(x):
         x = jax.random.key_data(x)
     x = np.asarray(x)
@@ -110,12 +111,12 @@ def exact(x: Any) -> np.ndarray:
 
 
 def largest(x: Any) -> float:
-    """Return the size of the largest finite entry."""
+    """Return the largest absolute value among the finite entries of `x`; 0 if there are none."""
     x = exact(x)
     return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error; or its last line, if it is the traceback of a callback."""
+    """Return the first line of an error message; or the last line, if the message is the traceback of a callback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if lines[0].endswith("Traceback (most recent call last):") else lines[0]

@@ -1,11 +1,11 @@
-"""Whether forward mode agrees with reverse mode, for a layer and for its gradients.
+"""Checks that forward mode agrees with reverse mode, for a layer and for its gradients.
 
-Let J be the derivative of the outputs. Reverse mode gives J^T w for cotangents w, and forward mode gives J t for
-tangents t. Both therefore give the same number for any w and t:
+Let J be the Jacobian of the outputs. Reverse mode computes J^T w for cotangents w, and forward mode computes J t for
+tangents t. If both modes are right, w . (J t) equals (J^T w) . t for any w and t:
 
     w . (J t)  =  (J^T w) . t
 
-If t is a unit vector, this number is one entry of the gradient J^T w. For complex arrays the real parts are equal.
+If t is a unit vector, both sides are one entry of the gradient J^T w. For complex arrays the real parts are equal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 def forward_mode(subject: Subject) -> Cases:
     if refusal := _refusal(subject):
         return f"there is none: {refusal}"
-    alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (no other array has a tangent)
+    alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
     yield from _cases(subject, alone, 0, "by jax.jvp")
     yield from _under_jit(subject, "by jax.jvp, under jit")
     yield from _under_vmap(subject, "by jax.jvp of vmap")
@@ -50,11 +50,11 @@ def forward_over_reverse(subject: Subject) -> Cases:
 
 
 def _refusal(subject: Subject, *kinds: type[Exception]) -> str:
-    """Return why a subject has no forward mode (also by an error of one of these kinds); empty if it has one."""
+    """Return why the subject has no `jax.jvp`: the message of a NoForwardModeError or one of `kinds`; else empty."""
     try:
         _jvp(subject, subject.function, subject.function.values)
     except (TypeError, RuntimeError) as error:
-        # JAX has no type for its error about a `jax.custom_vjp` function.
+        # For a `jax.custom_vjp` function, JAX raises a TypeError, which only its message identifies.
         if not isinstance(error, (NoForwardModeError, *kinds)) and "autodiff (jvp) to a custom_vjp" not in str(error):
             raise
         return first_line(error).split(". ")[0]
@@ -62,7 +62,7 @@ def _refusal(subject: Subject, *kinds: type[Exception]) -> str:
 
 
 def _jvp(subject: Subject, function: TensorFunction, tangents: Sequence[Any]) -> list[Any]:
-    """Return J t of the subject, or of its function at other values."""
+    """Return J t, where J is the Jacobian of `function` at its values and t are the tangents."""
     outputs = function.selected(subject.cotangents)
     return list(jax.jvp(outputs, tuple(function.values), tuple(tangents))[1].values())
 
@@ -71,13 +71,13 @@ def _zeros_but(subject: Subject, j: int, tangent: Any) -> tuple[Any, ...]:
     return tuple(tangent if i == j else jnp.zeros_like(x) for i, x in enumerate(subject.function.values))
 
 
-# -- derivatives by forward mode, each a function of the tangent of one array ---------------------
+# -- cases with derivatives by forward mode -------------------------------------------------------
 
 
 def _cases(
     subject: Subject, jvp: Callable[[int, Any], list[Any]], limit: int, how: str, weights: Sequence[Any] = ()
 ) -> Iterator[Case]:
-    """Yield gradients beside w . (J t); `jvp` maps the position of an array, and its tangent, to J t."""
+    """Yield cases that compare gradients with w . (J t); `jvp` maps the position and the tangent of an array to J t."""
     weights = weights or list(subject.cotangents.values())
 
     def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
@@ -90,14 +90,14 @@ def _cases(
 
 
 def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield gradients entry by entry."""
+    """Yield cases that compare each entry of the gradients with forward mode under jit."""
     function, limit = subject.function, subject.options.limit
     jitted = jax.jit(lambda values, tangents: _jvp(subject, function.with_values(values), tangents))
     return _cases(subject, lambda j, t: jitted(function.values, _zeros_but(subject, j, t)), limit, how)
 
 
 def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield gradients along random directions, from the first example of a batch."""
+    """Yield cases along random directions, with the derivatives of the first example of a batch."""
     mapped = jax.vmap(subject.function.selected(subject.cotangents))
     batched = jax.jit(lambda values, tangents: jax.jvp(mapped, values, tangents))
 
@@ -110,14 +110,15 @@ def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
 
 
 def _over_forward(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield second derivatives along random directions.
+    """Yield cases with second derivatives along random directions, by forward over forward.
 
-    Reverse over reverse differentiates (J^T w) . u, where u are cotangents. In forward mode this is w . (J u).
+    Reverse over reverse differentiates (J^T w) . u, with cotangents u of J^T w. Forward over forward differentiates
+    w . (J u), which is the same number.
     """
     second, count = subject.derivative, len(subject.function.values)
     u = list(second.cotangents.values())
 
-    def products(*args: Any) -> list[Any]:  # of the values and w
+    def products(*args: Any) -> list[Any]:  # args: the values, then w
         tangents = _jvp(subject, subject.function.with_values(args[:count]), u)
         return [w * t for w, t in zip(args[count:], tangents, strict=True)]
 

@@ -1,9 +1,9 @@
-"""Checks gradients against a reference or numerical derivatives, for the given values and for other values.
+"""Checks gradients against a reference or numerical derivatives, for the values of the user and for random values.
 
-Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h` with `h` the cube root of the machine
-epsilon, at which the errors of rounding and of truncation are of one size (Press et al., Numerical Recipes, 5.7).
-Outputs are summed with random weights, so that errors at two outputs do not cancel. Only gradients in float64 are
-compared with central differences; gradients in the dtypes of the arguments are compared with those in float64:
+Numerical derivatives are central differences `(f(x + h) - f(x - h)) / 2h`. The step `h` is the cube root of the machine
+epsilon, for which rounding and truncation errors have similar sizes (Press et al., Numerical Recipes, 5.7). `f` is the
+sum of the outputs with random weights, so that errors at two outputs do not cancel. Gradients in float64 are compared
+with central differences, and gradients in the dtypes of the arguments are compared with the gradients in float64:
 
     backward in float32  =  backward in float64  =  central differences in float64
 
@@ -29,7 +29,7 @@ from ._tensor_function import in_double_precision, placed, random_like, scaled
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-_WIDE = 1e-15  # more than the machine epsilon of float64
+_WIDE = 1e-15  # larger than the machine epsilon of float64
 
 
 def gradients(subject: Subject) -> Cases:
@@ -45,11 +45,11 @@ def outputs(subject: Subject) -> Cases:
 
 
 def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
-    """Yield the cases at the given values, and at the first other values where all derivatives can be computed."""
+    """Yield the cases at the values of the user, and at the first random values where all derivatives are computed."""
     sentence = yield from beside(subject)
     derivatives = beside is not _outputs_beside_reference
     finite, refusal = _where_finite(subject, derivatives), ""
-    options = dataclasses.replace(subject.options, limit=1)  # one entry, and a random direction over all
+    options = dataclasses.replace(subject.options, limit=1)  # check one entry, and one random direction
     for how, values in _ways(subject.root.function.values, subject.random(0)):
         try:
             other = subject.at(values, options)
@@ -58,7 +58,7 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
                 refusal = refusal or "it has results that are not finite"
                 continue
             cases = list(beside(other))
-        except Exception as error:  # a layer may take only some values
+        except Exception as error:  # a layer may raise an error for some values
             refusal = refusal or f"{type(error).__name__}: {first_line(error)}"
             continue
         for case in cases:
@@ -74,25 +74,25 @@ def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
 
 # -- other values ---------------------------------------------------------------------------------
 
-# People try a layer at ones, at equal arguments, or at a symmetric matrix. At such values, a product with a forgotten
-# transpose, or with the gradients of its factors swapped, has the right gradients. Each entry is therefore multiplied
-# by a random number of its own: [0.2, -0.9] may become [-0.16, 0.74]. Values that are positive, in [-1, 1], or sorted
-# along the last axis remain so.
+# Users often check a layer at ones, at equal arguments, or at a symmetric matrix. At such values, the gradients of a
+# product are right even if backward forgets a transpose or swaps two gradients. The checks therefore multiply each
+# entry by a different random number: [0.2, -0.9] may become [-0.16, 0.74]. Positive values remain positive, values in
+# [-1, 1] remain in [-1, 1], and values that are sorted along the last axis remain sorted.
 
-# From the boldest to the most careful: the range of the factors, and whether entries may change sign.
+# How values change: the range of the random factors, and whether signs may change. The largest changes come first.
 _WAYS = {
     "random sizes and signs": (0.5, 1.5, True),
     "random sizes": (0.5, 1.5, False),
     "larger sizes": (1.0, 1.5, False),
     "smaller sizes": (0.5, 1.0, False),
 }
-# The last ways multiply all values by one number, which keeps other properties: a matrix stays positive definite. A
-# layer rarely has a kink at these multiples of the values that a user chose.
+# If all ways above fail, all values are multiplied by one number: a positive definite matrix stays positive definite.
+# The numbers are not round, because layers rarely have a kink at such multiples of the values of the user.
 _SCALES = (0.7391, 1.1834)
 
 
 def _ways(values: Sequence[Any], rng: np.random.Generator) -> Iterator[tuple[str, list[Any]]]:
-    """Yield other values, each with a word about how they differ from the given ones."""
+    """Yield pairs of a description and a list of other values, such as ("larger sizes", [...])."""
     for how, (low, high, signs) in _WAYS.items():
         if not signs or any(_has_both_signs(exact(x)) for x in values):
             yield how, [placed(x, _other(exact(x), low, high, signs, rng)) for x in values]
@@ -107,7 +107,7 @@ def _has_both_signs(x: np.ndarray) -> bool:
 def _other(x: np.ndarray, low: float, high: float, signs: bool, rng: np.random.Generator) -> np.ndarray:
     size = np.abs(x)
     nonzero = size[np.isfinite(size) & (size > 0)]
-    # Zeros are replaced, since they may hide an error, as those of a unit matrix do.
+    # Zeros are replaced, because zeros such as those of a unit matrix may hide a wrong gradient.
     size = np.where(size == 0, np.median(nonzero) if nonzero.size else 1.0, size) * rng.uniform(low, high, x.shape)
     if np.max(nonzero, initial=0.0) <= 1 and low < 1 < high:
         size = np.where(size > 1, 1 / size, size)
@@ -129,7 +129,7 @@ def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
     return other
 
 
-# -- beside a reference ---------------------------------------------------------------------------
+# -- cases with a reference -----------------------------------------------------------------------
 
 
 def _beside_reference(subject: Subject) -> Cases:
@@ -142,7 +142,7 @@ def _beside_reference(subject: Subject) -> Cases:
 
 
 def _outputs_beside_reference(subject: Subject) -> Cases:
-    """Compare outputs and statics."""
+    """Compare the tensors and the statics (objects that are not tensors) that the function and the reference return."""
     assert subject.reference is not None
     (got, statics), (expected, right) = subject.function.run_with_statics(), subject.reference.run_with_statics()
     if len(got) != len(expected):
@@ -155,12 +155,12 @@ def _outputs_beside_reference(subject: Subject) -> Cases:
 
 
 def _is_same_static(a: Any, b: Any) -> bool:
-    # Two runs may return different objects. Therefore only literals of Python are compared, by `repr` because of NaN.
+    # Only Python literals are compared, as other objects may differ between runs. `repr` is equal for two NaNs.
     is_literal = isinstance(a, (str, bytes, int, float, complex, type(None)))
     return type(a) is type(b) and (not is_literal or repr(a) == repr(b))
 
 
-# -- beside numerical derivatives -----------------------------------------------------------------
+# -- cases with numerical derivatives -------------------------------------------------------------
 
 
 def _beside_numbers(subject: Subject) -> Cases:
@@ -175,7 +175,7 @@ def _beside_numbers(subject: Subject) -> Cases:
     try:
         outputs = named_outputs(subject.outputs)
         compare(subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs)))
-    except MismatchError:  # in these dtypes it is another function, such as one that draws random numbers
+    except MismatchError:  # the function computes other outputs in float64, as a function with random numbers does
         yield from _numerical_cases(subject)
         return sentence
     dtypes = dict.fromkeys(str(x.dtype) for x in subject.function.values if jnp.finfo(x.dtype).eps > _WIDE)
@@ -187,11 +187,11 @@ def _beside_numbers(subject: Subject) -> Cases:
 
 
 def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
-    """Return the subject in float64 and complex128, with its cases.
+    """Return the subject with values in float64 and complex128, and the cases of this subject.
 
-    None if the function refuses float64, or raises another error, which the caller will meet again.
+    Return None if the function returns a narrower dtype, or raises an error. Other errors occur again in the caller.
     """
-    cotangents, _ = subject.cotangents, subject.terms  # computed here, since a subject computes when it is asked
+    cotangents, _ = subject.cotangents, subject.terms  # read here, so that both are computed outside of enable_x64
     with jax.enable_x64(True):
         try:
             values = [in_double_precision(x) for x in subject.function.values]
@@ -207,7 +207,7 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
 
 
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
-    """Yield the gradients beside central differences of the weighted sum of the outputs."""
+    """Yield cases with the gradients, and central differences of the weighted sum of the outputs as expected arrays."""
     function, epsilon, terms, options = subject.function, subject.epsilon, subject.terms_of_outputs, subject.options
     values, middle = list(map(exact, function.values)), list(map(exact, subject.outputs))
     relative_step = epsilon ** (1 / 3) if options.step is None else options.step
@@ -220,9 +220,9 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
             weight, lower, upper = exact(w), exact(low[k]), exact(high[k])
             change += float(np.sum(weight * (upper - lower)).real)
             rounding = 4 * epsilon * np.abs(weight) * np.maximum(np.abs(upper), terms[k])
-            # A change that is rounded to nothing is as uncertain as one entry.
+            # If no entry changes, because rounding removed the change, the error is that of one entry.
             error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
-            # A kink makes the slopes on both sides of the middle differ: add half of the difference.
+            # At a kink, the slopes on both sides of the middle differ. The error includes half of this difference.
             error += abs(float(np.sum(weight * (upper - 2 * middle[k] + lower)).real))
         length = float(np.linalg.norm(step))
         return change / length, error / length, step / length
@@ -231,7 +231,7 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
         value, moved, whole = values[j], direction != 0, largest(values[j])
         half_steps = [max(1.0, largest(value[moved])) * direction]
         if options.step is None and whole:
-            # The function may change on the scale of 1, of the array, or of each entry.
+            # The function may change on a scale of 1, of the largest entry, or of each entry: try all three.
             own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
             half_steps += [whole * direction] if whole < 0.1 else []
             half_steps += [own * direction] if np.min(own, where=moved, initial=whole) < min(0.1, whole) else []
@@ -241,23 +241,23 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
 
 
 def _relative_error(found: tuple[float, float, np.ndarray]) -> tuple[float, float]:
-    """Return the error of a derivative relative to the derivative, at most 1, and the error itself, to compare both."""
+    """Return a sort key: the error of a derivative relative to the derivative, at most 1, and then the error itself."""
     derivative, error, _ = found
     if not np.isfinite(error):
         return np.inf, np.inf
     return error / max(abs(derivative), error) if error else 0.0, error
 
 
-# From an array and a direction: the derivative, how large its error may be, and the direction that was taken.
+# Maps the position of an array and a direction to the derivative, its largest error, and the direction after rounding.
 Derivative = Callable[[int, np.ndarray], tuple[float, float, np.ndarray]]
 
 
 def directional_cases(
     subject: Subject, derivative: Derivative, limit: int, source: str, rtol: float | None = None
 ) -> Iterator[Case]:
-    """Yield the gradient of each array at some entries, and along a random direction if these are not all entries.
+    """Yield cases with the gradient of each array at up to `limit` entries; for larger arrays, also a random direction.
 
-    `rtol` is the relative tolerance that fits the derivatives, if it is not that of the subject.
+    `rtol` is the default of the relative tolerance; None means the square root of the machine epsilon.
     """
     rng = subject.random(9)
     default = subject.epsilon**0.5 if rtol is None else rtol
@@ -269,7 +269,7 @@ def directional_cases(
 
     for j, (name, gradient) in enumerate(subject.gradients.items()):
         right, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
-        # NaN at the entries that are left out.
+        # Entries that are not checked are NaN in both arrays.
         got, expected = np.full_like(right, np.nan), np.full_like(right, np.nan)
         errors = np.full(right.shape, noise)
         for entry in range(right.size) if right.size <= limit else rng.choice(right.size, limit, replace=False):
@@ -286,6 +286,6 @@ def directional_cases(
             direction = exact(random_like(gradient, rng))
             found, error, taken = derivative(j, direction / np.linalg.norm(direction))
             terms = np.real(right * taken)
-            # The terms of the sum may cancel, but their errors do not.
+            # The terms of the sum may cancel, but the errors of the terms do not cancel.
             error += relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
             yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)

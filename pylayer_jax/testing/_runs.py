@@ -1,7 +1,7 @@
-"""Checks that compute the gradients in other ways: by other runs in eager mode, and under transforms of JAX.
+"""Checks that compute the gradients of a layer again: by other runs in eager mode, and under transforms of JAX.
 
-A layer that is wrong about missing cotangents, about `needs_input_grad`, about the size of its cotangents, or about
-values stored outside `ctx` gives other gradients in one of these ways.
+These checks find layers whose gradients are wrong if a cotangent is missing, if `needs_input_grad` is False for an
+argument, if cotangents are large or small, or if the layer stores values outside `ctx`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ._tensor_function import Cotangents, TensorFunction, placed, scaled
 __tracebackhide__ = True  # pytest hides the frames of this module
 
 _EXAMPLES = 3
-_MOST_CHOICES = 16  # the largest number of choices of mapped tensors that vmap is checked with
+_MOST_CHOICES = 16  # the largest number of choices of batched tensors that `vmap` checks
 
-_Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values
+_Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values to the outputs
 
 
 def repeatable(subject: Subject) -> Cases:
@@ -46,7 +46,7 @@ def repeatable(subject: Subject) -> Cases:
     yield case(" by another run", pull)
     yield case(" when the vjp function is called a second time", pull)
     pull = function.vjp(w)
-    with contextlib.suppress(Exception):  # the layer may refuse these values; it has run on them all the same
+    with contextlib.suppress(Exception):  # the layer may raise an error for these values
         function.with_values([scaled(0.75, x) for x in function.values]).grads(w)
     yield case(" when the layer ran on other values before backward", pull)
     for _ in function.run_with_other_inputs():
@@ -99,11 +99,11 @@ def linear(subject: Subject) -> Cases:
 
 
 def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
-    """Return gradients from other cotangents, beside those that a linear backward would return."""
+    """Return cases with the gradients for other cotangents, and the gradients that follow from linearity."""
     pull = function.vjp(w)
     grads, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
     found: dict[str, tuple[Any, Any]] = {}
-    # A power of two, by which floating-point numbers are multiplied without rounding.
+    # `large` is a power of two: multiplying a floating-point number by a power of two has no rounding error.
     large = 2.0**20 if all(float(jnp.finfo(x.dtype).max) > 1e30 for x in w.values()) else 2.0**6
     for factor, how in (-1.0, "of the other sign"), (large, f"{large:.0f} times as large"), (1 / large, "very small"):
         got = pull({k: scaled(factor, x) for k, x in w.items()})
@@ -122,7 +122,7 @@ def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents)
 
 
 def _why_not_proved(subject: Subject) -> str:
-    """Return why it cannot be proved that the gradients are linear in the cotangents; empty if it is proved."""
+    """Return why the gradients are not proved to be linear in the cotangents; empty if they are."""
     positions, pull = list(subject.cotangents), subject.function.vjp(subject.cotangents)
 
     def gradients(*cotangents: Any) -> tuple[list[Any], None]:
@@ -140,7 +140,7 @@ def _why_not_proved(subject: Subject) -> str:
 
 def leaks(subject: Subject) -> Cases:
     try:
-        # Other runs of the layer came before: a new trace has to compute the same.
+        # Other checks ran the layer before. A new trace must compute the same gradients.
         yield subject.case(" under jit, traced again", _jitted_without_leaks(subject.function, subject.cotangents))
     except NEEDS_VALUES:
         return "not under jit, since it needs concrete values"
@@ -159,13 +159,13 @@ def _jitted_without_leaks(function: TensorFunction, w: Cotangents) -> dict[str, 
     except jax.errors.UnexpectedTracerError as error:
         raise MismatchError(f"a leaked tracer is used: {first_line(error)}") from error
     except Exception as error:
-        # In a large process, JAX can fail with an IndexError while it looks for references to the tracer.
+        # In a large process, JAX may raise an IndexError while it looks for references to a leaked tracer.
         if not isinstance(error, IndexError) and not str(error).startswith("Leaked trace"):
             raise
-        # JAX itself keeps the tracers of a shard_map.
+        # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
         if "shard_map[" in str(jax.make_jaxpr(compute)()):
             return compute()
-        # It also reports a tracer that is dropped a moment later, such as one in an object on a context.
+        # JAX also reports a tracer that is deleted soon after the trace, such as a tracer in an object on a context.
         before = {*map(id, _living_tracers())}
         with contextlib.suppress(jax.errors.UnexpectedTracerError):
             gradients = compute()
@@ -205,7 +205,7 @@ def shard_map(subject: Subject) -> Cases:
         devices = jax.local_devices(backend=kind)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
-        # Arguments that are committed to other devices would be refused.
+        # JAX would raise an error for arguments that are committed to other devices than those of the mesh.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
 
     def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def shard_map(subject: Subject) -> Cases:
 
 
 def _results(function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
-    """Return the outputs of a transformed layer, of a run without differentiation, and its gradients."""
+    """Return the outputs of a transformed layer from a run without differentiation, and its gradients."""
 
     def run(values: list[Any]) -> Cotangents:
         returned = outputs(values)
@@ -232,17 +232,17 @@ def _results(function: TensorFunction, outputs: _Outputs, values: list[Any], cot
 
 # -- several examples -----------------------------------------------------------------------------
 
-_Mapping = dict[int, int]  # from the position of a mapped tensor to its mapped axis
+_Mapping = dict[int, int]  # from the position of a batched tensor to its batch axis
 
 
 def vmap(subject: Subject) -> Cases:
     function, mappings = subject.function, _mappings(subject.function)
     for i, (description, mapped) in enumerate(mappings.items()):
-        # One choice runs in eager mode. To compile the others is faster.
+        # The first choice runs in eager mode. The others are compiled, which is faster.
         yield _case_of_examples(subject, mapped, f" of vmap{description}", is_jitted=i > 0)
     done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
     others = [p for p in range(len(function.tensors)) if p not in function.differentiated]
-    # With a batch of rbg keys, JAX draws other numbers than with each key on its own.
+    # For a batch of rbg keys, JAX draws other random numbers than for each key alone.
     others = [p for p in others if "rbg" not in str(function.tensors[p].dtype)]
     if not others:
         return done
@@ -250,14 +250,14 @@ def vmap(subject: Subject) -> Cases:
     mapped = dict.fromkeys(sorted([*function.differentiated, *others]), 0)
     try:
         case = _case_of_examples(subject, mapped, f" of vmap, {names} mapped too")
-    except Exception as error:  # the layer may need the integer as a number, for a shape or an axis
+    except Exception as error:  # the layer may need a concrete integer, as a shape or an axis
         return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
     yield case
     return f"{done}, with {names} mapped too"
 
 
 def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
-    """Return the choices of mapped tensors and axes to check, by the end of the message about each choice."""
+    """Return the choices of batched tensors and batch axes to check; each key describes its choice in messages."""
     positions = function.differentiated
     mappings = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
     for n in range(1, len(positions)):
@@ -268,14 +268,14 @@ def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
 
 
 def _case_of_examples(subject: Subject, mapped: _Mapping, label: str, is_jitted: bool = True) -> Case:
-    """Return the results of several examples at once, beside the results of each."""
+    """Return a case with the results of a batch of examples, and the expected results from each example alone."""
     function = subject.function
     ways = range(_EXAMPLES)
     examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in ways]
     each = [function.with_tensors(example) for example in examples]
     grads_of_each = [one.grads(subject.cotangents) for one in each]
     outputs = [jnp.stack(ys) for ys in zip(*(one.run() for one in each), strict=True)]
-    # The gradient of an argument that is not mapped is the sum over the examples.
+    # The gradient of an argument that is not batched is the sum of the gradients of all examples.
     grads = [
         jnp.stack(gs, mapped[p]) if p in mapped else sum(gs[1:], gs[0])
         for p, gs in zip(function.differentiated, zip(*grads_of_each, strict=True), strict=True)
@@ -301,5 +301,5 @@ def _example(x: Any, i: int) -> Any:
     if has_tangent(x):
         return scaled(1 - 0.1 * i, x)
     if not is_key(x):
-        return jnp.roll(x, i)  # indices stay in range, and a permutation stays a permutation
+        return jnp.roll(x, i)  # rolled indices stay in range, and a rolled permutation is a permutation
     return jax.random.wrap_key_data(jax.random.key_data(x) + jnp.uint32(i), impl=jax.random.key_impl(x))

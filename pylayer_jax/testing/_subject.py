@@ -1,4 +1,4 @@
-"""The subject of a check: a function of tensors, or its gradient, with its results in eager mode."""
+"""Defines `Subject`, a function under test with its results in eager mode, and `run_check`, which runs a check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._tensor_function import Cotangents, TensorFunction, gathered, placed, rand
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-Cases = Generator[Case, None, str]  # the cases of a check, and in the end a sentence about them
+Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a sentence about them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Options:
 
 
 class Subject:
-    """A function under test, and perhaps a reference whose outputs and derivatives are right.
+    """A function under test, with its results in eager mode, and an optional reference that defines the right results.
 
-    The subject of second derivatives is `derivative`: its function is the gradient of the function of its `base`, and
-    takes the values and the cotangents of the base. Results are computed when they are first read.
+    `derivative` is the subject for second derivatives. The function of `derivative` maps the values and the cotangents
+    of this subject, its `base`, to the gradients. Results are computed when they are first read.
     """
 
     def __init__(self, function: TensorFunction, reference: Any, options: Options, base: Subject | None = None) -> None:
@@ -58,7 +58,7 @@ class Subject:
         return self if self.base is None else self.base.root
 
     def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return the subject at other values of the root."""
+        """Return the same subject for other values of the function of `root`."""
         if self.base is not None:
             return self.base.at(values, options).derivative
         reference = self.reference and self.reference.with_values(list(map(gathered, values)))
@@ -70,7 +70,7 @@ class Subject:
 
     @functools.cached_property
     def cotangents(self) -> Cotangents:
-        """Random cotangents of the outputs with a gradient; beside a reference, of all floating-point outputs."""
+        """Random cotangents of the outputs with a gradient; with a reference, of all floating-point outputs."""
         rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
         if self.base is None and self.reference is None and cotangents:
@@ -92,7 +92,7 @@ class Subject:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The outputs and the gradients by name."""
+        """A dict from names to the outputs and the gradients."""
         return {**named_outputs(self.outputs), **self.gradients}
 
     @functools.cached_property
@@ -103,40 +103,40 @@ class Subject:
 
     @property
     def terms_of_outputs(self) -> list[float]:
-        """For each output, the size of the terms that are summed into it, which may cancel; 0 if it is unknown."""
+        """The size of the terms whose sum is each output; 0 if it is unknown. The terms may cancel in the sum."""
         return [0.0] * len(self.outputs) if self.base is None else self.base.terms
 
     @functools.cached_property
     def terms(self) -> list[float]:
-        """The size of the terms of which the gradient of each value is computed."""
+        """The size of the terms whose sum is the gradient of each value."""
         sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.terms_of_outputs, strict=True)]
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
         return [whole / (largest(x) or 1.0) for x in self.function.values]
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        """The tolerance of the results, with the noise measured at values that differ in their last digits."""
+        """The tolerance of the results. Their noise is measured with values that differ in the last digits."""
         function, epsilon, rng = self.function, self.epsilon, np.random.default_rng(0)
         steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in function.values]
         values = [placed(x, exact(x) * (1 + step)) for x, step in zip(function.values, steps, strict=True)]
         otherwise: dict[str, Any] = {}
-        with contextlib.suppress(Exception):  # a layer may take only the values given
+        with contextlib.suppress(Exception):  # a layer may raise an error for other values
             rounded = function.with_values(values)
             otherwise = {**named_outputs(rounded.run()), **rounded.gradients(self.cotangents)}
         terms, noise = {**named_outputs(self.terms_of_outputs), **function.named(self.terms)}, dict[str, float]()
         for name, x in self.results.items():
             moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
-            # Rounding errors are small beside 1, unless the array itself is large.
+            # The noise is limited, because rounding errors are much smaller than 1, unless the array itself is large.
             most = epsilon**0.5 * max(largest(x), 1.0)
             noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
         return Tolerance(self.options.rtol, self.options.atol, epsilon, noise)
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
-        """Return a case of this subject. By default, its results in eager mode are expected."""
+        """Return a case with the tolerance of this subject. The default of `expected` is its results in eager mode."""
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
     def random(self, stream: int) -> np.random.Generator:
-        """Return a generator of random numbers; two streams are independent."""
+        """Return a generator of random numbers. Generators of different streams are independent."""
         return np.random.default_rng((self.options.seed, stream))
 
 
@@ -149,12 +149,12 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
 
 
 def run_check(cases: Cases) -> str:
-    """Compare the cases of a check, and return its sentence.
+    """Compare the arrays of all cases of a check, and return the sentence that the check returns.
 
     Raises:
         MismatchError: about the first case that differs.
     """
-    # JAX logs each exception of a callback with its traceback, and raises it. The caller reports or raises it too.
+    # JAX logs each exception of a callback with its traceback, and also raises it. Only the raised exception is needed.
     logger = logging.getLogger(jax.pure_callback.__module__)
     has_no_exception: Callable[[logging.LogRecord], bool] = lambda record: record.exc_info is None  # noqa: E731
     logger.addFilter(has_no_exception)

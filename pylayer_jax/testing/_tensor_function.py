@@ -1,4 +1,4 @@
-"""A function at some arguments, as a function of the tensors in them.
+"""Turns a function and its arguments into a function of the tensors in these arguments.
 
 f = tensor_function("gradcheck", Linear, ({"w": w, "b": b}, x, "relu"))
 f.names                       # ["args[0]['b']", "args[0]['w']", "args[1]"]: the differentiated tensors
@@ -26,23 +26,23 @@ from ._compare import type_of
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
-# A dict from the positions of outputs to their cotangents. Outputs that are not in the dict have none.
+# A dict from the position of an output to its cotangent. An output that is not in the dict has no cotangent.
 Cotangents = dict[int, Any]
 
 
 class TensorFunction:
-    """A function at its arguments, as a function of the tensors in them.
+    """A function with its arguments, seen as a function of the tensors in these arguments.
 
-    JAX differentiates some of the tensors: the `values`.
+    The `values` are the tensors with respect to which JAX differentiates.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take a function of positional arguments, and the arguments by name."""
+        """Take a function of positional arguments, and a dict from the name of each argument to the argument."""
         self.function = function
         tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
         self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
-        places = [path[1:].split("]", 1) for path in self.skeleton.tensor_paths()]  # "[0]['w'][1]": of args[0]
+        places = [path[1:].split("]", 1) for path in self.skeleton.tensor_paths()]  # "[0]['w'][1]" is in args[0]
         self.paths = names or [list(arguments)[int(position)] + path for position, path in places]
 
     @property
@@ -56,7 +56,7 @@ class TensorFunction:
         return [self.tensors[i] for i in self.differentiated]
 
     def with_values(self, values: Sequence[Any]) -> TensorFunction:
-        """Return the same function, with other values of the differentiated tensors."""
+        """Return the same function with other values of the differentiated tensors."""
         tensors = dict(enumerate(self.tensors)) | dict(zip(self.differentiated, values, strict=True))
         return self.with_tensors(list(tensors.values()))
 
@@ -66,7 +66,7 @@ class TensorFunction:
         return other
 
     def only(self, j: int) -> TensorFunction:
-        """Return the same function, of which only one of the values is differentiated."""
+        """Return the same function, but JAX differentiates with respect to value number `j` only."""
         other = copy.copy(self)
         other.differentiated = [self.differentiated[j]]
         return other
@@ -76,7 +76,7 @@ class TensorFunction:
         return self.run_with_statics()[0]
 
     def run_with_statics(self) -> tuple[list[Any], list[Any]]:
-        """Run the function, and return its tensor outputs and its other outputs."""
+        """Run the function, and return its tensor outputs and its statics (outputs that are not tensors)."""
         tensors, skeleton = split(self.function(*self.skeleton.fill(self.tensors)))
         return [jnp.asarray(y) for y in tensors], skeleton.statics()
 
@@ -85,9 +85,9 @@ class TensorFunction:
         return self.with_values(values).run()
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
-        """Return the outputs of a run that is differentiated, and the positions of those with a gradient.
+        """Run the function under `jax.vjp`. Return the outputs, and the positions of the outputs with a gradient.
 
-        Integers, and outputs that are marked as not differentiable, have none.
+        Integer outputs, and outputs that are marked as not differentiable, have no gradient.
         """
 
         def run(values: list[Any]) -> tuple[list[Any], tuple[list[Any], list[int]]]:
@@ -97,7 +97,7 @@ class TensorFunction:
         return jax.vjp(run, self.values, has_aux=True)[2]
 
     def run_with_other_inputs(self) -> Iterator[None]:
-        """Run on other numbers, flags and shapes, and yield after each run. Errors are ignored."""
+        """Run the function on other numbers, flags and shapes, and yield after each run; ignore errors."""
         for kind, change in _CHANGES.items():
 
             def changed(x: Any, kind: type = kind, change: Callable[[Any], Any] = change) -> Any:
@@ -110,7 +110,7 @@ class TensorFunction:
                 yield
 
     def selected(self, positions: Collection[int]) -> Callable[..., Cotangents]:
-        """Return a function from the values, as positional arguments, to the outputs at some positions."""
+        """Return a function from the values, as positional arguments, to a dict of the outputs at `positions`."""
 
         def run(*values: Any) -> Cotangents:
             returned = self.outputs(values)
@@ -119,18 +119,18 @@ class TensorFunction:
         return run
 
     def vjp(self, outputs: Collection[int]) -> Callable[[Cotangents], Any]:
-        """Return the vjp function. It takes a cotangent per position in `outputs`, and returns a gradient per value."""
+        """Return the vjp function, from a dict of cotangents for the positions `outputs` to one gradient per value."""
         return jax.vjp(self.selected(outputs), *self.values)[1]
 
     def grads(self, cotangents: Cotangents) -> list[Any]:
         return list(self.vjp(cotangents)(cotangents))
 
     def gradients(self, cotangents: Cotangents) -> dict[str, Any]:
-        """Return the gradients by name."""
+        """Return a dict of the gradients, whose keys are the names in messages."""
         return self.named(self.grads(cotangents))
 
     def named(self, gradients: Sequence[Any]) -> dict[str, Any]:
-        """Return gradients by name, as messages name them."""
+        """Return a dict of gradients, whose keys are the names in messages: "the gradient of args[0]"."""
         return {f"the gradient of {name}": g for name, g in zip(self.names, gradients, strict=True)}
 
     def grad_function(self, cotangents: Cotangents) -> TensorFunction:
@@ -155,7 +155,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return the function that a checker checks; raise an error if there is nothing that it can check."""
+    """Return the function that `checker` checks; raise an error if the arguments cannot be checked."""
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
@@ -194,13 +194,13 @@ def name_of(function: Any) -> str:
 
 
 def placed(like: Any, numbers: Any) -> Any:
-    """Return an array of `numbers` with the dtype of another array, on its devices if these are several."""
+    """Return an array of `numbers` with the dtype of `like`; if `like` is on several devices, with its sharding."""
     x = jnp.asarray(np.asarray(numbers), like.dtype)
     return jax.device_put(x, like.sharding) if len(like.sharding.device_set) > 1 else x
 
 
 def gathered(x: Any) -> Any:
-    """Return an array on one device."""
+    """Return the same array on one device."""
     if is_tracer(x) or len(x.sharding.device_set) == 1:
         return x
     if is_key(x):
@@ -213,7 +213,7 @@ def in_double_precision(x: Any) -> Any:
 
 
 def random_like(like: Any, rng: np.random.Generator) -> Any:
-    """Return an array with entries of size 0.5 to 1.5, of either sign."""
+    """Return an array like `like`, with random entries of either sign and of absolute value 0.5 to 1.5."""
     size = rng.uniform(0.5, 1.5, like.shape) * rng.choice([-1.0, 1.0], like.shape)
     if jnp.iscomplexobj(like):
         size = size * np.exp(1j * rng.uniform(0, 2 * np.pi, like.shape))
