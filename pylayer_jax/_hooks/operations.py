@@ -1,8 +1,8 @@
 """Packing of the residuals of plain JAX operations inside a block of hooks.
 
 A block sets a new trace over the current trace, and JAX passes every operation of the block to the new trace. If JAX
-differentiates an operation, now or perhaps later, the new trace binds a `RuleFunction`, whose rule is `jax.vjp` of the operation with
-packed residuals:
+differentiates an operation, now or perhaps later, the new trace binds a `RuleFunction`, whose rule is `jax.vjp` of
+the operation with packed residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
