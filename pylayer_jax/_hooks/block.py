@@ -115,7 +115,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             restores the weak type and the sharding.
         host: whether both hooks run on the host, also in compiled programs. On several devices, such a program gathers
             each tensor. A result of `pack_hook` is dropped when the same place packs again after the result was used,
-            on `close()`, or with the program. `jax.checkpoint` refuses such hooks inside, since they are effects.
+            on `close()`, or with the program. `jax.checkpoint` refuses such hooks inside, since they have effects.
         differentiable: whether the derivative of `unpack(pack(x))` in JAX is the derivative of the identity. A cast and
             a transfer have this property; rounding does not.
         only: a predicate of an array, or of an array and its origin (`info.layer`, `info.operation`, `info.name`). It

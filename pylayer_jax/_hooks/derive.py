@@ -105,7 +105,7 @@ def fold(
     done: dict[int, Any],  # id of a residual -> its result
 ) -> Any:
     """Return `of_root(root)` for a root, and `of_equation(equation, results of its inputs)` for a computed residual."""
-    if not isinstance(residual, (Root, Computed)):  # a number
+    if not isinstance(residual, (Root, Computed)):  # the residual is a number
         return residual
     if id(residual) not in done:
         if isinstance(residual, Root):

@@ -66,7 +66,7 @@ class HostStore:
             for site in [] if len(self._owners) else list(self.sites):
                 dropped.append(site.held)
                 site.held, site.used = {}, {}
-        del dropped  # outside the lock, since its finalizers may run any code
+        del dropped  # release the values outside the lock, since their finalizers may run any code
 
 
 _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictionary()
@@ -114,7 +114,7 @@ class PackSite:
             dropped = [self.held.pop(number, None) for number in self.used.pop(int(device), ())]
             number, self._n_packed = self._n_packed, (self._n_packed + 1) % 2**32
             self.held[number] = packed
-        del dropped  # outside the lock, since its finalizers may run any code
+        del dropped  # release the values outside the lock, since their finalizers may run any code
         return np.uint32(number)
 
     def _get(self, token: Any, device: Any) -> np.ndarray:
@@ -139,7 +139,7 @@ class PackSite:
         except Exception as error:
             with _lock:
                 self.used.setdefault(device, set()).update(self.held)
-            # XLA passes on the text and the traceback of one exception, but no notes and causes.
+            # XLA passes on the text and the traceback of an exception, but not its notes and causes.
             advice = hint(error, "", hook)
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error

@@ -228,7 +228,7 @@ class HooksTrace(PassThroughTrace):
 
     def __init__(self, pair: Pair) -> None:
         current = current_trace()
-        super().__init__(trace_below(current))  # only the innermost pair applies
+        super().__init__(trace_below(current))  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = current if isinstance(current, HooksTrace) else None
         self.pair = pair
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
@@ -466,7 +466,7 @@ def _holds_block(jaxpr: Any) -> bool:
 def enter_block(pair: Pair) -> Block:
     """Enter a block of a pair, and return the block. The caller has to leave the block."""
     if innermost_block() is not None and not isinstance(current_trace(), HooksTrace):
-        leave_mark(_MARK)  # only the innermost pair applies, even if an enclosing operation would pack
+        leave_mark(_MARK)  # so that no enclosing operation packs: only the innermost pair applies
     if nothing_is_traced():
         return Block(pair).enter()
     return HooksTrace(pair).block.enter()

@@ -111,7 +111,7 @@ class UnpackedTensors(Sequence[Any]):
 
     def _unpacked(self, root: Root) -> Any:
         arrays = self._waiting([self._arrays[i] for i in root.arrays])
-        return arrays[0] if root.packed is None else root.packed.unpack(as_arrays(arrays))  # JAX passes some as numbers
+        return arrays[0] if root.packed is None else root.packed.unpack(as_arrays(arrays))  # JAX may pass numbers
 
     def _waiting(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Return the arrays behind a barrier, so that XLA does not read them before it has the cotangents.
