@@ -1,13 +1,13 @@
-"""Saved-tensor hooks: packing the tensors that are kept for backward.
+"""Saved-tensor hooks, which pack the residuals of layers and of JAX operations.
 
-- `pair`: a pair of hooks, of one step or more, and the key that compares it.
-- `host`: hooks that run on the host, and their results, which are held for compiled programs.
-- `active`: the blocks that are open in this thread.
-- `pack_array`: packing one tensor.
-- `derive`: which tensors can be computed again from others that are kept.
-- `residuals`: packing all residuals of a layer or an operation.
-- `operations`: the trace that gets every operation of a block, and one operation as a function with its rule.
-- `block`: `saved_tensors_hooks` itself.
+- `pair` defines a pair of hooks, with one step or more, and the key that compares pairs.
+- `host` runs hooks on the host, and holds their results for compiled programs.
+- `active` finds the blocks of hooks that are open in this thread.
+- `pack_array` packs and unpacks one tensor.
+- `derive` finds the tensors that can be recomputed from other residuals.
+- `residuals` packs all residuals of a layer or an operation.
+- `operations` defines the trace that gets every operation of a block, and the rule of such an operation.
+- `block` defines `saved_tensors_hooks`.
 
 A layer packs its own saved tensors, with the pair that `pair_to_pack_with` returned when the layer was applied.
 """

@@ -13,20 +13,20 @@ from pylayer_jax._jax.tracers import current_trace
 
 from .pair import Pair
 
-SUSPENDED: Final = "suspended"  # the active value while an enclosing operation packs the residuals
+SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
 
-# The innermost block of this thread. It is part of the key of every cache of JAX, so that a function is traced again if
-# it was compiled without hooks, or with other hooks.
+# The innermost block of this thread. This value is part of the key of every cache of JAX, so that JAX traces a function
+# again if the function was compiled without hooks, or with other hooks.
 active: Final = jax.make_user_context(None)
 
-# The innermost block that this asyncio task entered, or inherited from the task that made it.
+# The innermost block that this asyncio task entered, or inherited from the task that created it.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
 
 
 class Block(tuple[Any]):
-    """One entry into a `with` block. For JAX's caches, blocks of equal pairs are equal.
+    """One entry into a `with` block of hooks. In JAX's caches, blocks of equal pairs are equal keys.
 
-    A block is a tuple of the key, which JAX hashes and compares quickly at each call of a jitted function.
+    A block is a tuple of the pair's key. JAX hashes and compares a tuple quickly at each call of a jitted function.
     """
 
     def __new__(cls, value: Pair | str, trace: Any = None) -> Self:
@@ -35,14 +35,14 @@ class Block(tuple[Any]):
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
         super().__init__()
-        self.value = value  # a string is the message of `disable_saved_tensors_hooks`
+        self.value = value  # a pair; or a string, the message of `disable_saved_tensors_hooks`
         self.is_left = False
         self.outer: Block | None = None
-        self._trace = trace  # the trace that gets the operations of the block
+        self._trace = trace  # the trace that gets the operations inside the block
         self._contexts: list[Any] = []
 
     def enter(self) -> Block:
-        """Make this the innermost block."""
+        """Make this block the innermost block of the thread."""
         self.outer = _entered.get()
         _entered.set(self)
         self._contexts = [active(self)]
@@ -53,10 +53,10 @@ class Block(tuple[Any]):
         return self
 
     def leave(self) -> None:
-        """Restore the block around this one.
+        """Leave this block, and make the block around it the innermost block again.
 
         Raises:
-            RuntimeError: if this is not the innermost block of this thread. The block is left all the same.
+            RuntimeError: if this block is not the innermost block of this thread. The block is left even then.
         """
         trace, contexts = self._trace, self._contexts
         self.is_left, self._trace, self._contexts = True, None, []
@@ -64,7 +64,7 @@ class Block(tuple[Any]):
         is_current = trace is None or current_trace() is trace
         if _entered.get() is self:
             _entered.set(self.outer)
-        # After another transformation has begun or ended, JAX itself restores the trace.
+        # If another transformation has begun or ended inside the block, JAX itself restores the trace.
         for context in reversed(contexts if is_current else contexts[:1]) if is_innermost else ():
             context.__exit__(None, None, None)
         if not (is_innermost and is_current):
@@ -74,10 +74,10 @@ class Block(tuple[Any]):
             )
 
     def check_task(self) -> None:
-        """Check that this asyncio task entered the block, or was made inside it.
+        """Check that the current asyncio task entered the block, or was created inside the block.
 
         Raises:
-            RuntimeError: if another task entered it.
+            RuntimeError: if another task entered the block.
         """
         if _open(_entered.get()) is not self:
             raise RuntimeError(
@@ -88,7 +88,7 @@ class Block(tuple[Any]):
 
 
 def _open(block: Block | None) -> Block | None:
-    """Return a block, or the first block around it that is still open."""
+    """Return `block` if it is open, else the nearest open block around it."""
     while block is not None and block.is_left:
         block = block.outer
     return block
@@ -108,7 +108,7 @@ def entered_block(pair: Pair) -> Block | None:
 
 
 def active_pair() -> Pair | None:
-    """Return the pair of the innermost block; None if there is none, or it is disabled or suspended.
+    """Return the pair of the innermost block, or None if there is no block or hooks are disabled or suspended.
 
     Raises:
         RuntimeError: if another asyncio task entered the block.
@@ -121,5 +121,5 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which hooks pack nothing: the caller packs, or runs a hook."""
+    """Return a context in which hooks pack nothing, for a caller that packs the residuals itself or runs a hook."""
     return active(SUSPENDED)

@@ -23,22 +23,22 @@ _RUNS_LATER = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect
 
 
 def _takes(function: Callable[..., Any], n_arguments: int) -> bool:
-    """Return whether a function can be called with `n_arguments`; True if that cannot be known."""
+    """Return whether a function accepts `n_arguments` arguments. Return True if its signature is unknown."""
     try:
-        # A decorator that is written in Python may change the arguments, so its own signature is read.
+        # A decorator written in Python may change the arguments, so read the decorated function's own signature.
         inspect.signature(function, follow_wrapped=not inspect.isfunction(function)).bind(*[None] * n_arguments)
     except TypeError:
         return False
-    except ValueError:  # implemented in C, without a signature
+    except ValueError:  # a function in C may have no signature
         return True
     return True
 
 
 def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
-    """Check that a hook is a function of one of these numbers of arguments.
+    """Check that a hook accepts one of the given numbers of arguments.
 
     Raises:
-        TypeError: if it is not callable, or takes another number.
+        TypeError: if the hook is not callable, or accepts none of these numbers of arguments.
     """
     if not callable(hook):
         raise TypeError(f"{owner}: {name} must be callable, got {hook!r}. Pass a function of one argument.")
@@ -47,7 +47,7 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
 
 
 def predicate(owner: str, only: Any) -> Callable[[Any, TensorInfo], Any] | None:
-    """Return `only` as a predicate of (array, info), whether it takes the array alone or both."""
+    """Return a predicate of (array, info) for `only`, which may take the array alone."""
     if only is None:
         return None
     check_hook(owner, "only", only, 1, 2)
@@ -55,15 +55,15 @@ def predicate(owner: str, only: Any) -> Callable[[Any, TensorInfo], Any] | None:
 
 
 def _shown(value: Any) -> str:
-    """Return the text of an argument on one line; for a function or a dtype, its name."""
+    """Return the name of a function or a dtype, or the `repr` of another argument on one line."""
     name = value.name if isinstance(value, np.dtype) else getattr(value, "__name__", None)
     return " ".join(repr(value).split()) if name is None else str(name)
 
 
 class _MadeWith:
-    """Remembers the arguments of `__init__`, also those of a subclass.
+    """A base class whose instances remember the arguments of `__init__`, also in a subclass.
 
-    This is a separate base, since `inspect.signature` would read `__new__` of a class that has both methods.
+    `__new__` is in a separate class, since `inspect.signature` prefers `__new__` if a class has both methods.
     """
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
@@ -87,47 +87,47 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         >>> jax.grad(loss)(jnp.ones((3, 2)), jnp.ones((4, 3))).shape
         (3, 2)
 
-    The pair packs every tensor that `save_for_backward` saves in a layer, and the residuals of every JAX operation in
-    the block, each once. A jitted function is one operation; a staged scan packs in each iteration. A tensor that
-    follows from others that are kept (a transpose, a mask) is computed again. Arrays on `ctx` attributes, constants and
-    PRNG keys are not packed. The block has to be around the differentiated code: inside the function that `jax.grad`
+    The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation in
+    the block. Each tensor is packed once. A jitted function is one operation; a staged scan packs in each iteration. A
+    tensor that follows from other residuals (a transpose, a mask) is recomputed. Arrays on `ctx` attributes, constants
+    and PRNG keys are not packed. Put the block around the differentiated code: inside the function that `jax.grad`
     gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted train step)
     packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX does not
-    show to the block. `repr` of a pair tells how many tensors it has packed: none if the block is in the wrong place,
-    or if the program in it was compiled before in a block of an equal pair.
+    show to the block. The `repr` of a pair shows how many tensors the pair has packed. It shows none if the block is in
+    the wrong place, or if the program in the block was compiled before in a block of an equal pair.
 
-    In eager mode the hooks see concrete arrays, and the result of `pack_hook` is kept as it is: a NumPy array stays on
-    the host, and an object is released with the function that `jax.vjp` returned. In traced code the hooks are traced
-    like any other code; with `host=True` they run on the host, with NumPy arrays.
+    In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
+    on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
+    hooks like any other code. With `host=True`, the hooks run on the host and get NumPy arrays.
 
-    Derivatives of every order treat pack and unpack as the identity, as torch does; tensors that only a second
+    Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. Tensors that only a second
     derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
     differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Forward mode
-    passes through a block; in staged code it may read tensors that were packed and unpacked.
+    works in a block; in staged code it may read tensors that were packed and unpacked.
 
-    A block belongs to the thread: leave it before each `await`. A copied or unpickled pair is a new one.
+    A block belongs to its thread, so leave the block before each `await`. A copied or unpickled pair is a new pair.
 
     Args:
-        pack_hook: a function of a tensor. It returns any pytree: JAX keeps the arrays, and other objects are held by
-            reference.
-        unpack_hook: a function from the result of `pack_hook` to a tensor of the same shape and dtype. It is called
-            when `backward` asks for its saved tensors, perhaps several times for one pack. The library restores the
-            weak type and the sharding.
-        host: run both hooks on the host, also in compiled programs; on several devices these gather each tensor. A
-            compiled program drops a result of `pack_hook` when the same place packs again after the result was used,
-            on `close()`, or with the program. Not allowed inside `jax.checkpoint`, which refuses effects.
-        differentiable: whether JAX can differentiate pack, followed by unpack, with the derivative of the identity (a
-            cast, a transfer; not rounding).
+        pack_hook: a function that takes a tensor and returns any pytree. JAX keeps the arrays of this pytree, and the
+            package holds other objects by reference.
+        unpack_hook: a function that takes the result of `pack_hook` and returns a tensor of the same shape and dtype as
+            before. It runs when `backward` reads its saved tensors, perhaps several times for one pack. The package
+            restores the weak type and the sharding.
+        host: whether both hooks run on the host, also in compiled programs. On several devices, such a program gathers
+            each tensor. A result of `pack_hook` is dropped when the same place packs again after the result was used,
+            on `close()`, or with the program. `jax.checkpoint` refuses such hooks inside, since they have effects.
+        differentiable: whether the derivative of `unpack(pack(x))` in JAX is the derivative of the identity. A cast and
+            a transfer have this property; rounding does not.
         only: a predicate of an array, or of an array and its origin (`info.layer`, `info.operation`, `info.name`). It
-            may read the shape, dtype and sharding (`jax.typeof(x).sharding`). A tensor for which it returns False is
-            not packed: JAX keeps it as without hooks.
+            may read the shape, dtype and sharding (`jax.typeof(x).sharding`) of the array. A tensor for which `only`
+            returns False is not packed: JAX keeps this tensor as without hooks.
 
     Raises:
-        TypeError: for hooks that are not callable or do not take one argument, and for a hook that needs values in
-            traced code without `host`.
+        TypeError: if a hook is not callable or does not take one argument, or if a hook without `host` needs values in
+            traced code.
         ValueError: if `unpack_hook` returns another shape or dtype.
-        RuntimeError: on entry, inside `disable_saved_tensors_hooks`; on exit, without an entry; and for a layer or an
-            operation in the block of another asyncio task.
+        RuntimeError: if a block is entered inside `disable_saved_tensors_hooks` or left without an entry, or if a layer
+            or an operation runs in the block of another asyncio task.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         self._pair = Pair(steps, self._key(), only, keeps, packs_arguments, by_name)
 
     def _key(self) -> Any:
-        """Return the key by which jit compares pairs: the class, and the arguments of `__init__`."""
+        """Return the key by which jit compares pairs: the class of the pair and the arguments of its `__init__`."""
         args, kwargs = self._made_with
         return type(self), key_of(args), key_of(tuple(sorted(kwargs.items())))
 
@@ -167,12 +167,12 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Open blocks belong to a thread, and packed values in programs to a process: a copy has neither.
+        # A copy has no open blocks, which belong to a thread, and no packed values, which belong to a process.
         args, kwargs = self._made_with
         return functools.partial(type(self), *args, **kwargs), ()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Return `function` with a block around its code."""
+        """Return a function that calls `function` in a block of this pair."""
         if not callable(function):
             raise TypeError(f"{type(self).__name__} decorates a function, got {function!r}. Or use it in `with`.")
         if any(test(function) for test in _RUNS_LATER):
@@ -210,19 +210,19 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             block.leave()
 
     def close(self) -> None:
-        """Drop all packed values that compiled programs hold for this pair. A backward that still needs them fails.
+        """Drop all packed values that compiled programs hold for this pair. A backward that needs these values fails.
 
-        Equal pairs share these values, which are dropped when every entered pair that still exists is closed. Without
-        `close`, a program holds the values of its last run until it runs again, or until JAX deletes the program. (A
-        `jax.lax.scan` outside of `jax.jit` is a new program at each call, and JAX keeps the old ones.) To delete the
-        pair object drops nothing, since JAX returns from a call before the program has run.
+        Equal pairs share these values. The values are dropped when every entered pair that still exists is closed.
+        Without `close`, a program holds the values of its last run until the program runs again, or until JAX deletes
+        it. (Each call of `jax.lax.scan` outside of `jax.jit` is a new program, and JAX keeps the old programs.)
+        Deleting the pair object drops nothing, since JAX returns from a call before the program has run.
         """
         self._pair.store.close(self)
 
 
 @contextlib.contextmanager
 def disable_saved_tensors_hooks(message: str) -> Generator[None]:
-    """Make it an error to enter a pair of hooks inside a block or a decorated function.
+    """Forbid pairs of hooks: entering a pair inside this block, or a function that it decorates, is an error.
 
         >>> with disable_saved_tensors_hooks("not here"), cast_saved():
         ...     pass
@@ -231,7 +231,7 @@ def disable_saved_tensors_hooks(message: str) -> Generator[None]:
         RuntimeError: not here
 
     Raises:
-        RuntimeError: with `message`, if a pair is entered inside, or is active outside.
+        RuntimeError: with `message`, if a pair is entered inside this block, or is active around it.
     """
     if active_pair() is not None:
         raise RuntimeError(message)

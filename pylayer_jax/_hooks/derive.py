@@ -1,13 +1,13 @@
-"""Finds the tensors that follow from others that are kept: these are computed again, not packed.
+"""Functions that find the residuals that can be recomputed from other residuals, and so need no packing.
 
-An operation leaves residuals such as y and 1 - y of a tanh, the zeros of a selection, or a mask as large as the masked
-array. A recorder sees the equations of the forward pass of one operation, and `follow` walks back through the equations
-that keep the error of a packed value in proportion. For `y * y * 3` of a kept y:
+An operation has residuals such as y and 1 - y of a tanh, the zeros of a selection, or a mask as large as the masked
+array. A `Recorder` records the equations in the forward pass of one operation. The function `follow` walks back through
+the equations that do not amplify the packing error. If y is a residual, `y * y * 3` becomes:
 
     root = Root([array of y], how y is packed)
     Computed(mul, {}, [Computed(mul, {}, [root, root]), 3.0])
 
-A comparison of floating-point numbers is never computed again from a packed value: `x == max(x)` would become False
+A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
 everywhere. tests: test_derived.py
 """
 
@@ -31,26 +31,26 @@ MOVE_NAMES: Final = frozenset(
     ("broadcast_in_dim", "copy", "copy_p", "expand_dims", "iota", "reshape", "rev", "squeeze", "transpose")
 )
 _OF_INTEGERS: Final = frozenset(("add", "and", "eq", "ge", "gt", "le", "lt", "mul", "ne", "not", "or", "sub", "xor"))
-_LONGEST_OPENED: Final = 8  # equations; a longer jitted function stays one operation
+_LONGEST_OPENED: Final = 8  # number of equations; a longer jitted function stays one operation
 
 
 class Origin(NamedTuple):
-    """The equation that made a value."""
+    """The equation that computed a value."""
 
     primitive: Any
     params: dict[str, Any]
     inputs: Sequence[Any]
-    value: Any  # held, so that no other object gets its id
+    value: Any  # the value is held, so that no other object gets its id
 
 
 class Recorder(PassThroughTrace):
-    """Binds operations to the trace below, and remembers the origin of each result of a primitive with one result."""
+    """A trace that passes operations on to its parent, and records the origin of each single result of a primitive."""
 
     __slots__ = ("origins",)
 
     def __init__(self, parent_trace: Any) -> None:
         super().__init__(parent_trace)
-        self.origins: dict[int, Origin] = {}  # keys are ids of values
+        self.origins: dict[int, Origin] = {}  # id of a value -> its origin
 
     def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
         if primitive.name == "jit" and (opened := small_jaxpr(params)) is not None:
@@ -64,7 +64,7 @@ class Recorder(PassThroughTrace):
 
 
 def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and constants of a small jitted function, such as those of jax.numpy; None for any other."""
+    """Return the jaxpr and constants of a small jitted function, as in jax.numpy, or None for any other function."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
     return (with_users_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
@@ -74,7 +74,7 @@ def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
 
 
 class Root:
-    """A tensor that is packed, or left as it is (`packed` is None), with its arrays."""
+    """A tensor that JAX keeps as `arrays`. If `packed` is None, the only array is the tensor itself."""
 
     __slots__ = ("arrays", "packed")
 
@@ -83,7 +83,7 @@ class Root:
 
 
 class Computed(NamedTuple):
-    """A tensor that an equation computes again from other residuals and numbers."""
+    """A tensor that an equation recomputes from other residuals and numbers."""
 
     primitive: Any
     params: dict[str, Any]
@@ -97,15 +97,15 @@ class Computed(NamedTuple):
 Residual = Root | Computed
 
 
-# Not a nested function: one that calls itself is a reference cycle, which would hold the arrays for a while.
+# A nested function that calls itself would be a reference cycle, and hold arrays longer than needed.
 def fold(
     residual: Any,
     of_root: Callable[[Root], Any],
     of_equation: Callable[[Computed, list[Any]], Any],
-    done: dict[int, Any],  # the results so far, by the ids of residuals
+    done: dict[int, Any],  # id of a residual -> its result
 ) -> Any:
-    """Return `of_root(root)`, or `of_equation(equation, results for its inputs)`."""
-    if not isinstance(residual, (Root, Computed)):  # a number
+    """Return `of_root(root)` for a root, and `of_equation(equation, results of its inputs)` for a computed residual."""
+    if not isinstance(residual, (Root, Computed)):  # the residual is a number
         return residual
     if id(residual) not in done:
         if isinstance(residual, Root):
@@ -117,7 +117,7 @@ def fold(
 
 
 def with_roots(residual: Residual, change: Callable[[Root], Root]) -> Residual:
-    """Return a residual with `change(root)` in place of each root."""
+    """Return a copy of a residual with `change(root)` in place of each root."""
     if isinstance(residual, Root):
         return change(residual)
     return fold(residual, change, lambda equation, inputs: equation._replace(inputs=inputs), {})
@@ -132,9 +132,9 @@ def follow(
     roots: list[Any],
     made: list[Origin],
 ) -> None:
-    """Add to `roots` the values from which `value` follows, and to `made` the equations that compute it, in order.
+    """Add to `roots` the values from which `value` follows, and to `made` the equations from them to `value`.
 
-    As many of the roots as possible are known values.
+    A root is a known value wherever that is possible.
     """
     if is_constant(value) or id(value) in map(id, [*roots, *[o.value for o in made]]):
         return
@@ -148,12 +148,12 @@ def follow(
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a concrete scalar, and so neither an array nor a value that changes between runs."""
+    """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
     return np.ndim(value) == 0 and not is_tracer(value)
 
 
 def _keeps_errors(origin: Origin, origins: dict[int, Origin], keeps: int) -> bool:
-    """Return whether an equation keeps the errors of its inputs in proportion."""
+    """Return whether an equation does not amplify the packing errors of its inputs."""
     name, inputs = origin.primitive.name, origin.inputs
     if name in MOVE_NAMES or name == "neg":
         return True
@@ -169,7 +169,7 @@ def _keeps_errors(origin: Origin, origins: dict[int, Origin], keeps: int) -> boo
 
 
 def adds_a_number(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operation adds a scalar, so that its result may follow from a tensor that is kept."""
+    """Return whether an operation adds a scalar, so that its result may be recomputed from another residual."""
     return name in ("add", "sub") and any(np.size(x) == 1 for x in args)
 
 
@@ -190,12 +190,12 @@ def _is_constant_along_rows(value: Any, origins: dict[int, Origin]) -> bool:
 
 
 def is_larger(values: Sequence[Any], tensor: Any) -> bool:
-    """Return whether values may take more bytes than a tensor."""
+    """Return whether values may together take more bytes than a tensor."""
 
     def n_bytes(aval: Any) -> int:
         return aval.size * aval.dtype.itemsize
 
     try:
         return sum(n_bytes(aval) for aval in map(typeof, values) if aval.ndim) > n_bytes(typeof(tensor))
-    except jax.errors.InconclusiveDimensionOperation:  # symbols of `jax.export`
+    except jax.errors.InconclusiveDimensionOperation:  # symbolic dimensions of `jax.export`
         return True

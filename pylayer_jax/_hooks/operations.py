@@ -1,14 +1,15 @@
-"""Plain JAX operations inside a block of hooks.
+"""Packing of the residuals of plain JAX operations inside a block of hooks.
 
-A block sets a trace over the current one, and JAX passes every operation of the block to it. If an operation is, or may
-later be, differentiated, it is bound as a function whose rule is `jax.vjp` of the operation, with packed residuals:
+A block sets a new trace over the current trace, and JAX passes every operation of the block to the new trace. If JAX
+differentiates an operation, now or perhaps later, the new trace binds a `RuleFunction`, whose rule is `jax.vjp` of
+the operation with packed residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
 An operation is anything that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-Within an operation hooks are suspended, so that its residuals are packed once. Only a staged scan, and a jitted
+Hooks are suspended inside an operation, so that its residuals are packed once. Only a staged scan, and a jitted
 function that contains a loop, are staged again with packing inside.
 """
 
@@ -68,14 +69,14 @@ from .residuals import PackedResiduals, Packing, PairOfLayer, keeps_residuals
 
 Bind = Callable[..., Any]
 
-# Operations whose vjp keeps no array, so that there is nothing to pack.
+# Operations whose vjp keeps no array, so that hooks have nothing to pack.
 _WITHOUT_RESIDUALS: Final = MOVE_NAMES | frozenset(
     (
         "add", "add_any", "concatenate", "convert_element_type", "device_put", "name", "neg", "new_ref", "pad", "pcast",
         "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
     )
 )  # fmt: skip
-# Operations whose result still counts as a value from outside the block if their operand does.
+# Operations whose result is treated as a value from outside the block if their operand is one.
 _PASSING_ON: Final = MOVE_NAMES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
@@ -85,26 +86,26 @@ _PASSING_ON: Final = MOVE_NAMES | frozenset(
 _JITTED: Final = ("jit", "pjit")
 _MARK: Final = "hooks_block"  # marks staged code that enters a block while another block is open
 
-# Where a value of a block comes from.
+# The sources of values in a block: from outside, a constant, or computed in the block.
 OUTSIDE, CONSTANT, COMPUTED = range(3)
 
 
 class Operation(RuleFunction):
-    """One operation of a block, as a function whose derivative keeps packed residuals.
+    """One operation of a block, as a `RuleFunction` whose derivative keeps packed residuals.
 
-    Its last operands do not belong to the operation itself: they came into the block from outside, and residuals
-    follow from them.
+    The last operands are not operands of the operation itself. They are values from outside the block, from which
+    residuals can be recomputed.
     """
 
     def __init__(self, name: str, pair: Pair, run: Bind, stays: dict[int, Residual], names: Sequence[str]) -> None:
         self.name = name
         self._pair, self._run = pair, run
-        self._stays = stays  # by position: how an operand that is not packed is kept
+        self._stays = stays  # position of an operand that is not packed -> its residual
         self._names = names  # the name of each operand, for `only`
         self.jaxpr = None
 
     def stage(self, args: Sequence[Any]) -> Values:
-        """Stage the operation, so that it may run any number of times. Return the values that it closes over."""
+        """Stage the operation, so that it can run more than once. Return the values that the operation closes over."""
         n, types = len(self._names), [typeof(x) for x in args]
         self.jaxpr, consts, _ = stage(lambda *args: (self._run(*args[:n]), None), types, self.name)
         self.n_consts = len(consts)
@@ -114,12 +115,12 @@ class Operation(RuleFunction):
         return self._run(*args[: len(self._names)]) if self.jaxpr is None else super().run(*args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        if self.jaxpr is None:  # JAX can call its Python function only once
+        if self.jaxpr is None:  # JAX can call the Python function of this operation only once
             return UnstagedBatch(self, axis, dims), [], None
         return super().batch(axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return cotangents of the operands that are None: JAX may transpose the code around a block."""
+        """Return cotangents of the operands that are None. JAX calls this to transpose code around a block."""
         missing = [x is None for x in args]
         types = [v.aval for v in self.jaxpr.invars]
         given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, self.jaxpr.outvars, strict=True)]
@@ -144,7 +145,7 @@ class Operation(RuleFunction):
             with hooks_suspended(), set_current_trace(recorder):
                 values, pullback = jax.vjp(run, *select(primals, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
-            residuals = as_arrays(leaves)  # JAX keeps some constants as array types of its own
+            residuals = as_arrays(leaves)  # JAX keeps some constants in internal array classes
             packed, arrays, values = Packing(
                 self._pair,
                 f"the operation {self.name}, residual",
@@ -158,7 +159,7 @@ class Operation(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
     def _known(self, primals: Sequence[Any], array_of: dict[int, Any]) -> list[tuple[Any, Residual]]:
-        """Return the operands that are not packed, and how they are kept. `array_of`: id of a leaf -> its array."""
+        """Return the operands that are not packed, with their residuals. `array_of`: id of a leaf -> its array."""
         primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
         found: list[tuple[Any, Residual]] = [(x, Root([x])) for x in primals[: self.n_consts]]
@@ -172,7 +173,7 @@ class Operation(RuleFunction):
 
 
 class _PackedPullback(LinearMap):
-    """packed residuals, tangents of the operands -> tangents of the values."""
+    """A linear map from packed residuals and tangents of the operands to tangents of the values."""
 
     def __init__(self, name: str, packed: PackedResiduals, pullback: Any, value_types: Sequence[Any]) -> None:
         self.name = name
@@ -195,7 +196,7 @@ class _PackedPullback(LinearMap):
             if not hasattr(pullback, "with_logs"):  # before jax 0.12
                 return list(pullback(full))
             found, logs = pullback.with_logs(full)
-        if logs:  # only JAX's own primitives may pass them on
+        if logs:  # only JAX's own primitives may pass logs on
             raise TypeError(
                 f"the backward of the operation {self.name} returns the logs {sorted(map(str, logs))}, which a block "
                 "of hooks would lose. Apply the function that returns them (defvjp_with_logs) outside of the block."
@@ -213,28 +214,28 @@ class _PackedPullback(LinearMap):
 class _Request(NamedTuple):
     """One operation that JAX asks the trace of a block to bind."""
 
-    bind: Bind  # from the operands to a list of values
+    bind: Bind  # a function from the operands to a list of values
     name: str
-    shown: str  # in errors and jaxprs
+    shown: str  # the name in errors and jaxprs
     params: dict[str, Any] = {}
-    primitive: Any = None  # None for a custom rule or shard_map, which have a method of the trace
+    primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
 
 class HooksTrace(PassThroughTrace):
-    """The current trace of a block of hooks."""
+    """The trace that gets all operations in a block of hooks."""
 
     __slots__ = ("block", "is_staging", "names", "outer", "outside", "pair", "sources")
 
     def __init__(self, pair: Pair) -> None:
         current = current_trace()
-        super().__init__(trace_below(current))  # only the innermost pair applies
+        super().__init__(trace_below(current))  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = current if isinstance(current, HooksTrace) else None
         self.pair = pair
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
-        self.sources = WeakTable()  # CONSTANT or COMPUTED; all other values are OUTSIDE
-        self.outside = WeakTable()  # how to compute values again from others that came from outside
-        self.names = WeakTable()  # the names that `checkpoint_name` gave to values
+        self.sources = WeakTable()  # value -> CONSTANT or COMPUTED; for other values see `_source`
+        self.outside = WeakTable()  # value -> the residual that recomputes it from values from outside
+        self.names = WeakTable()  # value -> the name that `checkpoint_name` gave it
 
     # -- methods that JAX calls ----------------------------------------------------------------------
 
@@ -247,7 +248,7 @@ class HooksTrace(PassThroughTrace):
 
         name = primitive.name
         if name == "convert_element_type" and _changes_nothing(tracers[0], **params):
-            return tracers[0]  # JAX makes a copy in eager mode, which would be packed too
+            return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
         shown = name
         if name in _JITTED or primitive is rule_function_p:
             shown = params["name"]
@@ -278,7 +279,7 @@ class HooksTrace(PassThroughTrace):
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         __tracebackhide__ = True
-        result: Any = None  # a tree of JAX's own, which is no pytree
+        result: Any = None  # an internal tree of JAX, which is no pytree
 
         def bind(*args: Any) -> Any:
             nonlocal result
@@ -294,7 +295,7 @@ class HooksTrace(PassThroughTrace):
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.is_left:
-                # Hooks are suspended, an inner trace has ended, or an inner block passes on what it has packed.
+                # Hooks are suspended, an inner trace has ended, or an inner block passes on a packed operation.
                 return request.bind(*args)
             self.block.check_task()
             sources = list(map(self._source, args))
@@ -314,12 +315,12 @@ class HooksTrace(PassThroughTrace):
         kinds = {type(whole_batch(x)) for x in args}
         is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
         is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
-        is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # JAX transposes it by itself
+        is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # JAX itself transposes the operation
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
-        has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # Refs, tokens
+        has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # such as Refs and tokens
         keeps_nothing = keeps_nothing or name == "while"  # `while` has no reverse mode
         if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
-            # Otherwise JAX would compile an operation in eager mode again for each pair.
+            # Suspend the hooks: otherwise JAX would compile an eager operation again for each pair.
             with hooks_suspended():
                 return bind(*args)
         if (inside := self._packing_inside(request, args, sources)) is not None:
@@ -336,17 +337,17 @@ class HooksTrace(PassThroughTrace):
         return apply(operation, [*consts, *args])
 
     def _differentiates(self, args: Sequence[Any]) -> bool:
-        """Return whether the trace below differentiates some operands, or batches of them, in reverse mode."""
+        """Return whether the trace below differentiates some operands, or their whole batches, in reverse mode."""
         examples = list(map(whole_batch, args))
         trace = self.parent_trace
         while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
             if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
                 return True
-            trace = trace_below(trace.parent_trace)  # a differentiation of other values passes the operation on
+            trace = trace_below(trace.parent_trace)  # a trace that differentiates other values passes on the operation
         return False
 
     def _packing_inside(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values | None:
-        """Bind a staged scan, or a jitted function with a loop, in which each iteration packs. Else return None.
+        """Bind a staged scan, or a jitted function with a loop, so that each iteration packs. Else return None.
 
         If a scan were packed as a whole, JAX would first stack the residuals of all iterations.
         """
@@ -354,7 +355,7 @@ class HooksTrace(PassThroughTrace):
         bind, name, _, params, _ = request
         if name not in ("scan", *_JITTED) or not any(map(_is_staged_below, args)):
             return None
-        if any(map(_is_differentiated_twice, args)):  # packed within, residuals of a scan have no second derivative
+        if any(map(_is_differentiated_twice, args)):  # residuals packed within a scan have no second derivative
             return None
         jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
         if name != "scan" and not (has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")):
@@ -379,7 +380,7 @@ class HooksTrace(PassThroughTrace):
         return bind(*args, jaxpr=as_parameter(hooked))
 
     def _what_stays(self, args: Sequence[Any]) -> tuple[dict[int, Residual], Values]:
-        """Return how the operands that are not packed are kept, by positions in place of arrays; and extra operands."""
+        """Return residuals (with positions in place of arrays) of operands that are not packed, and extra operands."""
         operands = list(args)
 
         def position(root: Root) -> Root:
@@ -393,7 +394,7 @@ class HooksTrace(PassThroughTrace):
         return stays, operands[len(args) :]
 
     def stays(self, value: Any) -> bool:
-        """Return whether a value is not packed, whichever operation keeps it."""
+        """Return whether a value is not packed, no matter which operation keeps the value."""
         source = self._source(value)
         return source == CONSTANT or (source == OUTSIDE and not self.pair.packs_arguments)
 
@@ -404,7 +405,7 @@ class HooksTrace(PassThroughTrace):
         return self.sources.get(value, CONSTANT if is_constant else OUTSIDE)
 
     def mark(self, values: Sequence[Any], source: int) -> None:
-        """Remember where the values come from."""
+        """Record the source of the values."""
         if source != OUTSIDE:
             for value in values:
                 self.sources.put(value, source)
@@ -413,7 +414,7 @@ class HooksTrace(PassThroughTrace):
 
 
 def _source_of_results(request: _Request, args: Sequence[Any], sources: Sequence[int]) -> int:
-    """Return where the results of an operation come from, given the sources of its operands."""
+    """Return the source of the results of an operation, given the sources of its operands."""
     if not set(sources) - {CONSTANT}:
         return CONSTANT
     if COMPUTED in sources and OUTSIDE not in sources:
@@ -436,24 +437,24 @@ def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) 
 
 
 def _closes_over_ref(jaxpr: Any) -> bool:
-    """Return whether a `jax.Ref` is a constant of a jaxpr, and so not an operand of the equation with this jaxpr."""
+    """Return whether a jaxpr closes over a `jax.Ref`, which is then not an operand of the equation with this jaxpr."""
     return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
 
 
 def _is_staged_below(value: Any) -> bool:
-    """Return whether the primal value below one reverse-mode differentiation is staged."""
+    """Return whether a value is staged, or its primal value if reverse mode differentiates the value."""
     value = whole_batch(value)
     return is_staged(value.primal if isinstance(value, REVERSE.tracer) else value)
 
 
 def _is_differentiated_twice(value: Any) -> bool:
-    """Return whether a reverse-mode differentiation is inside another differentiation of the same value."""
+    """Return whether reverse mode differentiates a value inside another differentiation of the same value."""
     value = whole_batch(value)
     return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
 
 
 def _holds_block(jaxpr: Any) -> bool:
-    """Return whether a jaxpr holds a block of its own."""
+    """Return whether the code of a jaxpr entered a block of hooks."""
     for equation in jaxpr.eqns:
         if equation.primitive is rule_function_p and is_mark(object_of(equation), _MARK):
             return True
@@ -463,9 +464,9 @@ def _holds_block(jaxpr: Any) -> bool:
 
 
 def enter_block(pair: Pair) -> Block:
-    """Enter a block of a pair; the caller leaves the block."""
+    """Enter a block of a pair, and return the block. The caller has to leave the block."""
     if innermost_block() is not None and not isinstance(current_trace(), HooksTrace):
-        leave_mark(_MARK)  # only the innermost pair applies, even if an enclosing operation would pack
+        leave_mark(_MARK)  # so that no enclosing operation packs: only the innermost pair applies
     if nothing_is_traced():
         return Block(pair).enter()
     return HooksTrace(pair).block.enter()
@@ -475,7 +476,7 @@ def enter_block(pair: Pair) -> Block:
 
 
 def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
-    """Return the pair that packs the saved tensors of a layer applied here to `operands`; None if there is none.
+    """Return the pair that packs the saved tensors of a layer applied here to `operands`, or None without a block.
 
     Raises:
         RuntimeError: if another asyncio task entered the block.
@@ -483,17 +484,17 @@ def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
     pair, trace = active_pair(), current_trace()
     if pair is None:
         return None
-    # Without the trace of the block, it is not known which values the block has computed.
+    # Only the trace of the block knows which values the block has computed.
     stays = [trace.stays(x) for x in operands] if isinstance(trace, HooksTrace) else []
     return PairOfLayer(pair, stays)
 
 
 def layers_pack_themselves() -> contextlib.AbstractContextManager[None]:
-    """Return a context for applying a layer: the trace of a block would treat the layer as an operation."""
+    """Return a context for applying a layer. The trace of a block would otherwise treat the layer as an operation."""
     return set_current_trace(trace_below(current_trace()))
 
 
 def mark_as_computed(values: Sequence[Any]) -> None:
-    """Mark the outputs of a layer as values that the block has computed."""
+    """Mark the outputs of a layer as values that were computed in the block."""
     if isinstance(trace := current_trace(), HooksTrace):
         trace.mark(values, COMPUTED)

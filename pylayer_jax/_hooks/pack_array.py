@@ -1,15 +1,16 @@
-"""Packing one tensor, and unpacking it.
+"""Functions that pack one tensor, and unpack the tensor.
 
     root = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; root.arrays: bf16[8,64]
     root.packed.unpack(root.arrays)                             # f32[8,64]
 
 NOTE [derivatives of packed tensors]
-Derivatives of higher order treat pack and unpack as the identity, whatever the pair does to values. During an outer
-differentiation, JAX therefore keeps the tensor beside its packed form, only for its tangent; its value is never read,
-so that XLA drops it from a compiled program. If a program is only staged, to be differentiated later (the body of a
-scan, `jax.grad` of `jax.jit`), this module cannot know whether a derivative of higher order follows, and to keep the
-tensor would cost the memory that packing saves. Therefore it is not kept. A second derivative then goes through the
-hooks themselves if the pair is `differentiable`, and is an error otherwise. tests: test_orders.py
+Derivatives of higher order treat `unpack(pack(x))` as the identity, whatever the pair does to values. Therefore, during
+an outer differentiation, JAX keeps the tensor beside its packed form. JAX needs the tensor for its tangent only and
+never reads its value, so XLA drops the tensor from a compiled program. If a program is staged now and differentiated
+later (the body of a scan, `jax.grad` of `jax.jit`), this module cannot know whether a derivative of higher order
+follows. To keep the tensor would cost the memory that packing saves, so the tensor is not kept. A second derivative
+then differentiates the hooks themselves if the pair is `differentiable`, and is an error otherwise. tests:
+test_orders.py
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ from .derive import Root
 from .host import PackSite
 from .pair import Hook, Pair, Step, TensorInfo
 
-PACK_SCOPE: Final = "pack_hook"  # the named scope of the operations of pack hooks in traced code
+PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
 
 
 class PackedTensor:
-    """A tensor that a step of a pair packed, without the arrays that JAX keeps for it.
+    """A recipe that restores one packed tensor from the arrays that JAX keeps. The recipe holds none of these arrays.
 
-    The next step may have packed some arrays in the result of the pack hook.
+    The next step of the pair may have packed some arrays in the result of the pack hook.
     """
 
     def __init__(
         self, array: Any, unpack: Hook, skeleton: Skeleton, parts: Sequence[PackedTensor | None], where: str
     ) -> None:
-        self.keeps_original = False  # if True, the tensor itself is the first array, for its tangent
+        self.keeps_original = False  # if True, the first array is the tensor itself, for its tangent
         self._is_numpy = not is_array(array)
         self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
         # JAX may place an uncommitted array on any device, so its sharding is not restored.
         self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
         self._unpack = unpack
-        self._skeleton = skeleton  # of the result of the pack hook
-        self._parts = parts  # for each array in that result: its form by the next step, or None
+        self._skeleton = skeleton  # the structure of the result of the pack hook
+        self._parts = parts  # for each array in that result: how the next step packed it, or None
         self._where = where
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
-        """Return the tensor by running the unpack hooks."""
+        """Run the unpack hooks, and return the tensor."""
         if not self.keeps_original:
             return self._restored(iter(arrays))
         return with_tangent(arrays[0], self._restored(iter(arrays[1:])))
@@ -74,7 +75,7 @@ class PackedTensor:
 
 
 def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> Root:
-    """Pack one tensor. It stays as it is if a predicate leaves it out."""
+    """Pack one tensor, unless a predicate excludes the tensor."""
     steps = _chosen(pair.steps_for(info), tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
     if not steps:
         return Root([tensor])
@@ -111,7 +112,7 @@ def _is_chosen(only: Any, array: Any, where: str, info: TensorInfo) -> bool:
 
 
 def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo, is_part: bool = False) -> Sequence[Step]:
-    """Return the steps from the first step on that packs `array`. `is_part`: a previous step made it."""
+    """Return the first step that packs `array`, and all later steps. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
         if (is_any or not step.floats_only) and _is_chosen(step.only, array, _in_step(where, step), info):
@@ -124,7 +125,7 @@ def _in_step(where: str, step: Step) -> str:
 
 
 def checked(value: Any, expected: Any, where: str) -> Any:
-    """Return the result of an unpack hook, if it has the dtype and shape of the packed tensor."""
+    """Check that the result of an unpack hook has the dtype and shape of the packed tensor, and return this result."""
     if not is_tensor(value) or value.shape != expected.shape or value.dtype != expected.dtype:
         raise ValueError(
             f"unpack_hook returned {describe(value)} for {where}: expected dtype {expected.dtype} and shape "
@@ -142,21 +143,21 @@ def _pack(
     arrays: list[Any],
     is_part: bool = False,
 ) -> PackedTensor:
-    """Pack an array by the first step, and the arrays that its pack hook returns by the next steps.
+    """Pack an array with the first step, and the arrays that its pack hook returns with the next steps.
 
-    Adds to `arrays` those that JAX has to keep. `is_part`: a previous step made the array.
+    The arrays that JAX has to keep are added to `arrays`. `is_part` is True if a previous step made the array.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(pair, step, array, here)
-    steps_of: dict[int, Sequence[Step]] = {}  # from the id of an array in `packed` to the steps that pack it
+    steps_of: dict[int, Sequence[Step]] = {}  # id of an array in `packed` -> the steps that pack the array
 
     def is_kept(leaf: Any) -> bool:
         if not is_tensor(leaf):
             return False
         offered = later if is_tracer(leaf) == is_tracer(array) else ()
         steps_of[id(leaf)] = _chosen(offered, leaf, where, info, is_part or leaf is not array)
-        # A NumPy array stays on the host. Like every other object, it is released with the vjp function.
+        # A NumPy array stays on the host. The array is released with the vjp function, like every other object.
         return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
 
     leaves, skeleton = split(packed, is_kept)
@@ -171,7 +172,7 @@ def _pack(
 
 
 def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
-    """Return the result of a step's pack hook for an array, and the function that restores the array from it."""
+    """Run the pack hook of a step. Return its result, and the function that restores the array from this result."""
     pack, unpack = step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)
@@ -183,7 +184,7 @@ def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str) -> tuple[Any,
 
 @contextlib.contextmanager
 def _running(hook: str, where: str) -> Generator[None]:
-    """Run a hook of the user, and add to its exceptions where they happened and what to do."""
+    """Add notes to the exceptions of a user's hook: where the hook failed, and what the user can do."""
     try:
         yield
     except NEEDS_VALUES as error:

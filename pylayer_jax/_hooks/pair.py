@@ -1,4 +1,4 @@
-"""A pair of hooks, or several pairs one after another, and tables of tensors that do not hold the tensors."""
+"""Pairs of hooks (a chain of pairs is one pair with several steps), and tables that do not keep their keys alive."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from .host import store_of
 
 Hook = Callable[[Any], Any]
 
-# Which code keeps the packing error of a pair in proportion, so that a tensor may be computed again from a packed one.
-MOVES: Final = 0  # only code that moves values, with any pair
-SCALES: Final = 1  # also code that multiplies by a number, or each row along the last axis by its own number
-OFFSETS: Final = 2  # also code that adds a number: the error, if any, does not depend on the size of a value
+# Each constant says through which code a tensor may be recomputed from a packed tensor, without a larger error.
+MOVES: Final = 0  # only code that moves values; this holds for every pair
+SCALES: Final = 1  # also code that multiplies by a number, or by one number for each row along the last axis
+OFFSETS: Final = 2  # also code that adds a number: the packing error does not depend on the size of a value
 
 
 class TensorInfo(NamedTuple):
-    """The origin of a tensor, which a predicate `only` gets; an empty string means unknown."""
+    """Origin of a tensor, for the predicate `only`. A field is empty if it is not known."""
 
-    layer: str = ""  # the class that saved it
-    operation: str = ""  # the JAX operation that keeps it
-    name: str = ""  # from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
+    layer: str = ""  # the class of the layer that saved the tensor
+    operation: str = ""  # the JAX operation that has the tensor as a residual
+    name: str = ""  # the name from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
 
 
 class Step(NamedTuple):
-    """A pack hook and an unpack hook."""
+    """A pack hook and an unpack hook, with their options."""
 
     pack: Hook
     unpack: Hook
     host: bool = False
-    differentiable: bool = False  # whether pack, then unpack, has the derivative of the identity
-    only: Callable[[Any, TensorInfo], Any] | None = None  # arrays for which it is False are not packed
-    floats_only: bool = False  # whether it packs floating-point numbers, and all arrays that a previous step made
-    is_last: bool = False  # whether no step can follow: JAX computes on the device only. A step on the host is last
-    name: str = ""  # in a chain, for messages
+    differentiable: bool = False  # whether `unpack(pack(x))` has the derivative of the identity
+    only: Callable[[Any, TensorInfo], Any] | None = None  # an array for which `only` returns False is not packed
+    floats_only: bool = False  # whether the step packs only floats and arrays that a previous step made
+    is_last: bool = False  # whether no step can follow. A step with `host` is always last
+    name: str = ""  # the name of a step of a chain, for messages
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to an array, or a strong one to a number of JAX that allows no weak references."""
+    """Return a weak reference to an array, or a strong reference to a number of JAX that allows no weak references."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -48,7 +48,7 @@ def reference(value: Any) -> Callable[[], Any]:
 
 
 class WeakTable:
-    """A table whose keys are objects, compared by identity. It keeps no key alive."""
+    """A table whose keys are objects. The table compares keys by identity, and keeps no key alive."""
 
     __slots__ = ("_entries",)
 
@@ -63,28 +63,28 @@ class WeakTable:
         number, entries = id(key), self._entries
         try:
             entries[number] = weakref.ref(key, lambda _: entries.pop(number, None)), value
-        except TypeError:  # JAX has numbers without weak references
+        except TypeError:  # some numbers of JAX allow no weak references
             return
 
 
 @dataclasses.dataclass(eq=False)
 class Pair:
-    """The steps that pack a tensor, one after another."""
+    """A sequence of steps that pack a tensor one after another."""
 
     steps: Sequence[Step]
-    key: Any  # equal for equal pairs, which are one entry in jit's caches
-    only: Callable[[Any, TensorInfo], Any] | None  # the predicate of the whole chain
-    keeps: int  # MOVES, SCALES or OFFSETS
+    key: Any  # equal for equal pairs, which share an entry in jit's caches
+    only: Callable[[Any, TensorInfo], Any] | None  # the predicate that applies before all steps
+    keeps: int  # one of MOVES, SCALES and OFFSETS
     packs_arguments: bool  # whether values from outside the block are packed
-    by_name: Mapping[Any, Sequence[Step]] | None = None  # in place of `steps`: the steps for each name
+    by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:
-        self.n_packed: Counter[bool] = Counter()  # traced tensors under True
-        self.residuals = WeakTable()  # how each tensor is kept: a tensor that several operations keep is packed once
+        self.n_packed: Counter[bool] = Counter()  # the key is True for traced tensors
+        self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.store = store_of(self.key)
 
     def steps_for(self, info: TensorInfo) -> Sequence[Step]:
-        """Return the steps for a tensor; by name, for the most specific of its names that is a key."""
+        """Return the steps for a tensor. In `by_name`, the most specific name of the tensor applies."""
         if self.by_name is None:
             return self.steps
         names = (info.name, info.layer, info.operation, ...)
@@ -92,7 +92,7 @@ class Pair:
 
 
 class Identity:
-    """Compares an object that cannot be hashed by its identity."""
+    """A hashable wrapper that compares an unhashable object by its identity."""
 
     __slots__ = ("value",)
 
@@ -107,7 +107,7 @@ class Identity:
 
 
 def key_of(value: Any) -> Any:
-    """Return the key by which arguments are compared: 1, 1.0 and True differ, and so do 0.0 and -0.0."""
+    """Return a hashable key of an argument. The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0."""
     if isinstance(value, (bool, int, float, complex)):
         return type(value), repr(value)
     if isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""All residuals of a layer or an operation: packed, computed again from others, or left as they are.
+"""Packing of all residuals of a layer or an operation, except those that are recomputed or stay unpacked.
 
     packed, arrays, outputs = Packing(pair, "Tanh, saved tensor", ...).pack([y, 2 * y, w], [y])
 
-JAX keeps `arrays` instead, each distinct array once. `packed` describes how to make each tensor from these arrays.
+JAX keeps `arrays` instead of the tensors, each array once. `packed` restores each tensor from these arrays.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .pair import Pair, TensorInfo, reference
 
 
 class _WeakResidual:
-    """A residual as a pair remembers it: it keeps no array and no result of a hook alive."""
+    """A weak copy of a residual, for the table of a pair. It keeps no array and no result of a hook alive."""
 
     def __init__(self, residual: Residual) -> None:
-        self._trace = weakref.ref(current_trace())  # a traced value belongs to the one jaxpr in which it was made
+        self._trace = weakref.ref(current_trace())  # a tracer is valid only in the trace in which it was made
         self._residual = with_roots(
             residual, lambda root: Root(list(map(reference, root.arrays)), root.packed and weakref.ref(root.packed))
         )
@@ -57,16 +57,16 @@ class _WeakResidual:
 
 
 class PackedResiduals:
-    """How to make each tensor of a layer or operation from the arrays that JAX keeps. Holds no array."""
+    """A recipe that restores each tensor of a layer or operation from the arrays that JAX keeps. It holds no array."""
 
     def __init__(self, tensors: Sequence[Residual], owners: Sequence[int]) -> None:
-        self.tensors = tensors  # their roots have the numbers of arrays in place of arrays
-        self.owners = owners  # index of the tensor that each array was packed from (the first of several)
+        self.tensors = tensors  # the roots of these tensors have indices of arrays in place of arrays
+        self.owners = owners  # for each array, the index of the (first) tensor from which it was packed
         self.n_arrays = len(owners)
 
     @staticmethod
     def of(residuals: Sequence[Residual]) -> tuple[PackedResiduals, list[Any]]:
-        """Return how to make the tensors, and the distinct arrays that JAX has to keep."""
+        """Return the recipe that restores the tensors, and the distinct arrays that JAX has to keep."""
         arrays: list[Any] = []
         owners: list[int] = []
         tensors: list[Residual] = []
@@ -87,17 +87,17 @@ class PackedResiduals:
         return PackedResiduals(tensors, owners), arrays
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
-        """Return the tensors. Each is unpacked when it is first read; in staged code XLA waits for the cotangents."""
+        """Return the tensors, each unpacked when it is first read. In staged code XLA waits for the cotangents."""
         return UnpackedTensors(self.tensors, arrays, cotangents)
 
 
 class UnpackedTensors(Sequence[Any]):
-    """The tensors of a layer or an operation, each unpacked when it is first read."""
+    """A sequence of the tensors of a layer or an operation. Each tensor is unpacked when it is first read."""
 
     def __init__(self, tensors: Sequence[Residual], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._tensors, self._arrays = tensors, arrays
-        self.cotangents = list(cotangents)  # as the barriers return them
-        self._done: dict[int, Any] = {}  # values, by the ids of residuals
+        self.cotangents = list(cotangents)  # the barriers replace these cotangents
+        self._done: dict[int, Any] = {}  # id of a residual -> its tensor
 
     def __len__(self) -> int:
         return len(self._tensors)
@@ -105,19 +105,19 @@ class UnpackedTensors(Sequence[Any]):
     def __getitem__(self, index: Any) -> Any:
         residual = self._tensors[index]
         if isinstance(residual, Root) and residual.packed is None:
-            return self._arrays[residual.arrays[0]]  # the tensor itself needs no barrier
+            return self._arrays[residual.arrays[0]]  # a tensor that is not packed needs no barrier
         with set_current_trace(trace_below(current_trace())), hooks_suspended():
             return fold(residual, self._unpacked, Computed.evaluate, self._done)
 
     def _unpacked(self, root: Root) -> Any:
         arrays = self._waiting([self._arrays[i] for i in root.arrays])
-        return arrays[0] if root.packed is None else root.packed.unpack(as_arrays(arrays))  # JAX passes some as numbers
+        return arrays[0] if root.packed is None else root.packed.unpack(as_arrays(arrays))  # JAX may pass numbers
 
     def _waiting(self, arrays: Sequence[Any]) -> Sequence[Any]:
         """Return the arrays behind a barrier, so that XLA does not read them before it has the cotangents.
 
-        Otherwise XLA may unpack as soon as it has packed, and hold all tensors until backward begins. XLA waits only if
-        the cotangents that the barrier returns are used.
+        Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
+        XLA waits only if backward uses the cotangents that the barrier returns.
         """
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
         if not present or not any(map(is_staged, arrays)):
@@ -129,31 +129,31 @@ class UnpackedTensors(Sequence[Any]):
 
 
 def keeps_residuals(tangents: Sequence[Any]) -> bool:
-    """Return whether a rule with these tangents (None: zero) keeps residuals. Eager forward mode keeps none."""
+    """Return whether a rule with these tangents (None means zero) keeps residuals. Eager forward mode keeps none."""
     return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
 @dataclasses.dataclass
 class Packing:
-    """Packs the tensors that one layer or operation keeps, each distinct one once."""
+    """A packer of the tensors that one layer or operation keeps. Each distinct tensor is packed once."""
 
-    pair: Pair  # of the block in which the layer or operation was applied
-    owner: str  # its name and the kind of the tensors, for messages: "Tanh, saved tensor"
-    info: Callable[[int], TensorInfo]  # the argument of `only` for each tensor, by index
-    operands: Sequence[Any]  # of the layer or operation
-    known: Sequence[tuple[Any, Residual]]  # tensors that are not packed, and how they are kept
-    origins: dict[int, Origin]  # the operations that made the tensors, as far as they were recorded
+    pair: Pair  # the pair of the block in which the layer or operation was applied
+    owner: str  # the name of the owner and the kind of the tensors, for messages: "Tanh, saved tensor"
+    info: Callable[[int], TensorInfo]  # index of a tensor -> its origin, for `only`
+    operands: Sequence[Any]  # the operands of the layer or operation
+    known: Sequence[tuple[Any, Residual]]  # the tensors that are not packed, with their residuals
+    origins: dict[int, Origin]  # id of a value -> the equation that made the value, if it was recorded
 
     def pack(self, tensors: Sequence[Any], outputs: Sequence[Any]) -> tuple[PackedResiduals, list[Any], list[Any]]:
-        """Return how the tensors are kept, the arrays that JAX has to keep, and the outputs."""
+        """Pack the tensors. Return the recipe that restores them, the arrays that JAX has to keep, and the outputs."""
         with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
-            if active.value is SUSPENDED:  # an enclosing operation packs
+            if active.value is SUSPENDED:  # an enclosing operation packs the residuals
                 return *PackedResiduals.of([Root([x]) for x in tensors]), list(outputs)
-            # Keys are ids of tensors. The tensors are held, so that no other object gets these ids.
+            # The keys of these tables are ids of tensors. The tensors are held, so that no other object gets these ids.
             self._found: dict[int, tuple[Any, Residual]] = {}
             self._unknown: dict[int, Any] = {}
             self._unpacked = {id(tensor): residual for tensor, residual in self.known}
-            self._new: list[Root] = []  # the roots that were packed here
+            self._new: list[Root] = []  # the roots that this call has packed
             self._is_staging = is_staging()
             with hooks_suspended():
                 residuals = [self._residual(x, i) for i, x in enumerate(tensors)]
@@ -161,7 +161,7 @@ class Packing:
             return *PackedResiduals.of(residuals), list(outputs)
 
     def _residual(self, tensor: Any, index: int) -> Residual:
-        """Return how a tensor is kept. It is packed unless it follows from other tensors that are no larger."""
+        """Return the residual of a tensor. Pack the tensor, unless it follows from other tensors that are no larger."""
         found = self._known(tensor) or self._derived(tensor, index)
         if found is None:
             found = pack_tensor(self.pair, tensor, f"{self.owner} {index}", self.info(index))
@@ -188,12 +188,12 @@ class Packing:
         return found
 
     def _stays(self, tensor: Any) -> bool:
-        # A hook could hardly read a PRNG key, and could not restore a Ref. A program holds its constants anyway, and
-        # XLA would run the hooks on the constants while it compiles, for seconds.
+        # A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway, and XLA
+        # would run the hooks on constants while it compiles, for seconds.
         return is_ref(tensor) or is_key(tensor) or 0 in tensor.shape or (self._is_staging and not is_tracer(tensor))
 
     def _derived(self, tensor: Any, index: int | None = None) -> Residual | None:
-        """Return the residual of a tensor that follows from known tensors, or, with an index, from any tensors."""
+        """Return the residual of a tensor that follows from known tensors or, if `index` is given, from any tensors."""
         is_known = lambda x: self._known(x) is not None  # noqa: E731
         packed = {id(x) for x in (tensor, *self.operands)} - self._unpacked.keys()
         is_constant = lambda x: id(x) not in packed and is_number(x)  # noqa: E731
@@ -209,10 +209,11 @@ class Packing:
         return residuals[id(tensor)]
 
     def _bind(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Return the outputs; in staged code they are behind a barrier, so that XLA packs before it uses them.
+        """Return the outputs. In staged code, a barrier around the outputs makes XLA pack before it uses the outputs.
 
-        Otherwise XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late. The pair
-        remembers the packed tensors, and outputs that follow from these, for operations that keep the same tensors.
+        Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late. The
+        pair remembers packed tensors, and outputs that follow from them, for other operations that keep the same
+        tensors.
         """
         bound = list(outputs)
         if any(map(is_staged, [x for root in self._new for x in root.arrays])):
@@ -232,13 +233,13 @@ class Packing:
 
 
 class PairOfLayer(NamedTuple):
-    """The pair that was active where a layer was applied, and which of its arguments are not packed."""
+    """The pair that was active where a layer was applied, with a mask of the layer's arguments that are not packed."""
 
     pair: Pair
     stays: Sequence[bool]
 
     def packing(self, owner: str, layer: str, names: Sequence[str], inputs: Sequence[Any]) -> Packing:
-        """Return what packs the tensors that the layer saved; `names` are empty if they have none."""
+        """Return the `Packing` of the tensors that the layer saved; `names` is empty if the tensors have no names."""
         known = [(x, Root([x])) for x, stays in zip(inputs, self.stays, strict=False) if stays]
         return Packing(
             self.pair, owner, lambda i: TensorInfo(layer=layer, name=names[i] if names else ""), inputs, known, {}

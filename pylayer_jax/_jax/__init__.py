@@ -1,10 +1,11 @@
-"""All code that depends on the internals of JAX. No module here knows about layers.
+"""This subpackage contains all code that depends on the internals of JAX. Its modules do not depend on layers.
 
-- `imports`: names of JAX that may move between versions.
-- `tracers`: the active traces, and the classes of tracers, which are read from tracers that JAX makes.
-- `types`, `masks`: types of arrays; lists with masks.
-- `jaxprs`: staging a function to a jaxpr, and evaluating a part of it.
-- `primitives`: how a primitive of this package is registered.
-- `rule_function`: a function with its rule, and a linear map with its transpose: the two primitives of the package.
-- `linearity`: the proof that a jaxpr is linear.
+- `imports` imports the names of JAX that may move between versions.
+- `tracers` finds the active traces, and learns the classes of tracers from tracers that JAX makes.
+- `types` has functions for types of arrays, and `masks` has functions for lists with masks.
+- `jaxprs` stages a function to a jaxpr, and evaluates a part of a jaxpr.
+- `primitives` registers the primitives of this package.
+- `rule_function` defines two primitives: a function with its own rule, and a linear map with its own transpose.
+- `identities` defines functions that return their operands, but change how JAX transforms these operands.
+- `linearity` proves that a jaxpr is linear.
 """

@@ -1,4 +1,4 @@
-"""Functions that compute nothing. Each returns some operands, and changes how a transformation treats these."""
+"""Functions that return operands unchanged, but change how a JAX transformation treats these operands."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _BARRIER = "barrier"
 
 
 class _Identity(RuleFunction):
-    """An identity: each result is the operand at its position. JAX may transpose some results without the others.
+    """A function whose results are its operands. JAX may transpose some of the results without the others.
 
-    With `error`, its derivative raises the exception that `error` makes.
+    If `error` is given, the derivative of the function raises the exception that `error` makes.
     """
 
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
         self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
 
     def of(self, types: Sequence[Any]) -> _Identity:
-        """Return the same function of operands of other types."""
+        """Return the same function for operands of the given types."""
         return _Identity(self.name, tuple(types), self.error)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
@@ -43,7 +43,7 @@ class _Identity(RuleFunction):
         return list(cotangents)
 
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
-        return super().lower(context, args) if self.jaxpr.eqns else args  # lowering a jaxpr costs more
+        return super().lower(context, args) if self.jaxpr.eqns else args  # lowering an empty jaxpr is slower
 
 
 @functools.lru_cache(maxsize=1024)
@@ -53,7 +53,7 @@ def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Bind only the unknown values, for which JAX transposes: a function that mixes in known ones is not linear."""
+    """Bind an identity of the unknown operands only: JAX transposes it, and known operands would not be linear."""
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = object_of_params(params)
@@ -70,21 +70,21 @@ partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
 
 
 def barrier(values: Sequence[Any]) -> Values:
-    """Return the values behind a barrier: XLA uses none of them before it has all, and does not optimize across.
+    """Return the values behind a barrier. XLA uses no value before all are computed, and optimizes nothing across it.
 
-    `jax.lax.optimization_barrier` binds another barrier to the tangents, and jax 0.10 makes zeros for this barrier.
+    The derivative of `jax.lax.optimization_barrier` has a second barrier, for which jax 0.10 makes zero tangents.
     """
     return apply(_Identity(_BARRIER, tuple([typeof(x) for x in values])), values)
 
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
-    """Return the values; a derivative through any of them raises the exception that `error` makes."""
+    """Return the values unchanged. A derivative through any value raises the exception that `error` makes."""
     types = tuple([typeof(x) for x in values])
     return apply(_Identity("forbid_derivative", types, error), values) if values else []
 
 
 def leave_mark(name: str) -> None:
-    """Leave an equation without operands in the jaxpr that is being traced; `is_mark` recognizes it."""
+    """Add an equation without operands to the jaxpr that JAX is tracing; `is_mark` recognizes this equation."""
     apply(_Identity(name, ()), ())
 
 
@@ -102,5 +102,5 @@ class _WithTangent(RuleFunction):
 
 
 def with_tangent(tensor: Any, value: Any) -> Any:
-    """Return `value`, with the tangent of `tensor`."""
+    """Return `value` with the tangent of `tensor` as its tangent."""
     return apply(_WithTangent([typeof(tensor), typeof(value)]), (tensor, value))[0]

@@ -1,4 +1,4 @@
-"""Every name of JAX that may move between versions. Lint forbids these modules everywhere else in the package.
+"""This module imports every name of JAX that may move between versions. Lint forbids these imports in other modules.
 
 The rest of the package uses `jax`, `jax.numpy`, `jax.lax`, `jax.tree_util`, `jax.errors` and this subpackage.
 """

@@ -1,4 +1,4 @@
-"""Staging a function to a jaxpr, and evaluating a part of a jaxpr."""
+"""Functions that stage a Python function to a jaxpr, and that inspect, evaluate and lower jaxprs."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from .imports import (
 )
 from .tracers import UNSPECIFIED_SHARDING
 
-# JAX shows a line of code for an operation (in errors about tracers, in profiles). It shall be a line of the user.
+# In errors about tracers and in profiles, JAX shows a source line for each operation. Exclude lines of this package.
 for _part in Path(__file__).parents[1].iterdir():
-    if _part.name != "_commands":  # contains layers, like the code of a user
+    if _part.name != "_commands":  # `_commands` contains layers, as user code does
         register_exclusion(str(_part))
 
 
 def stage(
     function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str
 ) -> tuple[Any, list[Any], Any]:
-    """Trace a flat function that returns its outputs and a second value.
+    """Stage a flat function to a jaxpr. The function returns its outputs and a second value of any kind.
 
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
-    `jax.make_jaxpr` does the same at five times the cost, which every traced layer would pay. JAX's errors call the
-    function `name`.
+    `jax.make_jaxpr` would take five times as long for every traced layer. Errors of JAX call the function `name`.
 
     Returns:
         The jaxpr, the values that the function closes over (the first inputs of the jaxpr), and the second value.
@@ -56,23 +55,23 @@ def stage(
 
     debug = DebugInfo("pylayer_jax", name, None, None)
     jaxpr, _, consts = partial_eval.trace_to_jaxpr_dynamic(wrap_init(outputs_of, debug_info=debug), list(types))
-    if jaxpr.constvars:  # jax 0.10 keeps them apart from the inputs, 0.12 does not
+    if jaxpr.constvars:  # jax 0.10 separates constvars from inputs, jax 0.12 does not
         jaxpr = jaxpr.replace(constvars=(), invars=[*jaxpr.constvars, *jaxpr.invars])
     return jaxpr, list(consts), second
 
 
 def jaxpr_and_consts(parameter: Any) -> tuple[Any, Sequence[Any]]:
-    """Return the jaxpr in the parameters of an equation, and its constants."""
-    return getattr(parameter, "jaxpr", parameter), parameter.consts  # one object since jax 0.12
+    """Return the jaxpr and the constants of one parameter of an equation."""
+    return getattr(parameter, "jaxpr", parameter), parameter.consts  # since jax 0.12 both jaxprs are of one class
 
 
 def as_parameter(jaxpr: Any) -> Any:
-    """Return a jaxpr without constants as the parameter of an equation."""
+    """Convert a jaxpr without constants to a parameter of an equation."""
     return jaxpr if ClosedJaxpr is type(jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def is_inlinable(params: dict[str, Any]) -> bool:
-    """Return whether the equations of a jitted function may run without jit: it neither places nor donates arrays."""
+    """Return whether a jitted function may run without jit, because it neither places nor donates arrays."""
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
     is_placed = any([not isinstance(s, UNSPECIFIED_SHARDING) for s in shardings] + [x is not None for x in layouts])
@@ -80,7 +79,7 @@ def is_inlinable(params: dict[str, Any]) -> bool:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of the first operands of a scan are constants, and how many of the next ones are carried."""
+    """Return the number of constants of a scan (its first operands) and of carried values (its next operands)."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
@@ -88,7 +87,7 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def with_users_line(jaxpr: Any) -> Any:
-    """Return the jaxpr with the current line of the user, if its equations have none (a jitted function of JAX)."""
+    """Add the user's current source line to a jaxpr whose equations have none, as in a jitted function of JAX."""
     if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
         return jaxpr
     line = current().traceback
@@ -100,12 +99,12 @@ def is_literal(atom: Any) -> bool:
 
 
 def inner_jaxprs(params: dict[str, Any]) -> list[Any]:
-    """Return the jaxprs in the parameters of an equation: of a jitted function, a loop, the branches of a cond."""
+    """Return the jaxprs in the parameters of an equation, such as those of a jitted function, a loop or a cond."""
     return list(jaxprs_in_params(params))
 
 
 def has_equation(jaxpr: Any, name: str) -> bool:
-    """Return whether a jaxpr, or one in the parameters of its equations, applies a primitive."""
+    """Return whether a jaxpr, or a jaxpr inside its equations, applies the primitive with this name."""
     return any(
         e.primitive.name == name or any(has_equation(j, name) for j in inner_jaxprs(e.params)) for e in jaxpr.eqns
     )
@@ -117,19 +116,19 @@ def _refs(equation: Any) -> list[Any]:
 
 
 def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
-    """Return a mask of the outputs that depend on `variables`: inputs, or results of equations."""
+    """Return a mask of the outputs that depend on `variables`, which are inputs or results of equations."""
     dependent = set(variables)
     for equation in jaxpr.eqns:
         if any(not is_literal(v) and v in dependent for v in equation.invars):
             dependent.update(equation.outvars)
-            dependent.update(_refs(equation))  # the equation may write to them
+            dependent.update(_refs(equation))  # the equation may write to its Refs
     return [not is_literal(v) and v in dependent for v in jaxpr.outvars]
 
 
 def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-    """Evaluate the equations that lead from `known` values of variables to the `wanted` variables, and no others.
+    """Evaluate only the equations that compute the `wanted` variables from the `known` values of other variables.
 
-    A variable that an equation computes may be known too: then it has the known value wherever it is read.
+    If a result of an equation has a known value, later equations read that known value.
     """
     values = dict(known)
     debug = DebugInfo("pylayer_jax", "part of a jaxpr", None, None)
@@ -149,18 +148,18 @@ def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> s
 
 
 def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
-    """Return the equations that lead from known to wanted variables, in order, and all variables that are read."""
+    """Return the equations that compute wanted variables from known ones, in order, and all variables read."""
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # An equation before a read of a Ref may have written the value of the Ref.
+        # If a later equation reads a Ref, this equation may have written the value of the Ref.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))
     return equations[::-1], read
 
 
-# -- Refs that begin and end within a jaxpr ----------------------------------------------------------
+# -- Refs that a jaxpr makes and freezes --------------------------------------------------------------
 
 
 @functools.cache
@@ -170,12 +169,12 @@ def _effects_of_own_refs() -> frozenset[Any]:
 
 
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
-    """Return the effects of a jaxpr as seen from outside: without those on Refs that the jaxpr itself makes."""
+    """Return the effects of a jaxpr, except the effects on Refs that the jaxpr itself makes."""
     return frozenset(jaxpr.effects) - _effects_of_own_refs()
 
 
 def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
-    """Lower a jaxpr in place, at half the cost of `mlir.lower_fun`, which traces it again."""
+    """Lower a jaxpr directly, at half the cost of `mlir.lower_fun`, which traces the jaxpr again."""
     if jaxpr.effects & _effects_of_own_refs():  # `mlir.lower_fun` turns reads and writes of these Refs into values
         traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
         return traced(context.replace(avals_in=[v.aval for v in jaxpr.invars]), *args)

@@ -1,17 +1,17 @@
-"""Proves that a jaxpr is linear in some of its inputs, and transposes a jaxpr after such a proof.
+"""Functions that prove that a jaxpr is linear in some of its inputs, and transpose a jaxpr after such a proof.
 
 JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
-exactly if it is zero at zero. Transposition also silently drops a dependence that goes through integers, booleans or
-keys, which have no tangents. The proof follows four kinds of values through a jaxpr:
+exactly if it maps zero to zero. Transposition also silently drops a dependence that goes through integers, booleans or
+keys, which have no tangents. The proof finds the kind of each value in a jaxpr. There are four kinds:
 
     ZERO      known to be zero
-    CONSTANT  does not depend on the inputs in question
+    CONSTANT  does not depend on the inputs for which the proof is made
     LINEAR    linear in these inputs
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
-A table gives the kinds of the results of each operation, from the kinds of its operands. If an operation is not in the
-table, its result is CONSTANT if no operand depends on the inputs, and otherwise the name of the operation. Therefore a
-new operation of JAX is refused until it is in the table.
+A table has a rule for each operation, which computes the kinds of the results from the kinds of the operands. The
+result of an operation that is not in the table is CONSTANT if no operand depends on the inputs. Otherwise the kind of
+this result is the name of the operation. Therefore the proof fails for a new operation of JAX until it is in the table.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _KNOWN: Final = (ZERO, CONSTANT, LINEAR)
 
 
 class NotLinearError(TypeError):
-    """A function that has to be transposed is not linear, or JAX cannot transpose it."""
+    """Error for a function that has to be transposed but is not linear, or that JAX cannot transpose."""
 
 
 def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
-    """Return why a jaxpr may not be linear in the inputs that the mask sets; empty if it is proved to be linear.
+    """Return why a jaxpr may not be linear in the inputs of the mask. Return an empty string after a proof.
 
-    `consts` are the values of the first inputs, as far as they are known.
+    `consts` has the values of the first inputs. A value is None if it is not known.
     """
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
-    if found and any(map(_is_zero, consts)):  # values are looked at only if the proof needs them
+    if found and any(map(_is_zero, consts)):  # read values only if the proof needs them
         kinds[: len(consts)] = [ZERO if _is_zero(c) else k for c, k in zip(consts, kinds, strict=False)]
         found = _why(evaluate_kinds(jaxpr, kinds))
     return found
@@ -63,12 +63,12 @@ def _why(kinds: Sequence[Kind]) -> str:
 def _is_zero(value: Any) -> bool:
     try:
         return value is not None and not np.any(np.asarray(value))
-    except Exception:  # a tracer, a key
+    except Exception:  # NumPy cannot convert tracers and keys
         return False
 
 
 def evaluate_kinds(jaxpr: Any, kinds: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of the outputs of a jaxpr, from those of its inputs."""
+    """Compute the kinds of the outputs of a jaxpr from the kinds of its inputs."""
     kind_of: dict[Any, Kind] = dict(zip(jaxpr.invars, kinds, strict=True))
     kind_of |= dict.fromkeys(jaxpr.constvars, CONSTANT)
 
@@ -96,13 +96,13 @@ def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
-    """Return the kind of a result: of the first operand that may not be linear, else `if_linear` or CONSTANT."""
+    """Return the first kind that is perhaps not linear; else `if_linear` if a kind is LINEAR, or CONSTANT."""
     failed = next((k for k in kinds if k not in _KNOWN), None)
     return failed or (if_linear if LINEAR in kinds else CONSTANT)
 
 
 def _sum(name: str, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of a sum, or of any other operation that is linear in all of its operands together."""
+    """Return the kind of the result of an operation, such as a sum, that is jointly linear in all of its operands."""
     if all(k == ZERO for k in kinds):
         return ZERO
     affine = f"{name!r}, which adds a term that does not depend on them"
@@ -122,7 +122,7 @@ def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _linear_in(positions: Sequence[int]) -> Rule:
-    """Return the rule of an operation that is linear in the operands at these positions together, not in others."""
+    """Return the rule of an operation that is jointly linear in the operands at `positions`, but not in the others."""
 
     def rule(equation: Any, operands: list[Kind]) -> list[Kind]:
         name = equation.primitive.name
@@ -134,7 +134,7 @@ def _linear_in(positions: Sequence[int]) -> Rule:
 
 
 def _each(equation: Any, operands: list[Kind]) -> list[Kind]:
-    """Return the kinds of the operands: each result is the operand at its position."""
+    """Return the kinds of the operands, since each result is the operand at the same position."""
     del equation
     return operands
 
@@ -167,14 +167,14 @@ def _linear_solve(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _gather(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # An index out of bounds gives the fill value. By default this is NaN, which users notice.
+    # An index out of bounds reads the fill value. The default, NaN, is allowed since users notice a NaN.
     fill = equation.params.get("fill_value")
     is_linear = fill is None or fill == 0 or np.isnan(fill)
     return (_linear_in((0,)) if is_linear else _unknown)(equation, operands)
 
 
 def _scatter(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # With a function for the updates, as in x.at[i].apply(f), a scatter may be nonlinear.
+    # A scatter that applies a function, as x.at[i].apply(f) does, may be nonlinear.
     return (_unknown if equation.params.get("update_jaxpr") is not None else _linear_in((0, 2)))(equation, operands)
 
 
@@ -187,7 +187,7 @@ def _linear_map(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # A layer that `backward` applies is linear if its `forward` is; JAX transposes the code of this `forward`.
+    # If `backward` applies another layer, JAX transposes that layer's `forward`, so this `forward` has to be linear.
     function = object_of(equation)
     return [
         k if k in _KNOWN or k in operands else f"{k}, in {function.name}"
@@ -216,7 +216,7 @@ def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of values that come from one of two branches."""
+    """Return the kinds of values that are the results of either of two branches."""
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
@@ -262,9 +262,9 @@ _RULES.update({"cond": _cond, "scan": _scan, "while": _while})
 def transpose_jaxpr(
     name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any], inputs: str = "its arguments"
 ) -> list[Any]:
-    """Transpose a jaxpr in the arguments that are None: return their cotangents from those of the outputs.
+    """Compute cotangents of the arguments that are None from the cotangents of the outputs, by transposing a jaxpr.
 
-    Errors call the jaxpr `name`, and the arguments that are None `inputs`.
+    Error messages use `name` for the jaxpr, and `inputs` for the arguments that are None.
 
     Raises:
         NotLinearError: if the jaxpr is not proved to be linear in these arguments, or if JAX cannot transpose it.

@@ -1,4 +1,4 @@
-"""Lists of values and masks of the same length, as the rules of primitives need them."""
+"""Functions for lists of values with masks of the same length, which the rules of primitives use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
 
 
 def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
-    """Return a list with the values, in order, at the positions where the mask is True; None elsewhere."""
+    """Return a list that has the values, in order, where the mask is True, and None elsewhere."""
     return merge(mask, values, [None] * len(mask))
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """Return `full` with the values of `if_set`, in order, at the positions where the mask is True."""
+    """Return a copy of `full` that has the values of `if_set`, in order, where the mask is True."""
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]

@@ -1,4 +1,4 @@
-"""How a primitive with a Python object as its parameter is registered."""
+"""Primitives whose equations hold a Python object, and functions for batch axes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ is_undefined = ad.is_undefined_primal  # marks the operands for which a transpos
 
 
 class ObjectPrimitive(Primitive):
-    """A primitive with several results and one Python object, which lives as long as the equation does.
+    """A primitive with several results. Each equation holds one Python object, which lives as long as the equation.
 
     NOTE [held objects]
-    JAX keeps the parameters of thousands of equations in caches that outlive the equations. The object would stay alive
-    there, with everything that it holds, such as static arguments of a user. But these caches hold jaxprs weakly.
-    Therefore the parameter of an equation is an empty jaxpr that serves as a weakly held key into `_held_objects`. It
-    is nested in tuples so that `jaxprs_in_params` skips it. The jaxpr of the object, if it has one, is another
-    parameter, in which JAX finds properties of a program such as the devices of a mesh. tests: test_memory.py
+    JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
+    parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
+    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr, a weakly held key into
+    `_held_objects`. The key is nested in tuples so that `jaxprs_in_params` skips it. If the Python object has a jaxpr,
+    this jaxpr is another parameter, in which JAX finds properties such as the devices of a mesh. tests: test_memory.py
     """
 
     def __init__(self, name: str) -> None:
@@ -32,7 +32,7 @@ class ObjectPrimitive(Primitive):
     def bind(self, *args: Any, **params: Any) -> Any:
         __tracebackhide__ = True
         held = params.pop("held")
-        if type(held) is not tuple:  # JAX binds an equation again with the key that it has
+        if type(held) is not tuple:  # a tuple is the key of an equation that JAX binds again
             key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
             _held_objects[key] = held
             params |= {"name": held.name, "jaxpr": getattr(held, "jaxpr", None)}
@@ -49,11 +49,11 @@ class ObjectPrimitive(Primitive):
         transpose: Callable[..., Any],
         lower: Callable[..., Any],
     ) -> None:
-        """Enter the rules into the tables of `jax.interpreters`; each gets the object as its first argument.
+        """Enter the rules into the tables of `jax.interpreters`. Each rule gets the held object as its first argument.
 
-        Rules write None for a zero: `jvp(held, primals, tangents) -> values, tangents` and
-        `transpose(held, args, cotangents) -> cotangents`, where `args` are None at the operands to transpose for.
-        `batch(held, axis, args, dims) -> values, dims` is called if an operand is batched, or if the axis has a name.
+        In the rules, a None tangent or cotangent means zero. The JVP rule is `jvp(held, primals, tangents) -> values,
+        tangents`. In `transpose(held, args, cotangents) -> cotangents`, each argument that needs a cotangent is None.
+        JAX calls `batch(held, axis, args, dims) -> values, dims` if an operand is batched or the axis has a name.
         """
 
         def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, held: Any, **_: Any) -> Any:
@@ -89,14 +89,14 @@ class ObjectPrimitive(Primitive):
             return lower(_object(held), context, *args)
 
         self.def_impl(evaluate_rule)
-        # Since jax 0.12, for a jaxpr with hijax primitives, as that of jnp.nonzero: JAX replaces them before it lowers.
+        # Since jax 0.12, JAX calls `to_lojax` before it lowers a jaxpr with hijax primitives, as jnp.nonzero has.
         self.to_lojax = evaluate_rule
         self.def_effectful_abstract_eval(lambda *types, held, **_: abstract(_object(held), *types))
         ad.primitive_jvps[self] = jvp_rule
         ad.primitive_transposes[self] = transpose_rule
-        # The "fancy" table passes the name of the axis, which collectives inside a layer need.
+        # The "fancy" table passes the axis name to batching rules; collectives inside a layer need this name.
         batching.fancy_primitive_batchers[self] = batch_rule
-        # Every application has an object of its own, so that JAX would never reuse a cached lowering.
+        # Each equation holds a different object, so JAX could never reuse a cached lowering.
         mlir.register_lowering(self, lower_rule, cacheable=False)
 
 
@@ -121,12 +121,12 @@ def object_of_params(params: dict[str, Any]) -> Any:
 
 
 def is_named(axis: Any) -> bool:
-    """Return whether a batch axis, as a batching rule gets it, has a name that collectives may use."""
+    """Return whether the batch axis of a batching rule has a name, which collectives may use."""
     return type(axis.name) is not object
 
 
 def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
-    """Return `function` under a `jax.vmap` over the batch axis that a batching rule was given."""
+    """Apply `jax.vmap` to `function`, over the batch axis that a batching rule got."""
     return jax.vmap(
         function,
         in_axes=in_axes,
@@ -138,7 +138,7 @@ def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: A
 
 
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
-    """Move the batch axis of `value` from `dim` to the front; repeat a value without a batch axis (None)."""
+    """Move the batch axis of `value` from `dim` to the front. If `dim` is None, repeat `value` there."""
     moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
-    # A shared value does not vary over the mesh axes of `spmd_axis_name`, along which the devices have other examples.
+    # A value that all examples share does not vary over the mesh axes of `spmd_axis_name`, but the batch has to vary.
     return moved if dim is not None else with_varying_axes(moved, mapped_type(axis, typeof(value)))

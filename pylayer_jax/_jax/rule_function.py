@@ -1,23 +1,23 @@
-"""A function with its rule, and a linear map with its transpose: the two primitives of the package.
+"""Two primitives: a function with its own rule for derivatives, and a linear map with its own transpose.
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
-tangents. A rule that applies the same function to its primals holds at every order. The tangents are the results of a
-`LinearMap`, which has two Python functions: forward mode evaluates `push`, and reverse mode calls `pull`. JAX runs each
-only when it is needed. For a layer that saves its output, where `pull` is its `backward`:
+tangents. A rule that applies the same function to its primals is used at every order. A `LinearMap` computes the
+tangents. A `LinearMap` has two Python functions, which JAX calls only when it needs them: `push` in forward mode, and
+`pull` in reverse mode. This is the jaxpr of a layer that saves its output, and whose `backward` is `pull`:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
-    and its derivative (jax.jvp, before anything is transposed or evaluated)
+    and its derivative (by jax.jvp, before JAX transposes or evaluates the linear map)
 
     { lambda ; a:f32[3] c:f32[3]. let
         b:f32[3] = rule_function[name=Tanh] a      <- the same function again: the rule holds at the next order too
         d:f32[3] = linear_map[name=Tanh] b c       <- residuals, then tangents
       in (b, d) }
 
-`jax.custom_jvp` cannot take the place of `RuleFunction`: jax 0.10 silently loses its rule in a scan that is
-differentiated twice. tests/derivatives/test_orders.py has the case in plain JAX.
+`jax.custom_jvp` cannot replace `RuleFunction`: jax 0.10 silently loses a custom_jvp rule in a scan that is
+differentiated twice. tests/derivatives/test_orders.py has an example in plain JAX.
 
-This module knows nothing of layers.
+This module does not depend on layers.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ Values = list[Any]
 
 
 class RuleFunction:
-    """A function of arrays that has a rule for its derivative. Holds no array; equations compare it by identity."""
+    """A function of arrays with a rule for its derivative. It holds no array, and equations compare it by identity."""
 
-    name: str  # as jaxprs and errors show it
-    jaxpr: Any = None  # None: `run` is called wherever a value is needed, and sees concrete values in eager mode
-    n_consts: int = 0  # the number of the first operands: values that the function closes over
+    name: str  # the name in jaxprs and errors
+    jaxpr: Any = None  # None if `run` is not staged: in eager mode, `run` then gets concrete values
+    n_consts: int = 0  # the first `n_consts` operands are the values that the function closes over
 
     def run(self, *args: Any) -> Values:
-        """Compute the values."""
+        """Compute the values of the function."""
         __tracebackhide__ = True
         try:
             return eval_jaxpr(self.jaxpr, (), *args)
@@ -58,7 +58,7 @@ class RuleFunction:
             return jax.jit(lambda *args: eval_jaxpr(self.jaxpr, (), *args))(*args)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
-        """Compute the values and their tangents. None is a zero tangent; at least one is not None."""
+        """Compute the values and their tangents. A None tangent means zero; at least one tangent is not None."""
         raise NotImplementedError
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
@@ -69,9 +69,9 @@ class RuleFunction:
         return lower_jaxpr(context, self.jaxpr, *args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        """Return the function of a batch, the values that it closes over (its first operands), and its out axes.
+        """Return the batched function, the values that it closes over (its first operands), and its out axes.
 
-        None for the out axes means that all values have the batch axis in front.
+        If the out axes are None, every value has its batch axis in front.
         """
         __tracebackhide__ = True
         batched = BatchedFunction(self, axis, dims)
@@ -79,11 +79,11 @@ class RuleFunction:
         return batched, consts, batched.out_dims
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
-        """Return the function that computes the values of a batch, and the batch axis of each: 0 or None.
+        """Return a function that computes the values of a batch, and the batch axis (0 or None) of each value.
 
         NOTE [all outputs are batched]
-        If an operand is batched, each value that can have a tangent is batched. Otherwise the one cotangent of a value
-        that all examples share would be added once for each example. tests: contract/test_vmap.py
+        If an operand is batched, each value that can have a tangent is batched too. Otherwise all examples would get
+        the cotangent of a shared value, which JAX would then add once for each example. tests: contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
 
@@ -98,7 +98,7 @@ class RuleFunction:
                 differs = [is_batched(x) and x._trace is trace for x in values]
                 all_batched = any_batched or any(differs)
                 mask[:] = [d or (all_batched and has_tangent(x)) for d, x in zip(differs, values, strict=True)]
-                # A batch tracer without a batch axis stands for the value that all examples share.
+                # A batch tracer without a batch axis holds a value that all examples share.
                 known = [x.val if isinstance(x, BATCHED.tracer) and x._trace is trace else x for x in values]
                 shared[:] = [None if is_one else x for is_one, x in zip(mask, known, strict=True)]
                 return select(values, mask)
@@ -110,12 +110,12 @@ class RuleFunction:
 
 
 class BatchedFunction(RuleFunction):
-    """A function of a batch of examples. For a batch of batches, one instance contains another."""
+    """A `RuleFunction` for a batch of examples. Under nested `jax.vmap`, one `BatchedFunction` contains another."""
 
     def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.name = inner, axis, inner.name
-        self.dims = list(dims)  # of the operands of the inner function
-        self.out_dims: Any = 0  # of the values
+        self.dims = list(dims)  # batch axes of the operands of the inner function
+        self.out_dims: Any = 0  # batch axes of the values
 
     def stage(self, types: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -127,9 +127,9 @@ class BatchedFunction(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Batch the rule of the inner function.
 
-        A tangent has the batch axis of its value. The tangent of a value that all examples share is repeated, so that
-        each example applies a linear map of its own: a `backward` that is not linear would return something else for
-        the sum of the cotangents. tests: contract/test_vmap.py
+        A tangent has the same batch axis as its primal. The tangent of a primal that all examples share is repeated, so
+        that each example applies its own linear map. Otherwise `backward` would get the sum of the cotangents, for
+        which a `backward` that is not linear returns a different gradient. tests: contract/test_vmap.py
         """
         __tracebackhide__ = True
         n, dims, tangent_dims = self.n_consts, self.dims, self.dims
@@ -152,7 +152,7 @@ class BatchedFunction(RuleFunction):
 
 
 class UnstagedBatch(BatchedFunction):
-    """A batch of a function that is not staged: `jax.vmap` calls its `run`. All values have the batch axis in front."""
+    """A batched function that is not staged: `jax.vmap` calls the inner `run`. Every value has batch axis 0."""
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
@@ -163,7 +163,7 @@ class UnstagedBatch(BatchedFunction):
 
 
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
-    """Bind a function, and return its values under all transformations that are active."""
+    """Apply a function to its operands, under all active transformations."""
     __tracebackhide__ = True
     return rule_function_p.bind(*operands, held=function)
 
@@ -186,7 +186,7 @@ def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequenc
     __tracebackhide__ = True
     batched, consts, out_dims = function.batch(axis, dims, [typeof(x) for x in args])
     if out_dims is not None and all(d is None for d in (*dims, *out_dims)):
-        return apply(function, args), out_dims  # the axis has a name, and the function does not use it
+        return apply(function, args), out_dims  # the axis has a name that the function does not use
     values = apply(batched, [*consts, *args])
     return values, [0] * len(values) if out_dims is None else out_dims
 
@@ -212,31 +212,31 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 class LinearMap:
-    """A linear map of tangents, which depends on residuals. Holds no array; compared by identity."""
+    """A linear map of tangents that depends on residuals. It holds no array, and equations compare it by identity."""
 
     name: str
     n_residuals: int
-    types: Sequence[Any]  # of the results
-    nonlinearity = "it is not linear in its residuals"  # the reason in the error of a failed proof, after "as"
+    types: Sequence[Any]  # types of the results
+    nonlinearity = "it is not linear in its residuals"  # follows "as" in the error of a failed proof
 
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         """Compute the tangents of the results."""
         raise NotImplementedError
 
     def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Compute cotangents of the tangents from those of the results. None is a zero cotangent."""
+        """Compute cotangents of the tangents from cotangents of the results. A None cotangent means zero."""
         raise NotImplementedError
 
     def check_derivative(self) -> None:
-        """Raise if a derivative with respect to the residuals is forbidden."""
+        """Raise an error if a derivative with respect to the residuals is forbidden."""
 
 
 class BatchedMap(LinearMap):
-    """A linear map of a batch: tangents and results have the batch axis in front."""
+    """A batched linear map, whose tangents and results have the batch axis in front."""
 
     def __init__(self, inner: LinearMap, axis: Any, dims: Sequence[Any]) -> None:
         self.inner, self.axis, self.name, self.nonlinearity = inner, axis, inner.name, inner.nonlinearity
-        self.dims = list(dims)  # of the residuals
+        self.dims = list(dims)  # batch axes of the residuals
         self.n_residuals = inner.n_residuals
         self.types = [mapped_type(axis, t) for t in inner.types]
 
@@ -253,7 +253,7 @@ class BatchedMap(LinearMap):
 
 
 def apply_linear(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
-    """Bind a linear map."""
+    """Apply a linear map to residuals and tangents, under all active transformations."""
     __tracebackhide__ = True
     return linear_map_p.bind(*residuals, *tangents, held=linear)
 
@@ -275,7 +275,7 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
             return _push(linear, *merge(nonzero, moving, primals))
 
         return jax.jvp(push, select(primals, nonzero), select(tangents, nonzero))
-    # The map is linear in the other operands. It is bound again, so that reverse mode can transpose it.
+    # The map is linear in its tangents. Bind the map again for their tangents, so that reverse mode can transpose it.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
     return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
@@ -292,8 +292,8 @@ def _transpose_linear(linear: LinearMap, args: Sequence[Any], cotangents: Sequen
 def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
     n = linear.n_residuals
-    # Repeat a tangent that all examples share: the transpose of repeating sums the cotangents of the examples. If the
-    # axis has a name, all tangents are repeated: `push` may use the axis, as if `backward` sums over it.
+    # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples. If
+    # the axis has a name, repeat every tangent: `push` may use the axis, for example if `backward` sums over it.
     tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
     values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
     return values, [0] * len(values)

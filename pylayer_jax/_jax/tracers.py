@@ -1,8 +1,9 @@
-"""The traces that are active and the tracers that they make.
+"""The active traces of JAX, and the tracers that these traces make.
 
-JAX gives these classes no public names. Therefore this module learns them at import: it transforms (with `jax.vmap`,
-for example) a function that notes the classes of its argument and of the current trace. This happens in
-`jax.eval_shape`, which compiles nothing and starts no backend. If JAX is not as expected, the import fails.
+JAX gives the classes of traces and tracers no public names. Therefore this module learns the classes at import. It
+transforms a function (for example with `jax.vmap`) that records the classes of its argument and of the current trace.
+The function runs in `jax.eval_shape`, which compiles nothing and starts no backend. If a class is unexpected, the
+import fails.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from .imports import Trace, Tracer, eval_context, get_opaque_trace_state, take_current_trace
 
-# The exceptions of JAX for traced code that needs a number.
+# JAX raises these exceptions if traced code needs a concrete value.
 NEEDS_VALUES = (
     jax.errors.ConcretizationTypeError,
     jax.errors.TracerArrayConversionError,
@@ -24,11 +25,11 @@ NEEDS_VALUES = (
 )
 
 
-# -- classes, learned by looking -------------------------------------------------------------------
+# -- classes, learned at import -------------------------------------------------------------------
 
 
 class TransformClasses(NamedTuple):
-    """The classes of one transformation."""
+    """The tracer class and the trace class of one transformation."""
 
     tracer: type[Any]  # the class of the arguments of a transformed function
     trace: type[Any]  # the class of the current trace while the function runs
@@ -40,14 +41,14 @@ def current_trace() -> Any:
 
 
 def learn(what: str, look: Callable[[Any], Any]) -> Any:
-    """Return the result of `look` for a staged array.
+    """Call `look` with a staged array, and return the result.
 
     Raises:
         ImportError: if `look` fails; the message names the versions of JAX that were tested.
     """
     found: list[Any] = []
     try:
-        # The package may be imported within a function that is traced.
+        # A traced function may import this package, so leave the trace of this function first.
         with eval_context(), jax.disable_jit(False):
             jax.eval_shape(lambda x: found.append(look(x)), jax.ShapeDtypeStruct((1,), np.float32))
         return found[0]
@@ -64,7 +65,7 @@ def expect(condition: bool, found: object) -> None:
 
 
 def _classes_of(name: str, transform: Callable[[Any, Any], object], value_below: str | None = None) -> TransformClasses:
-    """Learn the classes of a transformation. `value_below` is the tracer's attribute that holds the value below it."""
+    """Learn the classes of a transformation. The attribute `value_below` of a tracer is the transformed value."""
 
     def look(x: Any) -> TransformClasses:
         outer, found = current_trace(), set[TransformClasses]()
@@ -128,30 +129,30 @@ def is_batched(value: Any) -> bool:
 
 
 def whole_batch(value: Any) -> Any:
-    """Return the batch that a value is an example of, through nested `jax.vmap`s; any other value itself."""
+    """Return the whole batch of a value inside (nested) `jax.vmap`, or any other value itself."""
     while isinstance(value, BATCHED.tracer):
         value = value.val
     return value
 
 
 def is_unknown(value: Any) -> bool:
-    """Return whether a value, or the batch that it is an example of, is unknown while JAX finds a linear function."""
+    """Return whether a value, or its whole batch, is unknown in the partial evaluation that finds a linear function."""
     value = whole_batch(value)
     return isinstance(value, PARTIAL.tracer) and not value.is_known()
 
 
 def is_differentiated(value: Any) -> bool:
-    """Return whether a value, or the batch that it is an example of, is being differentiated."""
+    """Return whether JAX differentiates a value or its whole batch."""
     return isinstance(whole_batch(value), (FORWARD.tracer, REVERSE.tracer))
 
 
 def is_in_forward_mode(value: Any) -> bool:
-    """Return whether `jax.jvp` differentiates a value, or the batch that it is an example of."""
+    """Return whether `jax.jvp` differentiates a value or its whole batch."""
     return isinstance(whole_batch(value), FORWARD.tracer)
 
 
 def is_staged(value: Any) -> bool:
-    """Return whether a value, or the batch that it is an example of, belongs to a jaxpr that is being made."""
+    """Return whether a value, or its whole batch, is staged to a jaxpr that JAX is tracing."""
     return isinstance(whole_batch(value), STAGED.tracer)
 
 
@@ -159,12 +160,12 @@ def is_staged(value: Any) -> bool:
 
 
 def nothing_is_traced() -> bool:
-    """Return whether no transformation is active. JAX has no other public test; this takes a third of a microsecond."""
+    """Return whether no transformation is active. This is JAX's only public test; it takes a third of a microsecond."""
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
 class PassThroughTrace(Trace):
-    """Base class of a trace that wraps another trace and makes no tracers of its own."""
+    """A trace that wraps another trace and makes no tracers; a base class."""
 
     __slots__ = ("parent_trace",)
 
@@ -177,7 +178,7 @@ class PassThroughTrace(Trace):
         if hasattr(parent_trace, "_weakref"):
             self._weakref = parent_trace._weakref
 
-    def process_call(self, *args: Any) -> Any:  # jax 0.10, for the known part of a checkpointed loop
+    def process_call(self, *args: Any) -> Any:  # jax 0.10 calls it for the known part of a checkpointed loop
         return self.parent_trace.process_call(*args)
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
@@ -193,7 +194,7 @@ class PassThroughTrace(Trace):
         return self.parent_trace.stage_value(val)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.parent_trace, name)  # other attributes of the current trace that JAX reads, as `cur_qdd`
+        return getattr(self.parent_trace, name)  # JAX reads other attributes too, such as `cur_qdd`
 
 
 _KINDS: Final = {
@@ -211,14 +212,14 @@ def _kind_of(trace_class: type[Any]) -> str:
 
 
 def trace_below(trace: Any) -> Any:
-    """Return the first trace that transforms something: `trace` itself, or one further out."""
+    """Return the innermost trace, from `trace` outwards, that is not a `PassThroughTrace`."""
     while isinstance(trace, PassThroughTrace):
         trace = trace.parent_trace
     return trace
 
 
 def active_traces() -> list[tuple[str, Any]]:
-    """Return the current trace and all outer traces, each with its kind, without those that transform nothing."""
+    """Return the kind and the trace of all active traces except `PassThroughTrace`s, the innermost trace first."""
     traces: list[tuple[str, Any]] = []
     trace = current_trace()
     while trace is not None:
@@ -230,14 +231,14 @@ def active_traces() -> list[tuple[str, Any]]:
 
 
 class Surroundings(NamedTuple):
-    """The transformations in which code runs."""
+    """Description of the transformations that are active where code runs."""
 
     is_staged: bool  # an active trace makes a jaxpr
-    differentiations: list[Any]  # traces of differentiations within that jaxpr, innermost first
+    differentiations: list[Any]  # traces of the differentiations inside that jaxpr, innermost first
     is_forward_mode: bool  # the innermost of these differentiations is `jax.jvp`
     is_forward_over_reverse: bool  # `jax.jvp` of a reverse-mode differentiation
     is_differentiated: bool  # any differentiation is active
-    is_unusual: bool  # a trace that is neither staging nor eager, as that of an eager jax.shard_map
+    is_unusual: bool  # an active trace has an unknown kind, as in an eager jax.shard_map
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
         """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
@@ -247,7 +248,7 @@ class Surroundings(NamedTuple):
 
 
 def surroundings() -> Surroundings:
-    """Return the transformations that are active now."""
+    """Return a description of the transformations that are active now."""
     is_staged = is_unusual = False
     within: list[Any] = []
     modes: list[str] = []  # the modes of all differentiations, innermost first
@@ -266,14 +267,14 @@ def surroundings() -> Surroundings:
 
 
 def is_staging() -> bool:
-    """Return whether an active trace makes a jaxpr, at any level."""
+    """Return whether any active trace, the current trace or an outer one, makes a jaxpr."""
     return "staging" in [kind for kind, _ in active_traces()]
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:
-    """Return the trace in which a jvp rule of a primitive computes with concrete primals.
+    """Return the trace in which the JVP rule of a primitive computes with known primals.
 
-    JAX runs the rule in a trace that records linear operations; a method of the user must not see that trace.
+    JAX runs the rule in a trace that records linear operations. A user's method must not run in that trace.
     """
     trace = current_trace()
     while isinstance(trace, PARTIAL.trace) and not any(map(is_unknown, primals)):

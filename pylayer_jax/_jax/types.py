@@ -1,4 +1,4 @@
-"""Types of arrays: shape, dtype, weak type, sharding, and whether a gradient can flow."""
+"""Functions for types of arrays: shape, dtype, weak type, sharding, and whether an array can have a tangent."""
 
 from __future__ import annotations
 
@@ -32,47 +32,47 @@ def _dtype_has_tangent(dtype: Any) -> bool:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is a `jax.Array`; `isinstance` takes six times as long for a tracer."""
+    """Return whether a value is a `jax.Array`. For a tracer, `isinstance` alone would take six times as long."""
     return (isinstance(value, Tracer) and type(value.aval) is ShapedArray) or isinstance(value, jax.Array)
 
 
 def is_ref(value: object) -> bool:
-    """Return whether a value is a `jax.Ref`. The call of `isinstance` comes last, since it is slow here."""
+    """Return whether a value is a `jax.Ref`. The slow `isinstance` call comes after the cheap tests."""
     if value is None or callable(value) or isinstance(value, (int, float, str)) or is_array(value):
         return False
     return isinstance(value, jax.Ref)
 
 
 def is_key(value: Any) -> bool:
-    # True for PRNG keys, and for any other extended dtype that JAX may get.
+    # The result is also True for any other extended dtype that JAX may add.
     return not isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
 def zeros_of(aval: Any) -> jax.Array:
-    """Make zeros with the sharding and the varying axes of `aval`, which `jnp.zeros` would lose."""
+    """Return zeros of type `aval`, with its sharding and varying axes, which `jnp.zeros` would lose."""
     return ad.instantiate_zeros(ad.Zero(aval))
 
 
 def full_cotangent(cotangent: Any, aval: Any) -> Any:
-    """Return the cotangent of a value of type `aval` as a vjp function takes it; None stands for zero."""
+    """Return the cotangent that a vjp function expects for a value of type `aval`. A None cotangent means zero."""
     if not has_tangent(aval):
         return np.zeros(aval.shape, jax.dtypes.float0)
     return zeros_of(tangent_type(aval)) if cotangent is None else cotangent
 
 
 def as_array(value: Any, aval: Any) -> Any:
-    """Convert a Python number, which JAX passes unchanged, to an array of type `aval`; return other values as given."""
+    """Convert a Python number, which JAX passes unchanged, to the dtype of `aval`. Return other values unchanged."""
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Convert tensors to JAX arrays; JAX arrays and Refs stay the same objects."""
+    """Convert tensors to JAX arrays. Return JAX arrays and Refs as the same objects."""
     return [x if is_array(x) or isinstance(x, jax.Ref) else _from_numpy(x) for x in tensors]
 
 
 def _from_numpy(tensor: Any) -> jax.Array:
-    # Copy: JAX may still read a NumPy array after `jnp.asarray` has returned, while its owner already changes it.
-    # Convert the byte order: JAX reads only the native one.
+    # Copy the NumPy array: JAX may still read it after `jnp.asarray` returns, while the caller already changes it.
+    # Convert the byte order of the array: JAX reads only the native byte order.
     native = np.asarray(tensor).dtype.newbyteorder("=")
     return jnp.asarray(np.array(tensor, native))
 
@@ -80,19 +80,19 @@ def _from_numpy(tensor: Any) -> jax.Array:
 def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:
     """Return the type of a batch of arrays of type `aval`, with the batch axis at `dim`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
-    # Within a shard_map, each device along the axes of `spmd_axis_name` has examples of its own.
+    # Within a shard_map, devices along the axes of `spmd_axis_name` have different examples, so the batch varies there.
     own = [name for name in axis.spmd_name or () if name in manual_axes() and name not in varying_axes(aval)]
     if not own:
         return mapped
     varying = jax.lax.pcast(np.float32(0), (*own, *varying_axes(aval)), to="varying")
-    return mapped.update(manual_axis_type=typeof(varying).manual_axis_type)  # as it is, without check_vma
+    return mapped.update(manual_axis_type=typeof(varying).manual_axis_type)  # unchanged without check_vma
 
 
 # -- meshes ----------------------------------------------------------------------------------------
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:
-    """Return the mesh axes of an enclosing shard_map over which a value differs from device to device."""
+    """Return the mesh axes of an enclosing shard_map over which a value varies between devices."""
     return aval.manual_axis_type.varying
 
 
@@ -102,24 +102,24 @@ def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
 
 
 def manual_axes() -> tuple[Any, ...]:
-    """Return the mesh axes of the enclosing shard_maps, along which each device has a shard of its own."""
+    """Return the mesh axes of the enclosing shard_maps. Along these axes, each device has a different shard."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def explicit_sharding(value: Any) -> Any:
-    """Return the sharding if it is part of the type (AxisType.Explicit), or None."""
+    """Return the sharding of a value if the value's type contains it (AxisType.Explicit), else None."""
     sharding = typeof(value).sharding
     return sharding if any(axis is not None for axis in sharding.spec) else None
 
 
 def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
-    """Return, for each axis of an array, the axes of the mesh that its `NamedSharding` cuts it along."""
+    """Return, for each axis of an array, the mesh axes over which a `NamedSharding` shards that axis."""
     entries = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
     return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
 
 
 def shard_counts(value: Any) -> list[int]:
-    """Return into how many shards each axis is cut, or may be cut if the compiler will decide."""
+    """Return the number of shards along each axis of an array, or a possible number if the compiler will decide."""
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
     sharding = typeof(value).sharding
@@ -136,7 +136,7 @@ def shard_counts(value: Any) -> list[int]:
 
 
 def with_type(value: jax.Array, aval: Any) -> jax.Array:
-    """Return `value` with the weak type, the varying axes and the explicit sharding of a type."""
+    """Return `value` with the weak type, the varying axes and the explicit sharding of the type `aval`."""
     if typeof(value) == aval:
         return value
     value = with_varying_axes(value, aval)
