@@ -7,6 +7,7 @@ rule again. The innermost is the bare `forward`. What a saved object counts as (
 - an object that is an input counts as that input, also where it is returned as well; each argument is an input of its
   own, also where one array is passed twice;
 - a closed-over array is a constant for what is computed from it; if it is returned and saved, it is that output;
+  `setup_context` gets a NumPy output as a new JAX array, so that values computed from it follow the rule;
 - an operation that does nothing, for which JAX hands back its operand, is its operand;
 - an object that is an output carries the rule; of one that is returned twice, the last counts;
 - all else is an intermediate: what `forward` makes of the inputs and of those outputs that carry the rule;
@@ -41,16 +42,19 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any =
     plain = {*inputs, *constants, *marked}
     carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
     returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
+    if "N0" in returned_constants:
+        of_numpy = [s.name for s in layer.later if s.operation == "output" and s.operands == ("N0",)]
+        carries_rule |= {name: int(name[1:]) for name in of_numpy}
     saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
 
     def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
         """What each name of `forward` stands for, where some objects are given."""
         scope = {**constants, **layer.statics, **dict(zip(inputs, xs, strict=True))}
         for statement in [*layer.body, *layer.later]:
-            if statement.same_as:
-                scope[statement.name] = scope[statement.same_as]
-            elif statement.name in carried:
+            if statement.name in carried:
                 scope[statement.name] = carried[statement.name]
+            elif statement.same_as:
+                scope[statement.name] = scope[statement.same_as]
             else:
                 scope[statement.name] = statement.value(scope)
         return scope
