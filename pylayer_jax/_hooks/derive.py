@@ -64,7 +64,7 @@ class Recorder(PassThroughTrace):
 
 
 def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and constants of a small jitted function, as in jax.numpy, or None for any other function."""
+    """Return the jaxpr and constants if the function is small (like many of jax.numpy), otherwise None."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
     return (with_users_line(jaxpr), consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
@@ -190,7 +190,7 @@ def _is_constant_along_rows(value: Any, origins: dict[int, Origin]) -> bool:
 
 
 def is_larger(values: Sequence[Any], tensor: Any) -> bool:
-    """Return whether values may together take more bytes than a tensor."""
+    """Return True if the total size of the values could exceed the size of the tensor."""
 
     def n_bytes(aval: Any) -> int:
         return aval.size * aval.dtype.itemsize

@@ -143,7 +143,7 @@ def _pack(
     arrays: list[Any],
     is_part: bool = False,
 ) -> PackedTensor:
-    """Pack an array with the first step, and the arrays that its pack hook returns with the next steps.
+    """Pack an array with the first step. Pack the arrays that this step's pack hook returns with the next steps.
 
     The arrays that JAX has to keep are added to `arrays`. `is_part` is True if a previous step made the array.
     """

@@ -89,7 +89,7 @@ class ObjectPrimitive(Primitive):
             return lower(_object(held), context, *args)
 
         self.def_impl(evaluate_rule)
-        # Since jax 0.12, JAX calls `to_lojax` before it lowers a jaxpr with hijax primitives, as jnp.nonzero has.
+        # Some jaxprs have hijax primitives (that of jnp.nonzero). Since jax 0.12, JAX calls `to_lojax` to lower these.
         self.to_lojax = evaluate_rule
         self.def_effectful_abstract_eval(lambda *types, held, **_: abstract(_object(held), *types))
         ad.primitive_jvps[self] = jvp_rule

@@ -48,8 +48,8 @@ def gradcheck(
         args: a tuple of any pytrees. JAX differentiates with respect to the floating-point and complex arrays in them.
         rtol: relative tolerance. The default is the cube root of the machine epsilon for comparisons with central
             differences, and the square root of the machine epsilon for other comparisons.
-        atol: absolute tolerance. The default is the square root of the machine epsilon times the largest entry of the
-            gradient. The estimated rounding errors are added to both tolerances.
+        atol: absolute tolerance. The default is `sqrt(eps) * max(abs(gradient))`, where `eps` is the machine epsilon.
+            The estimated rounding errors are added to both tolerances.
         step: the distance by which an entry is perturbed, times the size of the entry if this size is above 1. The
             default is the cube root of the machine epsilon, or less for small entries.
         limit: the largest number of entries of an array that are perturbed one by one. In a larger array, this number
