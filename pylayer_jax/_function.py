@@ -157,8 +157,9 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
         if not all(map(is_array, tensors)):  # a NumPy output would be a constant in `setup_context`
-            arrays = zip(tensors, as_arrays(tensors), strict=True)
-            output = skeleton.fill([x if x is own else jnp.copy(own) for x, own in arrays])
+            # One array for each object: if `forward` returns an object twice, the last position carries the rule.
+            arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
+            output = skeleton.fill([arrays[id(x)] for x in tensors])
         return layer._setup_with(output)(ctx, *args, **kwargs)
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)

@@ -20,7 +20,7 @@ class ObjectPrimitive(Primitive):
     NOTE [held objects]
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
     parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
-    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr, a weakly held key into
+    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr, which serves only as a key of
     `_held_objects`. The key is nested in tuples so that `jaxprs_in_params` skips it. If the Python object has a jaxpr,
     this jaxpr is another parameter, in which JAX finds properties such as the devices of a mesh. tests: test_memory.py
     """

@@ -70,7 +70,7 @@ class Subject:
 
     @functools.cached_property
     def cotangents(self) -> Cotangents:
-        """Random cotangents of the outputs with a gradient; with a reference, of all floating-point outputs."""
+        """Random cotangents of all outputs that have a gradient, or, beside a reference, of all float outputs."""
         rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
         if self.base is None and self.reference is None and cotangents:

@@ -366,18 +366,18 @@ def test_code_of_setup_context_on_a_constant_output_has_the_derivative_of_the_ou
     class Constant(Function):
         @staticmethod
         def forward(x):
-            return constant
+            return constant, constant  # the last position carries the rule
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(jnp.cos(output))
+            ctx.save_for_backward(jnp.cos(output[0]))
 
         @staticmethod
-        def backward(ctx, dy):
+        def backward(ctx, dy0, dy1):
             (c,) = ctx.saved_tensors
-            return dy * c
+            return 5 * dy0 + dy1 * c
 
     x = jnp.ones(3)
-    found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(Constant.apply(x)))(x)))(x)
+    found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(Constant.apply(x)[1]))(x)))(x)
     # The gradient is cos(y), and dy/dx is cos(y) by the rule.
     np.testing.assert_allclose(found, -np.sin(constant) * np.cos(constant), rtol=1e-5)

@@ -44,7 +44,7 @@ def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any =
     returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
     if "N0" in returned_constants:
         of_numpy = [s.name for s in layer.later if s.operation == "output" and s.operands == ("N0",)]
-        carries_rule |= {name: int(name[1:]) for name in of_numpy}
+        carries_rule |= dict.fromkeys(of_numpy, returned_constants["N0"])
     saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
 
     def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
