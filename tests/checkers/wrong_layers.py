@@ -190,7 +190,7 @@ def in_front(x, axis):
 
 
 class SharesTheFirst(Multiply):
-    """A product that is wrong if only its second argument is mapped."""
+    """A product whose value is wrong if `jax.vmap` batches only the second argument."""
 
     @staticmethod
     def vmap(info, in_dims, a, b):
@@ -200,7 +200,7 @@ class SharesTheFirst(Multiply):
 
 
 def shares_the_second(info, in_dims, *args):
-    """Return a product that is wrong if only the second argument is mapped."""
+    """Return a value that is wrong if `jax.vmap` batches only the second of three arguments."""
     a, b, c = map(in_front, args, in_dims)
     if in_dims == (None, 0, None):
         b = jnp.stack([b[0]] * info.batch_size)

@@ -400,22 +400,22 @@ def test_host_code_in_traced_code_is_told_of_pure_callback(use, run):
 
 
 @EAGER_AND_JIT
-def test_a_callback_in_backward_that_is_differentiated_is_told_of_a_layer(mode):
-    host = layer(jnp.sin, lambda x, dy: dy * jax.pure_callback(np.cos, jax.typeof(x), x), plain=True)
-    with pytest.raises(ValueError, match="callback") as raised:
-        mode(jax.grad(lambda x: jax.grad(loss(host))(x).sum()))(X)
-    text = text_of(raised.value)
-    assert "apply that layer in backward" in text
-    assert "@once_differentiable" in text
-
-
-@EAGER_AND_JIT
 def test_so_does_that_of_backward(mode):
     use, advice = HABITS["detach"]
     with pytest.raises((AttributeError, TypeError)) as raised:
         mode(jax.grad(loss(layer(backward=first(use)))))(MATRIX)
     assert advice in text_of(raised.value)
     assert "Made.backward" in text_of(raised.value)
+
+
+@EAGER_AND_JIT
+def test_the_error_of_a_differentiated_callback_in_backward_says_what_to_do(mode):
+    host = layer(jnp.sin, lambda x, dy: dy * jax.pure_callback(np.cos, jax.typeof(x), x), plain=True)
+    with pytest.raises(ValueError, match="callback") as raised:
+        mode(jax.grad(lambda x: jax.grad(loss(host))(x).sum()))(X)
+    text = text_of(raised.value)
+    assert "apply that layer in backward" in text
+    assert "@once_differentiable" in text
 
 
 @pytest.mark.parametrize("use", OTHER_ERRORS.values(), ids=OTHER_ERRORS)
