@@ -157,10 +157,11 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
     inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
     # Leave out residuals of size 0, whose length is the number of a run: see NOTE [several runs] in _front.py.
-    arrays = [value for value in dict.fromkeys(outputs_of(jaxpr, inputs)) if value.aval.size]
+    kept = dict(zip(map(id, jaxpr.outvars), outputs_of(jaxpr, inputs), strict=True))
+    arrays = [value for value in kept.values() if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to [tensor] if it is not packed
     for array in arrays:
-        arrays_of.setdefault(array.unpacked(), []).append(array)
+        arrays_of.setdefault(array.tensor or array, []).append(array)
     rows = [
         dataclasses.replace(row, times=n * row.times, bytes=n * row.bytes, packed_bytes=n * row.packed_bytes)
         for row, n in collections.Counter(map(_row, arrays_of, arrays_of.values())).items()
@@ -170,11 +171,10 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
     """Return the row of a tensor that is packed as `arrays`."""
-    # A tensor that is named by `saved_names` is a result of `checkpoint_name`, and hence a copy in the jaxpr.
-    is_packed, is_from_input = [a.copy_of or a for a in arrays] != [tensor], tensor.kind == "input"
+    is_packed, is_from_input = arrays != [tensor], tensor.kind == "input"
     one, times = tensor.innermost()
     # Each iteration packs its tensor, and each device packs its shard. An unpacked tensor may have several copies.
-    parts = [(a, *a.innermost()) for a in arrays if (a.copy_of or a) is not tensor]
+    parts = [(a, *a.innermost()) for a in arrays if a is not tensor]
     layer, name, equations = (*tensor.savers, ("", tensor.name, tensor.equations))[0]
     is_input = is_from_input and tensor.part is None and not is_packed
     notes = {
@@ -210,10 +210,9 @@ class Value:
     kind: str  # "input", "constant" or "operation"
     name: str  # the name of the input or of the operation
     equations: Equations = ()
-    operands: Sequence[Value] = ()
+    tensor: Value | None = None  # the tensor from which a pack hook computed the value
     part: Value | None = None  # the value in an inner jaxpr from which each iteration, device or branch makes a part
     times: int = 1  # the number of iterations that make a part
-    copy_of: Value | None = None
     savers: list[tuple[str, str, Equations]] = dataclasses.field(default_factory=list)  # (layer, name, equations)
 
     @property
@@ -226,22 +225,6 @@ class Value:
         while value.part is not None:
             value, times = value.part, times * value.times
         return value, times
-
-    def unpacked(self) -> Value:
-        """Return the tensor from which a pack hook computed this value, or this value if no hook computed it."""
-        waiting: list[Value] = [self]
-        seen, tensors = set[Value](), list[Value]()
-        while waiting:
-            value = waiting.pop()
-            value = value.copy_of or value
-            one, _ = value.innermost()
-            if not any(PACK_SCOPE in str(e.source_info.name_stack) for e in one.equations):
-                tensors.append(value)
-            elif value not in seen:
-                seen.add(value)
-                waiting += one.operands
-        # A pack hook may also read constants and the index of the device: the tensor is its largest operand.
-        return max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=self)
 
 
 def line_of(equations: Equations) -> str:
@@ -277,11 +260,16 @@ _FILLED = ("broadcast_in_dim", "empty2")
 def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     equation = equations[-1]
     name, inner = equation.primitive.name, inner_jaxprs(equation.params)
-    results = [Value(v.aval, "operation", name, equations, operands) for v in equation.outvars]
+    in_hook = any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations)
+    # A pack hook may also read constants and the index of the device: the tensor is its largest operand.
+    size = lambda value: (value.kind != "constant", value.aval.size)  # noqa: E731
+    tensor = max((v.tensor or v for v in operands), key=size, default=None) if in_hook else None
+    kind = "constant" if in_hook else "operation"
+    results = [Value(v.aval, kind, name, equations, tensor) for v in equation.outvars]
     times = [1] * len(results)
     # A shard_map returns a scalar residual as an array with one entry per device.
     if name in _IDENTITIES or (name == "broadcast_in_dim" and results[0].aval.size == 1):
-        return [dataclasses.replace(value, copy_of=value.copy_of or value) for value in operands]
+        return operands
     if name == "scan":
         n_consts, n_carry = scan_counts(equation.params)
         n_before = n_consts + n_carry
@@ -302,14 +290,14 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     else:
         return results
     return [
-        Value(result.aval, v.kind, v.name, v.equations, part=v, times=n, savers=[*v.savers])
+        Value(result.aval, v.kind, v.name, v.equations, v.tensor, v, n, [*v.savers])
         for result, v, n in zip(results, parts, times, strict=True)
     ]
 
 
 def _slices(wholes: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    own = {"part": None, "times": 1, "copy_of": None}
-    return [dataclasses.replace(whole, aval=v.aval, **own) for whole, v in zip(wholes, variables, strict=True)]
+    pairs = zip(wholes, variables, strict=True)
+    return [dataclasses.replace(whole, aval=v.aval, part=None, times=1) for whole, v in pairs]
 
 
 def _shapes(*values: Sequence[Any]) -> list[Any]:

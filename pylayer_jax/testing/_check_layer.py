@@ -213,12 +213,8 @@ def _row_of(name: str, test: Callable[[], str]) -> Row:
         # Leave out the note about tracebacks that JAX adds to errors, which begins with dashes.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
-        return Row(name, False, f"{_public_type(error).__name__}: {first_line(error)}{where}", error)
-
-
-def _public_type(error: Exception) -> type:
-    """Return the type of an error; if the type is private to this package, return its public base class."""
-    return next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
+        public = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
+        return Row(name, False, f"{public.__name__}: {first_line(error)}{where}", error)
 
 
 # -- progress -------------------------------------------------------------------------------------
