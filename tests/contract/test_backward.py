@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -259,3 +260,10 @@ def test_function_saves_the_array_of_a_box():
     saves = layer(lambda ctx, x, w: ctx.save_for_backward(w), base=Function)
     with pytest.raises(TypeError, match="Box"):
         saves.apply(X, Box(X))
+
+
+def test_parameters_of_flax():
+    parameter = pytest.importorskip("flax.nnx", reason="flax is not installed").Param
+    for give, w in itertools.product((lambda g: g, parameter), (2 * X, parameter(2 * X))):
+        dw = jax.grad(lambda w: multiply(give).apply(X, w).sum())(w)  # noqa: B023
+        np.testing.assert_allclose(jnp.asarray(dw), X)
