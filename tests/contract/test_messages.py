@@ -17,6 +17,7 @@ import pytest
 from pylayer_jax import Function, PyLayer, once_differentiable
 from tests.kit.layers import layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT, MODES, RUNS, STAGED, X, gradients, runs
+from tests.kit.oracle import Mine, fail
 from tests.kit.threads import in_threads
 
 Linear = layer(forward=lambda ctx, x, w=2.0: x * w, backward=lambda ctx, dy: dy * 2, name="Linear")
@@ -50,60 +51,49 @@ def test_forward_without_a_context():
 
 
 def test_both_styles_of_forward_at_once():
-    members = {"forward": lambda ctx, x: x, "setup_context": lambda ctx, inputs, output: None}
     with pytest.raises(TypeError, match=r"Mixed.*setup_context"):
-        type("Mixed", (Function,), {name: staticmethod(method) for name, method in members.items()})
+        layer(base=Function, name="Mixed", setup_context=lambda ctx, inputs, output: None)
 
 
 @runs
 def test_setup_context_without_forward(run):
-    class Base(Function):
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            raise ValueError("of the user")
-
+    base = type("Base", (Function,), {"setup_context": staticmethod(fail)})
     with pytest.raises(NotImplementedError, match=r"Base\.forward"):
-        run(loss(Base))(X)
-    derived = type("Derived", (Base,), {"forward": staticmethod(lambda x: x)})
-    with pytest.raises(ValueError, match="of the user") as caught:
-        run(loss(derived))(X)
-    assert "Derived.forward" in text_of(caught.value)
+        run(loss(base))(X)
+    with pytest.raises(Mine) as caught:
+        run(loss(layer(lambda x: x, base=base)))(X)
+    assert "Made.forward" in text_of(caught.value)
 
 
 # -- calls and exceptions -------------------------------------------------------------------------
 
 
+CALLS = {
+    "'x'|'nope'": ((), {"nope": 3}),
+    "'nope'": ((X,), {"nope": 3}),
+    "'x'": ((), {}),
+    "too many": ((X, 1.0, 2.0), {}),
+}
+
+
 @runs
-@pytest.mark.parametrize(
-    ("args", "named", "message"),
-    [
-        ((), {"nope": 3}, "'x'|'nope'"),
-        ((X,), {"nope": 3}, "'nope'"),
-        ((), {}, "'x'"),
-        ((X, 1.0, 2.0), {}, "too many"),
-    ],
-)
-def test_calls_that_do_not_fit(run, args, named, message):
+@pytest.mark.parametrize("message", CALLS)
+def test_calls_that_do_not_fit(run, message):
+    args, named = CALLS[message]
     with pytest.raises(TypeError, match=message) as caught:
         run(lambda x: Linear.apply(*args, **named).sum())(X)
     assert "Linear.apply" in str(caught.value)
 
 
-class OwnError(Exception):
-    pass
-
-
-def fail(*args):
-    raise OwnError("mine")
-
-
-@pytest.mark.parametrize(
-    ("method", "run"),
-    [*(("forward", run) for run in RUNS), *(("backward", run) for run in ("grad", "jit-grad"))],
-)
+@runs
+@pytest.mark.parametrize("method", ["forward", "backward"])
 def test_exceptions_of_a_method_keep_their_type_and_gain_a_note(method, run):
-    with pytest.raises(OwnError, match="mine") as caught:
-        RUNS[run](loss(layer(**{method: fail})))(X)
+    made = layer(**{method: fail})
+    if method == "backward" and run not in (RUNS["grad"], RUNS["jit-grad"]):
+        run(loss(made))(X)
+        return
+    with pytest.raises(Mine) as caught:
+        run(loss(made))(X)
     assert any(f"Made.{method}" in note for note in caught.value.__notes__)
 
 
@@ -140,12 +130,8 @@ WRAPPED = pytest.mark.parametrize("wrap", [lambda f: f, once_differentiable], id
 # -- backward without return ----------------------------------------------------------------------
 
 
-def forget(ctx, dy):
-    dy * 2
-
-
 def forgetful(wrap=lambda f: f):
-    return layer(backward=wrap(forget))
+    return layer(backward=wrap(lambda ctx, dy: None))
 
 
 @gradients
@@ -322,10 +308,10 @@ def first(use):
     return lambda ctx, x: (use(x), x * 1)[1]
 
 
-def said_of(run, use):
-    """What the error of a forward that uses its argument so says."""
+def said_of(run, use, method="forward"):
+    """What the error of a method that uses its argument so says."""
     with pytest.raises((AttributeError, TypeError, NotImplementedError, ValueError)) as raised:
-        (RUNS | MODES)[run](loss(layer(first(use))))(X)
+        (RUNS | MODES)[run](loss(layer(**{method: first(use)})))(X)
     return text_of(raised.value)
 
 
@@ -351,13 +337,11 @@ def test_host_code_in_traced_code_is_told_of_pure_callback(use, run):
     assert "jax.pure_callback" in said_of(run, use)
 
 
-@EAGER_AND_JIT
-def test_so_does_that_of_backward(mode):
-    use, advice = HABITS["data"]
-    with pytest.raises((AttributeError, TypeError)) as raised:
-        mode(jax.grad(loss(layer(backward=first(use)))))(X)
-    assert advice in text_of(raised.value)
-    assert "Made.backward" in text_of(raised.value)
+@pytest.mark.parametrize("run", ["grad", "jit-grad"])
+def test_so_does_that_of_backward(run):
+    text = said_of(run, operator.attrgetter("data"), "backward")
+    assert "jax.lax.stop_gradient(" in text
+    assert "Made.backward" in text
 
 
 @EAGER_AND_JIT

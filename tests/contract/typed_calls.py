@@ -23,10 +23,6 @@ class Typed(PyLayer):
     def forward(ctx: PyLayerContext, x: jax.Array, scale: float = 1.0, *, mode: str = "same") -> tuple[jax.Array, int]:
         return x * scale, len(mode)
 
-    @staticmethod
-    def backward(ctx: PyLayerContext, dy: jax.Array) -> jax.Array:
-        return dy
-
 
 class Untyped(PyLayer):
     @staticmethod
@@ -120,10 +116,6 @@ class UntypedWithoutContext(Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.n = inputs[1]
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
 
 
 class UntypedWithContext(Function):
