@@ -79,23 +79,6 @@ def test_other_objects_on_ctx_are_shared():
     assert solver.runs == [1, 1]
 
 
-@modes
-def test_numpy_arrays_are_copied_when_they_are_kept(mode):
-    def forward(ctx, x):
-        scale = np.ones(3, np.float32)
-        ctx.save_for_backward(scale)
-        ctx.scale, ctx.scales = scale, [scale]
-        scale[:] = 100.0
-        return x * 1
-
-    def backward(ctx, dy):
-        kept = [*ctx.saved_tensors, ctx.scale, *ctx.scales]
-        assert all(isinstance(scale, jax.Array) for scale in kept)
-        return dy * sum(kept)
-
-    assert MODES[mode](loss(layer(forward, backward)))(X).tolist() == [3, 3, 3]
-
-
 def test_containers_without_arrays_arrive_as_forward_left_them():
     config = {"a": [1, 2]}
 
@@ -261,6 +244,25 @@ def test_threads_do_not_meet():
 # -- NumPy ----------------------------------------------------------------------------------------
 
 
+@modes
+def test_numpy_arrays_are_copied_when_they_are_kept(mode):
+    def forward(ctx, x):
+        scale, tanh = np.ones(3, np.float32), np.full(3, 2, np.float32)
+        ctx.save_for_backward(scale, tanh)
+        ctx.scale, ctx.scales = scale, [scale]
+        scale[:], tanh[:] = 100.0, 100.0
+        return x * 1, tanh  # an output that changed after it was kept is no saved output
+
+    def backward(ctx, dy, dz):
+        kept = [*ctx.saved_tensors, ctx.scale, *ctx.scales]
+        assert all(isinstance(array, jax.Array) for array in kept)
+        return dy * sum(kept)
+
+    made = layer(forward, backward)
+    assert MODES[mode](lambda x: made.apply(x)[0].sum())(X).tolist() == [1 + 2 + 1 + 1] * 3
+    assert made.apply(X)[1].tolist() == [100] * 3
+
+
 @pytest.mark.parametrize("dtype", [">f4", ">i4", ">f8", ">c8"])
 def test_numpy_arrays_of_foreign_byte_order(dtype):
     value = np.asarray([1, 2, 3], dtype)
@@ -274,14 +276,13 @@ def test_numpy_arrays_of_foreign_byte_order(dtype):
     def backward(ctx, dy, dz):
         for kept in (*ctx.saved_tensor(), *ctx.kept):
             np.testing.assert_array_equal(kept, native)
-        return (dy * 2).astype(jnp.float32), np.asarray(np.real(dy), ">f4")
+        return np.asarray(2 * dy, ">f8"), None
 
     made = layer(forward, backward)
-    (product, kept), pullback = jax.vjp(lambda x: made.apply(x, value), X)
-    np.testing.assert_allclose(product, X * np.real(native).astype(np.float32))
-    for returned in (kept, made.apply(X, value)[1]):
-        np.testing.assert_array_equal(returned, native)
-    np.testing.assert_allclose(pullback((jnp.ones(3), jnp.zeros_like(kept)))[0], [2, 2, 2])
+    for product, kept in (made.apply(X, value), jax.vjp(lambda x: made.apply(x, value), X)[0]):
+        np.testing.assert_allclose(product, X * np.real(native).astype(np.float32))
+        np.testing.assert_array_equal(kept, native)
+    assert jax.grad(lambda x: made.apply(x, value)[0].sum())(X).tolist() == [2] * 3
 
 
 NOT_IN_JAX = {
@@ -308,17 +309,6 @@ def test_numpy_values_that_jax_lacks_are_carried_as_they_are(value, mode):
     made = layer(forward, backward)
     assert made.apply(X, value)[1] is value
     assert mode(jax.grad(lambda x: made.apply(x, value)[0].sum()))(X).tolist() == [2] * len(X)
-
-
-def test_a_numpy_output_that_changed_after_it_was_kept():
-    def forward(ctx, x):
-        y = np.tanh(np.asarray(x))
-        ctx.save_for_backward(y)
-        y *= 3
-        return y
-
-    slope = jax.grad(loss(layer(forward, lambda ctx, dy: 3 * dy * (1 - ctx.saved_tensor()[0] ** 2))))
-    np.testing.assert_allclose(slope(X), 3 - 3 * jnp.tanh(X) ** 2, rtol=1e-5)
 
 
 def test_a_numpy_value_may_change_as_soon_as_apply_returns():
