@@ -1,7 +1,5 @@
 """How a layer is called, and what it returns: arguments, outputs and statics of every kind, in every mode."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """What backward may return: every row of the table of entries, eager and under jit."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

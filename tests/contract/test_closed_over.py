@@ -1,7 +1,5 @@
 """Traced values that a method reaches other than by an argument: a constant, or an error; never another gradient."""
 
-from __future__ import annotations
-
 import types
 
 import jax

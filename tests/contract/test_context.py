@@ -1,7 +1,5 @@
 """The context: what it keeps, what it is told, and what reaches backward under every transform."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import types

@@ -1,16 +1,12 @@
 """A layer adds nothing to a compiled program, and little work per call; its name appears in programs. No timing."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.interpreters import partial_eval
 
 from pylayer_jax import Function
 from tests.kit.case import ruled
@@ -53,8 +49,6 @@ PROGRAMS = {
     "forward": (deep, Tanh, tanh),
     "grad": (lambda layer: jax.grad(deep(layer)), Tanh, tanh),
     "value and grad": (lambda layer: jax.value_and_grad(deep(layer)), Tanh, tanh),
-    "grad of jit": (lambda layer: jax.grad(jax.jit(deep(layer))), Tanh, tanh),
-    "grad of scan": (lambda layer: jax.grad(scanned(layer)), Tanh, tanh),
     "grad of remat": (lambda layer: jax.grad(jax.checkpoint(deep(layer))), Tanh, tanh),
     "vmap of grad": (lambda layer: jax.vmap(jax.grad(deep(layer))), Tanh, tanh),
     "vmap of grad with a vmap of its own": (lambda layer: jax.vmap(jax.grad(deep(layer))), OwnBatch, tanh),
@@ -150,56 +144,6 @@ def test_nothing_is_built_per_call(monkeypatch):
         jax.grad(loss(fresh))(X)
         jax.jit(lambda x: fresh.apply(x))(X)
     assert len(built) == 1
-
-
-# -- outputs that nobody uses ---------------------------------------------------------------------
-
-
-def scan_with_output(f):
-    return lambda x: jax.lax.scan(lambda c, _: (c + 1, f(c)), x, None, length=3)[1]
-
-
-def forward_of_both(ctx, x):
-    ctx.save_for_backward(x, jnp.exp(x))
-    return jnp.tanh(x), jnp.sin(x)
-
-
-def backward_of_both(ctx, dy, dw):
-    x, e = ctx.saved_tensor()
-    return dy * (1 - jnp.tanh(x) ** 2) + dw * jnp.cos(x) + 0 * e
-
-
-Both = layer(forward_of_both, backward_of_both)
-ForwardBoth = layer(base=Both, forward_mode=True)
-
-
-def without_unused(function, *args):
-    """The function, as JAX leaves it when it has dropped what no output needs."""
-    closed = jax.make_jaxpr(function)(*args)
-    jaxpr, _ = partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True], instantiate=True)
-    return lambda *args: jax.core.eval_jaxpr(jaxpr, closed.consts, *args)[0]
-
-
-AROUND = {"plain": lambda f: f, "jit": jax.jit, "vmap": jax.vmap, "scan": scan_with_output}
-
-
-@pytest.mark.parametrize(("layer", "output"), [(Both, 1), (ForwardBoth, 0)])
-@pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
-def test_what_is_left_has_the_same_derivatives(layer, output, around):
-    def total(x):
-        return jnp.sum(around(layer.apply)(x)[output] ** 2)
-
-    def derivatives(f):
-        """The first, and the second in two ways."""
-        first = jax.grad(f)
-        return first, jax.grad(lambda x: jnp.sum(first(x) ** 2)), lambda x: jax.jvp(first, (x,), (x,))[1]
-
-    # Compiled in one program, as is what is expected.
-    again = [without_unused(derivative, X) for derivative in derivatives(total)[:2]]
-    found = jax.jit(lambda x: [f(x) for f in (*again, *derivatives(without_unused(total, X))[::2])])(X)
-    first, second, forward = jax.jit(lambda x: [f(x) for f in derivatives(total)])(X)
-    for got, expected in zip(found, (first, second, first, forward), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
 # -- a function among the arguments ---------------------------------------------------------------

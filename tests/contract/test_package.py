@@ -1,7 +1,5 @@
 """How the package is built, and what its import does: it changes nothing of JAX, and starts nothing."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import subprocess

@@ -1,7 +1,5 @@
 """saved_tensors_report: its rows, its totals, and what is printed and drawn of them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """Where errors point: to the lines of the user, and not to those of the library."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import traceback

@@ -1,7 +1,5 @@
 """Layers in a batch: their own `vmap`, what info and dims it gets, and the name of a mapped axis."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
