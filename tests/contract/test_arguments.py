@@ -24,16 +24,9 @@ def test_partial_arguments_are_differentiated_through(mode):
 
 
 def test_methods_of_every_kind():
-    class OfClass(PyLayer):
-        factor = 3
-
-        @classmethod
-        def forward(cls, ctx, x):
-            return cls.factor * x
-
-        @classmethod
-        def backward(cls, ctx, dy):
-            return cls.factor * dy
+    OfClass = layer(
+        classmethod(lambda cls, ctx, x: cls.factor * x), classmethod(lambda cls, ctx, dy: cls.factor * dy), factor=3
+    )
 
     class OnlyBackward(OfClass):
         factor = 5
@@ -151,16 +144,6 @@ def changing(change):
     return lambda ctx, x, params: (change(params), x * 2)[1]
 
 
-def of_keyword(ctx, x, *, params):
-    params["all"] = x
-    return x
-
-
-def of_keywords(ctx, x, **named):
-    named["params"]["v"] = named["params"].pop("w")
-    return x
-
-
 def full():
     return {"w": X, "list": [X], "count": 0, "module": Module(X)}
 
@@ -168,9 +151,9 @@ def full():
 # What the argument is, a forward that changes it, and the argument's name.
 CHANGES = {
     "set": (full, changing(lambda p: p.update(w=p["w"] * 2)), "params"),
-    "add": (full, of_keyword, "params"),
+    "add": (full, lambda ctx, x, *, params: params.update(all=x) or x, "params"),
     "pop": (full, lambda ctx, *args: args[0] * args[1].pop("w"), "args"),
-    "rename": (full, of_keywords, "params"),
+    "rename": (full, lambda ctx, x, **named: named["params"].update(v=named["params"].pop("w")) or x, "params"),
     "append": (full, changing(lambda p: p["list"].append(3)), "params"),
     "count": (full, changing(lambda p: p.update(count=1)), "params"),
     "module": (full, changing(lambda p: setattr(p["module"], "calls", 1)), "params"),

@@ -152,13 +152,8 @@ class Scaled(PyLayer):
         return scale * x
 
 
-class OwnBackward(Scaled):
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * 3
-
-
-OwnForward = type("OwnForward", (Scaled,), {"forward": staticmethod(lambda ctx, z: z)})
+OwnBackward = layer(base=Scaled, name="OwnBackward", backward=lambda ctx, dy: dy * 3, __module__=__name__)
+OwnForward = layer(lambda ctx, z: z, base=Scaled)
 
 
 class OfClass(PyLayer):
@@ -168,15 +163,12 @@ class OfClass(PyLayer):
         return x
 
 
-class Split(Function):
-    @staticmethod
-    def forward(x, n=2):
-        """Raise `x` to the power `n`."""
-        return x**n
+def power(x, n=2):
+    """Raise `x` to the power `n`."""
+    return x**n
 
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
+
+Split = layer(power, None, Function, "Split", setup_context=lambda ctx, inputs, output: None, __module__=__name__)
 
 
 @dataclasses.dataclass

@@ -70,16 +70,11 @@ class Model:
 HIDING = {"object": Model, "method": lambda w: Model(w).__call__, "closure": lambda w: lambda x: x * w}
 
 
-def keep(ctx, x, held):
-    ctx.held = held
-    return held(x)
-
-
 @modes
 @pytest.mark.parametrize("forward_mode", [False, True])
 @pytest.mark.parametrize("hide", HIDING.values(), ids=HIDING)
 def test_a_differentiated_value_within_an_argument_that_is_no_pytree_is_named(hide, forward_mode, mode):
-    made = layer(keep, lambda ctx, dy: ctx.held(dy), forward_mode=forward_mode)
+    made = layer(lambda x, held: held(x), lambda x, held, dy: held(dy), plain=True, forward_mode=forward_mode)
     assert_named(lambda: MODES[mode](lambda w: loss(made, hide(w))(X * 1))(X))
 
 

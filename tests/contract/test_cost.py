@@ -168,13 +168,8 @@ def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mo
 
 OwnJvp = layer(base=Tanh, name="OwnJvp", jvp=lambda ctx, dx: dx / jnp.cosh(ctx.saved_tensor()[0]))
 OwnVmap = layer(base=Tanh, name="OwnVmap", vmap=lambda info, in_dims, x: (jnp.tan(x), in_dims[0]))
-Split = layer(
-    jnp.tanh,
-    Tanh.backward,
-    Function,
-    "Split",
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-)
+setup = {"setup_context": lambda ctx, inputs, output: ctx.save_for_backward(output)}
+Split = layer(jnp.tanh, Tanh.backward, Function, "Split", **setup)
 
 
 def scopes(function, *args):
@@ -192,10 +187,6 @@ def loss_of(layer):
     return lambda x: layer.apply(jnp.sin(x)).sum()
 
 
-def pushed_loss(layer):
-    return pushed(loss_of(layer))
-
-
 @modes
 @pytest.mark.parametrize("layer", [Tanh, ForwardTanh, OwnJvp, Split])
 def test_forward_and_backward_bear_the_name_of_their_class(layer, mode):
@@ -209,8 +200,8 @@ def test_forward_and_backward_bear_the_name_of_their_class(layer, mode):
     ("function", "names"),
     [
         (loss_of(Tanh), {("Tanh/forward", "tanh")}),
-        (pushed_loss(ForwardTanh), {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")}),
-        (pushed_loss(OwnJvp), {("OwnJvp/forward", "tanh"), ("OwnJvp/jvp", "div")}),
+        (pushed(loss_of(ForwardTanh)), {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")}),
+        (pushed(loss_of(OwnJvp)), {("OwnJvp/forward", "tanh"), ("OwnJvp/jvp", "div")}),
         (jax.vmap(OwnVmap.apply), {("OwnVmap/vmap", "tan")}),
         (jax.vmap(jax.grad(loss_of(OwnVmap))), {("OwnVmap/vmap", "tan"), ("OwnVmap/backward", "sub")}),
     ],

@@ -13,6 +13,7 @@ import pylayer_jax
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck
 from pylayer_jax.testing._check_layer import PROPERTIES
+from tests.hooks.spy import in_block
 from tests.kit.layers import layer, loss
 from tests.kit.modes import MODES, X
 from tests.kit.oracle import Mine, fail
@@ -22,14 +23,6 @@ PACKAGE = str(Path(pylayer_jax.__file__).parent)
 
 def hooks():
     return saved_tensors_hooks(lambda x: x, lambda x: x)
-
-
-def in_block(f):
-    def blocked(x):
-        with hooks():
-            return f(x)
-
-    return blocked
 
 
 RUNS = {
@@ -43,8 +36,8 @@ REVERSE = {
     "grad-vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x[None]).sum())(X),
     "second": lambda f: jax.jacrev(jax.grad(f))(X),
     "hessian": lambda f: jax.hessian(f)(X),
-    "block": lambda f: jax.grad(in_block(f))(X),
-    "jit-block": lambda f: jax.jit(jax.grad(in_block(f)))(X),
+    "block": lambda f: jax.grad(in_block(hooks(), f))(X),
+    "jit-block": lambda f: jax.jit(jax.grad(in_block(hooks(), f)))(X),
     "decorated": lambda f: jax.grad(hooks()(f))(X),
 }
 FORWARD = {"jvp": lambda f: jax.jvp(f, (X,), (X,)), "jit-jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)}

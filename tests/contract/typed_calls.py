@@ -118,22 +118,14 @@ class UntypedWithoutContext(Function):
         ctx.n = inputs[1]
 
 
-class UntypedWithContext(Function):
-    @staticmethod
-    def forward(ctx, x, n=2):
-        return "text"
-
-
 assert_type(WithContext.apply(x, n=3), jax.Array)
 assert_type(WithoutContext.apply(x, n=3), jax.Array)
 assert_type(UntypedWithoutContext.apply(x, 3), str)
-assert_type(UntypedWithContext.apply(x, 3), str)
 WithContext.apply(x, m=3)  # error: reportCallIssue
 WithContext.apply(x, "3")  # error: reportArgumentType
 WithoutContext.apply(x, m=3)  # error: reportCallIssue
 WithoutContext.apply(x, "3")  # error: reportArgumentType
 UntypedWithoutContext.apply(x, 3, 4)  # error: reportCallIssue
-UntypedWithContext.apply(x, 3, 4)  # error: reportCallIssue
 
 
 # -- functions that are decorated with hooks ------------------------------------------------------

@@ -50,10 +50,23 @@ ForwardTanh = layer(base=Tanh, name="ForwardTanh", forward_mode=True)
 # Twice the true gradient.
 Steep = layer(base=Tanh, name="Steep", backward=lambda ctx, dy: 2 * Tanh.backward(ctx, dy))
 SteepBothWays = layer(base=Steep, name="SteepBothWays", forward_mode=True)
-# Save their inputs; those of the second are matrices.
-Multiply = layer(lambda a, b: a * b, lambda a, b, dy: (dy * b, dy * a), name="Multiply", plain=True)
-Matmul = layer(lambda x, w: x @ w, lambda x, w, dy: (dy @ w.T, x.T @ dy), name="Matmul", plain=True)
-Square = layer(lambda x: x * x, lambda x, dy: 2 * dy * x, name="Square", plain=True, forward_mode=True)
+# The next three save their inputs, and name them: `plain` would not.
+Multiply = layer(
+    lambda ctx, a, b: ctx.save_for_backward(a, b) or a * b,
+    lambda ctx, dy: (dy * ctx.saved_tensors[1], dy * ctx.saved_tensors[0]),
+    name="Multiply",
+)
+Matmul = layer(
+    lambda ctx, x, w: ctx.save_for_backward(x, w) or x @ w,
+    lambda ctx, dy: (dy @ ctx.saved_tensors[1].T, ctx.saved_tensors[0].T @ dy),
+    name="Matmul",
+)
+Square = layer(
+    lambda ctx, x: ctx.save_for_backward(x) or x * x,
+    lambda ctx, dy: 2 * dy * ctx.saved_tensors[0],
+    name="Square",
+    forward_mode=True,
+)
 
 
 def loss(made, *rest, **named):

@@ -141,17 +141,15 @@ class Ours(Side):
         call = in_a_scan(call) if self.scanned else call
         wrt, first = tuple(places.index(i) for i in case.wrt), []
 
-        def outputs_of(*tensors: Any) -> Any:
+        def loss(*tensors: Any) -> Any:
             args = list(case.args)
             for i, tensor in zip(places, tensors, strict=True):
                 args[i] = tensor
             outputs = call(*args)
             first[:] = first or [outputs]
-            return outputs, [x for x in leaves(outputs) if hasattr(x, "dtype")]
-
-        def loss(*tensors: Any) -> Any:
-            outputs, found = outputs_of(*tensors)
-            return self.total(outputs, case), found
+            return self.total(outputs, case) if case.orders else None, [
+                x for x in leaves(outputs) if hasattr(x, "dtype")
+            ]
 
         def slope_of(f: Any) -> Any:
             def slope(*tensors: Any) -> Any:
@@ -161,15 +159,13 @@ class Ours(Side):
             return slope
 
         def everything(*tensors: Any) -> Any:
-            if not case.orders:
-                return outputs_of(*tensors)[1], []
-            gradients, found = jax.grad(loss, wrt, has_aux=True)(*tensors)
-            every, f = [gradients], loss
-            log[:] = self.log
-            for _ in range(case.orders - 1):
+            every, f = [], loss
+            for order in range(case.orders):
+                gradients, found = jax.grad(f, wrt, has_aux=True)(*tensors)
+                log[:] = log if order else self.log
+                every.append(gradients)
                 f = slope_of(f)
-                every.append(jax.grad(f, wrt, has_aux=True)(*tensors)[0])
-            return found, every
+            return found if case.orders else loss(*tensors)[1], every
 
         log: list[Any] = []
         tensors, gradients = self.mode(everything)(*(jnp.asarray(case.args[i]) for i in places))

@@ -344,14 +344,6 @@ def pushed(f: Function, args: Sequence[Any]) -> Function:
     return slope
 
 
-def by_linearize(f: Function, args: Sequence[Any]) -> Function:
-    def slope(*a):
-        g, primals = _of_floats(f, a)
-        return jax.linearize(g, *primals)[1](*_directions(args))
-
-    return slope
-
-
 enter(FORWARD, "jvp", in_turn(along), slow=True, like="jit_of_jvp")
 enter(FORWARD, "jit_of_jvp", jitted(along), implied=True)
 enter(FORWARD, "jvp_of_jit", in_turn(along, _jitted), slow=True, like="jit_of_jvp")
@@ -368,7 +360,10 @@ enter(FORWARD, "vmap_of_jvp_of_jvp", transformed(in_a_batch, along, along, size=
 
 @into(FORWARD, slow=True, like="jit_of_jvp")
 def linearize(f, args, slope):
-    return (along if slope is along else by_linearize)(f, args)(*args)
+    if slope is along:
+        return along(f, args)(*args)
+    g, primals = _of_floats(f, args)
+    return jax.linearize(g, *primals)[1](*_directions(args))
 
 
 @into(FORWARD)
