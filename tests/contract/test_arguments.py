@@ -153,7 +153,7 @@ CHANGES = {
     "set": (full, changing(lambda p: p.update(w=p["w"] * 2)), "params"),
     "add": (full, lambda ctx, x, *, params: params.update(all=x) or x, "params"),
     "pop": (full, lambda ctx, *args: args[0] * args[1].pop("w"), "args"),
-    "rename": (full, lambda ctx, x, **named: named["params"].update(v=named["params"].pop("w")) or x, "params"),
+    "rename": (full, lambda ctx, x, **named: named["params"].update(v=named["params"].pop("module")) or x, "params"),
     "append": (full, changing(lambda p: p["list"].append(3)), "params"),
     "count": (full, changing(lambda p: p.update(count=1)), "params"),
     "module": (full, changing(lambda p: setattr(p["module"], "calls", 1)), "params"),

@@ -37,6 +37,7 @@ CONTAINERS = {
     "keys that cannot be sorted": ({"n": 0, 3: 1, None: 2}, lambda c: c.update(n=c["n"] + 1)),
     "defaultdict": (collections.defaultdict(list), lambda c: c["new"].append(1)),
     "empty dict": ({}, lambda c: c.update(new=1)),
+    "set": ({1}, lambda c: c.add(2)),
     "nested": ([[{"deep": [1]}]], lambda c: c[0][0]["deep"].append(1)),
 }
 
