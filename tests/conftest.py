@@ -93,14 +93,3 @@ def paddle(framework):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return framework("paddle")
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # the last thing to be printed before the counts
-def pytest_terminal_summary(terminalreporter):
-    result = yield
-    if terminalreporter.config.option.markexpr == CORE:
-        terminalreporter.write_line(
-            "Left out: most layers under most transforms, checkers, Paddle and torch, other libraries, notebooks, slow "
-            "tests. To run them too: python -m pytest -n auto --all"
-        )
-    return result

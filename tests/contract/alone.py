@@ -20,24 +20,22 @@ def changes() -> None:
 
     def snapshot():
         # `batching.primitive_batchers` is a view of the table of fancy batchers.
-        modules = (ad, batching, mlir, partial_eval)
-        of_modules = {(m.__name__, name): table for m in modules for name, table in attributes(m).items()}
-        found = {".".join(key): dict(table) for key, table in of_modules.items() if isinstance(table, dict)}
-        found |= {f"lowerings for {name}": dict(table) for name, table in mlir._platform_specific_lowerings.items()}
+        modules = {module.__name__: attributes(module) for module in (ad, batching, mlir, partial_eval)}
+        modules["lowerings"] = mlir._platform_specific_lowerings
+        found = {
+            f"{module}.{name}": dict(table)
+            for module, members in modules.items()
+            for name, table in members.items()
+            if isinstance(table, dict)
+        }
         primitives = {key for table in found.values() for key in table if isinstance(key, Primitive)}
         classes = {c for p in primitives for c in type(p).__mro__ if c.__module__.startswith("jax")}
-        return found | {
-            repr((x, id(x))): attributes(x) for x in {*primitives, *classes, jax.custom_vjp, jax.custom_jvp}
-        }
+        owners = {*primitives, *classes, jax.custom_vjp, jax.custom_jvp}
+        return found | {repr((x, id(x))): attributes(x) for x in owners}
 
     before = snapshot()
-    for table in (
-        "ad.primitive_jvps",
-        "batching.fancy_primitive_batchers",
-        "mlir._lowerings",
-        "partial_eval.dce_rules",
-    ):
-        assert before[f"jax.interpreters.{table}"], table
+    tables = "ad.primitive_jvps", "batching.fancy_primitive_batchers", "mlir._lowerings", "partial_eval.dce_rules"
+    assert all(before[f"jax.interpreters.{table}"] for table in tables)
     import pylayer_jax
 
     for module in pkgutil.walk_packages(pylayer_jax.__path__, "pylayer_jax."):

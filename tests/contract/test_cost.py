@@ -1,19 +1,17 @@
 """A layer adds nothing to a compiled program, and little work per call; its name appears in programs. No timing."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.interpreters import partial_eval
 
-from pylayer_jax import Function, PyLayer
-from tests.kit.layers import ForwardTanh, Tanh, layer
+from pylayer_jax import Function
+from tests.kit.case import ruled
+from tests.kit.layers import ForwardTanh, Tanh, layer, loss
+from tests.kit.modes import MODES, modes
 from tests.tools.benchmarks.timing import python_calls
 
 # -- programs -------------------------------------------------------------------------------------
@@ -22,31 +20,11 @@ from tests.tools.benchmarks.timing import python_calls
 X = jnp.linspace(-1, 1, 64).reshape(8, 8)
 
 
-@jax.custom_vjp
-def tanh(x):
-    return jnp.tanh(x)
-
-
-def _tanh_forward(x):
-    y = jnp.tanh(x)
-    return y, y
-
-
-tanh.defvjp(_tanh_forward, lambda y, dy: (dy * (1 - y**2),))
-
-
+tanh = jax.custom_vjp(jnp.tanh)
+tanh.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, dy: (dy * (1 - y**2),))
+forward_tanh = jax.custom_jvp(jnp.tanh)
+forward_tanh.defjvps(lambda dx, y, x: dx * (1 - y**2))
 OwnBatch = layer(base=Tanh, vmap=lambda info, in_dims, x: (OwnBatch.apply(x), in_dims[0]))
-
-
-@jax.custom_jvp
-def forward_tanh(x):
-    return jnp.tanh(x)
-
-
-@forward_tanh.defjvp
-def _forward_tanh_jvp(primals, tangents):
-    y = jnp.tanh(primals[0])
-    return y, tangents[0] * (1 - y**2)
 
 
 def pushed(f):
@@ -71,8 +49,6 @@ PROGRAMS = {
     "forward": (deep, Tanh, tanh),
     "grad": (lambda layer: jax.grad(deep(layer)), Tanh, tanh),
     "value and grad": (lambda layer: jax.value_and_grad(deep(layer)), Tanh, tanh),
-    "grad of jit": (lambda layer: jax.grad(jax.jit(deep(layer))), Tanh, tanh),
-    "grad of scan": (lambda layer: jax.grad(scanned(layer)), Tanh, tanh),
     "grad of remat": (lambda layer: jax.grad(jax.checkpoint(deep(layer))), Tanh, tanh),
     "vmap of grad": (lambda layer: jax.vmap(jax.grad(deep(layer))), Tanh, tanh),
     "vmap of grad with a vmap of its own": (lambda layer: jax.vmap(jax.grad(deep(layer))), OwnBatch, tanh),
@@ -90,37 +66,22 @@ def test_compiled_program_is_that_of_a_hand_written_rule(program):
     assert_same_program(ours, theirs)
 
 
-class LinearTanh(PyLayer):
-    """Saves the scanned weights, which a scan must not stack a second time, and its input twice."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w, x)
-        return jnp.tanh(x @ w)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w, _ = ctx.saved_tensor()
-        dy = dy * (1 - jnp.tanh(x @ w) ** 2)
-        return dy @ w.T, x.T @ dy
-
-
-class ForwardLinearTanh(LinearTanh):
-    forward_mode = True
-
-
-@jax.custom_vjp
 def linear_tanh(x, w):
     return jnp.tanh(x @ w)
 
 
-def _linear_tanh_backward(residuals, dy):
-    x, w = residuals
-    dy = dy * (1 - jnp.tanh(x @ w) ** 2)
+def gradients_of_linear_tanh(x, w, dy):
+    dy = dy * (1 - linear_tanh(x, w) ** 2)
     return dy @ w.T, x.T @ dy
 
 
-linear_tanh.defvjp(lambda x, w: (linear_tanh(x, w), (x, w)), _linear_tanh_backward)
+# Saves the scanned weights, which a scan must not stack a second time, and its input twice.
+LinearTanh = layer(
+    lambda ctx, x, w: ctx.save_for_backward(x, w, x) or linear_tanh(x, w),
+    lambda ctx, dy: gradients_of_linear_tanh(*ctx.saved_tensors[:2], dy),
+)
+ForwardLinearTanh = layer(base=LinearTanh, forward_mode=True)
+LinearTanhByHand = ruled(linear_tanh, lambda saved, dy: gradients_of_linear_tanh(*saved, dy))
 
 LOOPS = {
     "no loop": lambda f: lambda x, ws: f(f(x, ws[0]), ws[0]),
@@ -147,7 +108,7 @@ def loop_program(loop, f, jitted_first):
 @pytest.mark.parametrize("layer", [LinearTanh, ForwardLinearTanh])
 @pytest.mark.parametrize("jitted_first", [False, True])
 def test_a_loop_over_layers_is_that_of_a_hand_written_custom_vjp(loop, layer, jitted_first):
-    ours, theirs = (loop_program(loop, f, jitted_first) for f in (layer.apply, linear_tanh))
+    ours, theirs = (loop_program(loop, f, jitted_first) for f in (layer.apply, LinearTanhByHand))
     assert_same_program(ours, theirs)
 
 
@@ -168,91 +129,21 @@ def test_the_comparison_sees_one_more_operation():
 
 
 def test_eager_apply_uses_no_custom_vjp(monkeypatch):
-    class Own(Tanh):
-        pass
-
-    def refuse(*args):
-        raise AssertionError("the rule was used")
-
-    monkeypatch.setattr(jax.custom_vjp, "__call__", refuse)
-    assert Own.apply(X).shape == X.shape
-    with pytest.raises(AssertionError, match="the rule was used"):
-        jax.grad(lambda x: Own.apply(x).sum())(X)
+    own = layer(base=Tanh)
+    monkeypatch.setattr(jax.custom_vjp, "__call__", lambda *args: pytest.fail("the rule was used"))
+    assert own.apply(X).shape == X.shape
+    with pytest.raises(pytest.fail.Exception, match="the rule was used"):
+        jax.grad(loss(own))(X)
 
 
 def test_nothing_is_built_per_call(monkeypatch):
-    built = []
-    original = jax.custom_vjp.__init__
-
-    def counting(self, *args, **kwargs):
-        built.append(args)
-        original(self, *args, **kwargs)
-
-    monkeypatch.setattr(jax.custom_vjp, "__init__", counting)
-
-    class Fresh(Tanh):
-        pass
-
+    built, original = [], jax.custom_vjp.__init__
+    monkeypatch.setattr(jax.custom_vjp, "__init__", lambda *args, **named: built.append(0) or original(*args, **named))
+    fresh = layer(base=Tanh)
     for _ in range(3):
-        jax.grad(lambda x: Fresh.apply(x).sum())(X)
-        jax.jit(lambda x: Fresh.apply(x))(X)
+        jax.grad(loss(fresh))(X)
+        jax.jit(lambda x: fresh.apply(x))(X)
     assert len(built) == 1
-
-
-# -- outputs that nobody uses ---------------------------------------------------------------------
-
-
-def scan_with_output(f):
-    return lambda x: jax.lax.scan(lambda c, _: (c + 1, f(c)), x, None, length=3)[1]
-
-
-class Both(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        wave = jnp.sin(x)
-        ctx.save_for_backward(x, jnp.exp(x))
-        return jnp.tanh(x), wave
-
-    @staticmethod
-    def backward(ctx, dy, dw):
-        x, e = ctx.saved_tensor()
-        return dy * (1 - jnp.tanh(x) ** 2) + dw * jnp.cos(x) + 0 * e
-
-
-class ForwardBoth(Both):
-    forward_mode = True
-
-
-def without_unused(function, *args):
-    """The function, as JAX leaves it when it has dropped what no output needs, and that as text."""
-    closed = jax.make_jaxpr(function)(*args)
-    jaxpr, _ = partial_eval.dce_jaxpr(getattr(closed, "jaxpr", closed), [True], instantiate=True)
-    return lambda *args: jax.core.eval_jaxpr(jaxpr, closed.consts, *args)[0], str(jaxpr)
-
-
-AROUND = pytest.mark.parametrize(
-    "around", [lambda f: f, jax.jit, jax.vmap, scan_with_output], ids=["plain", "jit", "vmap", "scan"]
-)
-
-
-@pytest.mark.parametrize(("layer", "output"), [(Both, 1), (ForwardBoth, 0)])
-@AROUND
-def test_what_is_left_has_the_same_derivatives(layer, output, around):
-    def loss(x):
-        return jnp.sum(around(layer.apply)(x)[output] ** 2)
-
-    def derivatives(loss):
-        """The first, and the second in two ways."""
-        first = jax.grad(loss)
-        return first, jax.grad(lambda x: jnp.sum(first(x) ** 2)), lambda x: jax.jvp(first, (x,), (x,))[1]
-
-    # Compiled in one program, as is what is expected.
-    left, _ = without_unused(loss, X)
-    again = [without_unused(derivative, X)[0] for derivative in derivatives(loss)[:2]]
-    first, second, forward = jax.jit(lambda x: [f(x) for f in derivatives(loss)])(X)
-    found = jax.jit(lambda x: [f(x) for f in (*again, *derivatives(left)[::2])])(X)
-    for got, expected in zip(found, (first, second, first, forward), strict=True):
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
 
 
 # -- a function among the arguments ---------------------------------------------------------------
@@ -261,19 +152,15 @@ def test_what_is_left_has_the_same_derivatives(layer, output, around):
 @pytest.mark.parametrize("mode", [jax.grad, lambda f: jax.jit(jax.grad(f)).trace], ids=["eager", "trace"])
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mode):
-    class Applies(Tanh):
-        @staticmethod
-        def forward(ctx, x, function):
-            y = function(x)
-            if keeps:
-                ctx.function = function
-            ctx.save_for_backward(y)
-            return y
+    def forward(ctx, x, function):
+        ctx.function = function if keeps else None
+        return Tanh.forward(ctx, x)
 
-    found = {}
-    for name, apply in {"plain": Tanh.apply, "with a function": lambda x: Applies.apply(x, jnp.tanh)}.items():
-        found[name] = python_calls(lambda: mode(lambda x: deep(apply, 10)(x))(X))  # noqa: B023
-    assert found["with a function"] <= 1.12 * found["plain"]
+    def calls_of(apply):
+        return python_calls(lambda: mode(deep(apply, 10))(X))
+
+    applies = layer(forward, base=Tanh)
+    assert calls_of(lambda x: applies.apply(x, jnp.tanh)) <= 1.12 * calls_of(Tanh.apply)
 
 
 # -- the names of layers in programs, as a profiler shows them -------------------------------------
@@ -281,13 +168,8 @@ def test_a_function_among_the_arguments_is_not_searched_by_python_code(keeps, mo
 
 OwnJvp = layer(base=Tanh, name="OwnJvp", jvp=lambda ctx, dx: dx / jnp.cosh(ctx.saved_tensor()[0]))
 OwnVmap = layer(base=Tanh, name="OwnVmap", vmap=lambda info, in_dims, x: (jnp.tan(x), in_dims[0]))
-Split = layer(
-    jnp.tanh,
-    Tanh.backward,
-    Function,
-    "Split",
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
-)
+setup = {"setup_context": lambda ctx, inputs, output: ctx.save_for_backward(output)}
+Split = layer(jnp.tanh, Tanh.backward, Function, "Split", **setup)
 
 
 def scopes(function, *args):
@@ -305,24 +187,10 @@ def loss_of(layer):
     return lambda x: layer.apply(jnp.sin(x)).sum()
 
 
-def pushed_loss(layer):
-    return lambda x: jax.jvp(loss_of(layer), (x,), (x,))
-
-
-SCOPED = {
-    "jit of grad": lambda f: jax.grad(f),
-    "grad of jit": lambda f: jax.grad(jax.jit(f)),
-    "vmap of grad": lambda f: jax.vmap(jax.grad(f)),
-    "grad of vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum()),
-    "scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, r: (c + f(r), None), 0.0, x)[0]),
-    "remat": lambda f: jax.grad(jax.checkpoint(f)),
-}
-
-
-@pytest.mark.parametrize("around", SCOPED)
+@modes
 @pytest.mark.parametrize("layer", [Tanh, ForwardTanh, OwnJvp, Split])
-def test_forward_and_backward_bear_the_name_of_their_class(layer, around):
-    found = scopes(SCOPED[around](loss_of(layer)), X)
+def test_forward_and_backward_bear_the_name_of_their_class(layer, mode):
+    found = scopes(MODES[mode](loss_of(layer)), X)
     assert (f"{layer.__name__}/forward", "tanh") in found
     assert (f"{layer.__name__}/backward", "sub") in found
     assert not any(scope.startswith(layer.__name__) for scope, operation in found if operation in ("sin", "cos"))
@@ -332,8 +200,8 @@ def test_forward_and_backward_bear_the_name_of_their_class(layer, around):
     ("function", "names"),
     [
         (loss_of(Tanh), {("Tanh/forward", "tanh")}),
-        (pushed_loss(ForwardTanh), {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")}),
-        (pushed_loss(OwnJvp), {("OwnJvp/forward", "tanh"), ("OwnJvp/jvp", "div")}),
+        (pushed(loss_of(ForwardTanh)), {("ForwardTanh/forward", "tanh"), ("ForwardTanh/backward", "sub")}),
+        (pushed(loss_of(OwnJvp)), {("OwnJvp/forward", "tanh"), ("OwnJvp/jvp", "div")}),
         (jax.vmap(OwnVmap.apply), {("OwnVmap/vmap", "tan")}),
         (jax.vmap(jax.grad(loss_of(OwnVmap))), {("OwnVmap/vmap", "tan"), ("OwnVmap/backward", "sub")}),
     ],
@@ -344,17 +212,8 @@ def test_other_methods_bear_the_name_too(function, names):
 
 
 def test_a_layer_within_a_layer():
-    class Outer(Tanh):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return jnp.exp(Tanh.apply(x))
-
-        @staticmethod
-        def backward(ctx, dy):
-            return Tanh.apply(dy)
-
-    text = jax.jit(jax.value_and_grad(loss_of(Outer))).lower(X).as_text("hlo", debug_info=True)
+    outer = layer(lambda x: jnp.exp(Tanh.apply(x)), lambda x, dy: Tanh.apply(dy), name="Outer", plain=True)
+    text = jax.jit(jax.value_and_grad(loss_of(outer))).lower(X).as_text("hlo", debug_info=True)
     assert re.search(r"\(Outer/forward\)/exp", text)
     assert re.search(r"\(Outer/forward\)/(eval_jaxpr/)?Tanh/forward/tanh", text)
     assert re.search(r"\(Outer/backward\)\)/Tanh/forward/tanh", text)

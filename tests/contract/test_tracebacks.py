@@ -1,7 +1,6 @@
 """Where errors point: to the lines of the user, and not to those of the library."""
 
-from __future__ import annotations
-
+import functools
 import inspect
 import traceback
 from pathlib import Path
@@ -14,30 +13,16 @@ import pylayer_jax
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck
 from pylayer_jax.testing._check_layer import PROPERTIES
+from tests.hooks.spy import in_block
 from tests.kit.layers import layer, loss
 from tests.kit.modes import MODES, X
+from tests.kit.oracle import Mine, fail
 
 PACKAGE = str(Path(pylayer_jax.__file__).parent)
 
 
-class BoomError(Exception):
-    pass
-
-
-def boom(*args, **kwargs):
-    raise BoomError
-
-
 def hooks():
     return saved_tensors_hooks(lambda x: x, lambda x: x)
-
-
-def in_block(f):
-    def blocked(x):
-        with hooks():
-            return f(x)
-
-    return blocked
 
 
 RUNS = {
@@ -51,8 +36,8 @@ REVERSE = {
     "grad-vmap": lambda f: jax.grad(lambda x: jax.vmap(f)(x[None]).sum())(X),
     "second": lambda f: jax.jacrev(jax.grad(f))(X),
     "hessian": lambda f: jax.hessian(f)(X),
-    "block": lambda f: jax.grad(in_block(f))(X),
-    "jit-block": lambda f: jax.jit(jax.grad(in_block(f)))(X),
+    "block": lambda f: jax.grad(in_block(hooks(), f))(X),
+    "jit-block": lambda f: jax.jit(jax.grad(in_block(hooks(), f)))(X),
     "decorated": lambda f: jax.grad(hooks()(f))(X),
 }
 FORWARD = {"jvp": lambda f: jax.jvp(f, (X,), (X,)), "jit-jvp": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(X)}
@@ -60,15 +45,15 @@ IN_VMAP = {"vmap": RUNS["vmap"], "grad-vmap": REVERSE["grad-vmap"]}
 OF_ARRAYS = {name: run for name, run in (RUNS | REVERSE).items() if name != "container"}
 # Layers of which one method raises, and what runs it.
 LAYERS = {
-    "forward": (layer(boom), RUNS | REVERSE),
-    "forward, forward mode": (layer(boom, forward_mode=True), RUNS | REVERSE),
-    "setup_context": (layer(lambda x: x * 2, base=Function, setup_context=staticmethod(boom)), OF_ARRAYS),
-    "backward": (layer(backward=boom), REVERSE),
-    "backward, forward mode": (layer(backward=boom, forward_mode=True), REVERSE | FORWARD),
+    "forward": (layer(fail), RUNS | REVERSE),
+    "forward, forward mode": (layer(fail, forward_mode=True), RUNS | REVERSE),
+    "setup_context": (layer(lambda x: x * 2, base=Function, setup_context=fail), OF_ARRAYS),
+    "backward": (layer(backward=fail), REVERSE),
+    "backward, forward mode": (layer(backward=fail, forward_mode=True), REVERSE | FORWARD),
     # The error of the decorator comes before any other one of a second derivative.
-    "backward, once": (layer(backward=once_differentiable(boom)), {k: v for k, v in REVERSE.items() if k != "hessian"}),
-    "jvp": (layer(jvp=staticmethod(boom)), FORWARD),
-    "vmap": (layer(vmap=staticmethod(boom)), IN_VMAP),
+    "backward, once": (layer(backward=once_differentiable(fail)), {k: v for k, v in REVERSE.items() if k != "hessian"}),
+    "jvp": (layer(jvp=fail), FORWARD),
+    "vmap": (layer(vmap=fail), IN_VMAP),
 }
 CASES = {f"{name}: {run}": (made, runs[run]) for name, (made, runs) in LAYERS.items() for run in runs}
 
@@ -85,10 +70,10 @@ def shown_by_pytest(error):
 
 @pytest.mark.parametrize(("made", "run"), CASES.values(), ids=CASES)
 def test_frames_between_the_call_and_the_method_hide_themselves(made, run):
-    with pytest.raises(BoomError) as caught:
+    with pytest.raises(Mine) as caught:
         run(loss(made))
     assert shown_by_pytest(caught.value) == []
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "boom"
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fail"
 
 
 WrongSign = layer(jnp.sin, lambda x, dy: -dy * jnp.cos(x), plain=True)
@@ -109,11 +94,9 @@ def test_frames_of_a_checker_hide_themselves(check):
 # -- JAX's errors about tracers -------------------------------------------------------------------
 
 
-Branches = layer(forward=lambda ctx, x: x if x.sum() > 0 else -x, backward=lambda ctx, dy: dy, name="Branches")
-
-
+Branches = layer(lambda ctx, x: x if x.sum() > 0 else -x, name="Branches")
 FORWARD_LINE = inspect.getsourcelines(Branches.forward)[1]
-WithForwardMode = type("Branches", (Branches,), {"forward_mode": True})
+WithForwardMode = layer(base=Branches, name="Branches", forward_mode=True)
 SetAfterwards = type("Branches", (PyLayer,), {})
 for name in ("forward", "backward"):  # as cloudpickle does
     setattr(SetAfterwards, name, vars(Branches)[name])
@@ -146,17 +129,12 @@ def test_a_value_that_leaves_forward_was_made_at_a_line_of_the_user():
     jax.jit(Keeps.apply)(X)
     with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
         kept[0] + 1
-    line = inspect.getsourcelines(Keeps.forward)[1]
-    assert f"Keeps at {__file__}:{line} traced for" in str(caught.value)
-    assert f"created on line {__file__}:{line + 2}" in str(caught.value)
-    assert PACKAGE not in str(caught.value)
-
-
-class Abs:
-    def __call__(self, ctx, x):
-        return abs(x)
+    text, line = str(caught.value), inspect.getsourcelines(Keeps.forward)[1]
+    assert f"Keeps at {__file__}:{line} traced for" in text
+    assert f"created on line {__file__}:{line + 2}" in text
+    assert PACKAGE not in text
 
 
 def test_jaxprs_still_show_the_name_of_the_class():
-    for method in (staticmethod(lambda ctx, x: x), Abs()):
-        assert "name=Named" in str(jax.make_jaxpr(type("Named", (PyLayer,), {"forward": method}).apply)(X))
+    for forward in (lambda ctx, x: x, functools.partial(lambda ctx, x: abs(x))):
+        assert "name=Named" in str(jax.make_jaxpr(layer(forward, name="Named").apply)(X))

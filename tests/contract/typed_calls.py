@@ -23,10 +23,6 @@ class Typed(PyLayer):
     def forward(ctx: PyLayerContext, x: jax.Array, scale: float = 1.0, *, mode: str = "same") -> tuple[jax.Array, int]:
         return x * scale, len(mode)
 
-    @staticmethod
-    def backward(ctx: PyLayerContext, dy: jax.Array) -> jax.Array:
-        return dy
-
 
 class Untyped(PyLayer):
     @staticmethod
@@ -121,27 +117,15 @@ class UntypedWithoutContext(Function):
     def setup_context(ctx, inputs, output):
         ctx.n = inputs[1]
 
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
-class UntypedWithContext(Function):
-    @staticmethod
-    def forward(ctx, x, n=2):
-        return "text"
-
 
 assert_type(WithContext.apply(x, n=3), jax.Array)
 assert_type(WithoutContext.apply(x, n=3), jax.Array)
 assert_type(UntypedWithoutContext.apply(x, 3), str)
-assert_type(UntypedWithContext.apply(x, 3), str)
 WithContext.apply(x, m=3)  # error: reportCallIssue
 WithContext.apply(x, "3")  # error: reportArgumentType
 WithoutContext.apply(x, m=3)  # error: reportCallIssue
 WithoutContext.apply(x, "3")  # error: reportArgumentType
 UntypedWithoutContext.apply(x, 3, 4)  # error: reportCallIssue
-UntypedWithContext.apply(x, 3, 4)  # error: reportCallIssue
 
 
 # -- functions that are decorated with hooks ------------------------------------------------------

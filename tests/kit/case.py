@@ -37,15 +37,14 @@ class Case:
     def in_forward_mode(self, monkeypatch: Any) -> Case:
         """The case with forward mode for its layer, and for the others of its module."""
         module = sys.modules[self.kind.__module__]
-        layers = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, PyLayer)}
-        kind = self.kind
-        for name, layer in layers.items():
-            if layer.__module__ != module.__name__:
-                continue
-            derived = type(name, (layer,), {"forward_mode": True})
-            monkeypatch.setattr(module, name, derived)
-            if layer is self.kind:
-                kind = derived
+        kinds = {
+            name: type(name, (kind,), {"forward_mode": True})
+            for name, kind in vars(module).items()
+            if isinstance(kind, type) and issubclass(kind, PyLayer) and kind.__module__ == module.__name__
+        }
+        for name, kind in kinds.items():
+            monkeypatch.setattr(module, name, kind)
+        kind = next((kind for kind in kinds.values() if kind.__base__ is self.kind), self.kind)
         called = self.layer != self.kind.apply
         return dataclasses.replace(self, kind=kind, layer=self.layer if called else kind.apply)
 

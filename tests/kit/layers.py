@@ -8,81 +8,6 @@ import jax.numpy as jnp
 from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 
 
-class Tanh(PyLayer):
-    """Saves its output."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.tanh(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,) = ctx.saved_tensor()
-        return dy * (1 - y**2)
-
-
-class ForwardTanh(Tanh):
-    forward_mode = True
-
-
-class Steep(Tanh):
-    """Returns twice the true gradient."""
-
-    @staticmethod
-    def backward(ctx, dy):
-        return 2 * Tanh.backward(ctx, dy)
-
-
-class SteepBothWays(Steep):
-    forward_mode = True
-
-
-class Multiply(PyLayer):
-    """Saves its inputs."""
-
-    @staticmethod
-    def forward(ctx, a, b):
-        ctx.save_for_backward(a, b)
-        return a * b
-
-    @staticmethod
-    def backward(ctx, dy):
-        a, b = ctx.saved_tensor()
-        return dy * b, dy * a
-
-
-class Matmul(PyLayer):
-    """Saves its inputs, two matrices."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensor()
-        return dy @ w.T, x.T @ dy
-
-
-class Square(PyLayer):
-    """Saves its input, and has forward mode."""
-
-    forward_mode = True
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensor()
-        return 2 * dy * x
-
-
 def layer(forward=None, backward=None, base=PyLayer, name="Made", *, plain=False, **members):
     """Make a layer from functions.
 
@@ -104,6 +29,44 @@ def layer(forward=None, backward=None, base=PyLayer, name="Made", *, plain=False
     members = {key: method for key, method in methods.items() if method is not None} | members
     static = {key: staticmethod(x) if isinstance(x, types.FunctionType) else x for key, x in members.items()}
     return type(name, (base,), static)
+
+
+class Tanh(PyLayer):
+    """Saves its output."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = jnp.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensor()
+        return dy * (1 - y**2)
+
+
+ForwardTanh = layer(base=Tanh, name="ForwardTanh", forward_mode=True)
+# Twice the true gradient.
+Steep = layer(base=Tanh, name="Steep", backward=lambda ctx, dy: 2 * Tanh.backward(ctx, dy))
+SteepBothWays = layer(base=Steep, name="SteepBothWays", forward_mode=True)
+# The next three save their inputs, and name them: `plain` would not.
+Multiply = layer(
+    lambda ctx, a, b: ctx.save_for_backward(a, b) or a * b,
+    lambda ctx, dy: (dy * ctx.saved_tensors[1], dy * ctx.saved_tensors[0]),
+    name="Multiply",
+)
+Matmul = layer(
+    lambda ctx, x, w: ctx.save_for_backward(x, w) or x @ w,
+    lambda ctx, dy: (dy @ ctx.saved_tensors[1].T, ctx.saved_tensors[0].T @ dy),
+    name="Matmul",
+)
+Square = layer(
+    lambda ctx, x: ctx.save_for_backward(x) or x * x,
+    lambda ctx, dy: 2 * dy * ctx.saved_tensors[0],
+    name="Square",
+    forward_mode=True,
+)
 
 
 def loss(made, *rest, **named):

@@ -26,6 +26,9 @@ class Names:
                 return getattr(module, name)
         raise AttributeError(name)
 
+    def saved(self, ctx: Any) -> Any:
+        return ctx.saved_tensors
+
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.astype(dtype)
 
@@ -49,9 +52,6 @@ class Jax(Names):
     def __init__(self) -> None:
         super().__init__(jnp, jax.nn, jax)  # of jax the transforms
 
-    def saved(self, ctx: Any) -> Any:
-        return ctx.saved_tensors
-
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
         """The value of a function, and the gradients of its arguments for the cotangent `dy`."""
         y, pull = jax.vjp(function, *args)
@@ -70,7 +70,17 @@ class Jax(Names):
         return np.asarray(x)
 
 
-class Torch(Names):
+class Framework(Names):
+    """Of tensors that have methods of these names."""
+
+    def copy(self, x: Any) -> Any:
+        return x.clone()
+
+    def detach(self, x: Any) -> Any:
+        return x.detach()
+
+
+class Torch(Framework):
     def __init__(self, torch: Any) -> None:
         super().__init__(torch, torch.nn.functional, torch.func)
         self.Function = self.PyLayer = torch.autograd.Function
@@ -80,17 +90,8 @@ class Torch(Names):
         self.moveaxis = torch.movedim  # the other has no rule for vmap of vmap
         self.once_differentiable = torch.autograd.function.once_differentiable
 
-    def saved(self, ctx: Any) -> Any:
-        return ctx.saved_tensors
-
     def cast(self, x: Any, dtype: Any) -> Any:
         return x.to(getattr(self, dtype) if isinstance(dtype, str) else dtype)
-
-    def copy(self, x: Any) -> Any:
-        return x.clone()
-
-    def detach(self, x: Any) -> Any:
-        return x.detach()
 
     def leaf(self, x: Any) -> Any:
         """A copy that is differentiated."""
@@ -122,7 +123,7 @@ class Torch(Names):
         return x.detach().numpy()
 
 
-class Paddle(Names):
+class Paddle(Framework):
     def __init__(self, paddle: Any) -> None:
         super().__init__(paddle, paddle.nn.functional)
         self.Function = self.PyLayer = paddle.autograd.PyLayer
@@ -135,12 +136,6 @@ class Paddle(Names):
 
     def asarray(self, value: Any, dtype: Any) -> Any:
         return self.to_tensor(value, dtype=dtype)
-
-    def copy(self, x: Any) -> Any:
-        return x.clone()
-
-    def detach(self, x: Any) -> Any:
-        return x.detach()
 
     def var(self, x: Any, axis: Any, keepdims: bool = False) -> Any:
         return x.var(axis, unbiased=False, keepdim=keepdims)

@@ -134,17 +134,20 @@ def _jitted(f, args):
     return jax.jit(f)
 
 
-def _remat(f, args):
-    return jax.checkpoint(f)
+def _remat(f, args, policy=None):
+    return jax.checkpoint(f, policy=policy)
 
 
-def _remat_that_saves_everything(f, args):
-    # Apart from the other policies, as JAX itself cannot save a complex residual under this one.
-    return jax.checkpoint(f, policy=jax.checkpoint_policies.everything_saveable)
+def _looped(f, args):
+    return lambda *a: jax.lax.fori_loop(0, 1, lambda _, total: total + f(*a), jnp.zeros(()))
 
 
 def _mapped(f, args):
     return lambda *a: jax.vmap(f)(*a).sum()
+
+
+def _mapped_over_the_first(f, args):
+    return lambda *a: jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))(*a).sum()
 
 
 def _mesh():
@@ -173,20 +176,38 @@ def _directions(args: Sequence[Any]) -> list[jax.Array]:
     return [np.cos(np.arange(args[i].size, dtype=np.float32)).reshape(args[i].shape) for i in floats(args)]
 
 
-def differentiated(run: Any, *around: Callable[[Function, Any], Function], size: int = 0) -> Transform:
-    """What `run` makes of the gradient of a function within all of these; of so many examples, if there is a size."""
+def hessian(f: Function, args: Sequence[Any]) -> Callable[..., Any]:
+    return jax.hessian(f, floats(args))
 
-    def transform(f, args):
+
+def transformed(run: Any, *around: Callable[[Function, Any], Function], size: int = 0) -> Any:
+    """What `run` makes of a function within all of these; of so many examples, if there is a size.
+
+    A transform of the table FORWARD also gets how slopes are computed, in place of `along` among these.
+    """
+
+    def transform(f, args, slope=along):
         for one in reversed(around):
-            f = one(f, args)
-        return run(gradient(f, args))(*(batched(args, size) if size else args))
+            f = slope(f, args) if one is along else one(f, args)
+        return run(f)(*(batched(args, size) if size else args))
 
     return transform
 
 
-eagerly = functools.partial(differentiated, lambda g: g)
-compiled = functools.partial(differentiated, jax.jit)
-compiled_batch = functools.partial(differentiated, lambda g: jax.jit(jax.vmap(g)), size=4)
+def over_the_first(transform: Any) -> Any:
+    """A transform of several examples of the first argument, which share the others."""
+    return lambda f, args, *slope: transform(f, [batched(args, 3)[0], *args[1:]], *slope)
+
+
+def in_a_batch(f: Function) -> Function:
+    return jax.jit(jax.vmap(f))
+
+
+in_turn = functools.partial(transformed, lambda f: f)  # operation by operation
+jitted = functools.partial(transformed, jax.jit)
+eagerly = functools.partial(in_turn, gradient)
+compiled = functools.partial(jitted, gradient)
+compiled_batch = functools.partial(transformed, in_a_batch, gradient, size=4)
 
 
 # -- first order ----------------------------------------------------------------------------------
@@ -196,7 +217,7 @@ enter(FIRST_ORDER, "grad", eagerly(), like="jit_of_grad")
 enter(FIRST_ORDER, "jit_of_grad", compiled())
 enter(FIRST_ORDER, "grad_of_jit", eagerly(_jitted), like="jit_of_grad")
 enter(FIRST_ORDER, "vmap_of_grad", compiled_batch(), implied=True)
-enter(FIRST_ORDER, "eager_vmap", differentiated(jax.vmap, size=4), slow=True, like="vmap_of_grad")
+enter(FIRST_ORDER, "eager_vmap", transformed(jax.vmap, gradient, size=4), slow=True, like="vmap_of_grad")
 enter(FIRST_ORDER, "grad_of_vmap", compiled(_mapped, size=4), implied=True, like="vmap_of_grad")
 enter(FIRST_ORDER, "scan", eagerly(_scanned), slow=True, like="jit_of_scan")
 enter(FIRST_ORDER, "jit_of_scan", compiled(_scanned), implied=True, known=compiled(_steps_at_once))
@@ -204,29 +225,21 @@ enter(FIRST_ORDER, "scan_of_remat", compiled(_scanned, _remat), like="jit_of_sca
 enter(FIRST_ORDER, "cond", eagerly(_conditional), slow=True, like="jit_of_grad")
 enter(FIRST_ORDER, "jit_of_cond_and_remat", compiled(_conditional, _remat), like="jit_of_grad")
 enter(FIRST_ORDER, "remat", eagerly(_remat), slow=True, like="jit_of_grad")
-enter(
-    FIRST_ORDER,
-    "remat_that_saves_everything",
-    compiled(_remat_that_saves_everything),
-    implied=True,
-    like="jit_of_grad",
-)
+# Each apart, as JAX itself cannot save a complex residual under one of them.
+for what in ("everything", "dots"):
+    remat = functools.partial(_remat, policy=getattr(jax.checkpoint_policies, f"{what}_saveable"))
+    implied = what == "everything"
+    enter(FIRST_ORDER, f"remat_that_saves_{what}", compiled(remat), implied=implied, like="jit_of_grad")
 enter(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), like="vmap_of_grad")
 enter(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, like="vmap_of_grad")
-enter(FIRST_ORDER, "eager", lambda f, args: f(*args), implied=True)
+enter(FIRST_ORDER, "eager", in_turn(), implied=True)
+enter(FIRST_ORDER, "fori_loop", compiled(_looped), implied=True, like="jit_of_grad")
+enter(FIRST_ORDER, "grad_of_vmap_of_the_first", over_the_first(compiled(_mapped_over_the_first)))
 
 
 @into(FIRST_ORDER, slow=True)
 def value_and_grad_of_each(f, args):
     return [jax.value_and_grad(f, i)(*args) for i in floats(args)]
-
-
-@into(FIRST_ORDER)
-def grad_of_vmap_of_the_first(f, args):
-    # The other arguments are shared, so that their gradients are sums over the examples.
-    first = batched(args, 3)[0]
-    mapped = jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))
-    return jax.jit(gradient(lambda *a: mapped(*a).sum(), args))(first, *args[1:])
 
 
 @into(FIRST_ORDER, slow=True)
@@ -241,24 +254,9 @@ def vjp_called_twice(f, args):
     return [(first[i], second[i]) for i in floats(args)]
 
 
-@into(FIRST_ORDER, implied=True, like="jit_of_grad")
-def fori_loop(f, args):
-    loop = jax.jit(gradient(lambda *a: jax.lax.fori_loop(0, 2, lambda _, c: c + f(*a), jnp.zeros(())), args))
-    return tuple(g / 2 for g in loop(*args))
-
-
 @into(FIRST_ORDER, implied=True, like="eager")
 def while_loop_forward(f, args):
     return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(*args) / 2), (0, jnp.zeros(())))[1]
-
-
-@into(FIRST_ORDER, like="jit_of_grad")
-def remat_with_policies(f, args):
-    policies = jax.checkpoint_policies
-    wrapped = [jax.checkpoint(f, policy=p) for p in (policies.dots_saveable, policies.nothing_saveable)]
-    # One program of both; a sum of the functions would halve what a backward that is not linear gets.
-    both = jax.jit(lambda *a: [gradient(w, args)(*a) for w in wrapped])(*args)
-    return tuple((a + b) / 2 for a, b in zip(*both, strict=True))
 
 
 @into(FIRST_ORDER, implied=True, like="vmap_of_grad")
@@ -282,14 +280,14 @@ def export_with_vjp(f, args):
 @into(FIRST_ORDER, implied=True, like="jit_of_grad")
 def checking_leaks(f, args):
     with jax.checking_leaks():
-        return jax.jit(gradient(f, args))(*args)
+        return compiled()(f, args)
 
 
 @into(FIRST_ORDER, slow=True, like="jit_of_grad")
 def debug_nans(f, args):
     with jax.debug_nans(True):
-        jitted, eager = jax.jit(gradient(f, args))(*args), gradient(f, args)(*args)
-    return tuple((a + b) / 2 for a, b in zip(jitted, eager, strict=True))
+        eagerly()(f, args)
+        return compiled()(f, args)
 
 
 def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
@@ -321,14 +319,10 @@ enter(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, size=
 # -- forward over reverse -------------------------------------------------------------------------
 
 
-@into(FORWARD_OVER_REVERSE, slow=True, like="jit_of_hessian")
-def hessian(f, args):
-    return jax.hessian(f, floats(args))(*args)
-
-
-@into(FORWARD_OVER_REVERSE, implied=True)
-def jit_of_hessian(f, args):
-    return jax.jit(jax.hessian(f, floats(args)))(*args)
+enter(FORWARD_OVER_REVERSE, "hessian", in_turn(hessian), slow=True, like="jit_of_hessian")
+enter(FORWARD_OVER_REVERSE, "jit_of_hessian", jitted(hessian), implied=True)
+enter(FORWARD_OVER_REVERSE, "hessian_of_scan", jitted(hessian, _scanned), known=jitted(hessian, _steps_at_once))
+enter(FORWARD_OVER_REVERSE, "hessian_of_remat", in_turn(hessian, _remat), slow=True, like="jit_of_hessian")
 
 
 @into(FORWARD_OVER_REVERSE)
@@ -336,18 +330,6 @@ def jvp_of_grad(f, args):
     # Compiled, as `hessian` is what runs it operation by operation.
     g, primals = _of_floats(gradient(f, args), args)
     return jax.jit(lambda *p: jax.jvp(g, p, tuple(jnp.sin(3 * x) for x in p))[1])(*primals)
-
-
-def _hessian_around(around):
-    return lambda f, args: jax.jit(jax.hessian(around(f, args), floats(args)))(*args)
-
-
-enter(FORWARD_OVER_REVERSE, "hessian_of_scan", _hessian_around(_scanned), known=_hessian_around(_steps_at_once))
-
-
-@into(FORWARD_OVER_REVERSE, slow=True, like="jit_of_hessian")
-def hessian_of_remat(f, args):
-    return jax.hessian(jax.checkpoint(f), floats(args))(*args)
 
 
 # -- forward mode: each against the same numbers by reverse mode -------------------------------------
@@ -362,82 +344,37 @@ def pushed(f: Function, args: Sequence[Any]) -> Function:
     return slope
 
 
-def by_linearize(f: Function, args: Sequence[Any]) -> Function:
-    def slope(*a):
-        g, primals = _of_floats(f, a)
-        return jax.linearize(g, *primals)[1](*_directions(args))
-
-    return slope
-
-
-enter(FORWARD, "jvp", lambda f, args, slope: slope(f, args)(*args), slow=True, like="jit_of_jvp")
+enter(FORWARD, "jvp", in_turn(along), slow=True, like="jit_of_jvp")
+enter(FORWARD, "jit_of_jvp", jitted(along), implied=True)
+enter(FORWARD, "jvp_of_jit", in_turn(along, _jitted), slow=True, like="jit_of_jvp")
+enter(FORWARD, "vmap_of_jvp", transformed(in_a_batch, along, size=3), slow=True)
+enter(FORWARD, "jvp_of_vmap_of_the_first", over_the_first(jitted(along, _mapped_over_the_first)), slow=True)
+enter(FORWARD, "jvp_of_scan", jitted(along, _scanned), known=jitted(along, _steps_at_once))
+enter(FORWARD, "jvp_of_cond_and_remat", jitted(along, _conditional, _remat), slow=True, like="jit_of_jvp")
+enter(FORWARD, "jvp_of_jvp", jitted(along, along), implied=True)
+enter(FORWARD, "grad_of_jvp", compiled(along))
+enter(FORWARD, "eager_grad_of_jvp", eagerly(along), slow=True, like="grad_of_jvp")
+enter(FORWARD, "jvp_of_jvp_of_scan", jitted(along, along, _scanned), slow=True)
+enter(FORWARD, "vmap_of_jvp_of_jvp", transformed(in_a_batch, along, along, size=2), slow=True)
 
 
 @into(FORWARD, slow=True, like="jit_of_jvp")
 def linearize(f, args, slope):
-    return (along if slope is along else by_linearize)(f, args)(*args)
-
-
-enter(FORWARD, "jit_of_jvp", lambda f, args, slope: jax.jit(slope(f, args))(*args), implied=True)
-
-
-enter(FORWARD, "jvp_of_jit", lambda f, args, slope: slope(jax.jit(f), args)(*args), slow=True, like="jit_of_jvp")
-
-
-enter(FORWARD, "vmap_of_jvp", lambda f, args, slope: jax.jit(jax.vmap(slope(f, args)))(*batched(args, 3)), slow=True)
+    if slope is along:
+        return along(f, args)(*args)
+    g, primals = _of_floats(f, args)
+    return jax.linearize(g, *primals)[1](*_directions(args))
 
 
 @into(FORWARD)
 def jvp_of_vmap(f, args, slope):
-    many = batched(args, 3)
-    return jax.jit(slope(_mapped(f, many), many))(*many)
-
-
-@into(FORWARD, slow=True)
-def jvp_of_vmap_of_the_first(f, args, slope):
-    many = [batched(args, 3)[0], *args[1:]]
-    mapped = jax.vmap(f, in_axes=(0, *[None] * (len(args) - 1)))
-    return jax.jit(slope(lambda *a: mapped(*a).sum(), many))(*many)
-
-
-def _jvp_around(around):
-    return lambda f, args, slope: jax.jit(slope(around(f, args), args))(*args)
-
-
-enter(FORWARD, "jvp_of_scan", _jvp_around(_scanned), known=_jvp_around(_steps_at_once))
-
-
-@into(FORWARD, slow=True, like="jit_of_jvp")
-def jvp_of_cond_and_remat(f, args, slope):
-    return jax.jit(slope(_conditional(jax.checkpoint(f), args), args))(*args)
+    return jitted(along, _mapped)(f, batched(args, 3), slope)
 
 
 @into(FORWARD, slow=True)
 def jacfwd(f, args, slope):
     jacobian = jax.jacrev if slope is along else jax.jacfwd
     return jax.jit(jacobian(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args)))(*args)
-
-
-enter(FORWARD, "jvp_of_jvp", lambda f, args, slope: jax.jit(slope(slope(f, args), args))(*args), implied=True)
-
-
-enter(FORWARD, "grad_of_jvp", lambda f, args, slope: jax.jit(gradient(slope(f, args), args))(*args))
-
-
-@into(FORWARD, slow=True, like="grad_of_jvp")
-def eager_grad_of_jvp(f, args, slope):
-    return gradient(slope(f, args), args)(*args)
-
-
-@into(FORWARD, slow=True)
-def jvp_of_jvp_of_scan(f, args, slope):
-    scanned = _scanned(f, args)
-    return jax.jit(slope(slope(scanned, args), args))(*args)
-
-
-@into(FORWARD, slow=True)
-def vmap_of_jvp_of_jvp(f, args, slope):
-    return jax.jit(jax.vmap(slope(slope(f, args), args)))(*batched(args, 2))
 
 
 # -- comparison -----------------------------------------------------------------------------------
