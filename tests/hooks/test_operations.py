@@ -11,11 +11,11 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import save_on_cpu
 from tests.kit.layers import Multiply, Tanh, bits
+from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import TRANSFORMS, in_block, without_hooks
+from .spy import TRANSFORMS, in_block, noting, without_hooks
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) * 0.3 + np.eye(4), jnp.float32)
 
@@ -47,6 +47,12 @@ def sharded(f):
         return jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i"))(x)
 
     return mapped
+
+
+def through_a_ref(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[...] = x * x
+    return ref[...]
 
 
 def cube_root(x):
@@ -95,6 +101,7 @@ OPERATIONS = {
     "custom_root": cube_root,
     "complex": lambda x: jnp.abs(jnp.exp(lax.complex(jnp.zeros_like(x), x)) * lax.complex(x, x)),
     "debug callback": lambda x: (jax.debug.callback(lambda v: None, x), jnp.sin(x))[1],
+    "ref": through_a_ref,
     "optimization_barrier": lambda x: jnp.sin(lax.optimization_barrier(x)),
 }
 
@@ -107,15 +114,10 @@ def loss_of(operation):
     return loss, without_hooks(loss, (X,))
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        "grad",
-        "jit_of_grad_of_grad",
-        pytest.param("grad_of_jit", marks=pytest.mark.slow),
-        pytest.param("vmap_of_grad", marks=pytest.mark.slow),
-    ],
-)
+SLOW = [pytest.param(transform, marks=pytest.mark.slow) for transform in ("grad_of_jit", "vmap_of_grad")]
+
+
+@pytest.mark.parametrize("transform", ["grad", "jit_of_grad_of_grad", *SLOW])
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_gradients(operation, transform):
     loss, expected = loss_of(operation)
@@ -131,18 +133,18 @@ def test_gradients(operation, transform):
     np.testing.assert_allclose(found, expected(transform)[0], rtol=2e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("run", [lambda f: f, jax.jit])
-def test_the_matrix_of_a_linear_solve(run):
+@EAGER_AND_JIT
+def test_the_matrix_of_a_linear_solve(mode):
     def solution(a):
-        multiply = saved_tensors_hooks(lambda x: (x,), lambda kept: kept[0], differentiable=True)(lambda x: x * a)
+        multiply = noting([], differentiable=True)(lambda x: x * a)
         solve = lambda multiply, b: b / multiply(jnp.ones_like(b))  # noqa: E731
         return jnp.sum(jax.lax.custom_linear_solve(multiply, jnp.ones(3), solve, solve))
 
-    np.testing.assert_allclose(run(jax.grad(solution))(2.0), -0.75, rtol=1e-6)
-    np.testing.assert_allclose(run(jax.grad(jax.grad(solution)))(2.0), 0.75, rtol=1e-6)
+    np.testing.assert_allclose(mode(jax.grad(solution))(2.0), -0.75, rtol=1e-6)
+    np.testing.assert_allclose(mode(jax.grad(jax.grad(solution)))(2.0), 0.75, rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@EAGER_AND_JIT
 def test_an_operation_on_a_mask_of_what_came_from_outside(mode):
     """A ready pair keeps the mask by the code that computes it from x, which is differentiated."""
 

@@ -12,14 +12,12 @@ from pylayer_jax.packers import cast_saved, save_on_cpu
 from tests.kit.layers import Square, Tanh, bits, layer
 from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import Spy, X, counted_step, in_block, tanh_slope, tanh_sum
+from .spy import Spy, X, counted_step, in_block, noting, tanh_slope, tanh_sum
 
 
 def test_once_differentiable_under_hooks():
-    class Once(Square):
-        backward = staticmethod(once_differentiable(Square.backward))
-
-    first = jax.grad(lambda x: Once.apply(x).sum())
+    once = layer(base=Square, backward=once_differentiable(Square.backward))
+    first = jax.grad(lambda x: once.apply(x).sum())
     with bits():
         np.testing.assert_allclose(first(X), 2 * X, rtol=1e-6)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -93,14 +91,17 @@ Twice = layer(backward=lambda ctx, dy: 2 * dy, forward_mode=True)
 @EAGER_AND_JIT
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_a_block_in_a_backward_that_is_transposed(derivative, mode):
-    class Squared(Square):
-        @staticmethod
-        def backward(ctx, dy):
-            with bits():
-                return ctx.saved_tensor()[0] * Twice.apply(dy)
+    packed = []
+    hooks, of = noting(packed), DERIVATIVES[derivative]
 
-    of = DERIVATIVES[derivative]
-    np.testing.assert_allclose(mode(of(Squared.apply))(X), of(lambda x: x * x)(X), rtol=1e-6)
+    def backward(x, dy):
+        with hooks:
+            return hooks(lambda dy: Twice.apply(dy) * jnp.cos(x))(dy) / 2
+
+    for flag in (False, True) if derivative in ("hessian", "reverse twice") else (True,):
+        sine = layer(jnp.sin, backward, plain=True, forward_mode=flag).apply
+        np.testing.assert_allclose(mode(of(sine))(X), jax.jit(of(jnp.sin))(X), rtol=1e-5, atol=1e-6)
+    assert packed or derivative != "reverse twice"
 
 
 # -- when a function is traced again, and what is compiled -----------------------------------------
