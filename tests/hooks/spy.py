@@ -6,6 +6,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pylayer_jax import saved_tensors_hooks
 from tests.kit import modes
@@ -18,6 +19,13 @@ X = jnp.array([0.2, -0.4, 0.9])
 
 # The eager gradient, and the two orders of jit and grad.
 GRADIENTS = [*modes.GRADIENTS.values()]
+
+
+class Held:
+    """What a pair may return: an object with an array, that a WeakSet can hold."""
+
+    def __init__(self, x):
+        self.x = np.array(x)
 
 
 class Spy:
@@ -81,6 +89,12 @@ def counted_step(f=tanh_sum):
 
 def bytes_held(pullback):
     return sum({id(x): x.nbytes for x in jax.tree.leaves(pullback)}.values())
+
+
+def temporary_bytes(f, *args):
+    """The temporary memory of the compiled gradient with respect to all arguments."""
+    compiled = jax.jit(jax.grad(f, tuple(range(len(args))))).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 # Each from a scalar function and its arguments to numbers.
