@@ -10,7 +10,7 @@ import pytest
 from pylayer_jax import Function, PyLayer
 from tests.kit.layers import ForwardTanh, Multiply, Square, layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import assert_same
+from tests.kit.transforms import FORWARD, assert_same, pushed, scalar
 
 X = jnp.array([0.3, -0.7])
 
@@ -122,25 +122,14 @@ def plain(x, y):
     return x * y, jnp.sin(x)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda f: jax.jvp(f, (X, X * 2), (X, X + 1)),
-        lambda f: jax.jvp(lambda x: f(x, X), (X,), (X,)),
-        lambda f: jax.jit(lambda x: jax.jvp(f, (x, x * 2), (x, x + 1)))(X),
-        lambda f: jax.jvp(jax.jit(f), (X, X * 2), (X, X + 1)),
-        lambda f: jax.jacfwd(f, (0, 1))(X, X * 2),
-        lambda f: jax.linearize(f, X, X * 2)[1](X, X + 1),
-        lambda f: jax.vmap(lambda x, t: jax.jvp(f, (x, X[0]), (t, t)))(X, X + 1),
-        lambda f: jax.vmap(lambda t: jax.jvp(f, (X, X), (t, X)))(jnp.eye(2)),
-        lambda f: jax.jvp(jax.vmap(f, (0, None)), (X, X[0]), (X, X[1])),
-        lambda f: jax.jacfwd(jax.jacfwd(f))(X, X * 2),
-        lambda f: jax.jacrev(jax.jacfwd(f))(X, X * 2),
-        lambda f: jax.jvp(lambda x: jax.lax.scan(lambda c, _: (f(c, c)[0], f(c, c)[1]), x, None, length=3), (X,), (X,)),
-    ],
-)
-def test_jvp_is_the_tangent_map(run):
-    assert_same(run(own), run(plain))
+@pytest.mark.parametrize("transform", [name for name in FORWARD if "grad" not in name])  # which backward is part of
+def test_jvp_is_the_tangent_map(transform):
+    found, expected = (FORWARD[transform](scalar(f, linear=False), (X, X * 2), pushed) for f in (own, plain))
+    assert_same(found, expected)
+
+
+def test_the_tangent_map_has_a_derivative_in_reverse_mode():
+    assert_same(*(jax.jacrev(jax.jacfwd(f))(X, X * 2) for f in (own, plain)))
 
 
 def add_tangents(ctx, dx, dy):

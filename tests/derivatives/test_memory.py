@@ -246,20 +246,6 @@ def test_named_tensors_are_not_computed_again(made, batch):
 
 
 @waves
-def test_offloading_by_name(made):
-    saved, offloaded = NAMES[made]
-    policy = policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[saved],
-        names_which_can_be_offloaded=[offloaded],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
-    run = jax.grad(jax.checkpoint(bent(made), policy=policy))
-    np.testing.assert_allclose(jax.jit(run)(THREE), jax.grad(bent(made))(THREE), rtol=1e-5)
-    assert "<host>" in str(jax.make_jaxpr(run)(THREE))
-
-
-@waves
 def test_gradients_are_the_same_where_names_are_saved(made):
     kept = jax.checkpoint(bent(made), policy=policies.save_only_these_names(*NAMES[made]))
     expected = jax.grad(bent(made))(THREE)

@@ -115,27 +115,18 @@ def scanned(x, ws):
 WS = jax.random.normal(jax.random.key(1), (6, 128, 128)) / 11
 
 
+# XLA of jax 0.10 removes optimization barriers on CPU, so that the memory is not less there.
 @pytest.mark.parametrize(
-    ("differentiated", "hooks", "around", "atol"),
-    [
-        (0, quantize_saved(8), jax.jit, 0.02),
-        (1, quantize_saved(8), lambda f: f, 0.02),
-        ((0, 1), quantize_saved(8), lambda f: f, 0.02),
-        ((0, 1), save_on_cpu(), lambda f: f, 1e-5),
-        ((0, 1), cast_saved(), jax.jit, 0.02),
-    ],
+    ("hooks", "share", "atol"), [(save_on_cpu(), 1.0, 1e-5), (cast_saved(), 0.55, 0.02), (quantize_saved(8), 0.4, 0.02)]
 )
-def test_a_scan_packs_within_its_iterations(differentiated, hooks, around, atol):
-    expected, found = (jax.jit(jax.grad(f, differentiated))(X, WS) for f in (scanned, around(hooks(scanned))))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, atol=atol * float(jnp.abs(b).max()), rtol=1e-5)
-
-
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
-@pytest.mark.parametrize(("hooks", "share"), [(cast_saved, 0.55), (quantize_saved, 0.4)])
-def test_memory_of_a_compiled_scan(hooks, share):
-    packed, plain = (temporary_bytes(f, jnp.ones((2048, 128)), WS) for f in (hooks()(scanned), scanned))
-    assert packed < share * plain
+def test_memory_of_a_compiled_scan(hooks, share, atol):
+    for differentiated in (1, (0, 1)):
+        expected, found = (jax.jit(jax.grad(f, differentiated))(X, WS) for f in (scanned, hooks(scanned)))
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, atol=atol * float(jnp.abs(b).max()), rtol=1e-5)
+    if jax.__version_info__ >= (0, 11):
+        packed, plain = (temporary_bytes(f, jnp.ones((2048, 128)), WS) for f in (hooks(scanned), scanned))
+        assert packed < share * plain
 
 
 @EAGER_AND_JIT

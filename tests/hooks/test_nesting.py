@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import PyLayer, disable_saved_tensors_hooks, saved_tensors_hooks
+from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
 from tests.kit.layers import Multiply, bits, layer
 from tests.kit.threads import in_threads
 
@@ -43,19 +43,7 @@ def adding(number):
     return saved_tensors_hooks(lambda x: x + number, lambda x: x, only=is_float)
 
 
-class Saved(PyLayer):
-    """The gradient is the saved tensor."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x / 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * ctx.saved_tensor()[0]
-
-
+Saved = layer(lambda x: x * x / 2, lambda x, dy: dy * x, plain=True)  # its gradient is the saved tensor
 SAVED = {
     "layer": Saved.apply,
     "forward mode": layer(base=Saved, forward_mode=True).apply,

@@ -104,9 +104,3 @@ def test_a_block_around_tasks_is_theirs():
     assert run_tasks(parent=parent) == [None]
     assert spy.counts() == (5, 5)
     assert_no_block_is_open()
-
-
-def test_exit_without_enter():
-    with pytest.raises(RuntimeError, match="saved_tensors_hooks"):
-        bits().__exit__(None, None, None)
-    assert_no_block_is_open()
