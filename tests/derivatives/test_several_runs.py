@@ -189,14 +189,6 @@ def associative_scan(tanh, multiply):
     return lambda x: jax.lax.associative_scan(lambda a, b: multiply(a, b) + tanh(b), x)
 
 
-def reverse_scan(tanh, multiply):
-    def body(c, z):
-        c = multiply(tanh(c), z)
-        return c, c
-
-    return lambda x: jax.lax.scan(body, x[0], x, reverse=True, unroll=3)[1]
-
-
 def closure_convert(tanh, multiply):
     def run(x):
         function, hoisted = jax.closure_convert(lambda z: tanh(multiply(z, x)), x)
@@ -226,10 +218,7 @@ def of_derivatives(tanh, multiply):
 
 PROGRAMS = {
     "associative_scan": associative_scan,
-    "map in batches": lambda tanh, multiply: lambda x: jax.lax.map(lambda z: tanh(multiply(z, z)), x, batch_size=3),
-    "scan in reverse, unrolled": reverse_scan,
     "closure_convert": closure_convert,
-    "vectorize": lambda tanh, multiply: jnp.vectorize(lambda a: multiply(tanh(a), a), signature="(n)->(n)"),
     "initial value problem": initial_value_problem,
     "within a custom_vjp": within_custom_vjp,
     "derivatives in a scan": of_derivatives,

@@ -9,7 +9,7 @@ import pytest
 
 from pylayer_jax import Function
 from tests.kit.layers import ForwardTanh, Multiply, Tanh, bits, layer
-from tests.kit.modes import EAGER_AND_JIT
+from tests.kit.modes import EAGER_AND_JIT, STAGED
 
 from .spy import GRADIENTS, Spy, in_block, noting
 
@@ -29,11 +29,7 @@ def everything(x):
 
 AROUND = {
     "eager": lambda f: f,
-    "jit": jax.jit,
-    "jit of checkpoint": lambda f: jax.jit(jax.checkpoint(f)),
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
-    "fori_loop": lambda f: lambda x: jax.lax.fori_loop(0, 2, lambda _, c: f(c), x),
-    "cond": lambda f: lambda x: jax.lax.cond(x[0, 0] > -9, f, jnp.sin, x),
+    **STAGED,
     "jit of vmap": lambda f: jax.jit(jax.vmap(lambda x: f(x[None])[0])),
     "vmap of checkpoint": lambda f: jax.vmap(jax.checkpoint(lambda x: f(x[None])[0])),
 }

@@ -117,38 +117,32 @@ def softmax(x):
     return jnp.sum(jax.nn.softmax(x) ** 2)
 
 
+# A function, what is made of it, and how many objects are held after one step.
 STEPS = {
-    "jit of grad": (plain, lambda f: jax.jit(jax.grad(f))),
-    "grad of jit": (plain, lambda f: jax.grad(jax.jit(f))),
-    "jit of grad of scan": (plain, lambda f: jax.jit(jax.grad(scanned(f)))),
+    "jit of grad": (plain, lambda f: jax.jit(jax.grad(f)), 3),
+    "grad of jit": (plain, lambda f: jax.grad(jax.jit(f)), 3),
+    "jit of grad of scan": (plain, lambda f: jax.jit(jax.grad(scanned(f))), 15),
     "jit of scan of grad": (
         plain,
         lambda f: jax.jit(lambda x: jax.lax.scan(lambda c, _: (c - jax.grad(f)(c), None), x, None, length=5)[0]),
+        3,
     ),
-    "jit of grad of softmax": (softmax, lambda f: jax.jit(jax.grad(f))),
+    "jit of grad of softmax": (softmax, lambda f: jax.jit(jax.grad(f)), None),  # by how XLA computes it
 }
 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_a_training_loop_does_not_grow(name):
-    host, (function, transform) = Host(), STEPS[name]
+    host, (function, transform, count) = Host(), STEPS[name]
     step = transform(host.hooks(function))
     x = step(X)
-    after_one = len(host)
+    count = count or len(host)
     for _ in range(20):
         x = step(X)
+    assert len(host) == count > 0
     np.testing.assert_allclose(x, transform(function)(X), rtol=1e-5, atol=1e-6)
-    assert 0 < len(host) <= after_one
     host.hooks.close()
     assert len(host) == 0
-
-
-def test_ten_thousand_iterations_do_not_grow():
-    host = Host()
-    step = jax.grad(host.hooks(tanh_sum))
-    steps = jax.jit(lambda x: jax.lax.scan(lambda c, _: (step(c), None), x, None, length=10_000)[0])
-    steps(X)
-    assert len(host) == 1
 
 
 def test_what_was_used_goes_with_the_hooks_object_and_what_may_be_needed_stays():

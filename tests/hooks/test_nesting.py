@@ -12,6 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
 from tests.kit.layers import Multiply, bits, layer
+from tests.kit.modes import STAGED
 from tests.kit.threads import in_threads
 
 from .spy import GRADIENTS, A, B, Spy, X, in_block, tanh_sum
@@ -58,12 +59,9 @@ def in_shard_map(f):
 
 BETWEEN = {
     "nothing": lambda f: f,
-    "jit": jax.jit,
+    **STAGED,
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
     "shard_map": in_shard_map,
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
-    "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, jnp.sin, x),
-    "checkpoint": jax.checkpoint,
 }
 
 

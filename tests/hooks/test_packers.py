@@ -58,10 +58,6 @@ def unchecked_shard_map(f, args):
     return jax.jit(jax.grad(lambda *args: mapped(*args).sum(), (0, 1)))(*batched(args, 4))
 
 
-def eager_named_sharding(f, args):
-    return jax.grad(f, (0, 1))(*jax.device_put(args, NamedSharding(mesh(), PartitionSpec("i"))))
-
-
 def explicit_sharding(f, args):
     with jax.set_mesh(mesh(AxisType.Explicit)):
         placed = [jax.device_put(x, PartitionSpec(axis)) for x, axis in zip(args, ("i", None), strict=True)]
@@ -71,7 +67,6 @@ def explicit_sharding(f, args):
 # Each with the transform of the kit that gives the same numbers.
 SHARDED = {
     "unchecked_shard_map": (unchecked_shard_map, "vmap_of_grad"),
-    "eager_named_sharding": (eager_named_sharding, "jit_of_grad"),
     "explicit_sharding": (explicit_sharding, "jit_of_grad"),
 }
 RUNS = SHARDED | {name: (transform, name) for name, transform in TRANSFORMS.items()}
