@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import ForwardTanh, Multiply, Square, layer, loss, text_of
+from tests.kit.layers import ForwardTanh, Square, layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT
 from tests.kit.transforms import FORWARD, assert_same, pushed, scalar
 
@@ -245,12 +245,12 @@ def test_forward_mode_of_a_function_that_saves_for_forward():
         assert_same(jax.jit(jax.jacfwd(first(lambda x: cube(x).sum())))(X), jnp.diag(6 * X))
 
 
-# -- `jax.linear_transpose` and `jax.lax.custom_linear_solve` --------------------------------------
+# -- `jax.linear_transpose` -----------------------------------------------------------------------
 
 
 # Linear; its rule, which plays no part here, is not its transpose.
 Sums = layer(lambda ctx, x: (jnp.cumsum(x) * 3, x.sum()), lambda ctx, *_: pytest.fail("it is not differentiated"))
-ForwardSums, ForwardMultiply = (layer(base=base, forward_mode=True) for base in (Sums, Multiply))
+ForwardSums = layer(base=Sums, forward_mode=True)
 
 
 TRANSPOSED = {
@@ -275,16 +275,3 @@ def test_linear_transpose_is_that_of_forward(made, way):
 def test_linear_transpose_needs_a_linear_forward(flag):
     with pytest.raises(TypeError, match=r"(?s)Made.*mul"):
         jax.linear_transpose(layer(base=Square, forward_mode=flag).apply, X)(X)
-
-
-@EAGER_AND_JIT
-def test_a_layer_within_a_linear_solve(mode):
-    diagonal = jnp.array([2.0, 4.0])
-
-    def solved(b):
-        def solve(matvec, b):
-            return b / matvec(jnp.ones(2))
-
-        return jax.lax.custom_linear_solve(lambda v: ForwardMultiply.apply(diagonal, v), b, solve, solve)
-
-    np.testing.assert_allclose(mode(jax.jacrev(solved))(X), jnp.diag(1 / diagonal))

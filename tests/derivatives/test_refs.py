@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks, saved_tensors_report
+from pylayer_jax import Function, once_differentiable, saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.testing import check_layer, gradcheck
 from tests.kit.case import ruled
 from tests.kit.layers import bits, layer
@@ -19,31 +19,27 @@ W = jnp.arange(6.0).reshape(3, 2) / 5
 XS = jnp.stack([X, X + 1, X - 1])
 
 
-class AddsWeightGradient(PyLayer):
+def product(main_grad, x, w):
     """A linear layer that adds the gradient of its weight to a buffer, as Paddle's layers do to `main_grad`."""
-
-    @staticmethod
-    def forward(ctx, main_grad, x, w):
-        ctx.save_for_backward(x, w)
-        ctx.main_grad = main_grad
-        return jnp.sin(x) @ w
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, w = ctx.saved_tensor()
-        dw = jnp.sin(x).T @ dy
-        ctx.main_grad[...] += dw.astype(ctx.main_grad.dtype)
-        return dy @ w.T * jnp.cos(x), dw
+    return jnp.sin(x) @ w
 
 
-def _in_place(args, dy):
-    main_grad, x, w = args
+def slopes(main_grad, x, w, dy):
     dw = jnp.sin(x).T @ dy
     main_grad[...] += dw
-    return None, dy @ w.T * jnp.cos(x), dw
+    return dy @ w.T * jnp.cos(x), dw
 
 
-adds_weight_gradient = ruled(lambda main_grad, x, w: jnp.sin(x) @ w, _in_place)
+def keep(ctx, main_grad, x, w):
+    ctx.save_for_backward(x, w)
+    ctx.main_grad = main_grad
+    return product(main_grad, x, w)
+
+
+AddsWeightGradient = layer(
+    keep, lambda ctx, dy: slopes(ctx.main_grad, *ctx.saved_tensor(), dy), name="AddsWeightGradient"
+)
+adds_weight_gradient = ruled(product, lambda args, dy: (None, *slopes(*args, dy)))
 
 
 def gradient(f, *transforms):
@@ -203,7 +199,7 @@ def test_a_second_derivative_is_an_error_that_names_the_layer(way):
 def refused():
     f, ref = AddsWeightGradient.apply, jax.new_ref(jnp.zeros_like(W))
     batched = layer(base=AddsWeightGradient, name="Batched", vmap=lambda *_: None)
-    returned = layer(lambda ctx, ref, x, w: (x, ref), base=AddsWeightGradient, name="Returned")
+    returned = layer(lambda ctx, ref, x, w: (x, ref), name="Returned")
 
     def made_inside(w):
         return f(jax.new_ref(jnp.zeros_like(w)), X, w).sum()

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.ode import odeint
 
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
@@ -197,11 +196,6 @@ def closure_convert(tanh, multiply):
     return run
 
 
-def initial_value_problem(tanh, multiply):
-    times = jnp.linspace(0.0, 1.0, 3)
-    return lambda x: odeint(lambda y, t, w: tanh(multiply(y, jnp.broadcast_to(w, y.shape))), x, times, x[1])
-
-
 def within_custom_vjp(tanh, multiply):
     @jax.custom_vjp
     def function(x):
@@ -219,7 +213,6 @@ def of_derivatives(tanh, multiply):
 PROGRAMS = {
     "associative_scan": associative_scan,
     "closure_convert": closure_convert,
-    "initial value problem": initial_value_problem,
     "within a custom_vjp": within_custom_vjp,
     "derivatives in a scan": of_derivatives,
 }

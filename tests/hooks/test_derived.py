@@ -37,6 +37,7 @@ FUNCTIONS = {
     "one input, three uses": (lambda x: jnp.sum(jnp.sin(normalize(x)) + normalize(x) ** 2 * 0.5), None),
     "masked": (lambda x: jnp.sum(jnp.where(jnp.tri(64, 128, dtype=bool), x, -1.0) * WEIGHTS), 0),
     "one hot": (lambda x: jnp.sum(x * jax.nn.one_hot(jnp.arange(64) % 7, 128)), None),  # a constant, as without hooks
+    "chosen by a mask": (lambda x: jnp.sum(jnp.sin(x[0][jnp.flatnonzero(x[0] > 0, size=2)])), None),
     "layer of what follows": (lambda x: jnp.sum(Multiply.apply(normalize(x), jnp.ones(128))), None),
     "softmax": (lambda x: jnp.sum(jax.nn.softmax(x) ** 2 * WEIGHTS), None),
     "scan": (lambda x: jnp.sum(jax.lax.scan(lambda c, k: (jnp.tanh(c) * k, None), x, WEIGHTS[1:4])[0] ** 2), None),

@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax.packers import save_on_cpu
 from tests.kit.layers import Multiply, Tanh, bits
 from tests.kit.modes import EAGER_AND_JIT
 
@@ -31,27 +29,10 @@ jvp_of_its_own = jax.custom_jvp(jnp.cos)
 jvp_of_its_own.defjvp(lambda p, t: (jvp_of_its_own(*p), 5 * t[0] * p[0]))
 
 
-def sharded(f):
-    def mapped(x):
-        mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Auto,))
-        return jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec("i"))(x)
-
-    return mapped
-
-
 def through_a_ref(x):
     ref = jax.new_ref(jnp.zeros_like(x))
     ref[...] = x * x
     return ref[...]
-
-
-def cube_root(x):
-    return lax.custom_root(
-        lambda y: y**3 - jnp.sum(x**2),
-        jnp.ones(()),
-        lambda f, y: lax.fori_loop(0, 30, lambda i, y: y - f(y) / (3 * y**2), y),
-        lambda g, y: y / g(jnp.ones(())),
-    )
 
 
 OPERATIONS = {
@@ -80,10 +61,8 @@ OPERATIONS = {
     "grad": jax.grad(lambda x: jnp.sum(Tanh.apply(x) * jnp.sin(x))),
     "hessian": lambda x: jax.hessian(lambda row: jnp.sum(jnp.sin(row) ** 3))(x[0]),
     "jvp": lambda x: jax.jvp(lambda x: jnp.sin(x) * x, (x,), (x,))[1],
-    "shard_map": sharded(lambda x: jnp.sin(x) * lax.psum(x, "i")),
     "random": lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
     "conjugate gradients": lambda x: jax.scipy.sparse.linalg.cg(x @ x.T + jnp.eye(4), x[0])[0],
-    "custom_root": cube_root,
     "complex": lambda x: jnp.abs(jnp.exp(lax.complex(jnp.zeros_like(x), x)) * lax.complex(x, x)),
     "debug callback": lambda x: (jax.debug.callback(lambda v: None, x), jnp.sin(x))[1],
     "ref": through_a_ref,
@@ -127,17 +106,6 @@ def test_the_matrix_of_a_linear_solve(mode):
 
     np.testing.assert_allclose(mode(jax.grad(solution))(2.0), -0.75, rtol=1e-6)
     np.testing.assert_allclose(mode(jax.grad(jax.grad(solution)))(2.0), 0.75, rtol=1e-6)
-
-
-@EAGER_AND_JIT
-def test_an_operation_on_a_mask_of_what_came_from_outside(mode):
-    """A ready pair keeps the mask by the code that computes it from x, which is differentiated."""
-
-    def loss(x):
-        return jnp.sum(jnp.sin(x[jnp.flatnonzero(x > 0, size=2)]))
-
-    row = X[0]
-    np.testing.assert_allclose(mode(jax.grad(save_on_cpu()(loss)))(row), jax.grad(loss)(row), rtol=1e-6)
 
 
 @pytest.mark.parametrize("function", [Tanh.apply, jax.nn.relu], ids=["layer", "custom_jvp"])
