@@ -63,11 +63,7 @@ def network(mesh):
 
 @pytest.mark.parametrize(
     ("kind", "hooks", "far"),
-    [
-        ("automatic", quantize_saved(8), 0.02),
-        ("explicit", cast_saved(), 0.01),
-        ("explicit", quantize_saved(4), 0.6),
-    ],
+    [("automatic", quantize_saved(8), 0.02), ("explicit", cast_saved(), 0.01), ("explicit", quantize_saved(4), 0.6)],
 )
 def test_a_block_communicates_no_more_than_without_hooks(kind, hooks, far):
     mesh = mesh_of(kind)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax import saved_tensors_hooks
-from tests.kit.layers import ForwardTanh, Multiply, Tanh, bits, text_of
+from tests.kit.layers import ForwardTanh, Multiply, Tanh, bits, layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import GRADIENTS, X, in_block, tanh_sum
@@ -24,12 +24,7 @@ def doubled(x):
 
 doubled.defvjp(lambda x: (2 * x, x), lambda x, dy: (2 * dy,))
 # Operations by the name under which an error has them.
-OPERATIONS = {
-    "Tanh": Tanh.apply,
-    "ForwardTanh": jax.vmap(ForwardTanh.apply),
-    "exp": jnp.exp,
-    "doubled": doubled,
-}
+OPERATIONS = {"Tanh": Tanh.apply, "ForwardTanh": jax.vmap(ForwardTanh.apply), "exp": jnp.exp, "doubled": doubled}
 
 
 @pytest.mark.parametrize(
@@ -43,10 +38,10 @@ OPERATIONS = {
 )
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_unpack_must_return_what_was_packed(bad, got, name):
-    loss = in_block(saved_tensors_hooks(lambda x: x, bad), lambda x: OPERATIONS[name](x).sum())
+    hooked = in_block(saved_tensors_hooks(lambda x: x, bad), lambda x: OPERATIONS[name](x).sum())
     for differentiate in GRADIENTS:
         with pytest.raises(ValueError, match="unpack_hook") as caught:
-            differentiate(loss)(X)
+            differentiate(hooked)(X)
         assert all(re.search(word, str(caught.value)) for word in (got, name, "float32", r"\(3,\)"))
 
 
@@ -69,15 +64,10 @@ def test_an_exception_of_a_hook_names_layer_and_tensor(hook, host, mode):
 
 @EAGER_AND_JIT
 def test_an_attribute_error_of_unpack_is_not_one_of_the_context(mode):
-    class Reads(Tanh):
-        @staticmethod
-        def backward(ctx, dy):
-            (y,) = ctx.saved_tensors  # a property
-            return dy * (1 - y**2)
-
-    loss = in_block(saved_tensors_hooks(lambda x: x, lambda x: x.nothing), lambda x: Reads.apply(x).sum())
+    reads = layer(base=Tanh, backward=lambda ctx, dy: dy * (1 - ctx.saved_tensors[0] ** 2))  # a property
+    hooked = in_block(saved_tensors_hooks(lambda x: x, lambda x: x.nothing), loss(reads))
     with pytest.raises(AttributeError, match=r"has no attribute.* .?nothing"):
-        mode(jax.grad(loss))(X)
+        mode(jax.grad(hooked))(X)
 
 
 def generator():

@@ -64,18 +64,6 @@ def test_it_is_refused_with_another_pair(staged, function):
         jax.grad(lambda x: first(x).sum())(X)
 
 
-def test_one_jitted_function_differentiated_for_different_arguments_in_turn():
-    def plain(x, w):
-        return jax.lax.scan(lambda c, _: (jnp.sin(c * w), None), x, None, length=3)[0].sum()
-
-    w, f = X + 2, jax.jit(in_block(bits(), plain))
-    value, by_x = jax.vjp(lambda x: f(x, w), X)
-    _, by_w = jax.vjp(lambda w: f(X, w), w)
-    expected = jax.grad(plain, (0, 1))(X, w)
-    for pullback, slope in zip((by_x, by_w), expected, strict=True):
-        np.testing.assert_allclose(pullback(jnp.ones_like(value))[0], slope, rtol=1e-5)
-
-
 DERIVATIVES = {
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
     "jacfwd": jax.jacfwd,
