@@ -68,17 +68,12 @@ WORLD = Group()
 def region(there, back):
     """P1 to P6, T1, T2 and T7: one collective forward, another backward; the group is kept on ctx."""
 
-    class Region(Function):
-        @staticmethod
-        def forward(ctx, x, group):
-            ctx.group = group
-            return there(group, x)
+    def forward(ctx, x, group):
+        ctx.group = group
+        return there(group, x)
 
-        @staticmethod
-        def backward(ctx, grad_output):
-            return back(ctx.group, grad_output), None
-
-    return lambda x: Region.apply(x, WORLD)
+    made = layer(forward, lambda ctx, grad_output: (back(ctx.group, grad_output), None), Function)
+    return lambda x: made.apply(x, WORLD)
 
 
 # P25: one output per rank.

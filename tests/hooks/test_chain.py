@@ -11,7 +11,7 @@ import pytest
 
 from pylayer_jax import saved_tensors_hooks, saved_tensors_report
 from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
-from tests.hooks.spy import TRANSFORMS, Spy, counted_step, in_block, tanh_slope, tanh_sum
+from tests.hooks.spy import TRANSFORMS, Spy, in_block, tanh_slope, tanh_sum
 from tests.kit.case import grid
 from tests.kit.layers import Multiply, Tanh, text_of
 
@@ -102,17 +102,6 @@ def test_numpy_arrays_of_a_pair_are_packed_and_come_back_as_such():
     (gradient,) = jax.vjp(hooks(tanh_sum), X)[1](1.0)
     error = jnp.max(jnp.abs(gradient - tanh_slope(X)))
     assert 1e-4 < error < 0.02
-
-
-# -- one pair to JAX ------------------------------------------------------------------------------
-
-
-def test_equal_chains_are_one_entry_in_the_cache_of_jit():
-    step, traced = counted_step()
-    for hooks in (*(chain(cast_saved(), save_on_cpu()) for _ in range(3)), cast_saved(), save_on_cpu()):
-        with hooks:
-            step(X)
-    assert len(traced) == 3
 
 
 # -- errors ---------------------------------------------------------------------------------------

@@ -138,14 +138,6 @@ def test_what_is_no_table_of_pairs(make):
 # -- programs and reports -------------------------------------------------------------------------
 
 
-def test_another_predicate_is_another_program():
-    step, traced = counted_step()
-    for only in (None, is_wide, is_wide):
-        with cast_saved(only=only):
-            step(X)
-    assert len(traced) == 2
-
-
 def test_the_report_shows_it():
     with cast_saved(only=is_wide):
         report = saved_tensors_report(lambda x, y: tanh_sum(x) + tanh_sum(y), X, W)

@@ -322,16 +322,20 @@ def test_one_of_two_equal_packers_leaves_the_files_of_the_other(tmp_path, end):
     assert files(tmp_path) == []
 
 
+def is_matrix(x):
+    return x.ndim == 2
+
+
 def test_equal_packers_are_one_entry_in_the_cache_of_jit(tmp_path):
     step, traced = counted_step(lambda x: Multiply.apply(x, x).sum())
-    for count, make in enumerate((save_on_cpu, cast_saved, quantize_saved, lambda: save_on_disk(tmp_path)), 1):
+    makers = [save_on_cpu, cast_saved, quantize_saved, lambda: save_on_disk(tmp_path)]
+    makers += [lambda: quantize_saved(stochastic=True), lambda: cast_saved(only=is_matrix)]
+    makers += [lambda: chain(cast_saved(), save_on_cpu())]
+    for count, make in enumerate(makers, 1):
         for _ in range(3):
             with make():
                 np.testing.assert_allclose(step(X), 2 * X, atol=0.05)
         assert len(traced) == count
-    with quantize_saved(4):
-        step(X)
-    assert len(traced) == 5
 
 
 def test_files_are_removed_when_the_process_ends(tmp_path):
