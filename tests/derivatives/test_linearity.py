@@ -263,11 +263,6 @@ def test_a_layer_in_backward_that_is_not_linear_is_named(mode):
         mode(lambda x: (outer.apply(x) ** 2).sum())(X)
 
 
-def test_forward_mode_inside_reverse_mode_still_needs_a_rule():
-    with pytest.raises(TypeError, match="Multiply"):
-        jax.grad(lambda w: jax.jvp(lambda x: Multiply.apply(x, w), (X,), (T,))[1].sum())(T)
-
-
 def test_a_backward_with_a_layer_that_saves_an_intermediate():
     def forward(ctx, x, c):
         wave = jnp.sin(x)

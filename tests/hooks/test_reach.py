@@ -19,7 +19,6 @@ OPERATIONS = {
     "layer": (Multiply.apply, 2),
     "jitted operation": (jax.jit(jnp.multiply), 2),
     "jitted layer": (jax.jit(Multiply.apply), 2),
-    "operator": (lambda a, b: a * b, 2),
     "custom_jvp": (lambda a, b: jax.nn.relu(a) * b, 3),  # the mask of relu, and what is multiplied
     "checkpoint": (jax.checkpoint(Multiply.apply), 2),
 }

@@ -45,15 +45,6 @@ def test_an_output_that_a_layer_and_the_next_operation_keep_is_packed_once(forwa
         assert spy.counts()[0] == 2  # the output, and 2 x
 
 
-def test_a_vjp_function_that_is_called_twice_unpacks_twice():
-    spy = Spy()
-    y, pullback = jax.vjp(in_block(spy.hooks, lambda x: jnp.sin(Tanh.apply(x))), X)
-    first, second = pullback(jnp.ones_like(y)), pullback(jnp.ones_like(y))
-    np.testing.assert_array_equal(first[0], second[0])
-    packs, unpacks = spy.counts()
-    assert unpacks == 2 * packs > 0
-
-
 def test_the_pair_at_the_call_counts_not_the_one_at_the_differentiation():
     inner, outer = Spy(), Spy()
     f = jax.jit(in_block(inner.hooks, tanh_sum))
