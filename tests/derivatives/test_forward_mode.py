@@ -8,70 +8,49 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer
-from tests.kit.layers import ForwardTanh, Multiply, Square, layer
+from tests.kit.layers import ForwardTanh, Square, layer, loss, text_of
 from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import assert_same
+from tests.kit.transforms import FORWARD, assert_same, pushed, scalar
 
 X = jnp.array([0.3, -0.7])
 
 
-def test_reverse_mode_still_calls_backward():
+@EAGER_AND_JIT
+def test_reverse_mode_still_calls_backward(mode):
     made = layer(jnp.sin, lambda x, dy: jnp.clip(dy, -0.5, 0.5), plain=True, forward_mode=True)
-    for around in (lambda f: f, jax.jit):
-        assert around(jax.grad(lambda x: made.apply(x).sum()))(X).tolist() == [0.5, 0.5]
+    assert mode(jax.grad(loss(made)))(X).tolist() == [0.5, 0.5]
 
 
 def test_eager_forward_mode_sees_numbers_and_runs_forward_once():
     seen = []
 
-    class Seen(PyLayer):
-        forward_mode = True
+    def forward(ctx, x):
+        seen.append(x)
+        ctx.scale = 2.0 if x[0] > 0 else 3.0
+        return jnp.asarray(np.asarray(x) * ctx.scale)
 
-        @staticmethod
-        def forward(ctx, x):
-            seen.append(x)
-            ctx.scale = 2.0 if x[0] > 0 else 3.0
-            return jnp.asarray(np.asarray(x) * ctx.scale)
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * ctx.scale
-
-    assert jax.jvp(Seen.apply, (X,), (X,))[1].tolist() == (2 * X).tolist()
-    assert jax.grad(lambda x: Seen.apply(x).sum())(-X).tolist() == [3, 3]
-    np.testing.assert_allclose(jax.jacfwd(Seen.apply)(X), 2 * jnp.eye(2))
+    made = layer(forward, lambda ctx, dy: dy * ctx.scale, forward_mode=True)
+    assert jax.jvp(made.apply, (X,), (X,))[1].tolist() == (2 * X).tolist()
+    assert jax.grad(loss(made))(-X).tolist() == [3, 3]
+    np.testing.assert_allclose(jax.jacfwd(made.apply)(X), 2 * jnp.eye(2))
     assert [isinstance(x, jax.core.Tracer) for x in seen] == [False] * 3
 
 
 def test_forward_is_staged_once_under_jit():
     runs = []
 
-    class Counted(ForwardTanh):
-        @staticmethod
-        def forward(ctx, x):
-            runs.append(ctx.needs_input_grad)
-            return ForwardTanh.forward(ctx, x)
+    def forward(ctx, x):
+        runs.append(ctx.needs_input_grad)
+        return ForwardTanh.forward(ctx, x)
 
-    jax.jit(jax.grad(lambda x: Counted.apply(x).sum()))(X)
-    jax.jit(lambda x: jax.jvp(Counted.apply, (x,), (x,)))(X)
+    counted = layer(forward, base=ForwardTanh)
+    jax.jit(jax.grad(loss(counted)))(X)
+    jax.jit(lambda x: jax.jvp(counted.apply, (x,), (x,)))(X)
     assert runs == [(True,), (True,)]
 
 
-class Flip(PyLayer):
-    """Linear: its backward is itself, as that of an exchange between devices is."""
-
-    forward_mode = True
-
-    @staticmethod
-    def forward(ctx, x, times):
-        ctx.times = times
-        return jnp.flip(x) * times
-
-    @staticmethod
-    def backward(ctx, dy):
-        return Flip.apply(dy, ctx.times), None
-
-
+# Linear, and each is its own transpose.
+Flip = layer(lambda ctx, x: jnp.flip(x) * 3, lambda ctx, dy: Flip.apply(dy), forward_mode=True)
 Product = layer(
     jnp.multiply, lambda a, b, dy: (Product.apply(dy, b), Product.apply(a, dy)), plain=True, forward_mode=True
 )
@@ -79,17 +58,14 @@ Product = layer(
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["eager", "jit", "remat"])
 def test_a_backward_that_applies_its_own_layer(around):
-    def ours(x):
-        y = around(lambda x: Flip.apply(Product.apply(x, jnp.cos(x)), 3.0))(x)
-        return jnp.sum(jnp.sin(y) * jnp.array([1, 2.0]))
+    def total(flipped, product):
+        return lambda x: jnp.sum(jnp.sin(around(lambda x: flipped(product(x, jnp.cos(x))))(x)) * jnp.array([1, 2.0]))
 
-    def plain(x):
-        return jnp.sum(jnp.sin(jnp.flip(x * jnp.cos(x)) * 3.0) * jnp.array([1, 2.0]))
-
+    ours, plain = total(Flip.apply, Product.apply), total(lambda x: jnp.flip(x) * 3, jnp.multiply)
     twice = [jax.hessian, lambda f: jax.jacfwd(jax.jacfwd(f)), lambda f: jax.jacrev(jax.jacfwd(f))]
+    third = lambda f: jax.jit(jax.jacfwd(jax.grad(jax.jacfwd(lambda t: f(t * X)))))  # noqa: E731
     for derivative in (jax.jacfwd, jax.grad, *twice):
         np.testing.assert_allclose(derivative(ours)(X), jax.jit(derivative(plain))(X), rtol=1e-4, atol=1e-5)
-    third = lambda f: jax.jit(jax.jacfwd(jax.grad(jax.jacfwd(lambda x: f(x * X)))))  # noqa: E731
     np.testing.assert_allclose(third(ours)(0.5), third(plain)(0.5), rtol=1e-4)
 
 
@@ -102,16 +78,15 @@ def test_under_shard_map():
         np.testing.assert_allclose(jax.jvp(ours, (x,), (x,)), jax.jvp(jnp.tanh, (x,), (x,)), rtol=1e-5)
 
 
-def test_no_hidden_gradient_of_what_forward_closes_over():
+@pytest.mark.parametrize("derivative", [jax.grad, jax.jacfwd])
+@EAGER_AND_JIT
+def test_no_hidden_gradient_of_what_forward_closes_over(derivative, mode):
     def outer(scale):
-        Scaled = layer(forward=lambda ctx, x: x * scale, backward=lambda ctx, dy: dy, name="Scaled", forward_mode=True)
+        return layer(lambda ctx, x: x * scale, forward_mode=True).apply(X).sum()
 
-        return Scaled.apply(X).sum()
-
-    for derivative in (jax.grad(outer), jax.jacfwd(outer), jax.jit(jax.grad(outer)), jax.jit(jax.jacfwd(outer))):
-        with pytest.raises(Exception, match=r"(?is)Scaled.*as an argument"):
-            derivative(2.0)
-    assert jax.vmap(outer)(jnp.array([1.0, 2.0])).tolist() == [float(X.sum()), 2 * float(X.sum())]
+    with pytest.raises(Exception, match=r"(?is)Made.*as an argument"):
+        mode(derivative(outer))(2.0)
+    assert mode(jax.vmap(outer))(jnp.array([1.0, 2.0])).tolist() == [float(X.sum()), 2 * float(X.sum())]
 
 
 # -- a layer's own `jvp` ---------------------------------------------------------------------------
@@ -147,67 +122,56 @@ def plain(x, y):
     return x * y, jnp.sin(x)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda f: jax.jvp(f, (X, X * 2), (X, X + 1)),
-        lambda f: jax.jvp(lambda x: f(x, X), (X,), (X,)),
-        lambda f: jax.jit(lambda x: jax.jvp(f, (x, x * 2), (x, x + 1)))(X),
-        lambda f: jax.jvp(jax.jit(f), (X, X * 2), (X, X + 1)),
-        lambda f: jax.jacfwd(f, (0, 1))(X, X * 2),
-        lambda f: jax.linearize(f, X, X * 2)[1](X, X + 1),
-        lambda f: jax.vmap(lambda x, t: jax.jvp(f, (x, X[0]), (t, t)))(X, X + 1),
-        lambda f: jax.vmap(lambda t: jax.jvp(f, (X, X), (t, X)))(jnp.eye(2)),
-        lambda f: jax.jvp(jax.vmap(f, (0, None)), (X, X[0]), (X, X[1])),
-        lambda f: jax.jacfwd(jax.jacfwd(f))(X, X * 2),
-        lambda f: jax.jacrev(jax.jacfwd(f))(X, X * 2),
-        lambda f: jax.jvp(lambda x: jax.lax.scan(lambda c, _: (f(c, c)[0], f(c, c)[1]), x, None, length=3), (X,), (X,)),
-    ],
-)
-def test_jvp_is_the_tangent_map(run):
-    assert_same(run(own), run(plain))
+@pytest.mark.parametrize("transform", [name for name in FORWARD if "grad" not in name])  # which backward is part of
+def test_jvp_is_the_tangent_map(transform):
+    found, expected = (FORWARD[transform](scalar(f, linear=False), (X, X * 2), pushed) for f in (own, plain))
+    assert_same(found, expected)
 
 
-class Sum(PyLayer):
-    @staticmethod
-    def forward(ctx, x, y):
-        return x + y
-
-    @staticmethod
-    def jvp(ctx, dx, dy):
-        assert dx.dtype == dy.dtype == jnp.float32
-        return dx + dy
+def test_the_tangent_map_has_a_derivative_in_reverse_mode():
+    assert_same(*(jax.jacrev(jax.jacfwd(f))(X, X * 2) for f in (own, plain)))
 
 
-def test_a_batch_of_which_the_tangents_see_nothing():
-    for around in (lambda f: f, jax.jit):
-        pushed = around(jax.vmap(lambda x: jax.jvp(lambda y: Sum.apply(x, y), (X[0],), (X[1],))))(X)
-        np.testing.assert_allclose(pushed, [X + X[0], [X[1], X[1]]], rtol=1e-6)
+def add_tangents(ctx, dx, dy):
+    assert dx.dtype == dy.dtype == jnp.float32
+    return dx + dy
 
 
-def test_reverse_mode_does_not_call_jvp():
-    for around in (lambda f: f, jax.jit):
-        assert around(jax.grad(lambda x: own(x, X)[0].sum()))(X).tolist() == (10 * X).tolist()
+Sum = layer(lambda ctx, x, y: x + y, jvp=add_tangents)
+
+
+@EAGER_AND_JIT
+def test_a_batch_of_which_the_tangents_see_nothing(mode):
+    pushed = mode(jax.vmap(lambda x: jax.jvp(lambda y: Sum.apply(x, y), (X[0],), (X[1],))))(X)
+    np.testing.assert_allclose(pushed, [X + X[0], [X[1], X[1]]], rtol=1e-6)
+
+
+@EAGER_AND_JIT
+def test_tangents_that_are_python_numbers(mode):
+    assert mode(lambda x: jax.jvp(Sum.apply, (x, 3.0), (1.0, 1.0)))(2.0) == (5, 2)
+
+
+@EAGER_AND_JIT
+def test_reverse_mode_does_not_call_jvp(mode):
+    assert mode(jax.grad(lambda x: own(x, X)[0].sum()))(X).tolist() == (10 * X).tolist()
 
 
 @pytest.mark.parametrize("materialize", [True, False])
 def test_missing_tangents_are_zeros_or_none(materialize):
     seen = []
 
-    class Layer(PyLayer):
-        @staticmethod
-        def forward(ctx, a, tree, index):
-            ctx.set_materialize_grads(materialize)
-            return a + tree["b"] + tree["c"] + index.astype(jnp.float32)
+    def forward(ctx, a, tree, index):
+        ctx.set_materialize_grads(materialize)
+        return a + tree["b"] + tree["c"] + index.astype(jnp.float32)
 
-        @staticmethod
-        def jvp(ctx, da, dtree, dindex):
-            seen.append((da, dtree, dindex))
-            assert ctx.needs_input_grad == (False, True, False)
-            return dtree["b"]
+    def jvp(ctx, da, dtree, dindex):
+        seen.append((da, dtree, dindex))
+        assert ctx.needs_input_grad == (False, True, False)
+        return dtree["b"]
 
+    apply = layer(forward, jvp=jvp).apply
     given, other = {"b": X, "c": X, "n": 3}, jnp.array([0, 1])
-    out, tangent = jax.jvp(lambda b: Layer.apply(X, given | {"b": b}, other), (X,), (jnp.array([2.0, 3.0]),))
+    out, tangent = jax.jvp(lambda b: apply(X, given | {"b": b}, other), (X,), (jnp.array([2.0, 3.0]),))
     assert (out.shape, tangent.tolist()) == ((2,), [2, 3])
     ((da, dtree, dindex),) = seen
     assert dtree["n"] is None
@@ -218,10 +182,8 @@ def test_missing_tangents_are_zeros_or_none(materialize):
         assert da is dtree["c"] is dindex is None
 
 
-class Doubles(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2, "static", {"k": x * 3}
+def outputs(ctx, x):
+    return x * 2, "static", {"k": x * 3}
 
 
 @pytest.mark.parametrize(
@@ -237,37 +199,34 @@ class Doubles(PyLayer):
     ids=["too few", "too many", "shape", "structure", "number", "complex"],
 )
 def test_what_jvp_must_return(returned):
-    layer = type("Doubles", (Doubles,), {"jvp": staticmethod(lambda ctx, dx: returned(dx))})
-    with pytest.raises(ValueError, match=r"Doubles\.jvp"):
-        jax.jvp(lambda x: layer.apply(x)[::2], (X,), (X,))
+    made = layer(outputs, jvp=lambda ctx, dx: returned(dx))
+    with pytest.raises(ValueError, match=r"Made\.jvp"):
+        jax.jvp(lambda x: made.apply(x)[::2], (X,), (X,))
 
 
 def test_none_and_other_dtypes_from_jvp():
-    class Layer(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            marked = x * 3
-            ctx.mark_non_differentiable(marked)
-            return x * 2, marked, x.astype(jnp.bfloat16), x * 4
+    def forward(ctx, x):
+        marked = x * 3
+        ctx.mark_non_differentiable(marked)
+        return x * 2, marked, x.astype(jnp.bfloat16), x * 4
 
-        @staticmethod
-        def jvp(ctx, dx):
-            return None, dx, dx, np.asarray(dx) * 4
-
-    zero, marked, low, number = jax.jvp(Layer.apply, (X,), (X,))[1]
+    made = layer(forward, jvp=lambda ctx, dx: (None, dx, dx, np.asarray(dx) * 4))
+    zero, marked, low, number = jax.jvp(made.apply, (X,), (X,))[1]
     assert zero.tolist() == marked.tolist() == [0, 0]
     assert low.dtype == jnp.bfloat16
     assert number.tolist() == (X * 4).tolist()
 
 
 def test_an_error_in_jvp_says_where():
-    Layer = layer(jvp=lambda ctx, dx: {}["key"], base=Doubles, name="Layer")
+    class Made(PyLayer):
+        forward = staticmethod(outputs)
+        jvp = staticmethod(lambda ctx, dx: {}["key"])
 
     with pytest.raises(KeyError) as caught:
-        jax.jvp(lambda x: Layer.apply(x)[0], (X,), (X,))
-    assert any("Layer.jvp" in note for note in caught.value.__notes__)
-    with pytest.raises(NotImplementedError, match=r"Layer\.backward"):
-        jax.grad(lambda x: Layer.apply(x)[0].sum())(X)
+        jax.jvp(lambda x: Made.apply(x)[0], (X,), (X,))
+    assert "Made.jvp" in text_of(caught.value)
+    with pytest.raises(NotImplementedError, match=r"Made\.backward"):
+        jax.grad(lambda x: Made.apply(x)[0].sum())(X)
 
 
 def test_forward_mode_of_a_function_that_saves_for_forward():
@@ -281,69 +240,38 @@ def test_forward_mode_of_a_function_that_saves_for_forward():
         return 3 * dy * x**2
 
     cube = layer(forward, backward, Function, jvp=lambda ctx, dx: ctx.saved_tensors[0] * dx).apply
-    assert_same(jax.jacfwd(cube)(X), jnp.diag(3 * X**2))
-    assert_same(jax.jacrev(cube)(X), jnp.diag(3 * X**2))
-    assert_same(jax.jit(jax.hessian(lambda x: cube(x).sum()))(X), jnp.diag(6 * X))
-    assert_same(jax.jacfwd(jax.jacfwd(lambda x: cube(x).sum()))(X), jnp.diag(6 * X))
+    for first in (jax.jacfwd, jax.jacrev):
+        assert_same(first(cube)(X), jnp.diag(3 * X**2))
+        assert_same(jax.jit(jax.jacfwd(first(lambda x: cube(x).sum())))(X), jnp.diag(6 * X))
 
 
-def test_tangents_that_are_python_numbers():
-    assert jax.jvp(Sum.apply, (2.0, 3.0), (1.0, 1.0)) == (5, 2)
-    assert jax.jit(lambda x: jax.jvp(Sum.apply, (x, 3.0), (1.0, 1.0)))(2.0) == (5, 2)
+# -- `jax.linear_transpose` -----------------------------------------------------------------------
 
 
-# -- `jax.linear_transpose` and `jax.lax.custom_linear_solve` --------------------------------------
+# Linear; its rule, which plays no part here, is not its transpose.
+Sums = layer(lambda ctx, x: (jnp.cumsum(x) * 3, x.sum()), lambda ctx, *_: pytest.fail("it is not differentiated"))
+ForwardSums = layer(base=Sums, forward_mode=True)
 
 
-class Sums(PyLayer):
-    """Linear; its rule, which plays no part here, is not its transpose."""
-
-    forward = staticmethod(lambda ctx, x, times: (jnp.cumsum(x) * times, x.sum()))
-    backward = staticmethod(lambda ctx, *_: pytest.fail("it is not differentiated"))
-
-
-ForwardSums, ForwardMultiply = (
-    type(f"Forward{layer.__name__}", (layer,), {"forward_mode": True}) for layer in (Sums, Multiply)
-)
+TRANSPOSED = {
+    "eager": lambda f: jax.linear_transpose(f, X)((X, X[0]))[0],
+    "jit of": lambda f: jax.jit(lambda c: jax.linear_transpose(f, X)(c)[0])((X, X[0])),
+    "vmap of": lambda f: jax.vmap(lambda c: jax.linear_transpose(f, X)(c)[0])((X[None], X[:1])),
+    "of vmap": lambda f: jax.linear_transpose(jax.vmap(f), X[None])((X[None], X[:1]))[0],
+    "of jit": lambda f: jax.linear_transpose(jax.jit(f), X)((X, X[0]))[0],
+}
 
 
-@pytest.mark.parametrize("layer", [Sums, ForwardSums])
 @pytest.mark.parametrize(
-    "way",
-    [
-        lambda f: jax.linear_transpose(f, X)(f(X))[0],
-        lambda f: jax.jit(lambda c: jax.linear_transpose(f, X)(c)[0])(f(X)),
-        lambda f: jax.vmap(lambda c: jax.linear_transpose(f, X)(c)[0], axis_size=2, in_axes=None)(f(X)),
-        lambda f: jax.linear_transpose(jax.vmap(f), X[None])(jax.vmap(f)(X[None]))[0],
-    ],
-    ids=["eager", "jit of", "vmap of", "of vmap"],
+    ("made", "way"),
+    [(made, way) for made in (Sums, ForwardSums) for way in TRANSPOSED if (made, way) != (Sums, "of jit")],
 )
-def test_linear_transpose_is_that_of_forward(layer, way):
-    np.testing.assert_allclose(
-        way(lambda x: layer.apply(x, 3.0)), way(lambda x: (jnp.cumsum(x) * 3.0, x.sum())), rtol=1e-6
-    )
-
-
-def test_linear_transpose_of_jit():
-    f = jax.jit(lambda x: ForwardSums.apply(x, 3.0))
-    assert jax.linear_transpose(f, X)((X, X[0]))[0].tolist() == pytest.approx([-0.9, -1.8])
+def test_linear_transpose_is_that_of_forward(made, way):
+    found, expected = (TRANSPOSED[way](f) for f in (made.apply, lambda x: (jnp.cumsum(x) * 3, x.sum())))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("flag", [False, True])
 def test_linear_transpose_needs_a_linear_forward(flag):
-    layer = type("Squared", (Square,), {"forward_mode": flag})
-    with pytest.raises(TypeError, match=r"(?s)Squared.*mul"):
-        jax.linear_transpose(layer.apply, X)(X)
-
-
-@EAGER_AND_JIT
-def test_a_layer_within_a_linear_solve(mode):
-    diagonal = jnp.array([2.0, 4.0])
-
-    def solved(b):
-        def solve(matvec, b):
-            return b / matvec(jnp.ones(2))
-
-        return jax.lax.custom_linear_solve(lambda v: ForwardMultiply.apply(diagonal, v), b, solve, solve)
-
-    np.testing.assert_allclose(mode(jax.jacrev(solved))(X), jnp.diag(1 / diagonal))
+    with pytest.raises(TypeError, match=r"(?s)Made.*mul"):
+        jax.linear_transpose(layer(base=Square, forward_mode=flag).apply, X)(X)

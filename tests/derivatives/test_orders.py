@@ -8,27 +8,18 @@ import numpy as np
 import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
-from tests.kit.case import ruled
-from tests.kit.layers import Multiply, layer
+from tests.kit.layers import Multiply, layer, text_of
 from tests.kit.modes import SECOND, STAGED
-from tests.layers.features import DoubledTanh, Round
+from tests.layers.features import DoubledTanh
 
 grad = jax.grad
+WITHIN = {"plain": lambda f: f, **STAGED}
 
-WITHIN = {
-    "plain": lambda f: f,
-    **STAGED,
-    "scan of checkpoint": lambda f: STAGED["scan"](jax.checkpoint(f)),
-}
-within = pytest.mark.parametrize("place", WITHIN)
-# What stages a function as jit, or as a scan, does.
-ALIKE = ("cond", "fori_loop", "scan of checkpoint")
-some_within = pytest.mark.parametrize(
-    "place", [pytest.param(place, marks=pytest.mark.slow) if place in ALIKE else place for place in WITHIN]
+
+# cond and fori_loop stage a function as jit, or as a scan, does.
+@pytest.mark.parametrize(
+    "place", [pytest.param(p, marks=pytest.mark.slow) if p in ("cond", "fori_loop") else p for p in WITHIN]
 )
-
-
-@some_within
 def test_doubled_tanh_applied_twice(place):
     f = WITHIN[place](lambda x: DoubledTanh.apply(DoubledTanh.apply(x)))
     for second in (grad(grad(f)), grad(jax.jit(grad(f))), jax.jit(jax.hessian(f))):
@@ -37,42 +28,13 @@ def test_doubled_tanh_applied_twice(place):
         np.testing.assert_allclose(third(0.3), -64.157, rtol=1e-5)
 
 
-def test_plain_custom_vjp_loses_the_rule():
-    # A plain custom_vjp function gives other second derivatives than a layer with the same rule.
-    @jax.custom_vjp
-    def plain(x):
-        return jnp.tanh(x)
-
-    plain.defvjp(lambda x: (jnp.tanh(x),) * 2, lambda y, dy: (2 * dy * (1 - y**2),))
-    plain_round = ruled(lambda x: jnp.round(x), lambda _, dy: (dy,))
-    for second, f, expected in (
-        (0.3, plain, -1.0664),
-        (0.3, DoubledTanh.apply, -2.1327),
-        (1.3, lambda x: plain_round(x) ** 3, 0.0),
-        (1.3, lambda x: Round.apply(x) ** 3, 6.0),
-    ):
-        np.testing.assert_allclose(grad(grad(f))(second), expected, rtol=1e-4)
-
-
 def test_when_the_rule_of_jax_itself_may_take_its_place():
     """If this fails with the oldest supported jax, `jax.custom_jvp` holds in scans, and may carry the rule."""
 
-    @jax.custom_jvp
-    def tanh(x):
-        return jnp.tanh(x)
-
-    @tanh.defjvp
-    def rule(primals, tangents):
-        y = tanh(*primals)
-        return y, 2 * tangents[0] * (1 - y**2)
-
-    def twice(x):
-        return jax.lax.scan(lambda c, _: (tanh(c), None), x, None, length=2)[0]
-
-    is_right = jax.__version_info__ >= (0, 12)
-    np.testing.assert_allclose(
-        jax.grad(jax.grad(twice))(jnp.float32(0.3)), -10.9068 if is_right else -3.7074, rtol=1e-4
-    )
+    tanh = jax.custom_jvp(jnp.tanh)
+    tanh.defjvp(lambda primals, tangents: (tanh(*primals), 2 * tangents[0] * (1 - tanh(*primals) ** 2)))
+    second = grad(grad(lambda x: jax.lax.scan(lambda c, _: (tanh(c), None), x, None, length=2)[0]))(jnp.float32(0.3))
+    np.testing.assert_allclose(second, -10.9068 if jax.__version_info__ >= (0, 12) else -3.7074, rtol=1e-4)
 
 
 def test_one_array_in_two_places():
@@ -84,70 +46,54 @@ def test_one_array_in_two_places():
 
 
 @pytest.mark.parametrize(
-    ("transform", "runs", "expected"),
+    ("transform", "expected"),
     [
-        (lambda f: f, 1, 9),
-        (grad, 1, 6),
-        (lambda f: grad(grad(f)), 1, 2),
-        (lambda f: jax.jit(grad(f)), 1, 6),
-        (lambda f: jax.jit(grad(grad(f))), 1, 2),
-        (jax.hessian, 1, 2),
-        (lambda f: grad(jax.jit(f)), 1, 6),  # staged by jit, then differentiated
+        (lambda f: f, 9),
+        (grad, 6),
+        (lambda f: grad(grad(f)), 2),
+        (lambda f: jax.jit(grad(f)), 6),
+        (lambda f: jax.jit(grad(grad(f))), 2),
+        (jax.hessian, 2),
+        (lambda f: grad(jax.jit(f)), 6),  # staged by jit, then differentiated
     ],
 )
-def test_forward_runs_once_per_application(transform, runs, expected):
+def test_forward_runs_once_per_application(transform, expected):
     calls = []
 
-    class Noisy(PyLayer):
-        """Saves an intermediate, which another run would make another number."""
+    def forward(ctx, x):
+        calls.append(x)
+        scaled = x * np.float32(len(calls))  # an intermediate, which another run would make another number
+        ctx.save_for_backward(scaled)
+        return scaled * scaled
 
-        @staticmethod
-        def forward(ctx, x):
-            calls.append(x)
-            scaled = x * np.float32(len(calls))
-            ctx.save_for_backward(scaled)
-            return scaled * scaled
+    def backward(ctx, dy):
+        return 2 * dy * ctx.saved_tensor()[0] * np.float32(len(calls))
 
-        @staticmethod
-        def backward(ctx, dy):
-            (scaled,) = ctx.saved_tensor()
-            return 2 * dy * scaled * np.float32(len(calls))
-
-    found = transform(Noisy.apply)(jnp.float32(3.0))
-    assert (len(calls), found) == (runs, expected)
+    found = transform(layer(forward, backward).apply)(jnp.float32(3.0))
+    assert (len(calls), found) == (1, expected)
 
 
 # -- host code ----------------------------------------------------------------------------------------
 
 
-class Host(PyLayer):
-    @staticmethod
-    def forward(ctx, x):
-        y = jnp.asarray(np.exp(np.asarray(x)))
-        assert float(x) > 0
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, d):
-        (y,) = ctx.saved_tensor()
-        return d * y
+def exponential(ctx, x):
+    y = jnp.asarray(np.exp(np.asarray(x)))
+    assert float(x) > 0
+    ctx.save_for_backward(y)
+    return y
 
 
-HostOfIntermediate = layer(forward=lambda ctx, x: Host.forward(ctx, x) * 1, base=Host, name="HostOfIntermediate")
+Host = layer(exponential, lambda ctx, dy: dy * ctx.saved_tensor()[0])
+HostOfIntermediate = layer(lambda ctx, x: exponential(ctx, x) * 1, base=Host)
 
 
-class HostWithForwardMode(Host):
-    forward_mode = True
-
-
-@pytest.mark.parametrize("layer", [Host, HostOfIntermediate, HostWithForwardMode])
+@pytest.mark.parametrize("layer", [Host, HostOfIntermediate, layer(base=Host, forward_mode=True)])
 def test_host_code_in_forward_has_a_first_derivative_in_eager_mode(layer):
     x = jnp.float32(0.5)
     np.testing.assert_allclose(grad(layer.apply)(x), np.exp(0.5), rtol=1e-6)
     with pytest.raises(jax.errors.TracerArrayConversionError) as caught:
         jax.jit(grad(layer.apply))(x)
-    assert f"{layer.__name__}.forward" in "".join(caught.value.__notes__)
+    assert f"{layer.__name__}.forward" in text_of(caught.value)
     for second in (grad(grad(layer.apply)), jax.hessian(layer.apply)):
         with pytest.raises(TypeError, match=rf"(?s){layer.__name__}.*jax\.pure_callback"):
             second(x)
@@ -169,68 +115,61 @@ class Once(PyLayer):
         return dy * jnp.cos(ctx.saved_tensor()[0])
 
 
-class OnceOnHost(Once):
-    backward = staticmethod(once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(ctx.saved_tensor()[0])))
+def keeps_as_attribute(ctx, x):
+    ctx.x = x
+    return jnp.sin(x)
 
 
-class OnceOnHostOfAttribute(OnceOnHost):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x = x
-        return jnp.sin(x)
-
-    backward = staticmethod(once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(np.asarray(ctx.x))))
+def once_on_host(read, forward=None):
+    backward = once_differentiable(lambda ctx, dy: np.asarray(dy) * np.cos(np.asarray(read(ctx))))
+    return layer(forward, backward, Once, "OnceOnHost")
 
 
-class OnceForward(Once):
-    forward_mode = True
-
-
-class OnceWithJvp(Once):
-    """Its `jvp` may be differentiated."""
-
-    jvp = staticmethod(lambda ctx, t: t * jnp.cos(ctx.saved_tensor()[0]))
+OnceForward = layer(base=Once, name="OnceForward", forward_mode=True)
+# Its `jvp` may be differentiated.
+OnceWithJvp = layer(base=Once, name="OnceWithJvp", jvp=lambda ctx, t: t * jnp.cos(ctx.saved_tensor()[0]))
 
 
 def pushed(f):
     return lambda x: jax.jvp(f, (x,), (1.0,))[1]
 
 
-TWICE_IN_REVERSE = {
-    "grad of grad": lambda f: grad(grad(f)),
-    "hessian": jax.hessian,
-    "jit of grad of grad": lambda f: jax.jit(grad(grad(f))),
-    "grad of jit of grad": lambda f: grad(jax.jit(grad(f))),
-    "jit of hessian": lambda f: jax.jit(jax.hessian(f)),
-}
-TWICE_FORWARD = {
-    "jvp of jvp": lambda f: pushed(pushed(f)),
-    "grad of jvp": lambda f: grad(pushed(f)),
-    "jit of jvp of jvp": lambda f: jax.jit(pushed(pushed(f))),
-    "jit of grad of jvp": lambda f: jax.jit(grad(pushed(f))),
-}
+TWICE_IN_REVERSE = [
+    lambda f: grad(grad(f)),
+    jax.hessian,
+    lambda f: jax.jit(grad(grad(f))),
+    lambda f: grad(jax.jit(grad(f))),
+    lambda f: jax.jit(jax.hessian(f)),
+]
+TWICE_FORWARD = [
+    lambda f: pushed(pushed(f)),
+    lambda f: grad(pushed(f)),
+    lambda f: jax.jit(pushed(pushed(f))),
+    lambda f: jax.jit(grad(pushed(f))),
+]
 
 
-@pytest.mark.parametrize("layer", [Once, OnceOnHost, OnceOnHostOfAttribute, OnceForward, OnceWithJvp])
+ON_HOST = [once_on_host(lambda ctx: ctx.saved_tensor()[0]), once_on_host(lambda ctx: ctx.x, keeps_as_attribute)]
+
+
+@pytest.mark.parametrize("layer", [Once, *ON_HOST, OnceForward, OnceWithJvp])
 def test_once_differentiable(layer):
-    on_host = issubclass(layer, OnceOnHost)
+    on_host = layer in ON_HOST
     firsts = [grad] if on_host else [grad, lambda f: jax.jit(grad(f)), lambda f: grad(jax.jit(f))]
     if layer in (OnceForward, OnceWithJvp):
         firsts += [pushed, lambda f: jax.jit(pushed(f))]
     for first in firsts:
         np.testing.assert_allclose(first(layer.apply)(0.3), np.cos(0.3), rtol=1e-6)
-    refused = dict(list(TWICE_IN_REVERSE.items())[: 2 if on_host else None])
-    if layer is OnceForward:
-        refused |= TWICE_FORWARD
-    for name, second in refused.items():
-        with pytest.raises(RuntimeError, match=r"Once.*once_differentiable"):
-            pytest.fail(f"{name}: {second(layer.apply)(0.3)}")
+    refused = TWICE_IN_REVERSE[: 2 if on_host else None] + (TWICE_FORWARD if layer is OnceForward else [])
+    for i, second in enumerate(refused):
+        with pytest.raises(RuntimeError, match=r"(?i)once.*once_differentiable"):
+            pytest.fail(f"{i}: {second(layer.apply)(0.3)}")
     if layer is OnceWithJvp:
-        for second in TWICE_FORWARD.values():
+        for second in TWICE_FORWARD:
             np.testing.assert_allclose(second(layer.apply)(0.3), -np.sin(0.3), rtol=1e-6)
 
 
-@within
+@pytest.mark.parametrize("place", WITHIN)
 def test_once_differentiable_backward_may_be_transposed(place):
     f, x = WITHIN[place](Once.apply), 2.0
 
@@ -244,9 +183,7 @@ def test_once_differentiable_backward_may_be_transposed(place):
 # -- what a saved object counts as, in every transform ---------------------------------------------
 
 
-grad = jax.grad
 X, S, C = 0.7, np.sin(0.7), np.cos(0.7)
-ways = pytest.mark.parametrize("second", SECOND.values(), ids=list(SECOND))
 
 
 def saves(forward, save, marks_last=False, kind="PyLayer", **attributes):
@@ -262,11 +199,10 @@ def saves(forward, save, marks_last=False, kind="PyLayer", **attributes):
         set_up(ctx, (x,), output)
         return output
 
-    methods = {"backward": staticmethod(lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0])}
+    backward = lambda ctx, *dys: sum(dys) * ctx.saved_tensors[0]  # noqa: E731
     if kind == "PyLayer":
-        return type("Saves", (PyLayer,), methods | {"forward": staticmethod(forward_with_ctx)} | attributes)
-    methods |= {"forward": staticmethod(forward), "setup_context": staticmethod(set_up)}
-    return type("Saves", (Function,), methods | attributes)
+        return layer(forward_with_ctx, backward, **attributes)
+    return layer(forward, backward, Function, setup_context=set_up, **attributes)
 
 
 TWO = jnp.float32(2.0)
@@ -278,9 +214,7 @@ two_results = jax.jit(lambda x: (jnp.sin(x), x**3))
 CASES = {
     "an input that is returned": (lambda x: x, lambda x, y: x * x, 2 * X),
     "a no-op by astype": (lambda x: x.astype(x.dtype), lambda x, y: x * x, 2 * X),
-    "a no-op by reshape": (lambda x: x.reshape(x.shape), lambda x, y: x * x, 2 * X),
     "a no-op by real": (lambda x: jnp.real(x), lambda x, y: x * x, 2 * X),
-    "a new value": (lambda x: x + 0, lambda x, y: x * x, 2 * X),
     "an input in a list": (lambda x: [x], lambda x, y: x * x, 2 * X),
     "the input as the output": (lambda x: x, lambda x, y: y, 1.0),
     "an output": (jnp.sin, lambda x, y: y, S),
@@ -307,7 +241,7 @@ MARKED = {
 }
 
 
-@ways
+@pytest.mark.parametrize("second", SECOND.values(), ids=SECOND)
 @pytest.mark.parametrize("kind", ["PyLayer", "setup_context"])
 def test_second_derivative_by_what_is_saved(kind, second):
     for forward_mode in (False, True) if kind == "PyLayer" else (True,):
@@ -341,43 +275,29 @@ def test_a_ref_that_forward_closes_over_is_refused_where_it_is_traced():
     def run(derivative):
         ref = jax.new_ref(jnp.zeros(()))
 
-        class Counts(PyLayer):
-            @staticmethod
-            def forward(ctx, x):
-                ref[...] += x
-                return x * ref[...]
+        def forward(ctx, x):
+            ref[...] += x
+            return x * ref[...]
 
-            @staticmethod
-            def backward(ctx, dy):
-                return 3 * dy
-
-        return derivative(Counts.apply)(jnp.float32(2.0)), ref[...]
+        return derivative(layer(forward, lambda ctx, dy: 3 * dy).apply)(jnp.float32(2.0)), ref[...]
 
     assert run(grad) == (3, 2)  # on concrete values
     scanned = lambda f: grad(lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0])  # noqa: E731
     for traced in (lambda f: grad(jax.jit(f)), scanned, lambda f: jax.jit(grad(f)), lambda f: grad(grad(f))):
-        with pytest.raises(TypeError, match=r"Counts.*as an argument"):
+        with pytest.raises(TypeError, match=r"Made.*as an argument"):
             run(traced)
 
 
 def test_code_of_setup_context_on_a_constant_output_has_the_derivative_of_the_output():
     constant = np.array([0.3, -0.7, 1.1], np.float32)
 
-    class Constant(Function):
-        @staticmethod
-        def forward(x):
-            return constant, constant  # the last position carries the rule
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(jnp.cos(output[0]))
-
-        @staticmethod
-        def backward(ctx, dy0, dy1):
-            (c,) = ctx.saved_tensors
-            return 5 * dy0 + dy1 * c
-
+    made = layer(
+        lambda x: (constant, constant),  # the last position carries the rule
+        lambda ctx, dy0, dy1: 5 * dy0 + dy1 * ctx.saved_tensors[0],
+        Function,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(jnp.cos(output[0])),
+    )
     x = jnp.ones(3)
-    found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(Constant.apply(x)[1]))(x)))(x)
+    found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(made.apply(x)[1]))(x)))(x)
     # The gradient is cos(y), and dy/dx is cos(y) by the rule.
     np.testing.assert_allclose(found, -np.sin(constant) * np.cos(constant), rtol=1e-5)

@@ -17,10 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, quantize_saved
-from tests.kit.layers import Multiply, Tanh
+from tests.kit.layers import Multiply, Tanh, loss
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
-WIDTH, HEADS = 512, 8
 
 
 def mesh_of(kind):
@@ -46,65 +45,36 @@ def normalized(x):
     return centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + 1e-6)
 
 
-def transformer(mesh):
-    """The loss of a tensor-parallel block, its parameters and its input."""
+def network(mesh):
+    """The loss of a tensor-parallel residual block, its weights and its input."""
+    whole = NamedSharding(mesh, P("data")) if AxisType.Explicit in mesh.axis_types else None
 
-    def on(*spec):
-        return NamedSharding(mesh, P(*spec)) if AxisType.Explicit in mesh.axis_types else None
+    def total(weights, x):
+        up, down = weights
+        hidden = Tanh.apply(normalized(x) @ up)
+        return jnp.mean((x + jnp.matmul(jax.nn.gelu(hidden), down, out_sharding=whole)) ** 2)
 
-    def split(x):
-        shape = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        return jnp.reshape(x, shape, out_sharding=on("data", None, "model")).swapaxes(1, 2)
-
-    def block(x, w):
-        h = normalized(x)
-        q, k, v = (split(h @ w[name]) for name in "qkv")
-        weights = jax.nn.softmax(jnp.einsum("bhqd,bhkd->bhqk", q, k) / 8, axis=-1)
-        mixed = jnp.einsum("bhqk,bhkd->bhqd", weights, v).swapaxes(1, 2)
-        mixed = jnp.reshape(mixed, x.shape, out_sharding=on("data", None, "model"))
-        x = x + jnp.matmul(mixed, w["out"], out_sharding=on("data", None, None))
-        hidden = Tanh.apply(normalized(x) @ w["up"])
-        return x + jnp.matmul(hidden, w["down"], out_sharding=on("data", None, None))
-
-    def loss(w, x):
-        return jnp.mean(block(x, w) ** 2)
-
-    columns = {"q": WIDTH, "k": WIDTH, "v": WIDTH, "up": 2 * WIDTH}
-    rows = {"out": WIDTH, "down": 2 * WIDTH}
-    weights = {name: random(mesh, (WIDTH, n), None, "model", seed=ord(name[0])) for name, n in columns.items()}
-    weights |= {name: random(mesh, (n, WIDTH), "model", seed=ord(name[0])) for name, n in rows.items()}
-    return loss, weights, random(mesh, (4, 32, WIDTH), "data")
+    weights = random(mesh, (256, 1024), None, "model"), random(mesh, (1024, 256), "model", seed=1)
+    return total, weights, random(mesh, (32, 256), "data")
 
 
 # -- packers ---------------------------------------------------------------------------------------
 
 
-# And how far the gradients move. Hooks on the host gather.
-PACKERS = {
-    "cast": (cast_saved, 0.01),
-    "8 bits": (quantize_saved, 0.02),
-    "4 bits": (lambda: quantize_saved(4), 0.6),
-}
-
-
-@functools.cache
-def without_hooks(kind):
-    loss, weights, x = transformer(mesh_of(kind))
-    return loss, weights, x, jax.jit(jax.grad(loss)).lower(weights, x).compile()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "packer"), [("automatic", "8 bits"), ("explicit", "cast"), ("explicit", "4 bits")])
-def test_a_transformer_communicates_no_more_than_without_hooks(kind, packer):
-    make, far = PACKERS[packer]
-    with entered(mesh_of(kind)):
-        loss, weights, x, plain = without_hooks(kind)
-        packed = jax.jit(jax.grad(make()(loss))).lower(weights, x).compile()
+@pytest.mark.parametrize(
+    ("kind", "hooks", "far"),
+    [("automatic", quantize_saved(8), 0.02), ("explicit", cast_saved(), 0.01), ("explicit", quantize_saved(4), 0.6)],
+)
+def test_a_block_communicates_no_more_than_without_hooks(kind, hooks, far):
+    mesh = mesh_of(kind)
+    with entered(mesh):
+        f, weights, x = network(mesh)
+        plain, packed = (jax.jit(jax.grad(g)).lower(weights, x).compile() for g in (f, hooks(f)))
+        assert collectives(plain)
         assert collectives(packed) == collectives(plain)
-        expected, got = plain(weights, x), packed(weights, x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert a.sharding == b.sharding
-        assert jnp.linalg.norm(a - b) / jnp.linalg.norm(b) < far
+        for got, expected in zip(packed(weights, x), plain(weights, x), strict=True):
+            assert got.sharding == expected.sharding
+            assert 1e-4 < jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected) < far
 
 
 def scan_of_rows(function, x):
@@ -163,6 +133,7 @@ def test_a_packed_tensor_is_never_larger(shape, spec):
         ("automatic", ("data",), (6, 7, 8)),
         ("explicit", ("data", None, "model"), (6, 7, 8)),
         ("automatic", ("data",), (4, 1018)),
+        ("automatic", ("data", "model"), (4, 8, 32, 64)),
         ("explicit", ("data", "model"), (4, 1018)),
         ("automatic", (None, "model"), (52, 6)),
         ("automatic", (None, "model"), (8, 2)),
@@ -230,9 +201,8 @@ def test_gradients(kind, spec):
 
 
 def test_eager_mode_packs_a_whole_tensor_of_one_process():
-    mesh, host = mesh_of("automatic"), Host()
-    x = random(mesh, (4, 8), "data", "model")
-    gradient = jax.grad(host.hooks(lambda x: jnp.sum(Tanh.apply(x))))(x)
+    host, x = Host(), random(mesh_of("automatic"), (4, 8), "data", "model")
+    gradient = jax.grad(host.hooks(loss(Tanh)))(x)
     assert host.shapes == [(4, 8)]
     assert gradient.sharding.is_equivalent_to(x.sharding, 2)
     np.testing.assert_allclose(gradient, 1 - np.tanh(x) ** 2, rtol=1e-5)
@@ -244,9 +214,9 @@ def test_as_many_large_tensors_at_once_as_there_are_threads(kind):
     mesh, host = mesh_of(kind), Host()
     with entered(mesh):
         x = random(mesh, (512, 512), "data", "model")
-        loss = host.hooks(lambda x: sum(jnp.sum(jnp.tanh(x * i)) for i in range(1, 9)))
+        total = host.hooks(lambda x: sum(jnp.sum(jnp.tanh(x * i)) for i in range(1, 9)))
         gradient = []
-        thread = threading.Thread(target=lambda: gradient.append(jax.jit(jax.grad(loss))(x)), daemon=True)
+        thread = threading.Thread(target=lambda: gradient.append(jax.jit(jax.grad(total))(x)), daemon=True)
         thread.start()
         thread.join(120)
     expected = sum(i * (1 - np.tanh(np.asarray(x) * i) ** 2) for i in range(1, 9))

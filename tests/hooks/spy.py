@@ -6,10 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pylayer_jax import saved_tensors_hooks
+from tests.kit import modes
 from tests.kit.layers import Tanh
-from tests.kit.modes import MODES
 from tests.kit.transforms import FIRST_ORDER, LIKE, SECOND_ORDER
 
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
@@ -17,7 +18,14 @@ B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 X = jnp.array([0.2, -0.4, 0.9])
 
 # The eager gradient, and the two orders of jit and grad.
-GRADIENTS = [MODES[name] for name in ("grad", "jit-grad", "grad-jit")]
+GRADIENTS = [*modes.GRADIENTS.values()]
+
+
+class Held:
+    """What a pair may return: an object with an array, that a WeakSet can hold."""
+
+    def __init__(self, x):
+        self.x = np.array(x)
 
 
 class Spy:
@@ -37,6 +45,16 @@ class Spy:
 
     def counts(self):
         return self.log.count("pack"), self.log.count("unpack")
+
+
+def noting(seen, note=lambda x: x.shape, **flags):
+    """A pair that changes nothing, and adds the shape, or another note, of each tensor to a list."""
+
+    def pack(x):
+        seen.append(note(x))
+        return (x,)
+
+    return saved_tensors_hooks(pack, lambda packed: packed[0], **flags)
 
 
 def in_block(hooks, f):
@@ -71,6 +89,12 @@ def counted_step(f=tanh_sum):
 
 def bytes_held(pullback):
     return sum({id(x): x.nbytes for x in jax.tree.leaves(pullback)}.values())
+
+
+def temporary_bytes(f, *args):
+    """The temporary memory of the compiled gradient with respect to all arguments."""
+    compiled = jax.jit(jax.grad(f, tuple(range(len(args))))).lower(*args).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
 
 
 # Each from a scalar function and its arguments to numbers.

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from pylayer_jax import PyLayer, disable_saved_tensors_hooks, saved_tensors_hooks
-from tests.kit.layers import Multiply, Tanh, bits
+from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
+from tests.kit.layers import Multiply, bits, layer
+from tests.kit.modes import STAGED
 from tests.kit.threads import in_threads
 
-from .spy import GRADIENTS, A, B, Spy, X, in_block, tanh_slope, tanh_sum
+from .spy import GRADIENTS, A, B, Spy, X, in_block, tanh_sum
 
 
 def test_the_innermost_pair_alone_applies():
@@ -23,38 +24,12 @@ def test_the_innermost_pair_alone_applies():
     def loss(a, b):
         with outer.hooks:
             with inner.hooks:
-                y = a * b
-            with inner.hooks:
-                y = Multiply.apply(y, b)
+                y = Multiply.apply(a * b, b)
             return jnp.sum(y * a)
 
     jax.grad(loss, (0, 1))(A, B)
     assert inner.counts() == (3, 4)  # b is kept twice, and packed once
     assert outer.counts() == (2, 2)
-
-
-STAGED = {
-    "eager": lambda f: f,
-    "jit": jax.jit,
-    "checkpoint": jax.checkpoint,
-    "map": lambda f: lambda x: jax.lax.map(f, x[None])[0],
-}
-
-
-@pytest.mark.parametrize("stage", STAGED)
-@pytest.mark.parametrize("decorate", [False, True])
-@pytest.mark.parametrize("differentiate", GRADIENTS)
-def test_the_innermost_pair_alone_applies_within_staged_code(stage, decorate, differentiate):
-    outer, inner = Spy(), Spy()
-    staged = STAGED[stage](in_block(inner.hooks, lambda x: jnp.sin(Tanh.apply(x))))
-
-    def total(x):
-        return staged(x).sum()
-
-    loss = outer.hooks(total) if decorate else in_block(outer.hooks, total)
-    np.testing.assert_allclose(differentiate(loss)(X), jnp.cos(jnp.tanh(X)) * tanh_slope(X), rtol=1e-5)
-    assert inner.log.count("unpack") == 2
-    assert outer.log == []
 
 
 def test_the_same_pair_may_be_entered_twice():
@@ -69,21 +44,12 @@ def adding(number):
     return saved_tensors_hooks(lambda x: x + number, lambda x: x, only=is_float)
 
 
-class Saved(PyLayer):
-    """The gradient is the saved tensor."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x / 2
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy * ctx.saved_tensor()[0]
-
-
-class SavedForward(Saved):
-    forward_mode = True
+Saved = layer(lambda x: x * x / 2, lambda x, dy: dy * x, plain=True)  # its gradient is the saved tensor
+SAVED = {
+    "layer": Saved.apply,
+    "forward mode": layer(base=Saved, forward_mode=True).apply,
+    "operation": lambda x: x * x / 2,
+}
 
 
 def in_shard_map(f):
@@ -93,29 +59,20 @@ def in_shard_map(f):
 
 BETWEEN = {
     "nothing": lambda f: f,
-    "jit": jax.jit,
+    **STAGED,
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
     "shard_map": in_shard_map,
-    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
-    "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, jnp.sin, x),
-    "checkpoint": jax.checkpoint,
 }
-FIRST = [jax.grad, lambda f: jax.jit(jax.grad(f)), lambda f: jax.grad(jax.jit(f))]
 
 
-@pytest.mark.parametrize("inner", [10.0, 100.0], ids=["the same", "another"])
-@pytest.mark.parametrize("layer", [Saved, SavedForward])
+@pytest.mark.parametrize("inner", [0.0, 10.0, 100.0], ids=["none", "the same", "another"])
+@pytest.mark.parametrize("saved", SAVED)
 @pytest.mark.parametrize("between", BETWEEN)
-def test_a_tensor_is_packed_once_by_the_innermost_pair(between, layer, inner):
-    hooked = adding(10.0)(BETWEEN[between](adding(inner)(layer.apply)))
-    for first in FIRST:
-        np.testing.assert_allclose(first(hooked)(1.0), 1.0 + inner)
-
-
-@pytest.mark.parametrize("layer", [Saved, SavedForward])
-def test_a_checkpointed_layer_is_packed_once(layer):
-    for first in FIRST:
-        np.testing.assert_allclose(first(adding(10.0)(jax.checkpoint(layer.apply)))(jnp.array(1.0)), 11.0)
+def test_a_tensor_is_packed_once_by_the_innermost_pair(between, saved, inner):
+    f = BETWEEN[between](in_block(adding(inner), SAVED[saved]) if inner else SAVED[saved])
+    for around in (adding(10.0)(f), in_block(adding(10.0), f)):
+        for differentiate in GRADIENTS:
+            np.testing.assert_allclose(differentiate(around)(jnp.ones(())), 1 + (inner or 10))
 
 
 def fail(x):

@@ -12,14 +12,12 @@ from pylayer_jax.packers import cast_saved, save_on_cpu
 from tests.kit.layers import Square, Tanh, bits, layer
 from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import Spy, X, counted_step, in_block, tanh_slope, tanh_sum
+from .spy import Spy, X, counted_step, in_block, noting, tanh_slope, tanh_sum
 
 
 def test_once_differentiable_under_hooks():
-    class Once(Square):
-        backward = staticmethod(once_differentiable(Square.backward))
-
-    first = jax.grad(lambda x: Once.apply(x).sum())
+    once = layer(base=Square, backward=once_differentiable(Square.backward))
+    first = jax.grad(lambda x: once.apply(x).sum())
     with bits():
         np.testing.assert_allclose(first(X), 2 * X, rtol=1e-6)
         with pytest.raises(RuntimeError, match="once_differentiable"):
@@ -66,18 +64,6 @@ def test_it_is_refused_with_another_pair(staged, function):
         jax.grad(lambda x: first(x).sum())(X)
 
 
-def test_one_jitted_function_differentiated_for_different_arguments_in_turn():
-    def plain(x, w):
-        return jax.lax.scan(lambda c, _: (jnp.sin(c * w), None), x, None, length=3)[0].sum()
-
-    w, f = X + 2, jax.jit(in_block(bits(), plain))
-    value, by_x = jax.vjp(lambda x: f(x, w), X)
-    _, by_w = jax.vjp(lambda w: f(X, w), w)
-    expected = jax.grad(plain, (0, 1))(X, w)
-    for pullback, slope in zip((by_x, by_w), expected, strict=True):
-        np.testing.assert_allclose(pullback(jnp.ones_like(value))[0], slope, rtol=1e-5)
-
-
 DERIVATIVES = {
     "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[1],
     "jacfwd": jax.jacfwd,
@@ -93,14 +79,17 @@ Twice = layer(backward=lambda ctx, dy: 2 * dy, forward_mode=True)
 @EAGER_AND_JIT
 @pytest.mark.parametrize("derivative", DERIVATIVES)
 def test_a_block_in_a_backward_that_is_transposed(derivative, mode):
-    class Squared(Square):
-        @staticmethod
-        def backward(ctx, dy):
-            with bits():
-                return ctx.saved_tensor()[0] * Twice.apply(dy)
+    packed = []
+    hooks, of = noting(packed), DERIVATIVES[derivative]
 
-    of = DERIVATIVES[derivative]
-    np.testing.assert_allclose(mode(of(Squared.apply))(X), of(lambda x: x * x)(X), rtol=1e-6)
+    def backward(x, dy):
+        with hooks:
+            return hooks(lambda dy: Twice.apply(dy) * jnp.cos(x))(dy) / 2
+
+    for flag in (False, True) if derivative in ("hessian", "reverse twice") else (True,):
+        sine = layer(jnp.sin, backward, plain=True, forward_mode=flag).apply
+        np.testing.assert_allclose(mode(of(sine))(X), jax.jit(of(jnp.sin))(X), rtol=1e-5, atol=1e-6)
+    assert packed or derivative != "reverse twice"
 
 
 # -- when a function is traced again, and what is compiled -----------------------------------------

@@ -25,9 +25,6 @@ def is_vector(x):
     return x.ndim == 1
 
 
-PAIR = "saved_tensors_hooks(twice, "
-
-
 class Scaled(saved_tensors_hooks):
     def __init__(self, scale, *, table=None):
         super().__init__(lambda x: x * scale, lambda x: x / scale)
@@ -37,13 +34,14 @@ class Scaled(saved_tensors_hooks):
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda _: saved_tensors_hooks(twice, half, host=True), f"{PAIR}half, host=True)"),
-        (lambda _: saved_tensors_hooks(twice, functools.partial(half)), f"{PAIR}functools.partial(<function half "),
+        (lambda _: saved_tensors_hooks(twice, half, host=True), "saved_tensors_hooks(twice, half, host=True)"),
+        (
+            lambda _: saved_tensors_hooks(twice, functools.partial(half)),
+            "saved_tensors_hooks(twice, functools.partial(<function half ",
+        ),
         (lambda _: cast_saved(), "cast_saved()"),
         (lambda _: cast_saved(np.dtype("float16"), only=is_vector), "cast_saved(float16, only=is_vector)"),
-        (lambda _: cast_saved(dtype=jnp.float16), "cast_saved(dtype=float16)"),
-        (lambda _: quantize_saved(4), "quantize_saved(4)"),
-        (lambda _: save_on_cpu(), "save_on_cpu()"),
+        (lambda _: quantize_saved(bits=4), "quantize_saved(bits=4)"),
         (lambda _: save_on_cpu(True), "save_on_cpu(True)"),
         (save_on_disk, "save_on_disk('FOLDER')"),
         (
@@ -70,9 +68,6 @@ def test_a_pair_shows_its_arguments_and_a_copy_is_a_pair_of_its_own(make, text, 
 
 def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
     hooks, f = save_on_cpu(), lambda x: jnp.sin(x).sum()
-    with hooks:  # around the call of jax.grad: JAX does not show the operations
-        jax.grad(f)(jnp.ones(3))
-    assert "0 tensors" in repr(hooks)
     jax.grad(hooks(f))(jnp.ones(3))
     assert "1 tensor" in repr(hooks)
     step = jax.jit(jax.grad(hooks(f)))
@@ -80,8 +75,3 @@ def test_a_pair_that_was_entered_tells_how_many_tensors_it_has_packed():
         step(jnp.ones(3))
     assert "2 tensors" in repr(hooks)
     assert "1 of them traced" in repr(hooks)
-
-
-def test_a_lambda_cannot_be_pickled():
-    with pytest.raises((pickle.PicklingError, AttributeError), match="lambda"):
-        pickle.dumps(saved_tensors_hooks(lambda x: x, lambda x: x))

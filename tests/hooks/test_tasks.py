@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import disable_saved_tensors_hooks, saved_tensors_hooks
+from pylayer_jax import disable_saved_tensors_hooks
 from tests.kit.layers import Square, bits
 
 from .spy import Spy, X, tanh_sum
 
 
-def layer_gradient(x=1.0):
-    return jax.grad(Square.apply)(x)
+def layer_gradient():
+    return jax.grad(Square.apply)(1.0)
 
 
 def assert_no_block_is_open():
@@ -103,11 +103,4 @@ def test_a_block_around_tasks_is_theirs():
 
     assert run_tasks(parent=parent) == [None]
     assert spy.counts() == (5, 5)
-    assert_no_block_is_open()
-
-
-def test_exit_without_enter():
-    for hooks in (bits(), saved_tensors_hooks(lambda x: x, lambda x: x)):
-        with pytest.raises(RuntimeError, match="saved_tensors_hooks"):
-            hooks.__exit__(None, None, None)
     assert_no_block_is_open()
