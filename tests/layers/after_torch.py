@@ -9,14 +9,12 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
-import jax.scipy.linalg
 import numpy as np
 
-from pylayer_jax import Function, PyLayer
+from pylayer_jax import PyLayer
 from tests.kit import names
-from tests.kit.case import R3, W, X, after, case, grid, stop
+from tests.kit.case import R3, X, after, case, grid, stop
 from tests.kit.oracle import Table
 
 
@@ -323,42 +321,7 @@ def layers(xp):
 ported = names.text(layers, names.JAX)
 
 
-# -- layers that call other packages, so that no original stands beside them --------------------------
-
-
-class DenseSolver:
-    """A live object without arrays of its own."""
-
-    def factor(self, mat):
-        return jax.scipy.linalg.lu_factor(mat)
-
-    def solve(self, factors, b, transposed=0):
-        return jax.scipy.linalg.lu_solve(factors, b, transposed)
-
-
-class FactorAndSolve(Function):
-    """T69, dense: the solver is the first output, and is kept on ctx beside the factors."""
-
-    @staticmethod
-    def forward(ctx, mat, b, solver_fn=None):
-        ctx.solver = (solver_fn or DenseSolver)()
-        ctx.factors = ctx.solver.factor(mat)
-        x = ctx.solver.solve(ctx.factors, b)
-        ctx.save_for_backward(x)
-        return ctx.solver, x
-
-    @staticmethod
-    def backward(ctx, solver, grad_output):
-        assert solver is None
-        (x,) = ctx.saved_tensors
-        db = ctx.solver.solve(ctx.factors, grad_output, 1)
-        return -jnp.outer(db, x), db, None
-
-
 # -- references: each is a case of the registry ---------------------------------------------------------
-
-
-case(jnp.linalg.solve, W + 2 * jnp.eye(3), X[0], call=lambda a, b: FactorAndSolve.apply(a, b)[1])(FactorAndSolve)
 
 
 def _codes(inputs, codebook):

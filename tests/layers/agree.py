@@ -104,12 +104,6 @@ def saved_input(of):
     return doubled_sine(of).apply
 
 
-@SHARED.add()
-def applied_to_its_output(of):
-    layer = doubled_tanh(of)
-    return lambda x: layer.apply(layer.apply(x))
-
-
 def product(of):
     """Saves its inputs, and reads them once."""
 
@@ -242,29 +236,10 @@ def integer_output_not_materialized(of):
     return of.layer(forward, lambda ctx, di, dy: dy * 2).apply
 
 
-@SHARED.add()
-def layer_inside_forward(of):
-    inner = doubled_sine(of)
-
-    return of.layer(of.saving(lambda x: inner.apply(x) * 2), lambda ctx, dy: dy * 5 * of.saved(ctx)[0]).apply
-
-
 @SHARED.add(orders=3)
 def itself_inside_backward(of):
     layer = of.layer(of.saving(lambda x: of.sin(x)), lambda ctx, dy: dy * layer.apply(of.saved(ctx)[0]))
     return layer.apply
-
-
-@SHARED.add()
-def backward_overridden(of):
-    base = doubled_tanh(of)
-
-    class Tripled(base):
-        @staticmethod
-        def backward(ctx, dy):
-            return base.backward(ctx, dy) * 3
-
-    return lambda x: base.apply(x) * Tripled.apply(x)
 
 
 @SHARED.add(np.array(0.7, np.float32), np.zeros((0, 2), np.float32))
