@@ -73,13 +73,6 @@ def test_an_argument_and_an_output(ours, plain, x, mode, block):
     block.compare(lambda f, block: mode(jax.value_and_grad(block(f), argnums=(0, 1)))(DATA, x), ours, plain)
 
 
-@EAGER_AND_JIT
-def test_the_gradient_of_a_matrix(mode):
-    found = mode(sparse.grad(lambda m: jnp.sum(jnp.sin(SparseProduct.apply(m, X)))))(matrix(DATA))
-    assert isinstance(found, sparse.BCOO)
-    assert_close(found.data, jax.grad(plain_loss)(DATA, X))
-
-
 def test_vmap_over_the_entries_and_second_derivatives():
     batch = jnp.stack([DATA, 2 * DATA, -DATA])
     for transform, data in ((lambda f: jax.vmap(f, (0, None)), batch), (jax.jacrev, DATA)):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 
 import numpy as np
 
@@ -12,65 +11,42 @@ from tests.kit.oracle import Mine, Table, X, Y, Z, fail
 SHARED = Table()
 
 
-def enter(register, name, forward, backward, call=None):
-    """Enter a layer without a context, whose methods take the side `of` in its place.
-
-    `call(apply, *args)` is what runs, where that is not `apply(*args)`.
-    """
-
-    def build(of):
-        @functools.wraps(forward)  # with its signature
-        def run(ctx, *args, **named):
-            return forward(of, *args, **named)
-
-        apply = of.layer(run, lambda ctx, *cotangents: backward(of, *cotangents)).apply
-        return functools.partial(call, apply) if call else apply
-
-    build.__name__ = name
-    register(build)
+@SHARED.add()
+def square_of_the_cotangent(of):
+    return of.layer(lambda ctx, x: of.sin(x), lambda ctx, dy: dy * dy).apply
 
 
-# A bent loss is not linear in the outputs, so each of these has a second derivative too.
-enter(SHARED.add(), "straight_through", lambda of, x: of.round(x * 3), lambda of, dy: dy)
-enter(SHARED.add(), "square_of_the_cotangent", lambda of, x: of.sin(x), lambda of, dy: dy * dy)
-enter(SHARED.add(), "tuple_of_one", lambda of, x: (of.sin(x),), lambda of, dy: dy * 3)
-enter(
-    SHARED.add(), "none_for_the_only_input", lambda of, x: x * 2, lambda of, dy: (None,), lambda apply, x: apply(x) + x
-)
-
-
-def beside(apply, x):
-    return apply(x), x * 3
-
-
-enter(SHARED.add(used=(1,)), "no_output_used", lambda of, x: x * 2, lambda of, dy: of.ones_like(dy), beside)
+@SHARED.add(label="constant", used=(1,))
+def no_output_used(of):
+    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy))
+    return lambda x: (layer.apply(x), x * 3)
 
 
 def integer(of, x):
     return of.cast(x * 10, "int32")
 
 
-enter(SHARED.add(), "only_an_integer_output", integer, lambda of, dy: of.cast(dy, "float32") + 1, beside)
-for used in (None, (1,)):
-    enter(
-        SHARED.add(label=str(used), used=used),
-        "integer_and_bool_outputs",
-        lambda of, x: (integer(of, x), x * 2, x > 0),
-        lambda of, di, dy, db: dy * 2,
-        lambda apply, x: (*apply(x), x * 3),
-    )
-enter(
-    SHARED.add(X, np.array([2, 3], np.int32)),
-    "integer_input",
-    lambda of, x, n: x * of.cast(n, "float32"),
-    lambda of, dy: (dy * 2, None),
-)
-enter(
-    SHARED.add(X, Y, wrt=(0,)),
-    "input_that_needs_no_gradient_returned_beside",
-    lambda of, x, y: (of.sin(x), y * 1),
-    lambda of, dx, dy: (dx * 2, None),
-)
+@SHARED.add()
+def only_an_integer_output(of):
+    layer = of.layer(lambda ctx, x: integer(of, x), lambda ctx, dy: of.cast(dy, "float32") + 1)
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
+@SHARED.add(label="alone", used=(1,))
+def integer_and_bool_outputs(of):
+    layer = of.layer(lambda ctx, x: (integer(of, x), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
+    return lambda x: (*layer.apply(x), x * 3)
+
+
+@SHARED.add(X, np.array([2, 3], np.int32))
+def integer_input(of):
+    return of.layer(lambda ctx, x, n: x * of.cast(n, "float32"), lambda ctx, dy: (dy * 2, None)).apply
+
+
+@SHARED.add(X, Y, wrt=(0,))
+def input_that_needs_no_gradient_returned_beside(of):
+    return of.layer(lambda ctx, x, y: (of.sin(x), y * 1), lambda ctx, dx, dy: (dx * 2, None)).apply
 
 
 def doubled_tanh(of):

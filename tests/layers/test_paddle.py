@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.kit.oracle import MODES, Ours, Paddle, Row, Table, X, Y, Z, compare
-from tests.layers.agree import HOOKS, SHARED, enter, noting_what_is_saved, product
+from tests.layers.agree import HOOKS, SHARED, noting_what_is_saved, product
 from tests.layers.differ import DIFFERENCES
 
 from .after_paddle import PORTS
@@ -30,8 +30,9 @@ def statics_among_the_outputs(of):
     return of.layer(lambda ctx, x: (1, x * 2, None, of.sin(x), "text"), lambda ctx, dy, dz: dy * 3 + dz * 5).apply
 
 
-enter(CASES.add(), "list_of_outputs", lambda of, x: [x * 2, of.sin(x)], lambda of, dy, dz: dy * 3 + dz * 5)
-enter(CASES.add(), "list_of_one_output", lambda of, x: [of.sin(x)], lambda of, dy: dy * 3)
+@CASES.add()
+def list_of_outputs(of):
+    return of.layer(lambda ctx, x: [x * 2, of.sin(x)], lambda ctx, dy, dz: dy * 3 + dz * 5).apply
 
 
 @CASES.add()
@@ -110,21 +111,15 @@ def test_as_in_paddle(theirs, mode, one):
 
 
 # What ours does otherwise than theirs.
-WRONG = {
-    "output": {"factor": 2.001},
-    "container": {"container": list},
-    "gradient": {"slope": 3.001},
-    "cotangent": {"materialize": False},
-    "second gradient": {"saved": 1.001},
-}
+WRONG = [("factor", 2.001), ("container", list), ("slope", 3.001), ("materialize", False), ("saved", 1.001)]
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(("trait", "value"), WRONG)
 @MODES
-def test_the_comparison_can_fail(theirs, mode, wrong):
+def test_the_comparison_can_fail(theirs, mode, trait, value):
     def build(of):
         traits = {"factor": 2.0, "container": tuple, "slope": 3.0, "materialize": True, "saved": 1.0}
-        traits.update(WRONG[wrong] if isinstance(of, Ours) else {})
+        traits |= {trait: value} if isinstance(of, Ours) else {}
 
         def forward(ctx, x):
             ctx.set_materialize_grads(traits["materialize"])
@@ -147,9 +142,12 @@ def test_the_comparison_can_fail(theirs, mode, wrong):
 
 DIFFERENT = Table(DIFFERENCES)
 
+
 # A leaf returned as it is would be changed in place there, which Paddle refuses.
-enter(DIFFERENT.differ(theirs=ValueError, ours=[3]), "leaf_returned", lambda of, x: x, lambda of, dy: dy * 3)
-enter(DIFFERENT.differ(theirs=ValueError, ours=[3]), "dict", lambda of, x: {"key": x * 2}, lambda of, dy: dy["key"] * 3)
+@DIFFERENT.differ(theirs=ValueError, ours=[3])
+def leaf_returned(of):
+    return of.layer(lambda ctx, x: x, lambda ctx, dy: dy * 3).apply
+
 
 # The entry for a list has one gradient per tensor there, and the structure of the list here.
 for name, their, our, give in (

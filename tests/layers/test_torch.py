@@ -11,7 +11,6 @@ from tests.layers.agree import (
     SHARED,
     complex_numbers,
     doubled_tanh,
-    enter,
     itself_inside_backward,
     noting_what_is_saved,
     product,
@@ -181,10 +180,6 @@ def one_entry_per_tensor_argument(of):
 @DIFFERENT.differ(X, Y, wrt=(1,), theirs=RuntimeError, ours=[5])
 def text_where_no_gradient_is_needed(of):
     return of.layer(lambda ctx, x, y: x + y, lambda ctx, dy: ("text", dy * 5)).apply
-
-
-differ = DIFFERENT.differ(X, Y, wrt=(0,), theirs=RuntimeError, ours=[3])
-enter(differ, "trailing_entry_left_out", lambda of, x, y: x + y, lambda of, dy: dy * 3)
 
 
 @DIFFERENT.differ(theirs=[1], ours=[3 + 5 + 1])
