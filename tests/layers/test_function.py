@@ -71,15 +71,6 @@ def cotangent_that_never_arrives(of):
     return lambda x: stopped.apply(of.text(layers).MulConstant.apply(x, 2.5)) + of.sin(x)
 
 
-@TABLE.add()
-def statics_among_the_outputs(of):
-    def backward(ctx, *dys):
-        (x,) = ctx.saved_tensors
-        return 2 * x * dys[0] + of.cos(x) * dys[4]
-
-    return of.function(of.saving(lambda x: (x * x, None, "text", 3, of.sin(x))), backward).apply
-
-
 def product_rule(ctx, dy):
     x, y = ctx.saved_tensors
     return dy * y, dy * x

@@ -68,12 +68,6 @@ def one_entry_per_tensor_argument(of):
     return lambda x, y: layer.apply(x, 2.0, y, word="text")
 
 
-@CASES.add()
-def defaults(of):
-    layer = of.layer(lambda ctx, x, bias=None, scale=3.0: x * scale, lambda ctx, dy: dy * 3)
-    return lambda x: layer.apply(x) + layer.apply(x, None) + layer.apply(x, scale=2.0)
-
-
 @CASES.add(X, Y, X)
 def variable_keywords_follow_the_call(of):
     layer = of.layer(lambda ctx, x, **rest: x + 2 * rest["b"] + rest["a"], lambda ctx, dy: (dy, dy * 3, dy * 5))
@@ -97,12 +91,6 @@ for what, save in SAVED.items():
     @CASES.add(label=what, orders=1)
     def what_saved_tensor_returns(of, save=save):
         return noting_what_is_saved(of, save, lambda ctx: ctx.saved_tensor())
-
-
-@CASES.add(X, Y)
-def input_returned_beside_its_double(of):
-    layer = of.layer(lambda ctx, x, y: (x, y * 2), lambda ctx, dx, dy: (dx * 3, dy * 5))
-    return lambda x, y: layer.apply(x * 1, y)
 
 
 @CASES.every()

@@ -36,13 +36,6 @@ CASES.add(Z, label="twice")(complex_numbers)
 CASES.add(label="four times", orders=4)(itself_inside_backward)
 
 
-@CASES.add(X, Y)
-@CASES.add(X, Y, label="second", wrt=(1,))
-def one_entry_per_argument(of):
-    layer = of.layer(lambda ctx, a, scale, b, word: a * scale + of.sin(b), lambda ctx, dy: (dy * 3, None, dy * 5, None))
-    return lambda x, y: layer.apply(x, 2.0, y, "text")
-
-
 GRADIENTS = {
     "half": lambda of, dy: of.cast(dy * 3, "float16"),
     "bfloat16": lambda of, dy: of.cast(dy * 3, "bfloat16"),
