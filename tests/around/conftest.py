@@ -17,7 +17,7 @@ def pytest_itemcollected(item):
 
 @pytest.fixture(params=["none", "spy"])
 def block(request):
-    """No hooks, and a pair that counts its calls and has to be called. A test may ask for "cast" too."""
+    """No hooks, and a pair that counts its calls and has to be called."""
     block = Block(request.param)
     yield block
     if block.spy is not None:

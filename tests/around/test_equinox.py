@@ -119,17 +119,3 @@ def test_state_as_an_argument_and_an_output(way):
     (_, state), gradient = WAYS[way](loss, has_aux=True)(X, state)
     assert_close(gradient, jnp.full_like(X, 2 * 1 * 2 * 2))
     assert_close(state.get(model.count), 3.0)
-
-
-@pytest.mark.parametrize(("kind", "options"), [("checkpointed", {"checkpoints": 3}), ("bounded", {})])
-def test_while_loops(kind, options, block):
-    def run(activation, block):
-        def loss(w, x):
-            more = lambda carry: (carry[0] < 5) & (jnp.abs(carry[1]).sum() < 1e3)  # noqa: E731
-            step = block(lambda carry: (carry[0] + 1, activation(carry[1] @ w) + carry[1]))
-            loop = eqx.internal.while_loop(more, step, (0, x), max_steps=8, kind=kind, **options)
-            return jnp.sum(loop[1] ** 2)
-
-        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(0.3 * jnp.eye(4) + 0.1, X)
-
-    block.compare(run)

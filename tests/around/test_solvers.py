@@ -64,7 +64,7 @@ def test_minimise(block):
         loss = block(lambda y, w: jnp.mean((activation(y @ w) - 0.1) ** 2) + 0.01 * jnp.sum(y**2))
         return jax.jit(lambda w: optx.minimise(loss, optx.BFGS(1e-4, 1e-4), START, w, max_steps=64).value)(W)
 
-    assert_close(found(Square.apply, block), found(lambda x: x * x, NO_BLOCK), max(block.tolerance, 1e-3))
+    assert_close(found(Square.apply, block), found(lambda x: x * x, NO_BLOCK), 1e-3)
 
 
 # -- diffrax: each way that it has to differentiate ------------------------------------------------
@@ -73,7 +73,6 @@ def test_minimise(block):
 diffrax = library("diffrax")
 
 FIELD = 0.5 * jax.random.normal(jax.random.key(0), (3, 3))
-START = jnp.array([0.1, -0.2, 0.3])
 REVERSE = diffrax.RecursiveCheckpointAdjoint(checkpoints=3), diffrax.BacksolveAdjoint(), diffrax.DirectAdjoint()
 
 
@@ -132,5 +131,5 @@ def test_lbfgs_with_a_line_search(block):
     # The line search needs true gradients.
     ((params, _), losses), ((want, _), want_losses) = minimized(Tanh.apply, block), minimized(jnp.tanh, NO_BLOCK)
     assert losses[-1] < 0.01 * losses[0]
-    assert_close(losses, want_losses, max(block.tolerance, 1e-4))
-    assert_close(params, want, max(block.tolerance, 1e-3))
+    assert_close(losses, want_losses, 1e-4)
+    assert_close(params, want, 1e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.experimental import sparse
 
 from pylayer_jax import PyLayer
@@ -56,31 +57,20 @@ def plain_loss(data, x):
     return jnp.sum(jnp.sin(twice(matrix(data) @ x)))
 
 
+def scaled(data, factor):
+    return jnp.sum(jnp.cos(Scaled.apply(matrix(data), factor[0]).todense() @ X))
+
+
+def plain_scaled(data, factor):
+    return jnp.sum(jnp.cos(matrix(twice(data * factor[0])).todense() @ X))
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain", "x"), [(loss, plain_loss, X), (scaled, plain_scaled, [1.5])], ids=["argument", "output"]
+)
 @EAGER_AND_JIT
-def test_an_argument(mode, block):
-    got, gradient = mode(jax.value_and_grad(block(loss), argnums=(0, 1)))(DATA, X)
-    want, want_gradient = jax.value_and_grad(plain_loss, argnums=(0, 1))(DATA, X)
-    assert_close(got, want)
-    block.assert_close(gradient, want_gradient)
-
-
-@EAGER_AND_JIT
-def test_an_output(mode):
-    def scaled(data, factor):
-        return jnp.sum(jnp.cos(Scaled.apply(matrix(data), factor).todense() @ X))
-
-    def plain(data, factor):
-        return jnp.sum(jnp.cos(matrix(twice(data * factor)).todense() @ X))
-
-    got, want = (mode(jax.grad(f, argnums=(0, 1)))(DATA, jnp.float32(1.5)) for f in (scaled, plain))
-    assert_close(got, want)
-
-
-@EAGER_AND_JIT
-def test_the_gradient_of_a_matrix(mode):
-    found = mode(sparse.grad(lambda m: jnp.sum(jnp.sin(SparseProduct.apply(m, X)))))(matrix(DATA))
-    assert isinstance(found, sparse.BCOO)
-    assert_close(found.data, jax.grad(plain_loss)(DATA, X))
+def test_an_argument_and_an_output(ours, plain, x, mode, block):
+    block.compare(lambda f, block: mode(jax.value_and_grad(block(f), argnums=(0, 1)))(DATA, x), ours, plain)
 
 
 def test_vmap_over_the_entries_and_second_derivatives():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.checkers.wrong_layers import CALLS, LAST, LEAKED, TABLE
+from tests.checkers.wrong_layers import KEPT
 
 
 def pytest_itemcollected(item):
@@ -11,7 +11,4 @@ def pytest_itemcollected(item):
 
 @pytest.fixture(autouse=True)
 def fresh_globals():
-    LEAKED.clear()
-    LAST.clear()
-    TABLE.clear()
-    CALLS[:] = [0]
+    KEPT.clear()

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import PyLayer
 from pylayer_jax.testing import check_layer
 from pylayer_jax.testing._check_layer import PROPERTIES
 from tests.checkers.wrong_layers import (
@@ -26,10 +25,12 @@ from tests.checkers.wrong_layers import (
     Sine,
     SineBothWays,
     WrongSign,
+    saved,
+    saving,
     sine,
 )
 from tests.kit.case import X
-from tests.kit.layers import Multiply, Square, Tanh
+from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.layers import CASES
 
 CASE = {case.name: case for case in CASES}
@@ -41,9 +42,9 @@ def all_but(*names):
     return [name for name in PROPERTIES if name not in names]
 
 
-def failed(layer, *args, rows, **options):
+def failed(subject, *args, rows, **options):
     """The rows that fail, and the last lines of the report."""
-    report = check_layer(layer, *args, raises=False, skip=all_but(*rows), **options)
+    report = check_layer(subject, *args, raises=False, skip=all_but(*rows), **options)
     return [row.name for row in report if not row.passed], "\n".join(report.hints())
 
 
@@ -54,21 +55,19 @@ def test_right_layers_have_every_property(name):
     assert [row.name for row in report] == ["eager", *PROPERTIES]
 
 
+BESIDE = ["jit", "vmap", "gradients", "second order", "forward over reverse", "cotangents", "linear"]
+
+
 @pytest.mark.parametrize("name", ["Trees", "OneTuple", "MarkedOutput", "Round", "InputReturned", "RouterLoss"])
 def test_layers_are_right_beside_a_reference(name):
-    case, rows = (
-        CASE[name],
-        ["jit", "vmap", "gradients", "second order", "forward over reverse", "cotangents", "linear"],
-    )
-    report = check_layer(case.layer, *case.args, reference=case.reference, skip=all_but(*rows))
+    case = CASE[name]
+    report = check_layer(case.layer, *case.args, reference=case.reference, skip=all_but(*BESIDE))
     assert "reference" in report["gradients"].message
 
 
 def test_a_reference_is_compared():
-    assert failed(WrongSign, X, reference=jnp.sin, rows=["gradients", "second order"])[0] == [
-        "gradients",
-        "second order",
-    ]
+    rows = ["gradients", "second order"]
+    assert failed(WrongSign, X, reference=jnp.sin, rows=rows)[0] == rows
     assert failed(CLIPPED.layer, *CLIPPED.args, reference=CLIPPED.reference, rows=["linear"])[0] == []
 
 
@@ -104,26 +103,22 @@ SAYS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layer", "args", "words"), SAYS, ids=[f"{row[0]}: {row[3]}" for row in SAYS])
-def test_a_property_says_how_far_it_was_tested(name, layer, args, words):
-    assert words in check_layer(layer, *args, skip=all_but(name))[name].message
+@pytest.mark.parametrize(("name", "subject", "args", "words"), SAYS, ids=[f"{row[0]}: {row[3]}" for row in SAYS])
+def test_a_property_says_how_far_it_was_tested(name, subject, args, words):
+    assert words in check_layer(subject, *args, skip=all_but(name))[name].message
 
 
 def test_an_object_on_a_context_is_no_leak():
-    class KeepsAnObject(PyLayer):
-        @staticmethod
-        def forward(ctx, x, holder):
-            ctx.holder = holder
-            return x * holder.w
+    def forward(ctx, x, holder):
+        ctx.holder = holder
+        return x * holder.w
 
-        @staticmethod
-        def backward(ctx, dy):
-            return dy * ctx.holder.w
+    keeps_an_object = layer(forward, lambda ctx, dy: dy * ctx.holder.w)
 
-    def layer(x):
-        return KeepsAnObject.apply(x, types.SimpleNamespace(w=jnp.tanh(jax.lax.stop_gradient(x))))
+    def apply(x):
+        return keeps_an_object.apply(x, types.SimpleNamespace(w=jnp.tanh(jax.lax.stop_gradient(x))))
 
-    assert check_layer(layer, X, skip=all_but("leaks")).passed
+    assert check_layer(apply, X, skip=all_but("leaks")).passed
 
 
 def only_where(condition):
@@ -159,8 +154,8 @@ OTHER_VALUES = {
 
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_other_values_are_in_the_domain_that_the_given_ones_show(name):
-    layer, x, words = OTHER_VALUES[name]
-    assert words in check_layer(layer, x, skip=all_but("gradients"))["gradients"].message
+    subject, x, words = OTHER_VALUES[name]
+    assert words in check_layer(subject, x, skip=all_but("gradients"))["gradients"].message
 
 
 def test_shard_map_takes_the_mesh_that_is_set():
@@ -205,11 +200,11 @@ def fails(ctx, x):
 
 
 @pytest.mark.parametrize(
-    ("layer", "args", "message"),
+    ("subject", "args", "message"),
     [(Tanh, (X, X), "TypeError: Tanh.apply: "), (sine(forward=fails), (X,), "NotImplementedError: not in this dtype")],
 )
-def test_a_layer_that_does_not_run_has_one_row(layer, args, message):
-    (row,) = check_layer(layer, *args, raises=False)
+def test_a_layer_that_does_not_run_has_one_row(subject, args, message):
+    (row,) = check_layer(subject, *args, raises=False)
     assert not row.passed
     assert message in row.message
 
@@ -246,38 +241,24 @@ def test_a_wrong_gradient_says_how_a_meant_one_is_declared():
     assert "symmetric" in failed(wrong.layer, *wrong.args, rows=rows)[1]
 
 
-def test_a_layer_without_a_second_derivative_says_how_to_declare_it():
-    layer = WRONG["once"].layer
-    rows, hints = failed(layer, X, rows=["gradients", "second order"])
-    assert rows == ["second order"]
-    assert "skip=['second order']" in hints
-    assert check_layer(layer, X, skip=["second order", *all_but("gradients", "second order")]).passed
+@pytest.mark.parametrize(("name", "row"), [("once", "second order"), ("clipped", "linear")])
+def test_a_lack_that_may_be_meant_says_how_it_is_declared(name, row):
+    wrong, rows = WRONG[name].layer, ["gradients", row]
+    found, hints = failed(wrong, X, rows=rows)
+    assert found == [row]
+    assert f"skip=['{row}']" in hints
+    assert check_layer(wrong, X, skip=[row, *all_but(*rows)]).passed
 
 
-def test_a_backward_that_is_not_linear_may_be_meant():
-    rows, hints = failed(WRONG["clipped"].layer, X, rows=["linear", "gradients"])
-    assert rows == ["linear"]
-    assert "skip=['linear']" in hints
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
-def test_the_hint_about_rounding_is_one_that_helps(dtype):
-    class Rounds(PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            scale = jnp.max(jnp.abs(x)) / 127 if dtype == jnp.int8 else jnp.ones((), x.dtype)
-            ctx.save_for_backward((x / scale + 0.5 * (dtype == jnp.int8)).astype(dtype), scale)
-            return jnp.sin(x)
-
-        @staticmethod
-        def backward(ctx, dy):
-            rounded, scale = ctx.saved_tensors
-            return dy * jnp.cos(rounded.astype(dy.dtype) * scale)
-
-    rows, hints = failed(Rounds, X, rows=["gradients"])
+def test_the_hint_about_rounding_is_one_that_helps():
+    rounds = sine(
+        forward=saving(jnp.sin, lambda x: x.astype(jnp.bfloat16)),
+        backward=lambda ctx, dy: dy * jnp.cos(saved(ctx).astype(dy.dtype)),
+    )
+    rows, hints = failed(rounds, X, rows=["gradients"])
     assert rows == ["gradients"]
     assert "rtol=0.03, atol=0.03" in hints
-    assert failed(Rounds, X, rows=["gradients"], rtol=0.03, atol=0.03)[0] == []
+    assert failed(rounds, X, rows=["gradients"], rtol=0.03, atol=0.03)[0] == []
 
 
 def test_a_layer_that_computes_in_a_narrower_dtype_is_measured_in_its_own():

@@ -156,7 +156,7 @@ def test_statics_are_compared_if_the_reference_has_any():
 @pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
 def test_a_sharded_function_is_compared_with_a_whole_one(kind):
     mesh = jax.make_mesh((4,), ("i",), axis_types=(kind,))
-    x = jax.device_put(jnp.arange(8.0) / 8, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("i")))
+    x = jax.device_put(jnp.arange(8.0) / 8, NamedSharding(mesh, PartitionSpec("i")))
     assert_equivalent(sharded(lambda x: jax.lax.psum(whole(x), "i"), mesh), whole, (x,))
     wrong = WRONG["sum of devices"]
     with pytest.raises(AssertionError, match="4 times"):
@@ -213,8 +213,5 @@ def test_what_other_processes_hold_cannot_be_checked(name, dtype, on_devices, mo
         CHECKERS[name](model, held_elsewhere(on_devices.astype(dtype), monkeypatch))
     assert "args[1]['w'][0]" in str(caught.value)
     assert "jax.local_devices()" in str(caught.value)
-
-
-def test_a_keyword_of_other_processes_is_named(on_devices, monkeypatch):
     with pytest.raises(ValueError, match=r"^check_layer: x "):
         check_layer(Tanh, kwargs={"x": held_elsewhere(on_devices, monkeypatch)})

@@ -21,11 +21,9 @@ def main(arguments: list[str]) -> None:
     mpl.use("svg")
     mpl.rcParams["svg.fonttype"] = "none"  # text as text
     mpl.rcParams["svg.hashsalt"] = "pylayer_jax"  # the same file each time
-    if arguments == ["second_derivative"]:
-        second_derivative().savefig(NOTEBOOKS / "second_derivative.svg", metadata={"Date": None})
-        return
-    # The GPT first: its notebook sets the number of devices, before JAX has any.
-    gpt_memory().savefig(NOTEBOOKS / "gpt_memory.svg", metadata={"Date": None})
+    if arguments != ["second_derivative"]:
+        # First, as its notebook sets the number of devices, before JAX has any.
+        gpt_memory().savefig(NOTEBOOKS / "gpt_memory.svg", metadata={"Date": None})
     second_derivative().savefig(NOTEBOOKS / "second_derivative.svg", metadata={"Date": None})
 
 

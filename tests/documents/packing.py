@@ -10,10 +10,10 @@ over the layers. Everything is compared with the same program without a block, r
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from pylayer_jax.packers import cast_saved, quantize_saved
+from tests.tools.benchmarks.timing import Effort
+from tests.tools.benchmarks.timing import measure as measured
 
 ROOT = Path(__file__).parents[2]
 README, PAGE = ROOT / "README.md", ROOT / "notebooks" / "packing.md"
@@ -40,59 +42,60 @@ PACKERS: dict[str, Callable[[], Callable[[Any], Any]]] = {
 
 
 class Model(NamedTuple):
-    init: Callable[[], Any]
+    init: Callable[[], Any]  # parameters, stacked over the layers
     batch: Callable[[jax.Array], tuple[Any, Any]]  # from a key
-    loss: Callable[..., Any]  # (params, x, y, around a layer, in a scan)
+    layer: Layer  # of the parameters of one layer, and x
+    before: Callable[[Any], Any] = _same  # what becomes of x before the layers, and of what they give
+    after: Callable[[Any], Any] = _same
+
+    def loss(self, params: Any, x: Any, y: Any, around: Any = _same, scans: bool = False) -> Any:
+        """Return the loss; `around` puts each application of the layer in a block."""
+
+        def in_block(p: Any, x: Any) -> Any:
+            return around(self.layer)(p, x)
+
+        x = self.before(x)
+        if scans:
+            x = jax.lax.scan(lambda x, p: (in_block(p, x), None), x, params)[0]
+        else:
+            for i in range(len(jax.tree.leaves(params)[0])):
+                x = in_block(jax.tree.map(lambda leaf, i=i: leaf[i], params), x)
+        return jnp.mean((self.after(x) - y) ** 2)
 
 
-def chained(layer: Layer, params: Any, x: Any, around: Callable[[Any], Any], scans: bool) -> Any:
-    """Apply a layer once per entry of the stacked parameters; `around` puts each application in a block."""
-
-    def in_block(p: Any, x: Any) -> Any:
-        return around(layer)(p, x)
-
-    if scans:
-        return jax.lax.scan(lambda x, p: (in_block(p, x), None), x, params)[0]
-    for i in range(len(jax.tree.leaves(params)[0])):
-        x = in_block(jax.tree.map(lambda leaf, i=i: leaf[i], params), x)
-    return x
+def normal(*shape: int, scale: float, key: Any = None) -> Any:
+    return jax.random.normal(jax.random.key(0) if key is None else key, shape) * scale
 
 
-def mlp(activation: Any, width: int, batch: int, depth: int = 4, dtype: Any = None, cast_at: str = "") -> Model:
-    """Return layers of one width. With `cast_at="inside"`, each layer casts its weights to the dtype."""
+def mlp(activation: Any, width: int, batch: int, depth: int = 4, dtype: Any = jnp.float32, cast_at: str = "") -> Model:
+    """Return layers of one width, whose weights each layer (`cast_at="inside"`) or the caller ("before") casts."""
 
     def layer(w: Any, x: Any) -> Any:
         return activation(x @ (w.astype(dtype) if cast_at == "inside" else w))
-
-    def loss(ws: Any, x: Any, y: Any, around: Any = _same, scans: bool = False) -> Any:
-        x = x if dtype is None else x.astype(dtype)
-        return jnp.mean((chained(layer, ws, x, around, scans).astype(jnp.float32) - y) ** 2)
-
-    def init() -> Any:
-        return jax.random.normal(jax.random.key(0), (depth, width, width)) * (2 / width) ** 0.5
 
     def data(key: Any) -> Any:
         x = jax.random.normal(key, (batch, width))
         return x, jnp.tanh(jnp.roll(x, 1, -1))
 
-    return Model(init, data, loss)
+    def init() -> Any:
+        weights = normal(depth, width, width, scale=(2 / width) ** 0.5)
+        return weights.astype(dtype) if cast_at == "before" else weights
+
+    return Model(init, data, layer, lambda x: x.astype(dtype), lambda x: x.astype(jnp.float32))
 
 
 def convolutions(channels: int = 16, size: int = 32, batch: int = 16, depth: int = 3) -> Model:
     def layer(w: Any, x: Any) -> Any:
         return jax.nn.relu(jax.lax.conv(x, w, (1, 1), "SAME"))
 
-    def loss(ws: Any, x: Any, y: Any, around: Any = _same, scans: bool = False) -> Any:
-        return jnp.mean((chained(layer, ws, x, around, scans).mean((2, 3)) - y) ** 2)
-
-    def init() -> Any:
-        return jax.random.normal(jax.random.key(0), (depth, channels, channels, 3, 3)) * (2 / (9 * channels)) ** 0.5
-
     def data(key: Any) -> Any:
         x = jax.random.normal(key, (batch, channels, size, size))
         return x, jnp.max(x, (2, 3))
 
-    return Model(init, data, loss)
+    def init() -> Any:
+        return normal(depth, channels, channels, 3, 3, scale=(2 / (9 * channels)) ** 0.5)
+
+    return Model(init, data, layer, after=lambda x: x.mean((2, 3)))
 
 
 def transformer(width: int = 128, length: int = 128, batch: int = 8, depth: int = 2) -> Model:
@@ -109,32 +112,16 @@ def transformer(width: int = 128, length: int = 128, batch: int = 8, depth: int 
         x = x + jnp.einsum("bhij,bjhd->bihd", weights, v).reshape(x.shape) @ p["out"]
         return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
 
-    def loss(ps: Any, x: Any, y: Any, around: Any = _same, scans: bool = False) -> Any:
-        return jnp.mean((norm(chained(layer, ps, x, around, scans)) - y) ** 2)
-
     def init() -> Any:
-        shapes = {
-            "qkv": (width, 3 * width),
-            "out": (width, width),
-            "up": (width, 4 * width),
-            "down": (4 * width, width),
-        }
-        keys = jax.random.split(jax.random.key(0), len(shapes))
-        return {
-            n: jax.random.normal(k, (depth, *s)) / (2 * s[0] ** 0.5)
-            for k, (n, s) in zip(keys, shapes.items(), strict=True)
-        }
+        sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
+        keys = dict(zip(sizes, jax.random.split(jax.random.key(0), len(sizes)), strict=True))
+        return {n: normal(depth, *size, scale=0.5 / size[0] ** 0.5, key=keys[n]) for n, size in sizes.items()}
 
     def data(key: Any) -> Any:
         x = jax.random.normal(key, (batch, length, width))
         return x, norm(jnp.tanh(x) + x.mean(1, keepdims=True))
 
-    return Model(init, data, loss)
-
-
-def stored_narrow(model: Model) -> Model:
-    """Return the model with weights that the caller has cast to bfloat16 before the block begins."""
-    return model._replace(init=lambda: model.init().astype(jnp.bfloat16))
+    return Model(init, data, layer, after=norm)
 
 
 BF16 = jnp.bfloat16
@@ -144,27 +131,13 @@ MODELS: dict[str, Callable[[], Model]] = {
     "relu, batch 4096": lambda: mlp(jax.nn.relu, 128, 4096),
     "convolutions": convolutions,
     "gelu, bf16, weights cast inside": lambda: mlp(jax.nn.gelu, 128, 4096, dtype=BF16, cast_at="inside"),
-    "gelu, bf16, weights cast before": lambda: stored_narrow(mlp(jax.nn.gelu, 128, 4096, dtype=BF16)),
+    "gelu, bf16, weights cast before": lambda: mlp(jax.nn.gelu, 128, 4096, dtype=BF16, cast_at="before"),
     "gelu, 1024 wide, batch 16": lambda: mlp(jax.nn.gelu, 1024, 16),
 }
 IN_PROGRAMS = ("cast", "8 bits")  # 4 bits take long to compile, and are measured in training only
-PLACES = {
-    "loss": "around the loss",
-    "layer": "around each layer",
-    "body": "in a scan's body",
-}
-PROGRAMS = [
-    ("transformer", "loss"),
-    ("transformer", "layer"),
-    ("transformer", "body"),
-    ("gelu, batch 4096", "loss"),
-    ("gelu, batch 4096", "layer"),
-    ("relu, batch 4096", "loss"),
-    ("convolutions", "loss"),
-    ("gelu, bf16, weights cast inside", "loss"),
-    ("gelu, bf16, weights cast before", "loss"),
-    ("gelu, 1024 wide, batch 16", "loss"),
-]
+PLACES = {"loss": "around the loss", "layer": "around each layer", "body": "in a scan's body"}
+MORE_PLACES = {"transformer": ("layer", "body"), "gelu, batch 4096": ("layer",)}
+PROGRAMS = [(name, place) for name in MODELS for place in ("loss", *MORE_PLACES.get(name, ()))]
 IN_README = {
     "transformer": "transformer",
     "gelu, batch 4096": "gelu network, batch 4096",
@@ -180,14 +153,16 @@ TRAINED: dict[str, Callable[[], Model]] = {
 }
 
 
+ERRORS = ["model", "error of the gradient: cast; 8 bits; 4 bits", "loss of plain: before; after"]
+ERRORS += ["loss above plain: cast", "8 bits", "4 bits"]
+
+
 def program(model: Model, place: str, around: Callable[[Any], Any] | None) -> Callable[..., Any]:
     """Return the loss with a block (or `jax.checkpoint`) at a place; the same program without it where it is None."""
-    scans = place == "body"
+    loss = functools.partial(model.loss, scans=place == "body")
     if around is None:
-        return lambda p, x, y: model.loss(p, x, y, scans=scans)
-    if place in ("layer", "body"):
-        return lambda p, x, y: model.loss(p, x, y, around=around, scans=scans)
-    return around(lambda p, x, y: model.loss(p, x, y, scans=scans))
+        return loss
+    return around(loss) if place == "loss" else functools.partial(loss, around=around)
 
 
 def relative_error(got: Any, expected: Any) -> float:
@@ -199,12 +174,11 @@ def relative_error(got: Any, expected: Any) -> float:
 def held(loss: Any, params: Any, x: Any, y: Any) -> int:
     """Bytes of the function that a jitted `jax.vjp` returns, beside its inputs."""
     pull = jax.jit(lambda p, x, y: jax.vjp(lambda p: loss(p, x, y), p)[1])(params, x, y)
-    inputs = jax.tree.leaves((params, x, y))
-    total = 0
-    for leaf in jax.tree.leaves(pull):
-        same = any(leaf.shape == i.shape and leaf.dtype == i.dtype and bool(jnp.array_equal(leaf, i)) for i in inputs)
-        total += 0 if same else leaf.nbytes
-    return total
+
+    def is_input(leaf: Any) -> bool:
+        return any(leaf.dtype == i.dtype and jnp.array_equal(leaf, i) for i in jax.tree.leaves((params, x, y)))
+
+    return sum(0 if is_input(leaf) else leaf.nbytes for leaf in jax.tree.leaves(pull))
 
 
 def measure(name: str, place: str, rounds: int) -> dict[str, Any]:
@@ -216,23 +190,17 @@ def measure(name: str, place: str, rounds: int) -> dict[str, Any]:
     layers = "body" if place == "body" else "layer"
     losses["checkpoint"] = program(model, layers, jax.checkpoint)
     steps = {n: jax.jit(jax.value_and_grad(f)).lower(params, x, y).compile() for n, f in losses.items()}
-    gradients = {n: step(params, x, y)[1] for n, step in steps.items()}
-    times: dict[str, list[float]] = {n: [] for n in steps}
-    for _ in range(rounds):
-        for n, step in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(step(params, x, y))
-            times[n].append(time.perf_counter() - start)
-    memory = {n: step.memory_analysis().temp_size_in_bytes / 2**20 for n, step in steps.items()}
-    kept = {n: held(f, params, x, y) / 2**20 for n, f in losses.items()}
+    calls = {n: lambda step=step: jax.block_until_ready(step(params, x, y)) for n, step in steps.items()}
+    times = measured(calls, Effort(rounds, 0.0))
+    plain = steps["plain"](params, x, y)[1]
     found: dict[str, Any] = {}
-    for n in steps:
+    for n, step in steps.items():
         ratios = [a / b for a, b in zip(times[n], times["plain"], strict=True)] or [0.0, 0.0]
         found[n] = {
-            "temp": memory[n],
-            "held": kept[n],
+            "temp": step.memory_analysis().temp_size_in_bytes / 2**20,
+            "held": held(losses[n], params, x, y) / 2**20,
             "time": statistics.quantiles(ratios, n=4, method="inclusive"),
-            "error": relative_error(gradients[n], gradients["plain"]),
+            "error": relative_error(step(params, x, y)[1], plain),
         }
     return found
 
@@ -242,7 +210,6 @@ def train(name: str, seeds: int, n_steps: int) -> dict[str, list[float]]:
     import optax
 
     model, adam = TRAINED[name](), optax.adam(3e-3)
-    found: dict[str, list[float]] = {}
     losses = {"plain": program(model, "loss", None)} | {n: program(model, "loss", p()) for n, p in PACKERS.items()}
     results: dict[str, list[float]] = {n: [] for n in losses}
     for n, loss in losses.items():
@@ -260,26 +227,23 @@ def train(name: str, seeds: int, n_steps: int) -> dict[str, list[float]]:
         for seed in range(seeds):
             values = run(model.init(), jax.random.split(jax.random.key(seed), n_steps))
             results[n].append(float(values[-20:].mean()))
-    gradients = {
-        n: jax.jit(jax.grad(loss))(model.init(), *model.batch(jax.random.key(9))) for n, loss in losses.items()
-    }
+    first = model.init(), *model.batch(jax.random.key(9))
+    gradients = {n: jax.jit(jax.grad(loss))(*first) for n, loss in losses.items()}
+    found = {"first": [float(jax.jit(losses["plain"])(*first))], "plain": spread(results["plain"])}
     for n in PACKERS:
         found[f"error of {n}"] = [relative_error(gradients[n], gradients["plain"])]
-        above = [a - b for a, b in zip(results[n], results["plain"], strict=True)]
-        found[n] = [min(above), statistics.median(above), max(above)]
-    first = jax.jit(losses["plain"])(model.init(), *model.batch(jax.random.key(9)))
-    found["first"] = [float(first)]
-    found["plain"] = [min(results["plain"]), statistics.median(results["plain"]), max(results["plain"])]
+        found[n] = spread([a - b for a, b in zip(results[n], results["plain"], strict=True)])
     return found
 
 
+def spread(values: list[float]) -> list[float]:
+    return [min(values), statistics.median(values), max(values)]
+
+
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.documents.packing", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.documents.packing", description=__doc__)
     parser.add_argument("--json", metavar="FILE", help="measure, and write the figures")
     parser.add_argument("--memory", action="store_true", help="only memory, which needs no repetition")
-    parser.add_argument("--training", action="store_true", help="only training")
     parser.add_argument("--write", metavar="FILE", nargs="+", help="write tables of these figures into the page")
     options = parser.parse_args(arguments)
     if options.write:
@@ -287,7 +251,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     found: dict[str, Any] = {"jax": jax.__version__, "programs": {}, "training": {}}
     write = Path(options.json).write_text if options.json else len
-    for name, place in [] if options.training else PROGRAMS:
+    for name, place in PROGRAMS:
         found["programs"][f"{name} | {PLACES[place]}"] = figures = measure(name, place, 0 if options.memory else 9)
         print(name, place, {n: {k: v for k, v in f.items() if k != "time"} for n, f in figures.items()}, flush=True)
         write(json.dumps(found, indent=1))
@@ -302,74 +266,62 @@ def write_pages(found: list[dict[str, Any]]) -> None:
     for title, table in tables(found).items():
         page = README if title == "packing" else PAGE
         text, mark = page.read_text(), re.escape(f"<!-- table: {title} -->")
-        text, count = re.subn(
-            rf"({mark}\n).*?(<!-- end -->)", lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL
-        )
+        text, count = re.subn(rf"(?s)({mark}\n).*?(<!-- end -->)", lambda m, t=table: m[1] + t + m[2], text)
         assert count == 1, title
         page.write_text(text)
 
 
-def ratio(figure: float, plain: float) -> str:
-    return f"{figure / plain:.2f}"
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    head, *lines = (f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in (columns, *rows))
+    return "".join([head, "|" + "---|" * len(columns) + "\n", *lines])
 
 
 def tables(found: list[dict[str, Any]]) -> dict[str, str]:
     newest, *others = found
     columns = [*IN_PROGRAMS, "checkpoint"]
-    memory = "| model | block | plain, MiB | " + " | ".join(columns) + " |\n|" + "---|" * (3 + len(columns)) + "\n"
-    times = "| model | block | " + " | ".join(columns) + " |\n|" + "---|" * (2 + len(columns)) + "\n"
-    for key, figures in newest["programs"].items():
-        name, place = key.split(" | ")
-        plain = figures["plain"]
-        cells = [
-            f"{ratio(figures[c]['temp'], plain['temp'])}; {ratio(figures[c]['held'], plain['held'])}"
-            if c in figures
-            else ""
-            for c in columns
-        ]
-        memory += f"| {name} | {place} | {plain['temp']:.0f}; {plain['held']:.0f} | " + " | ".join(cells) + " |\n"
-        low_middle_high = [figures[c]["time"] for c in columns]
-        cells = [f"{t[1]:.2f} [{t[0]:.2f}, {t[2]:.2f}]" for t in low_middle_high]
-        times += f"| {name} | {place} | " + " | ".join(cells) + " |\n"
-    errors = "| model | error of the gradient: cast; 8 bits; 4 bits | loss of plain: before; after "
-    errors += "| loss above plain: cast | 8 bits | 4 bits |\n"
-    errors += "|---|---|---|---|---|---|\n"
+
+    def of_programs(figures: dict[str, Any], cells: Callable[[Any, str], str], plain: list[str], *kinds: str) -> str:
+        """A row for each program; `plain` heads a column of the figures of these kinds without a block."""
+        rows = []
+        for key, of_way in figures["programs"].items():
+            without = "; ".join(f"{of_way['plain'][kind]:.0f}" for kind in kinds)
+            rows.append([*key.split(" | "), *([without] if kinds else []), *(cells(of_way, c) for c in columns)])
+        return markdown(["model", "block", *plain, *columns], rows)
+
+    def ratios(*kinds: str) -> Callable[[Any, str], str]:
+        return lambda of_way, c: "; ".join(f"{of_way[c][kind] / of_way['plain'][kind]:.2f}" for kind in kinds)
+
+    errors = []
     for name, losses in newest["training"].items():
         error = "; ".join(f"{losses[f'error of {n}'][0]:.1e}" for n in PACKERS)
-        cells = [f"{m:+.0e} [{low:+.0e}, {high:+.0e}]" for low, m, high in (losses[n] for n in PACKERS)]
-        errors += (
-            f"| {name} | {error} | {losses['first'][0]:.2f}; {losses['plain'][1]:.4f} | " + " | ".join(cells) + " |\n"
-        )
-    result = {"memory": memory, "times": times, "errors": errors, "packing": in_short(newest["programs"])}
-    if others:
-        (old,) = others
-        table = "| model | block | plain, MiB | " + " | ".join(columns) + " |\n|" + "---|" * (3 + len(columns)) + "\n"
-        for key, figures in old["programs"].items():
-            name, place = key.split(" | ")
-            plain = figures["plain"]
-            cells = [ratio(figures[c]["temp"], plain["temp"]) for c in columns]
-            table += f"| {name} | {place} | {plain['temp']:.0f} | " + " | ".join(cells) + " |\n"
-        result["older"] = table
-    return {title: re.sub(r"\|  (?=\|)", "| ", text) for title, text in result.items()}
+        above = [f"{m:+.0e} [{low:+.0e}, {high:+.0e}]" for low, m, high in (losses[n] for n in PACKERS)]
+        errors.append([name, error, f"{losses['first'][0]:.2f}; {losses['plain'][1]:.4f}", *above])
+    result = {
+        "memory": of_programs(newest, ratios("temp", "held"), ["plain, MiB"], "temp", "held"),
+        "times": of_programs(newest, lambda of_way, c: quartiles(of_way[c]["time"]), []),
+        "errors": markdown(ERRORS, errors),
+        "packing": in_short(newest["programs"]),
+    }
+    for older in others:
+        result["older"] = of_programs(older, ratios("temp"), ["plain, MiB"], "temp")
+    return result
+
+
+def quartiles(time: list[float]) -> str:
+    low, middle, high = time
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def in_short(programs: dict[str, Any]) -> str:
     """Return the table of the README: memory, and time with quartiles, of some programs."""
-    columns = {
-        "cast": "`cast_saved()`",
-        "8 bits": "`quantize_saved(8)`",
-        "checkpoint": "`jax.checkpoint` of each layer",
-    }
-    table = "| | plain | " + " | ".join(columns.values()) + " |\n|" + "---|" * (2 + len(columns)) + "\n"
+    ways = {"cast": "`cast_saved()`", "8 bits": "`quantize_saved(8)`", "checkpoint": "`jax.checkpoint` of each layer"}
+    rows = []
     for name, shown in IN_README.items():
         figures = programs[f"{name} | {PLACES['loss']}"]
         plain = figures["plain"]["temp"]
-        cells = [
-            f"{ratio(figures[c]['temp'], plain)}; {{1:.2f}} [{{0:.2f}}, {{2:.2f}}]".format(*figures[c]["time"])
-            for c in columns
-        ]
-        table += f"| {shown} | {plain:.0f} MiB | " + " | ".join(cells) + " |\n"
-    return table
+        cells = [f"{figures[way]['temp'] / plain:.2f}; {quartiles(figures[way]['time'])}" for way in ways]
+        rows.append([shown, f"{plain:.0f} MiB", *cells])
+    return markdown(["", "plain", *ways.values()], rows)
 
 
 if __name__ == "__main__":

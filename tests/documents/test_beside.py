@@ -12,6 +12,8 @@ import jax
 import numpy as np
 import pytest
 
+from tests.kit.oracle import Paddle, Torch
+
 from .ways import COLUMNS, EXAMPLES, Example, Way
 
 ROOT = Path(__file__).parents[2]
@@ -67,15 +69,6 @@ def second(example: Example) -> Callable[[Way], str]:
     return lambda way: or_error(lambda: shown(example.second(way)(np.float32(example.x))))
 
 
-def hessian(way: Way) -> str:
-    if way.for_hessian is None:
-        return or_error(lambda: shown(jax.hessian(way.steep_tanh)(X)))
-    with pytest.raises(NotImplementedError):
-        jax.hessian(way.steep_tanh)(X)
-    assert jax.hessian(way.for_hessian[1])(X) == pytest.approx(EXAMPLES[1].by_hand, rel=1e-5)
-    return f"with {way.for_hessian[0]}"
-
-
 def runs(way: Way) -> str:
     times: list[int] = []
     jax.grad(lambda x: way.swish(x, lambda: times.append(1)))(X)
@@ -105,7 +98,11 @@ ROWS: dict[str, Callable[[Way], str]] = {
     "`vmap`": lambda way: or_with(way.steep_tanh, way.for_vmap, lambda f: jax.vmap(f)(np.full(3, X)), np.tanh(X)),
     "second derivative of `round(x)³` at 1.3, straight-through": second(EXAMPLES[0]),
     "second derivative of tanh at 0.3, slope doubled": second(EXAMPLES[1]),
-    "`jax.hessian` of the same": hessian,
+    "`jax.hessian` of the same": lambda way: (
+        or_with(way.steep_tanh, way.for_hessian, lambda f: jax.hessian(f)(X), EXAMPLES[1].by_hand)
+        if way.for_hessian
+        else or_error(lambda: shown(jax.hessian(way.steep_tanh)(X)))
+    ),
     "`jax.jvp`": lambda way: or_with(
         way.steep_tanh, way.for_jvp, lambda f: jax.jvp(f, (X,), (np.float32(1),))[1], SLOPE
     ),
@@ -144,80 +141,49 @@ def test_a_cell_is_what_running_the_code_gives(row, column):
 # -- torch and Paddle --------------------------------------------------------------------------------------------
 
 
-def shared_rows(
-    base: Any, rounded: Any, sigmoid: Any, scalar: Any, grad: Any, hooks: Any, doubled: Any, steep_tanh: Any
-) -> dict[str, str]:
-    """Return the cells that torch and Paddle have in common.
+def of_framework(of: Paddle | Torch, doubled: Callable[[Any], Any]) -> tuple[dict[str, str], Any]:
+    """Return the cells that torch and Paddle have in common, and tanh with twice its gradient.
 
-    Args:
-        base: the class of their custom gradients.
-        rounded: their function that rounds.
-        sigmoid: their sigmoid.
-        scalar: from a number to a tensor that needs a gradient.
-        grad: from y and x to the gradient, which can be differentiated again.
-        hooks: their hooks on saved tensors.
-        doubled: the gradient that `backward` returns for the argument that is a dict, from its cotangent.
-        steep_tanh: tanh with twice its gradient.
+    `doubled` is the gradient that `backward` returns for the argument that is a dict, from its cotangent.
     """
-
-    class Round(base):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.set_materialize_grads(False)
-            return rounded(x), x.clone()
-
-        @staticmethod
-        def backward(ctx, dy, unused):
-            missing.append(unused)
-            return dy
-
-    class Swish(base):
-        @staticmethod
-        def forward(ctx, x):
-            times.append(1)
-            s = sigmoid(x)
-            ctx.save_for_backward(x, s)
-            return x * s
-
-        @staticmethod
-        def backward(ctx, dy):
-            x, s = saved(ctx)
-            return dy * s * (1 + x * (1 - s))
-
-    class Clipped(base):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 1
-
-        @staticmethod
-        def backward(ctx, dy):
-            return dy.clip(-1, 1)
-
-    class Doubled(base):
-        @staticmethod
-        def forward(ctx, tree):
-            return 2 * tree["w"]
-
-        @staticmethod
-        def backward(ctx, dy):
-            return doubled(dy)
-
     missing: list[Any] = []
     times: list[int] = []
     kept: list[Any] = []
 
-    def second(f, value):
-        x = scalar(value)
-        return shown(grad(grad(f(x), x), x))
+    def round_and_copy(ctx, x):
+        ctx.set_materialize_grads(False)
+        return of.round(x), of.copy(x)
 
-    straight_through = second(lambda x: Round.apply(x)[0] ** 3, 1.3)
-    Swish.apply(scalar(0.3)).backward()
-    with hooks(lambda x: kept.append(x) or x, lambda x: x):
-        steep_tanh(scalar(0.3)).backward()
-    clipped = scalar(0.3)
-    (5 * Clipped.apply(clipped)).backward()
-    tree = Doubled.apply({"w": scalar(0.3), "name": "a text"})
-    has_gradient = tree.requires_grad if hasattr(tree, "requires_grad") else not tree.stop_gradient
+    def swish(ctx, x):
+        times.append(1)
+        s = of.sigmoid(x)
+        ctx.save_for_backward(x, s)
+        return x * s
+
+    def swish_gradient(ctx, dy):
+        x, s = of.saved(ctx)
+        return dy * s * (1 + x * (1 - s))
+
+    def tanh(ctx, x):
+        y = of.tanh(x)
+        ctx.save_for_backward(y)
+        return y
+
+    def second(f, value):
+        x = of.leaf(np.float32(value))
+        (first,) = of.slope(f(x), [x], create_graph=True)
+        return shown(of.slope(first, [x], create_graph=True)[0])
+
+    rounded = of.layer(round_and_copy, lambda ctx, dy, unused: missing.append(unused) or dy)
+    steep_tanh = of.layer(tanh, lambda ctx, dy: 2 * dy * (1 - of.saved(ctx)[0] ** 2)).apply
+    straight_through = second(lambda x: rounded.apply(x)[0] ** 3, 1.3)
+    of.layer(swish, swish_gradient).apply(of.leaf(X)).backward()
+    with of.hooks(lambda x: kept.append(x) or x, lambda x: x):
+        steep_tanh(of.leaf(X)).backward()
+    clipped = of.leaf(X)
+    (5 * of.layer(lambda ctx, x: x * 1, lambda ctx, dy: dy.clip(-1, 1)).apply(clipped)).backward()
+    of_tree = of.layer(lambda ctx, tree: 2 * tree["w"], lambda ctx, dy: doubled(dy)).apply
+    has_gradient = of.differentiable(of_tree({"w": of.leaf(X), "name": "a text"}))
     return {
         "second derivative of `round(x)³` at 1.3, straight-through": straight_through,
         "second derivative of tanh at 0.3, slope doubled": second(steep_tanh, 0.3),
@@ -226,83 +192,39 @@ def shared_rows(
         "runs of `forward` for an eager gradient, if it saves an intermediate": str(len(times)),
         "cotangent of an output that the loss does not use": "None" if missing[0] is None else "zeros",
         "packing saved tensors, under `jit` too": yes(kept),
-    }
-
-
-def saved(ctx: Any) -> Any:
-    return ctx.saved_tensors if hasattr(ctx, "saved_tensors") else ctx.saved_tensor()
-
-
-def in_torch(torch: Any) -> dict[str, str]:
-    class SteepTanh(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return torch.tanh(x)
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(output)
-            ctx.save_for_forward(output)
-
-        @staticmethod
-        def backward(ctx, dy):
-            (y,) = ctx.saved_tensors
-            return 2 * dy * (1 - y**2)
-
-    class WithRules(SteepTanh):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def jvp(ctx, dx):
-            (y,) = ctx.saved_tensors
-            return 2 * dx * (1 - y**2)
-
-    def use(f, rule):
-        with pytest.raises(RuntimeError):
-            f(SteepTanh.apply)
-        f(WithRules.apply)
-        return f"with {rule}"
-
-    x = torch.full((3,), 0.3)
-    return shared_rows(
-        torch.autograd.Function,
-        torch.round,
-        torch.sigmoid,
-        lambda value: torch.tensor(value, requires_grad=True),
-        lambda y, x: torch.autograd.grad(y, x, create_graph=True)[0],
-        torch.autograd.graph.saved_tensors_hooks,
-        lambda dy: {"w": 2 * dy, "name": None},
-        SteepTanh.apply,
-    ) | {
-        "`vmap`": use(lambda f: torch.func.vmap(f)(x), "`generate_vmap_rule`"),
-        "`jax.hessian` of the same": shown(torch.autograd.functional.hessian(SteepTanh.apply, torch.tensor(0.3))),
-        "`jax.jvp`": use(lambda f: torch.func.jvp(f, (x,), (x,)), "`jvp`"),
-    }
+    }, steep_tanh
 
 
 def in_paddle(paddle: Any) -> dict[str, str]:
-    class SteepTanh(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx, x):
-            y = paddle.tanh(x)
-            ctx.save_for_backward(y)
-            return y
+    return of_framework(Paddle(paddle), lambda dy: 2 * dy)[0]
 
-        @staticmethod
-        def backward(ctx, dy):
-            (y,) = ctx.saved_tensor()
-            return 2 * dy * (1 - y**2)
 
-    return shared_rows(
-        paddle.autograd.PyLayer,
-        paddle.round,
-        paddle.nn.functional.sigmoid,
-        lambda value: paddle.to_tensor(value, stop_gradient=False),
-        lambda y, x: paddle.grad(y, x, create_graph=True)[0],
-        paddle.autograd.saved_tensors_hooks,
-        lambda dy: 2 * dy,
-        SteepTanh.apply,
-    )
+def in_torch(torch: Any) -> dict[str, str]:
+    of = Torch(torch)
+    found, steep_tanh = of_framework(of, lambda dy: {"w": 2 * dy, "name": None})
+
+    def setup(ctx, inputs, output):
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
+
+    def rule(ctx, d):
+        return 2 * d * (1 - ctx.saved_tensors[0] ** 2)
+
+    def tanh(x):
+        return of.tanh(x)
+
+    def use(f, name, value):
+        with pytest.raises(RuntimeError):
+            f(of.function(tanh, rule, setup_context=setup).apply)
+        f(of.function(tanh, rule, setup_context=setup, **{name: value}).apply)
+        return f"with `{name}`"
+
+    x = torch.full((3,), 0.3)
+    return found | {
+        "`vmap`": use(lambda f: torch.func.vmap(f)(x), "generate_vmap_rule", True),
+        "`jax.hessian` of the same": shown(of.hessian(steep_tanh)(x[0])),
+        "`jax.jvp`": use(lambda f: torch.func.jvp(f, (x,), (x,)), "jvp", rule),
+    }
 
 
 @pytest.mark.frameworks

@@ -23,9 +23,7 @@ class Way(NamedTuple):
 
     steep_tanh: Callable[[Any], Any]  # tanh with twice its gradient, computed from the saved output
     round: Callable[[Any], Any]  # rounding whose gradient passes straight through
-    swish: Callable[
-        [Any, Callable[[], Any]], Any
-    ]  # saves an intermediate; calls the function once per run of `forward`
+    swish: Callable[[Any, Callable[[], Any]], Any]  # saves an intermediate; calls the function once per `forward`
     clipped: Callable[[Any], Any]  # the identity, whose backward clips its cotangent to [-1, 1]
     doubled: Callable[[Any], Any]  # twice the entry "w" of a dict that also holds a text
     sin_of_two: Callable[[Any, list[Any]], Any] | None  # sin of (sin, cos); appends the cotangent of cos to the list
@@ -62,9 +60,11 @@ def _of_rules(made: Callable[[Rule], Callable[[Any], Any]], **more: Any) -> Way:
             s = _sigmoid(x)
             return x * s, s
 
-        return made(
-            Rule(run, lambda x, _, s: (x, s), lambda saved, dy: dy * saved[1] * (1 + saved[0] * (1 - saved[1])))
-        )(x)
+        def gradient(saved, dy):
+            x, s = saved
+            return dy * s * (1 + x * (1 - s))
+
+        return made(Rule(run, lambda x, _, s: (x, s), gradient))(x)
 
     def sin_of_two(x, seen):
         def gradient(x, dy):
@@ -131,31 +131,17 @@ def pylayer() -> Way:
     return _of_rules(made, for_jvp=("`forward_mode = True`", SteepBothWays.apply), logs=logs, packs=packs)
 
 
-def documented() -> Way:
-    """Return `jax.custom_vjp` as JAX documents it: the fwd rule calls the decorated function."""
+def _custom_vjp(again: bool) -> Way:
+    """Return `jax.custom_vjp`, whose fwd rule computes the function again, or calls it, as JAX documents it."""
 
     def made(rule):
         function = jax.custom_vjp(lambda x: rule.run(x)[0])
 
         def fwd(x):
-            y = function(x)
-            return y, rule.keep(x, y, rule.run(x)[1])  # the function returns no intermediate, so it is computed again
-
-        function.defvjp(fwd, lambda saved, dy: (rule.gradient(saved, dy),))
-        return function
-
-    return _of_rules(made, logs=_custom_vjp_logs)
-
-
-def computes_again() -> Way:
-    """Return `jax.custom_vjp` with a fwd rule that computes the function anew."""
-
-    def made(rule):
-        def fwd(x):
-            y, intermediate = rule.run(x)
+            y, intermediate = rule.run(x)  # which the function does not return
+            y = y if again else function(x)
             return y, rule.keep(x, y, intermediate)
 
-        function = jax.custom_vjp(lambda x: rule.run(x)[0])
         function.defvjp(fwd, lambda saved, dy: (rule.gradient(saved, dy),))
         return function
 
@@ -294,8 +280,8 @@ def equinox() -> Way:
 
 COLUMNS: dict[str, Callable[[], Way]] = {
     "`PyLayer`": pylayer,
-    "`custom_vjp`, documented": documented,
-    "`custom_vjp`, computes again": computes_again,
+    "`custom_vjp`, documented": lambda: _custom_vjp(again=False),
+    "`custom_vjp`, computes again": lambda: _custom_vjp(again=True),
     "`custom_jvp`": custom_jvp,
     "hijax": hijax,
     "equinox": equinox,

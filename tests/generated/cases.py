@@ -111,23 +111,23 @@ class Layer:
     dialect: str
     arguments: list[Any]  # trees of names and statics
     kinds: list[str]  # how each is passed: "positional", "default", "rest", "keyword", "more"
-    by_name: bool  # positional arguments are passed by keyword, last first
     shapes: dict[str, tuple[int, ...]]  # of the inputs
     body: list[Statement]
     returned: Any  # a tree of names and statics
-    later: list[Statement]  # in setup_context
     saved: list[tuple[str, str]]  # name, how
-    marked: list[str]
-    dirty: list[str]
-    materialize: bool
     gradients: list[list[Term] | None]  # per input
-    per_slot: bool  # one gradient per argument that holds a tensor, and not one per argument
-    wide: bool  # gradients stay in the shape of the outputs
-    left_out: bool  # trailing gradients that nobody needs, where there is one per slot
-    surplus: int  # Nones behind the gradients of a Function
-    asks: bool  # computes a gradient only where ctx.needs_input_grad
-    forward_mode: bool
-    writes: str  # the method that writes to the Ref, if there is one
+    later: list[Statement] = dataclasses.field(default_factory=list)  # in setup_context
+    marked: list[str] = dataclasses.field(default_factory=list)
+    dirty: list[str] = dataclasses.field(default_factory=list)
+    by_name: bool = False  # positional arguments are passed by keyword, last first
+    materialize: bool = True
+    per_slot: bool = False  # one gradient per argument that holds a tensor, and not one per argument
+    wide: bool = False  # gradients stay in the shape of the outputs
+    left_out: bool = False  # trailing gradients that nobody needs, where there is one per slot
+    surplus: int = 0  # Nones behind the gradients of a Function
+    asks: bool = False  # computes a gradient only where ctx.needs_input_grad
+    forward_mode: bool = False
+    writes: str = ""  # the method that writes to the Ref, if there is one
 
     @property
     def inputs(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -118,15 +119,12 @@ def _keep(layer: Layer, ctx: Any, scope: dict[str, Any]) -> None:
 
 
 def _saved(layer: Layer, ctx: Any) -> list[Any]:
-    saved = iter(ctx.saved_tensors if any(how == "save" for _, how in layer.saved) else ())
-    nested, count, found = iter(ctx.kept["deep"] if any(how == "nested" for _, how in layer.saved) else ()), 0, []
-    for _, how in layer.saved:
-        if how == "attribute":
-            found.append(getattr(ctx, f"kept{count}"))
-            count += 1
-        else:
-            found.append(next(saved if how == "save" else nested))
-    return found
+    found = {
+        "save": iter(ctx.saved_tensors),
+        "attribute": (getattr(ctx, f"kept{i}") for i in itertools.count()),
+        "nested": iter(getattr(ctx, "kept", {"deep": []})["deep"]),
+    }
+    return [next(found[how]) for _, how in layer.saved]
 
 
 def _backward(layer: Layer, ctx: Any, given: tuple[Any, ...]) -> Any:

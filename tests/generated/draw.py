@@ -187,8 +187,6 @@ def _layer(
         returned=returned,
         later=later,
         saved=saved,
-        marked=[],
-        dirty=[],
         materialize=rng.random() < 0.65,
         gradients=[_gradient(rng, linear, len(outputs), len(saved)) for _ in inputs],
         per_slot=dialect == "PyLayer" and rng.random() < 0.5,

@@ -20,7 +20,6 @@ an argument of the function, which has a first derivative only.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .cases import CONSTANTS, OPERATIONS, Block, Case, Layer
+from .cases import CONSTANTS, OPERATIONS, Case, Layer
 from .classes import function_of
 
 Tensors = tuple[jax.Array, ...]
@@ -134,55 +133,45 @@ def _vjp(f, positions):
     return run
 
 
-def _jvp(f, positions):
-    def run(*xs):
-        g, some = _of_some(f, positions, xs)
-        return jax.jvp(g, some, [weights(x) for x in some])[1]
+def _along_weights(slope):
+    """The step that is a derivative along fixed tangents, from `slope(f, arguments, tangents)`."""
 
-    return run
+    def step(f, positions):
+        def run(*xs):
+            g, some = _of_some(f, positions, xs)
+            return slope(g, some, [weights(x) for x in some])
 
+        return run
 
-def _linearize(f, positions):
-    def run(*xs):
-        g, some = _of_some(f, positions, xs)
-        return jax.linearize(g, *some)[1](*(weights(x) for x in some))
-
-    return run
+    return step
 
 
-def _jvp_in_reverse(f, positions):
+def _reverse_slope(f, xs, tangents):
     """The Jacobian of reverse mode, times the tangent."""
+    jacobian = jax.jacrev(f, tuple(range(len(xs))))(*xs)
 
-    def run(*xs):
-        g, some = _of_some(f, positions, xs)
-        jacobian = jax.jacrev(g, tuple(range(len(some))))(*some)
+    def times_tangent(_, row):
+        return sum(jnp.tensordot(j, t, t.ndim) for j, t in zip(row, tangents, strict=True))
 
-        def times_tangent(_, row):
-            return sum(jnp.tensordot(j, weights(x), x.ndim) for j, x in zip(row, some, strict=True))
-
-        return jax.tree.map(times_tangent, jax.eval_shape(g, *some), jacobian)
-
-    return run
+    return jax.tree.map(times_tangent, jax.eval_shape(f, *xs), jacobian)
 
 
-def _jacrev(f, positions):
-    return jax.jacrev(f, positions)
+_jvp = _along_weights(lambda f, xs, tangents: jax.jvp(f, xs, tangents)[1])
+_linearize = _along_weights(lambda f, xs, tangents: jax.linearize(f, *xs)[1](*tangents))
+_jvp_in_reverse = _along_weights(_reverse_slope)
 
 
-SCALES = (1.0, 0.5, 0.8)
-
-
-def _along(x, axis):
-    return max(axis, -1 - x.ndim) if axis < 0 else axis
+def _scales(xs):
+    return (1.0, 0.5, 0.8)[: max(2, *(x.shape[-1] if x.ndim else 2 for x in xs))]
 
 
 def _vmap(f, how):
     axes, out_axis = how
 
     def run(*xs):
-        scales = SCALES[: max(2, *(x.shape[-1] if x.ndim else 2 for x in xs))]
         stacked = [
-            x if a is None else jnp.stack([s * x for s in scales], _along(x, a)) for x, a in zip(xs, axes, strict=True)
+            x if a is None else jnp.stack([s * x for s in _scales(xs)], max(a, -1 - x.ndim))
+            for x, a in zip(xs, axes, strict=True)
         ]
         return jax.tree.map(lambda y: y.sum(out_axis), jax.vmap(f, axes, out_axis)(*stacked))
 
@@ -193,8 +182,7 @@ def _one_by_one(f, how):
     axes, _ = how
 
     def run(*xs):
-        scales = SCALES[: max(2, *(x.shape[-1] if x.ndim else 2 for x in xs))]
-        examples = [[x if a is None else s * x for x, a in zip(xs, axes, strict=True)] for s in scales]
+        examples = [[x if a is None else s * x for x, a in zip(xs, axes, strict=True)] for s in _scales(xs)]
         return jax.tree.map(lambda *ys: sum(ys[1:], ys[0]), *(f(*example) for example in examples))
 
     return run
@@ -225,10 +213,10 @@ STEPS: dict[str, tuple[Any, Any]] = {
     "": (_nothing, _nothing),
     "grad": (_grad, _grad),
     "vjp": (_vjp, _vjp),
-    "jacrev": (_jacrev, _jacrev),
+    "jacrev": (jax.jacrev, jax.jacrev),
     "jvp": (_jvp, _jvp_in_reverse),
     "linearize": (_linearize, _jvp_in_reverse),
-    "jacfwd": (lambda f, positions: jax.jacfwd(f, positions), _jacrev),
+    "jacfwd": (jax.jacfwd, jax.jacrev),
     "jit": (lambda f, _: jax.jit(f), _nothing),
     "remat": (lambda f, _: jax.checkpoint(f), _nothing),
     "vmap": (_vmap, _one_by_one),
@@ -243,17 +231,16 @@ DERIVATIVES = {"grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
 
 def computed(case: Case, package: Any) -> Any:
     """What the layers of `package` make of a case."""
-    block = {place: _hooks(block, package) for place, block in case.blocks.items()}
     constants = _arrays(case, CONSTANTS)
 
     def run() -> Any:
         ref = _ref(case)
         layers = {layer.name: function_of(layer, package, constants, ref) for layer in case.layers}
-        program = _around(block.get("inside"), _program(case, layers, constants, 0))
+        program = _in_block(case, "inside", package, _program(case, layers, constants, 0))
         return _applied(case, program, 0), None if ref is None else ref[...]
 
     # JAX compiles a jitted function that closes over a Ref only within another one.
-    return _around(block.get("outside"), jax.jit(run) if _writes(case) else run)()
+    return _in_block(case, "outside", package, jax.jit(run) if _writes(case) else run)()
 
 
 def expected(case: Case) -> Any:
@@ -291,19 +278,18 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def _hooks(block: Block, package: Any) -> tuple[Any, str]:
+def _in_block(case: Case, place: str, package: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    block = case.blocks.get(place)
+    if block is None:
+        return function
     options = {"differentiable": True} if block.differentiable else {}
-    return package.saved_tensors_hooks(*PAIRS[block.pair], **options), block.form
-
-
-def _around(block: tuple[Any, str] | None, function: Callable[..., Any]) -> Callable[..., Any]:
-    hooks, form = block or (contextlib.nullcontext(), "with")
+    hooks = package.saved_tensors_hooks(*PAIRS[block.pair], **options)
 
     def run(*args: Any) -> Any:
         with hooks:
             return function(*args)
 
-    return run if form == "with" else hooks(function)
+    return run if block.form == "with" else hooks(function)
 
 
 def _program(case: Case, layers: dict[str, Any], constants: dict[str, Any], which: int) -> Callable[..., Tensors]:

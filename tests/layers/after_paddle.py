@@ -7,16 +7,13 @@ layer in the list of layers that they are taken from.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tests.kit import names
-from tests.kit.case import CASES, R3, Case, W, X, after, case, grid, once, ruled, stop
+from tests.kit.case import R3, W, X, after, case, grid, once, ruled, stop
 from tests.kit.oracle import Table
 
 
@@ -50,36 +47,6 @@ def layers(xp):
             rows, _, _ = ctx.moe_args
             zeros = xp.zeros([rows, *dy.shape[1:]], dtype=dy.dtype)
             return xp.put(zeros, pos, dy), None, None, None
-
-    def half_away(x):
-        return xp.sign(x) * xp.floor(xp.abs(x) + 0.5)
-
-    def _sides(q, qn, qp):
-        low, up = (q < qn).astype(q.dtype), (q > qp).astype(q.dtype)
-        return low, up, 1 - low - up
-
-    class LSQ(xp.PyLayer):
-        """P14, one step per channel or for all: the scale of the gradient is a tensor on an attribute."""
-
-        @staticmethod
-        def forward(ctx, weight, alpha, g, qn, qp, per_channel=False, quant_axis=0):
-            ctx.save_for_backward(weight, alpha)
-            ctx.other = g, qn, qp, per_channel, quant_axis
-            alpha = LSQ._spread(alpha, weight, per_channel, quant_axis)
-            return xp.clip(half_away(weight / alpha), qn, qp) * alpha
-
-        @staticmethod
-        def backward(ctx, dy):
-            weight, alpha = ctx.saved_tensor()
-            g, qn, qp, per_channel, axis = ctx.other
-            q = weight / LSQ._spread(alpha, weight, per_channel, axis)
-            low, up, mid = _sides(q, qn, qp)
-            slope = dy * (low * qn + up * qp + mid * (half_away(q) - q))
-            return mid * dy, slope.sum(tuple(i for i in range(weight.ndim) if not per_channel or i != axis)) * g
-
-        @staticmethod
-        def _spread(alpha, weight, per_channel, axis):
-            return alpha.reshape([-1 if i == axis else 1 for i in range(weight.ndim)]) if per_channel else alpha
 
     class RouterLoss(xp.PyLayer):
         """P19: the gradient of the loss does not depend on the cotangent."""
@@ -145,57 +112,15 @@ ported = names.text(layers, names.JAX)
 
 # -- references: each is a case of the registry ---------------------------------------------------------
 
-POSITIONS = jnp.array([3, 0, 2])
-COUNTS = jnp.array([3])
+REPEATED, COUNTS = jnp.array([1, 1, 2]), jnp.array([3])
 
-
-MoEScatter = after(ported.MoEScatter, __name__)
-
-
-def _scatter(pos: jax.Array) -> Callable[..., Any]:
-    return lambda x: MoEScatter.apply(x, pos, COUNTS, COUNTS, fwd_batch=3, world_size=1)
-
-
-UNTRANSPOSABLE = r"MoEScatter\.backward"
-CASES.append(
-    Case(
-        "MoEScatter-unique",
-        _scatter(POSITIONS),
-        lambda x: x[POSITIONS],
-        (grid(4, 2),),
-        forward_over_reverse=UNTRANSPOSABLE,
-        kind=MoEScatter,
-    )
-)
-CASES.append(
-    Case(
-        "MoEScatter-repeated",
-        _scatter(jnp.array([1, 1, 2])),
-        ruled(lambda x: x[jnp.array([1, 1, 2])], lambda x, g: (jnp.zeros_like(x[0]).at[jnp.array([1, 2])].set(g[1:]),)),
-        (grid(4, 2),),
-        linear_loss=True,
-        forward_over_reverse=UNTRANSPOSABLE,
-        kind=MoEScatter,
-    )
-)
-
-
-def _lsq_rule(residuals, g):
-    w, alpha = residuals
-    q = w / alpha
-    low, up = q < -2, q > 3
-    mid = ~(low | up)
-    change = jnp.where(mid, ported.half_away(q) - q, jnp.where(low, -2.0, 3.0))
-    return jnp.where(mid, g, 0.0), 0.25 * jnp.sum(g * change)
-
-
-LSQ = case(
-    ruled(lambda w, a: jnp.clip(ported.half_away(w / a), -2, 3) * a, _lsq_rule),
-    X * 2,
-    0.6,
+MoEScatter = case(
+    ruled(lambda x: x[REPEATED], lambda x, g: (jnp.zeros_like(x[0]).at[REPEATED[1:]].set(g[1:]),)),
+    grid(4, 2),
     linear_loss=True,
-    call=lambda w, a: LSQ.apply(w, a, jnp.float32(0.25), -2, 3, per_channel=False),
-)(after(ported.LSQ, __name__))
+    call=lambda x: MoEScatter.apply(x, REPEATED, COUNTS, COUNTS, fwd_batch=3, world_size=1),
+    forward_over_reverse=r"MoEScatter\.backward",
+)(after(ported.MoEScatter, __name__))
 
 
 RouterLoss = case(
@@ -246,27 +171,13 @@ Recompute = case(_block, X, W, call=lambda x, w: Recompute.apply(_block, True, (
 
 PORTS = Table()
 port = functools.partial(PORTS.port, layers)
-WEIGHT = grid(3, 4, low=-2.3, high=2.6)
-STEP, LOSS, THREE = np.array(0.25, np.float32), np.array(0.7, np.float32), np.array([3], np.int32)
-
-
-def f32(*values):
-    return np.array(values, np.float32)
-
+LOSS, THREE = np.array(0.7, np.float32), np.array([3], np.int32)
 
 # Paddle has no second derivative, since what backward differentiates is detached.
 port("Recompute", X, W, call=lambda m, x, w: m.Recompute.apply(lambda x, w: (x @ w) ** 3 * x, True, (x, w)), plain=True)
-for name, rows, positions, size in (
-    ("MoEScatter", grid(4, 2), [3, 0, 2], 3),
-    ("MoEScatter", grid(4, 2), [1, 1, 2], 3),  # the last of the rows overwrites the others
-    ("MoEScatter", grid(4, 2), [], 0),
-):
-    call = lambda m, *args, name=name: getattr(m, name).apply(*args, world_size=1)  # noqa: E731
-    port(name, rows, np.array(positions, np.int32), THREE, THREE, size, call=call, label=str(positions))
-by_name = {"call": lambda m, w, alpha, g, axis: m.LSQ.apply(w, alpha, g, -2, 3, quant_axis=axis, per_channel=True)}
-port("LSQ", WEIGHT, np.array(0.6, np.float32), STEP, -2, 3, False, wrt=(0, 1))
-port("LSQ", WEIGHT, f32(0.5, 0.6, 0.9), STEP, -2, 3, True, wrt=(0, 1), label="rows")
-port("LSQ", WEIGHT, f32(0.5, 0.6, 0.9, 0.3), STEP, 1, **by_name, wrt=(0, 1), label="columns")
+for positions, size in (([3, 0, 2], 3), ([1, 1, 2], 3), ([], 0)):  # of two equal positions the last one counts
+    call = lambda m, *args: m.MoEScatter.apply(*args, world_size=1)  # noqa: E731
+    port("MoEScatter", grid(4, 2), np.array(positions, np.int32), THREE, THREE, size, call=call, label=str(positions))
 for delayed in (False, True):
     call = lambda m, x, loss, delayed: m.RouterLoss.apply(x * 2, loss, 4, delayed)  # noqa: E731
     port("RouterLoss", X, LOSS, delayed, call=call, label=str(delayed))

@@ -9,14 +9,11 @@ from __future__ import annotations
 import functools
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
-import jax.scipy.linalg
 import numpy as np
 
-from pylayer_jax import Function, PyLayer
 from tests.kit import names
-from tests.kit.case import R3, W, X, after, case, grid, stop
+from tests.kit.case import X, after, case, grid, stop
 from tests.kit.oracle import Table
 
 
@@ -114,22 +111,6 @@ def tutorials(xp):
         def jvp(ctx, dx, dy, dgain):
             x, y = ctx.saved_tensors
             return ctx.gain * (xp.cos(x) * dx * y + xp.sin(x) * dy), None, None
-
-    class SinProductInCtx(xp.Function):
-        """The same with a context that forward fills."""
-
-        @staticmethod
-        def forward(ctx, x, y, gain):
-            SinProduct.setup_context(ctx, (x, y, gain), None)
-            return gain * xp.sin(x) * y
-
-        @staticmethod
-        def backward(ctx, grad_output):
-            return SinProduct.backward(ctx, grad_output, None, None)
-
-        @staticmethod
-        def jvp(ctx, dx, dy, dgain):
-            return SinProduct.jvp(ctx, dx, dy, dgain)[0]
 
     def _front(x, dim):
         return x if dim is None else xp.moveaxis(x, dim, 0)
@@ -288,31 +269,6 @@ def projects(xp):
             grad_clip = xp.where(x >= clip, grad_output, zero).sum().reshape(clip.shape)
             return grad_input, grad_clip, None, None, None
 
-    class LearnedSteps(xp.Function):
-        """T67, mended: the last of three outputs may be None, and missing gradients arrive as None."""
-
-        @staticmethod
-        def forward(x, step, neg=-2, pos=2, learned=True):
-            scaled = x / step
-            passed = (scaled >= neg) & (scaled <= pos)
-            rounded = xp.clip(xp.round(scaled), neg, pos)
-            inside = xp.cast(passed, x.dtype)
-            return rounded * step, passed, rounded - scaled * inside if learned else None
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.set_materialize_grads(False)
-            ctx.summed = tuple(i for i, n in enumerate(inputs[1].shape) if n == 1)
-            ctx.save_for_backward(*output[1:])
-
-        @staticmethod
-        def backward(ctx, grad_output, grad_passed, grad_multiplier):
-            if grad_output is None:
-                return None, None, None, None, None
-            passed, multiplier = ctx.saved_tensors
-            grad_step = None if multiplier is None else (multiplier * grad_output).sum(ctx.summed, keepdims=True)
-            return xp.cast(passed, grad_output.dtype) * grad_output, grad_step, None, None, None
-
     return locals()
 
 
@@ -323,42 +279,7 @@ def layers(xp):
 ported = names.text(layers, names.JAX)
 
 
-# -- layers that call other packages, so that no original stands beside them --------------------------
-
-
-class DenseSolver:
-    """A live object without arrays of its own."""
-
-    def factor(self, mat):
-        return jax.scipy.linalg.lu_factor(mat)
-
-    def solve(self, factors, b, transposed=0):
-        return jax.scipy.linalg.lu_solve(factors, b, transposed)
-
-
-class FactorAndSolve(Function):
-    """T69, dense: the solver is the first output, and is kept on ctx beside the factors."""
-
-    @staticmethod
-    def forward(ctx, mat, b, solver_fn=None):
-        ctx.solver = (solver_fn or DenseSolver)()
-        ctx.factors = ctx.solver.factor(mat)
-        x = ctx.solver.solve(ctx.factors, b)
-        ctx.save_for_backward(x)
-        return ctx.solver, x
-
-    @staticmethod
-    def backward(ctx, solver, grad_output):
-        assert solver is None
-        (x,) = ctx.saved_tensors
-        db = ctx.solver.solve(ctx.factors, grad_output, 1)
-        return -jnp.outer(db, x), db, None
-
-
 # -- references: each is a case of the registry ---------------------------------------------------------
-
-
-case(jnp.linalg.solve, W + 2 * jnp.eye(3), X[0], call=lambda a, b: FactorAndSolve.apply(a, b)[1])(FactorAndSolve)
 
 
 def _codes(inputs, codebook):
@@ -373,27 +294,11 @@ VectorQuantize = case(
 )(after(ported.StraightThroughCode, __name__, "VectorQuantize"))
 
 
-@case(lambda x, y: (x, y), X, R3)
-class Identity(PyLayer):
-    """T34: returns the tuple of its arguments as it is, and marks those that need no gradient."""
-
-    @staticmethod
-    def forward(ctx, *args):
-        asked = ctx.needs_input_grad
-        ctx.mark_non_differentiable(*[a for a, wanted in zip(args, asked, strict=True) if not wanted])
-        return args
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return grads
-
-
 # -- calls beside real torch ----------------------------------------------------------------------------
 
 PORTS = Table()
 port = functools.partial(PORTS.port, layers)
 Y = grid(2, 3, low=-0.9, high=1.1) + np.float32(0.05)
-FIRST, SCANNED = {"orders": 1}, {"modes": ("eager", "jit", "scan")}  # the latter have no closed form
 
 
 def f32(*values):
@@ -410,14 +315,9 @@ VALUES, CLIP = f32(-0.4, 0.31, 0.47, 0.83, 1.5), f32(0.9375)
 changed = {"call": lambda m, x, c: m.LearnedClip.apply(x * 1, c, 4, True, True)}
 port("LearnedClip", VALUES, CLIP, 4, True, False)
 port("LearnedClip", VALUES, CLIP, 4, False, False, label="quantized")
-port("LearnedClip", VALUES, CLIP, **changed, **SCANNED, label="inplace")
+port("LearnedClip", VALUES, CLIP, **changed, modes=("eager", "jit", "scan"), label="inplace")
 port("AuxLossScaler", X, np.array(0.7, np.float32))
 port("AuxLossScaler", X, np.array(0.7, np.float32), call=lambda m, x, a: m.AuxLossScaler.apply(x * 2, a), label="inner")
-ROW = grid(1, 3, low=0.3, high=0.6)
-port("LearnedSteps", X, ROW, used=(0,), **SCANNED)
-port("LearnedSteps", X, grid(2, 1, low=0.3, high=0.6), -1, 2, used=(0,), label="columns")
-port("LearnedSteps", X, ROW, -2, 2, False, wrt=(0,), **SCANNED, label="frozen")
-port("LearnedSteps", X, ROW, label="every-output")
 
 WEIGHT, BIAS = grid(4, 3), grid(4)
 port("Linear", X, WEIGHT, label="default")
@@ -432,12 +332,11 @@ port("Cube", X, call=lambda m, x: m.Cube.apply(m.Cube.apply(x)[0] * 0.3), label=
 port("Exp", X)
 port("Exp", X / 2, call=lambda m, x: m.Exp.apply(m.Exp.apply(x)), label="nested")
 port("SinProduct", X, Y, 0.7)
-port("SinProductInCtx", X, Y, 0.7)
 port("Normalize", X)
 
 # -- differences ------------------------------------------------------------------------------------
 
-differ = functools.partial(port, summed=True, **FIRST)
+differ = functools.partial(port, summed=True, orders=1)
 # torch keeps the changed values for backward, of which the lowest step has no gradient; ours keeps the old.
 differ(
     "LearnedClip", f32(-1, 0.03, 0.3, 1.5), f32(1), **changed, theirs=[f32(0, 0, 1, 0), 1], ours=[f32(0, 1, 1, 0), 1]

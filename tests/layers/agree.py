@@ -12,8 +12,41 @@ SHARED = Table()
 
 
 @SHARED.add()
-def straight_through(of):
-    return of.layer(lambda ctx, x: of.round(x * 3), lambda ctx, dy: dy).apply
+def square_of_the_cotangent(of):
+    return of.layer(lambda ctx, x: of.sin(x), lambda ctx, dy: dy * dy).apply
+
+
+@SHARED.add(label="constant", used=(1,))
+def no_output_used(of):
+    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy))
+    return lambda x: (layer.apply(x), x * 3)
+
+
+def integer(of, x):
+    return of.cast(x * 10, "int32")
+
+
+@SHARED.add()
+def only_an_integer_output(of):
+    layer = of.layer(lambda ctx, x: integer(of, x), lambda ctx, dy: of.cast(dy, "float32") + 1)
+    return lambda x: (layer.apply(x), x * 3)
+
+
+@SHARED.add()
+@SHARED.add(label="alone", used=(1,))
+def integer_and_bool_outputs(of):
+    layer = of.layer(lambda ctx, x: (integer(of, x), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
+    return lambda x: (*layer.apply(x), x * 3)
+
+
+@SHARED.add(X, np.array([2, 3], np.int32))
+def integer_input(of):
+    return of.layer(lambda ctx, x, n: x * of.cast(n, "float32"), lambda ctx, dy: (dy * 2, None)).apply
+
+
+@SHARED.add(X, Y, wrt=(0,))
+def input_that_needs_no_gradient_returned_beside(of):
+    return of.layer(lambda ctx, x, y: (of.sin(x), y * 1), lambda ctx, dx, dy: (dx * 2, None)).apply
 
 
 def doubled_tanh(of):
@@ -45,12 +78,6 @@ def doubled_sine(of):
 @SHARED.add(orders=3)
 def saved_input(of):
     return doubled_sine(of).apply
-
-
-@SHARED.add()
-def applied_to_its_output(of):
-    layer = doubled_tanh(of)
-    return lambda x: layer.apply(layer.apply(x))
 
 
 def product(of):
@@ -89,11 +116,6 @@ def input_and_output_on_attributes(of):
     return of.layer(forward, backward).apply
 
 
-@SHARED.add()
-def square_of_the_cotangent(of):
-    return of.layer(lambda ctx, x: of.sin(x), lambda ctx, dy: dy * dy).apply
-
-
 @SHARED.add(X, Y)
 def two_inputs(of):
     def backward(ctx, dy):
@@ -116,12 +138,6 @@ def none_for_an_input(of):
         return a * b
 
     return of.layer(forward, lambda ctx, dy: (None, dy * of.saved(ctx)[0])).apply
-
-
-@SHARED.add()
-def none_for_the_only_input(of):
-    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: (None,))
-    return lambda x: layer.apply(x) + x
 
 
 for used in ((0,), (1,), (0, 1)):
@@ -176,12 +192,6 @@ def marked_output_not_materialized(of):
     return marked(of, materialize=False)
 
 
-@SHARED.add(label="constant", used=(1,))
-def no_output_used(of):
-    layer = of.layer(lambda ctx, x: x * 2, lambda ctx, dy: of.ones_like(dy))
-    return lambda x: (layer.apply(x), x * 3)
-
-
 @SHARED.add()
 def every_output_marked(of):
     def forward(ctx, x):
@@ -194,19 +204,6 @@ def every_output_marked(of):
 
 
 @SHARED.add()
-def only_an_integer_output(of):
-    layer = of.layer(lambda ctx, x: of.cast(x * 10, "int32"), lambda ctx, dy: of.cast(dy, "float32") + 1)
-    return lambda x: (layer.apply(x), x * 3)
-
-
-@SHARED.add()
-@SHARED.add(label="alone", used=(1,))
-def integer_and_bool_outputs(of):
-    layer = of.layer(lambda ctx, x: (of.cast(x * 10, "int32"), x * 2, x > 0), lambda ctx, di, dy, db: dy * 2)
-    return lambda x: (*layer.apply(x), x * 3)
-
-
-@SHARED.add()
 def integer_output_not_materialized(of):
     def forward(ctx, x):
         ctx.set_materialize_grads(False)
@@ -215,44 +212,10 @@ def integer_output_not_materialized(of):
     return of.layer(forward, lambda ctx, di, dy: dy * 2).apply
 
 
-@SHARED.add()
-def tuple_of_one(of):
-    return of.layer(lambda ctx, x: (of.sin(x),), lambda ctx, dy: dy * 3).apply
-
-
-@SHARED.add()
-def layer_inside_forward(of):
-    inner = doubled_sine(of)
-
-    return of.layer(of.saving(lambda x: inner.apply(x) * 2), lambda ctx, dy: dy * 5 * of.saved(ctx)[0]).apply
-
-
 @SHARED.add(orders=3)
 def itself_inside_backward(of):
     layer = of.layer(of.saving(lambda x: of.sin(x)), lambda ctx, dy: dy * layer.apply(of.saved(ctx)[0]))
     return layer.apply
-
-
-@SHARED.add()
-def backward_overridden(of):
-    base = doubled_tanh(of)
-
-    class Tripled(base):
-        @staticmethod
-        def backward(ctx, dy):
-            return base.backward(ctx, dy) * 3
-
-    return lambda x: base.apply(x) * Tripled.apply(x)
-
-
-@SHARED.add(X, Y, wrt=(0,))
-def input_that_needs_no_gradient_returned_beside(of):
-    return of.layer(lambda ctx, x, y: (of.sin(x), y * 1), lambda ctx, dx, dy: (dx * 2, None)).apply
-
-
-@SHARED.add(X, np.array([2, 3], np.int32))
-def integer_input(of):
-    return of.layer(lambda ctx, x, n: x * of.cast(n, "float32"), lambda ctx, dy: (dy * 2, None)).apply
 
 
 @SHARED.add(np.array(0.7, np.float32), np.zeros((0, 2), np.float32))
@@ -264,17 +227,12 @@ def scalars_and_empty_tensors(of):
     return of.layer(forward, lambda ctx, dx, dy: (dx * of.saved(ctx)[0], dy * 3)).apply
 
 
-def complex_square(of, **members):
-    def backward(ctx, dy):
-        (z,) = of.saved(ctx)
-        return dy * 2 * of.conj(z)
-
-    return of.layer(of.saving(lambda z: z * z), backward, **members).apply
-
-
 @SHARED.add(Z, orders=1)
 def complex_numbers(of):
-    return complex_square(of, complex_convention="paddle")
+    def backward(ctx, dy):
+        return dy * 2 * of.conj(of.saved(ctx)[0])
+
+    return of.layer(of.saving(lambda z: z * z), backward, complex_convention="paddle").apply
 
 
 @SHARED.add(X, Y, wrt=(0,), modes=("eager",))  # under a trace each input may need one
@@ -301,10 +259,8 @@ def noting_what_is_saved(of, save, read):
     return of.layer(forward, backward).apply
 
 
-# -- under hooks, with the number of calls of each hook --------------------------------------------
+# -- under hooks, with the number of calls of each hook: packs and unpacks ---------------------------
 
-
-# How many times the hooks are called: packs and unpacks.
 HOOKS = Table()
 
 
@@ -332,21 +288,6 @@ def behind_a_block_left_by_an_exception(of):
     return apply
 
 
-@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
-def plain_product(of):
-    return of.hooked(of.multiply)
-
-
-@HOOKS.count(theirs=(1, 1), ours=(1, 1))
-def plain_exp(of):
-    return of.hooked(of.exp)
-
-
-@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
-def layer_that_saves_its_inputs(of):
-    return of.hooked(product(of).apply)
-
-
 @SHARED.add(X, Y, orders=1)
 def what_hooks_get_and_when(of):
     """The log compares it."""
@@ -362,67 +303,56 @@ def what_hooks_get_and_when(of):
     return of.hooked(product(of).apply, pack, unpack)
 
 
-@HOOKS.count(theirs=(1, 1), ours=(1, 1))
-def layer_that_saves_its_output(of):
-    return of.hooked(doubled_tanh(of).apply)
+def read_twice(of):
+    def backward(ctx, dy):
+        return dy * of.saved(ctx)[1], dy * of.saved(ctx)[0]
+
+    return of.layer(of.saving(lambda a, b: a * b), backward).apply
 
 
-@HOOKS.count(theirs=(1, 0), ours=(1, 0))
-def layer_that_does_not_ask(of):
-    return of.hooked(of.layer(of.saving(lambda x: x * 2), lambda ctx, dy: dy * 3).apply)
-
-
-@HOOKS.count(theirs=(0, 0), ours=(0, 0))
-def tensor_on_an_attribute(of):
+def keeps_an_attribute(of):
     def forward(ctx, x):
         ctx.x = x
         return of.sin(x)
 
-    return of.hooked(of.layer(forward, lambda ctx, dy: dy * ctx.x).apply)
+    return of.layer(forward, lambda ctx, dy: dy * ctx.x).apply
 
 
-@HOOKS.count(theirs=(1, 1), ours=(1, 1))
-def integers_saved(of):
+def saves_integers(of):
     def forward(ctx, x):
-        ctx.save_for_backward(of.cast(x * 10, "int32"))
+        ctx.save_for_backward(integer(of, x))
         return x * 2
 
-    return of.hooked(of.layer(forward, lambda ctx, dy: dy * of.cast(of.saved(ctx)[0], "float32")).apply)
+    return of.layer(forward, lambda ctx, dy: dy * of.cast(of.saved(ctx)[0], "float32")).apply
 
 
-@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
-def backward_uses_what_unpack_returns(of):
-    return of.hooked(product(of).apply, unpack=lambda kept: kept["hidden"] * 10)
+def layer_inside(of):
+    inner = product(of)
+    forward = of.saving(lambda x: inner.apply(x, x) * 1)
+    return of.layer(forward, lambda ctx, dy: 2 * dy * of.saved(ctx)[0]).apply
 
 
-@HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
-def operation_uses_what_unpack_returns(of):
-    return of.hooked(of.multiply, unpack=lambda kept: kept["hidden"] * 10)
+# The arguments, the calls there and here, and what runs in the block.
+for name, args, theirs, ours, run in (
+    ("product", (X, Y), (2, 2), (2, 2), lambda of: of.multiply),
+    ("exp", (X,), (1, 1), (1, 1), lambda of: of.exp),
+    ("saved input", (X, Y), (2, 2), (2, 2), lambda of: product(of).apply),
+    ("saved output", (X,), (1, 1), (1, 1), lambda of: doubled_tanh(of).apply),
+    ("not asked for", (X,), (1, 0), (1, 0), lambda of: of.layer(of.saving(of.sin), lambda ctx, dy: dy * 3).apply),
+    ("attribute", (X,), (0, 0), (0, 0), keeps_an_attribute),
+    ("integers", (X,), (1, 1), (1, 1), saves_integers),
+    # The same tensor is packed once here, and once per use there; if it is read twice, it is unpacked once here.
+    ("square", (X,), (2, 2), (1, 1), lambda of: lambda x: x * x),
+    ("two operations", (X, Y), (4, 4), (2, 4), lambda of: lambda x, y: (x * y, y * x)),
+    ("one tensor twice", (X,), (2, 2), (1, 1), lambda of: lambda x: product(of).apply(x, x)),
+    ("read twice", (X, Y), (2, 4), (2, 2), read_twice),
+    # Operations inside forward save nothing that anyone could ask for, but Paddle packs them.
+    ("layer inside a layer", (X,), {"paddle": (3, 1), "torch": (1, 1)}, (1, 1), layer_inside),
+):
 
-
-# The same tensor is packed once here, and once per use there.
-@HOOKS.count(theirs=(2, 2), ours=(1, 1))
-def square(of):
-    return of.hooked(lambda x: x * x)
-
-
-@HOOKS.count(X, Y, theirs=(4, 4), ours=(2, 4))
-def tensor_kept_by_two_operations(of):
-    return of.hooked(lambda x, y: (x * y, y * x))
-
-
-@HOOKS.count(theirs=(2, 2), ours=(1, 1))
-def layer_of_one_tensor_twice(of):
-    layer = product(of)
-    return of.hooked(lambda x: layer.apply(x, x))
-
-
-# Asking twice unpacks once here.
-@HOOKS.count(X, Y, theirs=(2, 4), ours=(2, 2))
-def saved_tensors_read_twice(of):
-    return of.hooked(
-        of.layer(of.saving(lambda a, b: a * b), lambda ctx, dy: (dy * of.saved(ctx)[1], dy * of.saved(ctx)[0])).apply
-    )
+    @HOOKS.count(*args, theirs=theirs, ours=ours, label=name)
+    def calls_of_hooks(of, run=run):
+        return of.hooked(run(of))
 
 
 @HOOKS.count(X, Y, wrt=(0,), theirs={"paddle": (2, 2), "torch": (1, 1)}, ours=(1, 1))
@@ -430,11 +360,8 @@ def one_factor_needs_a_gradient(of):
     return of.hooked(of.multiply)
 
 
-# Operations inside forward save nothing that anyone could ask for, but Paddle packs them.
-@HOOKS.count(theirs={"paddle": (3, 1), "torch": (1, 1)}, ours=(1, 1))
-def layer_inside_a_layer(of):
-    inner = product(of)
+for run in (lambda of: product(of).apply, lambda of: of.multiply):
 
-    return of.hooked(
-        of.layer(of.saving(lambda x: inner.apply(x, x) * 1), lambda ctx, dy: 2 * dy * of.saved(ctx)[0]).apply
-    )
+    @HOOKS.count(X, Y, theirs=(2, 2), ours=(2, 2))
+    def what_unpack_returns_is_used(of, run=run):
+        return of.hooked(run(of), unpack=lambda kept: kept["hidden"] * 10)

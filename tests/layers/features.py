@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax import PyLayer
+from pylayer_jax import Function, PyLayer
 from tests.kit.case import R3, W, X, case, grid, stop, straight_through
 from tests.kit.layers import Tanh, layer
 
@@ -200,6 +200,25 @@ class MixedOutputs(PyLayer):
     def backward(ctx, ds, dq):
         (x,) = ctx.saved_tensor()
         return ds * jnp.cos(x) + dq * 2 * x
+
+
+@case(lambda x: jnp.sin(x) * 3, X, call=lambda x: InTorchsStyle.apply(x, 3.0)[1])
+class InTorchsStyle(Function):
+    """A cotangent of None for a static, and one entry per argument with a None too many."""
+
+    @staticmethod
+    def forward(x, gain):
+        return "text", jnp.sin(x) * gain
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.gain = inputs
+        ctx.save_for_backward(x)
+
+    @staticmethod
+    def backward(ctx, dtext, dy):
+        assert dtext is None
+        return dy * jnp.cos(ctx.saved_tensors[0]) * ctx.gain, None, None
 
 
 OneTuple = case(lambda x: (x * 3,), X)(saving(lambda x: (x * 3,), lambda x, dy: (dy * 3,), name="OneTuple"))

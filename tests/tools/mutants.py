@@ -57,22 +57,21 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
             yield "call", lambda _: ast.Pass()
 
 
+def untested(node: ast.AST) -> ast.AST | None:
+    """What no test looks at of a node, if there is such a part: annotations, messages and `__repr__`."""
+    match node:
+        case ast.Raise() | ast.JoinedStr() | ast.FunctionDef(name="__repr__" | "__str__"):
+            return node
+        case ast.Assign(targets=[ast.Name(id="__tracebackhide__")]) | ast.Call(func=ast.Name(id="cast" | "TypeVar")):
+            return node
+        case ast.AnnAssign(annotation=part) | ast.arg(annotation=part) | ast.FunctionDef(returns=part):
+            return part
+    return None
+
+
 def points(tree: ast.Module) -> list[tuple[int, str, Callable[[Any], ast.AST]]]:
-    """The number of each node that can be changed, and how. Annotations, messages and `__repr__` are left out."""
-    left_out: set[int] = set()
-    for node in ast.walk(tree):
-        parts: list[ast.AST | None] = []
-        if isinstance(node, (ast.Raise, ast.JoinedStr)):
-            parts = [node]
-        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__tracebackhide__":
-            parts = [node]  # changes what pytest shows of a traceback
-        elif isinstance(node, (ast.AnnAssign, ast.arg)):
-            parts = [node.annotation]
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            parts = [node] if node.name in ("__repr__", "__str__") else [node.returns]
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("cast", "TypeVar"):
-            parts = [node]
-        left_out |= {id(inner) for part in parts if part is not None for inner in ast.walk(part)}
+    """The number of each node that can be changed, and how."""
+    left_out = {id(inner) for node in ast.walk(tree) if (part := untested(node)) for inner in ast.walk(part)}
     return [
         (number, name, change)
         for number, node in enumerate(ast.walk(tree))

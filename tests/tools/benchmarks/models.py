@@ -1,11 +1,10 @@
-"""Models as people train them: a character transformer on English text, and an MLP.
+"""A character transformer on English text, as people train it.
 
-Their activations, norms and losses are functions with a gradient of their own, in each of the ways to write one.
+Its activation, norm and loss are functions with a gradient of their own, in each of the ways to write one.
 """
 
 from __future__ import annotations
 
-import importlib
 import pydoc_data.topics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax import PyLayer
+
+from .results import BY_HAND, PYLAYER
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -78,50 +79,17 @@ class Transformer(NamedTuple):
 
         def loss(params: Params, characters: Array) -> Array:
             x = params["embedding"][characters[:, :-1]] + params["position"]
-            x = _repeated(run, x, params["blocks"], scan)
+            if scan:
+                x = jax.lax.scan(lambda x, w: (run(x, w), None), x, params["blocks"])[0]
+            else:
+                for i in range(self.depth):
+                    x = run(x, jax.tree.map(lambda w, i=i: w[i], params["blocks"]))
             return jnp.mean(parts.loss(parts.norm(x) @ params["head"], characters[:, 1:]))
 
         return loss
 
     def _split(self, x: Array) -> Array:
         return x.reshape(*x.shape[:2], self.heads, self.width // self.heads).swapaxes(1, 2)
-
-
-class MLP(NamedTuple):
-    """A classifier of rows of numbers."""
-
-    depth: int
-    width: int = 128
-    batch: int = 512
-    classes: int = 10
-
-    def init(self) -> Params:
-        keys = jax.random.split(jax.random.key(0))
-        shape = (self.depth, self.width, self.width)
-        return {
-            "layers": jax.random.normal(keys[0], shape) / self.width**0.5,
-            "head": jax.random.normal(keys[1], (self.width, self.classes)) / self.width**0.5,
-        }
-
-    def data(self) -> tuple[Array, Array]:
-        rows = jax.random.normal(jax.random.key(1), (self.batch, self.width))
-        return rows, jnp.argmax(rows[..., : self.classes], axis=-1)
-
-    def loss(self, parts: Parts, scan: bool) -> Callable[..., Array]:
-        def loss(params: Params, batch: tuple[Array, Array]) -> Array:
-            x, targets = batch
-            x = _repeated(lambda x, w: parts.activation(parts.norm(x @ w)), x, params["layers"], scan)
-            return jnp.mean(parts.loss(x @ params["head"], targets))
-
-        return loss
-
-
-def _repeated(layer: Callable[..., Array], x: Array, weights: Any, scan: bool) -> Array:
-    if scan:
-        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, weights)[0]
-    for i in range(len(jax.tree.leaves(weights)[0])):
-        x = layer(x, jax.tree.map(lambda w, i=i: w[i], weights))
-    return x
 
 
 # -- the same maths, once -------------------------------------------------------------------------
@@ -167,14 +135,9 @@ Gradient = Callable[[Any, Array], Array]
 
 
 def _of_parts(way: Callable[[Run, Gradient], Any]) -> Callable[[], Parts]:
+    """Return the function that makes all parts anew in this way, so that no cache of JAX has seen them."""
     pairs = (_gelu, _gelu_gradient), (_norm, _norm_gradient), (_cross_entropy, _cross_entropy_gradient)
     return lambda: Parts(*(way(run, gradient) for run, gradient in pairs))
-
-
-@_of_parts
-def autodiff(run: Run, gradient: Gradient) -> Any:
-    """JAX's own derivatives."""
-    return lambda *args: run(*args)[0]
 
 
 @_of_parts
@@ -201,15 +164,4 @@ def custom_vjp(run: Run, gradient: Gradient) -> Any:
     return function
 
 
-@_of_parts
-def equinox(run: Run, gradient: Gradient) -> Any:
-    @importlib.import_module("equinox").filter_custom_vjp
-    def function(x, *rest):
-        return run(x, *rest)[0]
-
-    function.def_fwd(lambda perturbed, x, *rest: run(x, *rest))
-    function.def_bwd(lambda kept, dy, perturbed, x, *rest: gradient(kept, dy))
-    return function
-
-
-WAYS = {"PyLayer": pylayer, "custom_vjp": custom_vjp, "equinox": equinox, "plain autodiff": autodiff}
+WAYS = {PYLAYER: pylayer, BY_HAND: custom_vjp}
