@@ -210,7 +210,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         def pack(x: Any) -> Any:
             if x.dtype == np.bool_:
                 return _pack_bits(x)
-            length = _block_length(x, block_size) if _is_float(x) and x.ndim and x.size else 1
+            if not (_is_float(x) and x.ndim and x.size):
+                return x
+            length = _block_length(x, block_size)
             # Each block also keeps its smallest and its largest value, of 4 bytes each.
             if 8 + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
                 return x

@@ -153,6 +153,14 @@ def test_dtypes_and_shapes_come_back_and_what_is_no_float_is_untouched(packer, t
 
 
 @pytest.mark.parametrize("packer", PACKERS)
+def test_complex_numbers_of_double_precision_are_untouched(packer, tmp_path):
+    with jax.enable_x64(True):
+        z = jax.lax.complex(jnp.arange(300.0), jnp.ones(300))
+        (got,) = restored(PACKERS[packer][0](tmp_path, arguments=True), z)
+        np.testing.assert_array_equal(got, z, strict=True)
+
+
+@pytest.mark.parametrize("packer", PACKERS)
 def test_shardings_come_back(packer, tmp_path):
     sharding = NamedSharding(mesh(), PartitionSpec("i"))
     placed = [jax.device_put(X, sharding), jax.device_put(X, jax.devices()[2]), X]
