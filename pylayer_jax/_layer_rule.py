@@ -42,8 +42,9 @@ from ._jax.masks import scatter, select
 from ._jax.primitives import vmap_over
 from ._jax.rule_function import RuleFunction, UnstagedBatch, apply, apply_linear
 from ._jax.tracers import NEEDS_VALUES, is_differentiated, is_tracer, trace_of_primals
-from ._jax.types import as_arrays, has_tangent, is_ref, typeof
+from ._jax.types import as_arrays, has_tangent, is_ref, typeof, varying_axes, varying_over
 from ._layer_map import CodeMap, LayerMap
+from ._outputs import Outputs
 
 Values = list[Any]
 
@@ -151,10 +152,14 @@ def stage_layer(
         TypeError: if `forward` needs concrete values, but an outer transformation differentiates some of the `tensors`.
     """
     __tracebackhide__ = True
+    axes_of_output: dict[int, frozenset[Any]] = {}
 
     def forward(*inputs: Any) -> tuple[Values, tuple[Kept, list[int]]]:
         __tracebackhide__ = True
         needs = call.arguments.can_get_gradient([True] * len(inputs))
+        if axes_of_output:
+            every = frozenset[Any]().union(*axes_of_output.values())
+            inputs = tuple([varying_over(every, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, needs)
         # Each staged input is a distinct tracer, even if the caller passed one array twice.
         values = list(outputs)
@@ -164,10 +169,16 @@ def stage_layer(
             if id(x) not in position:
                 position[id(x)] = len(inputs) + len(values)
                 values.append(x)
+        for i, axes in axes_of_output.items():
+            values[i] = varying_over(axes, values[i])
+            kept.outputs.types[i] = typeof(values[i])
         return values, (kept, [position[id(x)] for x in residuals])
 
     try:
         jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+        axes_of_output = _missing_axes(jaxpr, kept.outputs)
+        if axes_of_output:
+            jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
     except NEEDS_VALUES as error:
         if not any(map(is_differentiated, tensors)):
             raise
@@ -185,6 +196,22 @@ def stage_layer(
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
     return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
+
+
+def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
+    """Return the mesh axes over which each output should vary: axes over which inputs vary that it does not depend on.
+
+    Within a shard_map, JAX sums the cotangent of an output that does not vary over the devices, and the gradient of a
+    varying input would be computed from the sum: see NOTE [all outputs are batched]. An output that `forward` reduces
+    over the axis depends on varying inputs, and stays the same on all devices. tests: devices/test_shard_map.py
+    """
+    missing: dict[int, frozenset[Any]] = {}
+    for axis in {a for v in jaxpr.invars for a in varying_axes(v.aval) if has_tangent(v.aval)}:
+        depends = dependence(jaxpr, [v for v in jaxpr.invars if axis in varying_axes(v.aval)])
+        for i, aval in enumerate(outputs.types):
+            if outputs.has_tangent[i] and not depends[i] and axis not in varying_axes(aval):
+                missing[i] = missing.get(i, frozenset()) | {axis}
+    return missing
 
 
 class EagerLayer(RuleFunction):

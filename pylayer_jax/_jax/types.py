@@ -96,9 +96,13 @@ def varying_axes(aval: Any) -> frozenset[Any]:
     return aval.manual_axis_type.varying
 
 
-def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
-    missing = varying_axes(aval) - varying_axes(typeof(value))
+def varying_over(axes: frozenset[Any], value: jax.Array) -> jax.Array:
+    missing = axes - varying_axes(typeof(value))
     return jax.lax.pcast(value, tuple(missing), to="varying") if missing else value
+
+
+def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
+    return varying_over(varying_axes(aval), value)
 
 
 def manual_axes() -> tuple[Any, ...]:

@@ -72,6 +72,23 @@ def test_an_invariant_argument_that_gets_a_varying_gradient_is_an_error():
         jax.jit(jax.grad(lambda x, a, _: f(x, a).sum()))(*MLP)
 
 
+def test_an_output_that_no_varying_argument_reaches_has_a_cotangent_on_each_device():
+    def forward(ctx, x, w):
+        y = w * w
+        ctx.save_for_backward(3 * y)
+        return y
+
+    ignores_x = layer(forward, lambda ctx, dy: (dy * ctx.saved_tensors[0], None))
+    f = lambda x, w, c: c * jnp.sin(ignores_x.apply(x, w))  # noqa: E731
+    args = jnp.arange(1.0, 5), jnp.float32(0.5), jnp.asarray([1.0, 10, 100, 1000])
+
+    def derivatives(f):
+        gradient = jax.grad(lambda x, w, c: f(x, w, c).sum())
+        return gradient(*args), jax.grad(lambda *args: (gradient(*args) ** 2).sum())(*args)
+
+    assert_same(derivatives(sharded(f, (ROWS, ALL, ROWS))), derivatives(jax.vmap(f, (0, None, 0))))
+
+
 # -- JAX finds the devices of a mesh within layers and within operations of a block ----------------
 
 
