@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.identities import forbid_derivative, with_tangent
-from pylayer_jax._jax.tracers import NEEDS_VALUES, is_differentiated, is_staged, is_tracer
+from pylayer_jax._jax.tracers import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
 from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, is_tensor, split
@@ -66,6 +66,12 @@ class PackedTensor:
         with _running("unpack_hook", self._where):
             value = self._unpack(self._skeleton.fill(parts))
         value = checked(value, self._type, self._where)
+        if is_tracer(value) and not is_active(value):
+            raise TypeError(
+                f"unpack_hook returned a traced tensor of a transformation that has ended, for {self._where}: JAX "
+                "cannot keep a tensor in an object that is no pytree. pack_hook has to return traced tensors in a "
+                "tuple, a dict or a registered pytree; or run the hooks on the host, with host=True."
+            )
         if self._is_numpy:
             return np.asarray(value)
         (value,) = as_arrays([value])

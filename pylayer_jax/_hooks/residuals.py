@@ -12,6 +12,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pylayer_jax._jax.identities import barrier
 from pylayer_jax._jax.imports import set_current_trace
 from pylayer_jax._jax.tracers import (
@@ -164,7 +166,8 @@ class Packing:
         """Return the residual of a tensor. Pack the tensor, unless it follows from other tensors that are no larger."""
         found = self._known(tensor) or self._derived(tensor, index)
         if found is None:
-            found = pack_tensor(self.pair, tensor, f"{self.owner} {index}", self.info(index))
+            (array,) = as_arrays([tensor])  # jax.grad(f)(2.0) passes a number that is no array
+            found = pack_tensor(self.pair, array, f"{self.owner} {index}", self.info(index))
             if found.packed is not None:
                 self._new.append(found)
         self._found[id(tensor)] = tensor, found
@@ -190,7 +193,7 @@ class Packing:
     def _stays(self, tensor: Any) -> bool:
         # A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway, and XLA
         # would run the hooks on constants while it compiles, for seconds.
-        return is_ref(tensor) or is_key(tensor) or 0 in tensor.shape or (self._is_staging and not is_tracer(tensor))
+        return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (self._is_staging and not is_tracer(tensor))
 
     def _derived(self, tensor: Any, index: int | None = None) -> Residual | None:
         """Return the residual of a tensor that follows from known tensors or, if `index` is given, from any tensors."""

@@ -230,6 +230,11 @@ def active_traces() -> list[tuple[str, Any]]:
     return traces
 
 
+def is_active(tracer: Any) -> bool:
+    """Return whether the transformation that made a tracer is active."""
+    return any(trace is tracer._trace for _, trace in active_traces())
+
+
 class Surroundings(NamedTuple):
     """Description of the transformations that are active where code runs."""
 

@@ -45,6 +45,18 @@ def test_unpack_must_return_what_was_packed(bad, got, name):
         assert all(re.search(word, str(caught.value)) for word in (got, name, "float32", r"\(3,\)"))
 
 
+def test_an_object_that_is_no_pytree_cannot_hold_a_traced_tensor():
+    def hold(x):
+        return lambda: x
+
+    hooked = in_block(saved_tensors_hooks(hold, lambda held: held()), tanh_sum)
+    for differentiate in (jax.grad, lambda f: jax.jit(jax.grad(f))):
+        np.testing.assert_allclose(differentiate(hooked)(X), jax.grad(tanh_sum)(X), rtol=1e-6)
+    for f in (jax.jit(hooked), lambda x: jax.lax.scan(lambda c, _: (hooked(c * X), None), x[0], length=2)[0]):
+        with pytest.raises(TypeError, match="pytree"):
+            jax.grad(f)(X)
+
+
 @pytest.mark.parametrize("hook", ["pack", "unpack"])
 @pytest.mark.parametrize("host", [False, True])
 @EAGER_AND_JIT

@@ -119,7 +119,15 @@ def test_effects_in_a_block_still_happen():
     assert len(seen) == 2
 
 
-@pytest.mark.parametrize("f", [Square.apply, lambda x: jnp.sin(x) * x], ids=["layer", "operation"])
+NUMERIC = {
+    "layer": Square.apply,
+    "operation": lambda x: jnp.sin(x) * x,
+    "layer, then operation": lambda x: Square.apply(x) / x,
+    "layers": lambda x: Square.apply(Square.apply(x)) * x,
+}
+
+
+@pytest.mark.parametrize("f", NUMERIC.values(), ids=NUMERIC)
 @pytest.mark.parametrize("order", [jax.grad, lambda f: jax.grad(jax.grad(f)), jax.hessian], ids=["1", "2", "hessian"])
 def test_python_numbers_as_arguments_and_cotangents(f, order):
     seen = []
