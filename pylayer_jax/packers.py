@@ -350,7 +350,7 @@ def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
     """Return `x` and `constants` behind an optimization barrier, so that the constants seem to depend on `x`.
 
     Otherwise JAX would move a broadcast of a constant out of a scan, since each iteration has the same result, and
-    keep an array of the shape of `x`. tests: test_memory_of_a_compiled_scan
+    keep an array of the shape of `x`. tests: test_a_scan_keeps_no_constant_of_the_quantizer
     """
     return jax.lax.optimization_barrier((x, *constants))
 

@@ -160,6 +160,13 @@ def test_complex_numbers_of_double_precision_are_untouched(packer, tmp_path):
         np.testing.assert_array_equal(got, z, strict=True)
 
 
+def test_a_scan_keeps_no_constant_of_the_quantizer():
+    x = jnp.ones((256, 1024))
+    f = quantize_saved(8)(lambda x: jax.lax.scan(lambda c, _: (jnp.sin(2 * c), None), x, None, length=2)[0].sum())
+    # A constant of 8 bits with the shape of x would add a quarter.
+    assert temporary_bytes(f, x) < (2.9 if jax.__version_info__ >= (0, 11) else 2.65) * x.nbytes
+
+
 @pytest.mark.parametrize("packer", PACKERS)
 def test_shardings_come_back(packer, tmp_path):
     sharding = NamedSharding(mesh(), PartitionSpec("i"))
