@@ -45,7 +45,6 @@ from pylayer_jax._jax.rule_function import (
 from pylayer_jax._jax.tracers import (
     BATCHED,
     FORWARD,
-    PARTIAL,
     REVERSE,
     STAGED,
     PassThroughTrace,
@@ -54,7 +53,6 @@ from pylayer_jax._jax.tracers import (
     is_staged,
     is_staging,
     is_tracer,
-    is_unknown,
     nothing_is_traced,
     trace_below,
     trace_of_primals,
@@ -315,11 +313,10 @@ class HooksTrace(PassThroughTrace):
         kinds = {type(whole_batch(x)) for x in args}
         is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
         is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
-        is_linear = PARTIAL.tracer in kinds and any(map(is_unknown, args))  # JAX itself transposes the operation
         keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
         has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # such as Refs and tokens
         keeps_nothing = keeps_nothing or name == "while"  # `while` has no reverse mode
-        if keeps_nothing or is_forward or is_linear or not is_differentiable or has_others:
+        if keeps_nothing or is_forward or not is_differentiable or has_others:
             # Suspend the hooks: otherwise JAX would compile an eager operation again for each pair.
             with hooks_suspended():
                 return bind(*args)
