@@ -160,6 +160,16 @@ def test_complex_numbers_of_double_precision_are_untouched(packer, tmp_path):
         np.testing.assert_array_equal(got, z, strict=True)
 
 
+@pytest.mark.parametrize("shape", [(8, 4, 3), (4, 8, 3), (3, 4, 16)])
+def test_bits_keep_the_explicit_sharding_of_other_axes(shape):
+    values = jax.random.bernoulli(jax.random.key(0), shape=shape)
+    with jax.set_mesh(mesh(AxisType.Explicit)):
+        x = jax.device_put(values, PartitionSpec(*("i" if n == 4 else None for n in shape)))
+        (found,) = restored(cast_saved(arguments=True), x)
+    assert jax.typeof(found) == jax.typeof(x)
+    np.testing.assert_array_equal(found, values)
+
+
 def test_a_scan_keeps_no_constant_of_the_quantizer():
     x = jnp.ones((256, 1024))
     f = quantize_saved(8)(lambda x: jax.lax.scan(lambda c, _: (jnp.sin(2 * c), None), x, None, length=2)[0].sum())
