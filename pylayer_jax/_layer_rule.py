@@ -158,8 +158,8 @@ def stage_layer(
         __tracebackhide__ = True
         needs = call.arguments.can_get_gradient([True] * len(inputs))
         if axes_of_output:
-            every = frozenset[Any]().union(*axes_of_output.values())
-            inputs = tuple([varying_over(every, x) if has_tangent(x) else x for x in inputs])
+            axes = frozenset[Any]().union(*axes_of_output.values())
+            inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, needs)
         # Each staged input is a distinct tracer, even if the caller passed one array twice.
         values = list(outputs)
@@ -206,9 +206,10 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     over the axis depends on varying inputs, and stays the same on all devices. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
-    for axis in {a for v in jaxpr.invars for a in varying_axes(v.aval) if has_tangent(v.aval)}:
-        depends = dependence(jaxpr, [v for v in jaxpr.invars if axis in varying_axes(v.aval)])
-        for i, aval in enumerate(outputs.types):
+    for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
+        inputs = [v for v in jaxpr.invars if axis in varying_axes(v.aval)]
+        depends = dependence(jaxpr, inputs)
+        for i, aval in enumerate(outputs.types if any(has_tangent(v.aval) for v in inputs) else ()):
             if outputs.has_tangent[i] and not depends[i] and axis not in varying_axes(aval):
                 missing[i] = missing.get(i, frozenset()) | {axis}
     return missing

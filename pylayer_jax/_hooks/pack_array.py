@@ -66,7 +66,7 @@ class PackedTensor:
         with _running("unpack_hook", self._where):
             value = self._unpack(self._skeleton.fill(parts))
         value = checked(value, self._type, self._where)
-        if is_tracer(value) and not is_active(value):
+        if not parts and is_tracer(value) and not is_active(value):
             raise TypeError(
                 f"unpack_hook returned a traced tensor of a transformation that has ended, for {self._where}: JAX "
                 "cannot keep a tensor in an object that is no pytree. pack_hook has to return traced tensors in a "
