@@ -20,18 +20,19 @@ import jax.numpy as jnp
 
 CONSTANTS = ("C0", "C1", "N0")
 
-# What a statement computes. Of the last five JAX hands back the operand, as the same object, always or where it traces.
+# What a statement computes, in JAX: what NumPy computes from N0 would be a constant. Of the last five JAX hands back
+# the operand, as the same object, always or where it traces.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "sin": jnp.sin,
     "cos": jnp.cos,
     "tanh": jnp.tanh,
-    "square": lambda x: x * x,
-    "scale": lambda x: 0.7 * x,
-    "plus zero": lambda x: x + 0,
-    "negate": lambda x: -x,
-    "times": lambda x, y: x * y,
-    "plus": lambda x, y: x + y,
-    "minus": lambda x, y: x - y,
+    "square": jnp.square,
+    "scale": lambda x: jnp.multiply(0.7, x),
+    "plus zero": lambda x: jnp.add(x, 0),
+    "negate": jnp.negative,
+    "times": jnp.multiply,
+    "plus": jnp.add,
+    "minus": jnp.subtract,
     "sin times": lambda x, y: jnp.sin(x) * y,
     "output": lambda x: x,  # in setup_context
 }
