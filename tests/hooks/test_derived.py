@@ -14,7 +14,6 @@ import pytest
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
 from tests.kit.layers import Matmul, Multiply, Tanh, bits
-from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import Held, bytes_held, in_block, noting, temporary_bytes
 
@@ -64,7 +63,7 @@ def without_hooks(function):
     return jax.jit(lambda x: [derivative(x) for derivative in derivatives(function)])(X)
 
 
-@EAGER_AND_JIT
+@pytest.mark.parametrize("mode", [pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager"), jax.jit])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_of_two_orders_are_those_without_hooks(name, mode):
     function, _ = FUNCTIONS[name]

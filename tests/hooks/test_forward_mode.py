@@ -44,7 +44,7 @@ def blocked(f):
     return in_block(noting(packed, differentiable=True), f), packed
 
 
-@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("derivative", ["jvp", pytest.param("jacfwd of jacfwd", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("around", AROUND)
 def test_it_passes_through_a_block(around, derivative):
     hooked, packed = blocked(everything)

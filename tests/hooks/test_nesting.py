@@ -63,11 +63,12 @@ BETWEEN = {
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
     "shard_map": in_shard_map,
 }
+PLACES = [pytest.param(name, marks=pytest.mark.slow) if name == "shard_map" else name for name in BETWEEN]
 
 
 @pytest.mark.parametrize("inner", [0.0, 10.0, 100.0], ids=["none", "the same", "another"])
 @pytest.mark.parametrize("saved", SAVED)
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("between", PLACES)
 def test_a_tensor_is_packed_once_by_the_innermost_pair(between, saved, inner):
     f = BETWEEN[between](in_block(adding(inner), SAVED[saved]) if inner else SAVED[saved])
     for around in (adding(10.0)(f), in_block(adding(10.0), f)):
