@@ -20,7 +20,7 @@ from ._jax.types import (
     tangent_type,
     typeof,
     varying_axes,
-    varying_over,
+    with_varying_axes,
     zeros_of,
 )
 from ._messages import describe, innermost, plural, source_of
@@ -211,7 +211,7 @@ def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = Fal
             f"differs from device to device. Sum it before it is returned, with jax.lax.psum(value, {axes}); or make "
             f"the argument vary before the layer gets it: jax.lax.pcast(argument, {axes}, to='varying')."
         )
-    return varying_over(varying_axes(aval), value)
+    return with_varying_axes(value, aval)
 
 
 def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:

@@ -199,7 +199,9 @@ def stage_layer(
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
-    """Return the mesh axes over which each output should vary: axes over which inputs vary that it does not depend on.
+    """Return a dict from the index of an output to the mesh axes over which the output has to vary, but does not.
+
+    An output has to vary over an axis if some inputs vary over the axis, and the output depends on none of these.
 
     Within a shard_map, JAX sums the cotangent of an output that does not vary over the devices, and the gradient of a
     varying input would be computed from the sum: see NOTE [all outputs are batched]. An output that `forward` reduces
@@ -208,8 +210,10 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
         inputs = [v for v in jaxpr.invars if axis in varying_axes(v.aval)]
+        if not any(has_tangent(v.aval) for v in inputs):
+            continue
         depends = dependence(jaxpr, inputs)
-        for i, aval in enumerate(outputs.types if any(has_tangent(v.aval) for v in inputs) else ()):
+        for i, aval in enumerate(outputs.types):
             if outputs.has_tangent[i] and not depends[i] and axis not in varying_axes(aval):
                 missing[i] = missing.get(i, frozenset()) | {axis}
     return missing

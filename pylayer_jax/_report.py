@@ -262,8 +262,8 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     name, inner = equation.primitive.name, inner_jaxprs(equation.params)
     in_hook = any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations)
     # A pack hook may also read constants and the index of the device: the tensor is its largest operand.
-    size = lambda value: (value.kind != "constant", value.aval.size)  # noqa: E731
-    tensor = max((v.tensor or v for v in operands), key=size, default=None) if in_hook else None
+    tensors = [v.tensor or v for v in operands] if in_hook else []
+    tensor = max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=None)
     kind = "constant" if in_hook else "operation"
     results = [Value(v.aval, kind, name, equations, tensor) for v in equation.outvars]
     times = [1] * len(results)

@@ -39,7 +39,7 @@ from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, 
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_staging
-from pylayer_jax._jax.types import manual_axes, typeof, varying_axes, varying_over
+from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 
 # Python may collect an object at any line, and the finalizer of a packed object may close a pair of hooks. Therefore
 # all stores share one reentrant lock, so that no deadlock is possible.
@@ -105,7 +105,7 @@ class PackSite:
         device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
         function = _HostFunction(f"{hook} for {self._where}", run, ShapedArray(result.shape, result.dtype))
         (value,) = _host_call_p.bind(operand, device, held=function)
-        return varying_over(varying_axes(typeof(device)), value)
+        return with_varying_axes(value, typeof(device))
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
         with self._naming("pack_hook", int(device)):

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .imports import DebugInfo, Jaxpr, Primitive, ad, batching, mlir
-from .types import mapped_type, tangent_type, typeof, varying_axes, varying_over
+from .types import mapped_type, tangent_type, typeof, with_varying_axes
 
 is_undefined = ad.is_undefined_primal  # marks the operands for which a transpose rule must produce cotangents
 
@@ -141,4 +141,4 @@ def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     """Move the batch axis of `value` from `dim` to the front. If `dim` is None, repeat `value` there."""
     moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
     # A value that all examples share does not vary over the mesh axes of `spmd_axis_name`, but the batch has to vary.
-    return moved if dim is not None else varying_over(varying_axes(mapped_type(axis, typeof(value))), moved)
+    return moved if dim is not None else with_varying_axes(moved, mapped_type(axis, typeof(value)))
