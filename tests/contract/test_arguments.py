@@ -148,7 +148,7 @@ def full():
     return {"w": X, "list": [X], "count": 0, "module": Module(X)}
 
 
-# What the argument is, a forward that changes it, and the argument's name.
+# An argument, a forward that changes the argument in place, and the name of the argument.
 CHANGES = {
     "set": (full, changing(lambda p: p.update(w=p["w"] * 2)), "params"),
     "add": (full, lambda ctx, x, *, params: params.update(all=x) or x, "params"),

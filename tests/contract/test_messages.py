@@ -278,7 +278,7 @@ def first(use):
 
 
 def said_of(run, use, method="forward"):
-    """What the error of a method that uses its argument so says."""
+    """Return the text of the error of a layer whose method applies `use` to its first argument."""
     with pytest.raises((AttributeError, TypeError, NotImplementedError, ValueError)) as raised:
         (RUNS | MODES)[run](loss(layer(**{method: first(use)})))(X)
     return text_of(raised.value)

@@ -18,7 +18,7 @@ from tests.kit.modes import DERIVATIVES
 X = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
 
-# -- what is kept for backward --------------------------------------------------------------------
+# -- residuals ------------------------------------------------------------------------------------
 
 
 class Twice(PyLayer):

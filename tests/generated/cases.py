@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 CONSTANTS = ("C0", "C1", "N0")
 
-# What a statement computes, in JAX: what NumPy computes from N0 would be a constant. Of the last five JAX hands back
-# the operand, as the same object, always or where it traces.
+# The operations of statements. They are functions of JAX, because the result of a NumPy operation on N0 would be a
+# constant.
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "sin": jnp.sin,
     "cos": jnp.cos,
@@ -36,6 +36,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "sin times": lambda x, y: jnp.sin(x) * y,
     "output": lambda x: x,  # in setup_context
 }
+# Operations for which JAX returns the operand itself, always or under a trace.
 NOTHING: dict[str, Callable[..., Any]] = {
     "astype": lambda x: x.astype(x.dtype),
     "broadcast": lambda x: jnp.broadcast_to(x, x.shape),
@@ -124,7 +125,7 @@ class Layer:
     materialize: bool = True
     per_slot: bool = False  # one gradient per argument that holds a tensor, and not one per argument
     wide: bool = False  # gradients stay in the shape of the outputs
-    left_out: bool = False  # trailing gradients that nobody needs, where there is one per slot
+    left_out: bool = False  # backward omits trailing gradients that are not needed
     surplus: int = 0  # Nones behind the gradients of a Function
     asks: bool = False  # computes a gradient only where ctx.needs_input_grad
     forward_mode: bool = False

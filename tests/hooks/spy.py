@@ -22,7 +22,7 @@ GRADIENTS = [*modes.GRADIENTS.values()]
 
 
 class Held:
-    """What a pair may return: an object with an array, that a WeakSet can hold."""
+    """A packed tensor: an object with a NumPy array, which a WeakSet can hold."""
 
     def __init__(self, x):
         self.x = np.array(x)

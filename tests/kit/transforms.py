@@ -181,9 +181,9 @@ def hessian(f: Function, args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def transformed(run: Any, *around: Callable[[Function, Any], Function], size: int = 0) -> Any:
-    """What `run` makes of a function within all of these; of so many examples, if there is a size.
+    """Return a transform: `run` of a function inside the transforms `around`, over `size` examples if a size is given.
 
-    A transform of the table FORWARD also gets how slopes are computed, in place of `along` among these.
+    A transform of the table FORWARD also gets how slopes are computed, in place of `along` in `around`.
     """
 
     def transform(f, args, slope=along):

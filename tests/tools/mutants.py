@@ -58,7 +58,7 @@ def mutations(node: ast.AST) -> Iterator[tuple[str, Callable[[Any], ast.AST]]]:
 
 
 def untested(node: ast.AST) -> ast.AST | None:
-    """What no test looks at of a node, if there is such a part: annotations, messages and `__repr__`."""
+    """Return the part of a node that has no mutants (an annotation, a message, a `__repr__`), or None."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.FunctionDef(name="__repr__" | "__str__"):
             return node
