@@ -235,7 +235,7 @@ def _copy_container(static: Any) -> Any:
 class Kept:
     """Everything that one run of `forward` keeps for `backward`, except the arrays. `==` compares identities."""
 
-    __slots__ = ("attributes", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
+    __slots__ = ("attributes", "has_names", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
 
     def __init__(self, outputs: Outputs, materialize: bool) -> None:
         self.outputs = outputs
@@ -244,6 +244,7 @@ class Kept:
         self.n_saved = 0  # the number of residuals from save_for_backward, which come first
         self.saved_for_jvp: KeptTree | None = None  # from save_for_forward; None if `jvp` gets `saved`
         self.attributes: dict[str, KeptTree] = {}
+        self.has_names = False  # whether the names of `saved_names` stand in the staged code of `forward`
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
         """Return a name, or an empty string, for each residual; `name_of_saved(i)` names the i-th saved value."""

@@ -15,10 +15,11 @@ import numpy as np
 from ._call import LayerCall, Run
 from ._errors import once_differentiable_error
 from ._jax.identities import forbid_derivative
-from ._jax.imports import DebugInfo, SymbolicZero
+from ._jax.imports import DebugInfo, SymbolicZero, eval_jaxpr
+from ._jax.jaxprs import outside_effects
 from ._jax.masks import merge, select
 from ._jax.rule_function import apply
-from ._jax.tracers import is_batched, is_differentiated, is_tracer
+from ._jax.tracers import is_batch_tracer, is_batched, is_differentiated, is_tracer
 from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
 from ._layer_map import LayerMap
 from ._layer_rule import StagedLayer, differentiated, stage_layer
@@ -50,6 +51,19 @@ class Application:
             self.staged[key] = staged
         return staged, consts
 
+    def evaluate(self, tensors: Sequence[Any]) -> Values:
+        """Evaluate the operations of `forward`, where nothing is differentiated, and return the outputs.
+
+        JAX may run this for a batch, and the fwd rule later for the same batch. Both must batch the same outputs: see
+        NOTE [all outputs are batched]. Therefore, evaluate a `rule_function` if an output may differ from its batch axes.
+        """
+        __tracebackhide__ = True
+        staged, consts = self.stage(tensors)
+        batched = [v for v, x in zip(staged.jaxpr.invars[len(consts) :], tensors, strict=True) if is_batch_tracer(x)]
+        if batched and (outside_effects(staged.jaxpr) or not staged.all_outputs_depend_on(batched)):
+            return self.bind(tensors)[1][: staged.n_outputs]
+        return eval_jaxpr(staged.code_of_outputs(), (), *consts, *tensors)
+
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.
 
@@ -67,8 +81,7 @@ def _primal(application: Application, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
     if not application.is_deferred and not any(map(is_tracer, tensors)):
         return tuple(application.call.run_on_values(as_arrays(tensors), [False] * len(tensors)).outputs)
-    staged, values = application.bind(tensors)
-    return tuple(values[: staged.n_outputs])
+    return tuple(application.evaluate(tensors))
 
 
 def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -35,8 +35,8 @@ from . import _hooks
 from ._call import LayerCall, Run
 from ._context import Kept
 from ._errors import once_differentiable_error
-from ._jax.imports import checkpoint_name, set_current_trace
-from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables_read
+from ._jax.imports import checkpoint_name, partial_eval, set_current_trace
+from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables_read, with_checkpoint_names
 from ._jax.linearity import transpose_jaxpr
 from ._jax.masks import scatter, select
 from ._jax.primitives import vmap_over
@@ -45,6 +45,7 @@ from ._jax.tracers import NEEDS_VALUES, is_differentiated, is_tracer, trace_of_p
 from ._jax.types import as_arrays, has_tangent, is_ref, typeof, varying_axes, varying_over
 from ._layer_map import CodeMap, LayerMap
 from ._outputs import Outputs
+from ._trees import contains
 
 Values = list[Any]
 
@@ -57,6 +58,7 @@ class StagedLayer(RuleFunction):
         self.name = call.name
         self.unpacked: StagedLayer | None = None  # if this function packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
+        self.is_divisible = not call.layer._has_vmap_method()  # a batch of a part could not call this method
         # `with_rule`: outputs with tangents from the rule; intermediates that depend on these outputs use the tangents.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
@@ -72,6 +74,19 @@ class StagedLayer(RuleFunction):
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
         return [known[i] for i in self.positions]
+
+    def code_of_outputs(self) -> Any:
+        """Return the part of the jaxpr that computes the outputs, without the intermediates."""
+        used = [True] * self.n_outputs + [False] * len(self.intermediates)
+        return partial_eval.dce_jaxpr(self.jaxpr, used, instantiate=True)[0] if self.intermediates else self.jaxpr
+
+    def all_outputs_depend_on(self, inputs: Sequence[Any]) -> bool:
+        """Return whether each output that can have a tangent depends on each of the inputs."""
+        return all(
+            depends or not has_tangent(v.aval)
+            for x in inputs
+            for depends, v in zip(dependence(self.jaxpr, [x]), self.jaxpr.outvars[: self.n_outputs], strict=False)
+        )
 
     def packing(self) -> StagedLayer:
         """Return a copy of this function that packs its residuals when it is differentiated for the first time."""
@@ -179,6 +194,9 @@ def stage_layer(
         axes_of_output = _missing_axes(jaxpr, kept.outputs)
         if axes_of_output:
             jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+        name_of = _names_of_variables(call, jaxpr, kept, positions)
+        if name_of:
+            jaxpr, kept.has_names = with_checkpoint_names(jaxpr, name_of, call.source), True
     except NEEDS_VALUES as error:
         if not any(map(is_differentiated, tensors)):
             raise
@@ -196,6 +214,18 @@ def stage_layer(
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
     return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
+
+
+def _names_of_variables(call: LayerCall, jaxpr: Any, kept: Kept, positions: Sequence[int]) -> dict[Any, str]:
+    """Map the variables of a staged `forward` that are saved under a name, and computed by `forward`, to their names."""
+    if not call.layer.saved_names or call.layer._has_vmap_method():
+        return {}
+    names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
+    n_inputs = len(call.arguments.types)
+    named = [(position - n_inputs, name) for position, name in zip(positions, names, strict=False) if name]
+    variables = [(jaxpr.outvars[i], name) for i, name in named if i >= 0]
+    computed = {v for equation in jaxpr.eqns for v in equation.outvars}
+    return {v: name for v, name in variables if not is_literal(v) and v in computed}
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
@@ -316,22 +346,29 @@ def differentiated(
         packed, arrays, outputs = packing.pack(residuals[: kept.n_saved], outputs)
         residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
     if call.layer.saved_names:
-        residuals, outputs = _named(call, kept, len(run.residuals), owners, residuals, outputs)
+        names = _checkpoint_names(call, kept, len(run.residuals))
+        if kept.has_names and packed is None:  # only the inputs have no name yet
+            names = [n if contains(inputs, x) else "" for n, x in zip(names, residuals, strict=True)]
+        residuals, outputs = _named(names, owners, residuals, outputs)
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
 
 
-def _named(
-    call: LayerCall, kept: Kept, n_tensors: int, owners: Sequence[int], residuals: Values, outputs: Values
-) -> tuple[Values, Values]:
-    """Return residuals and outputs, with named residuals for the policies of `jax.checkpoint`."""
+def _checkpoint_names(call: LayerCall, kept: Kept, n_tensors: int) -> list[str]:
+    """Return the name of each residual for the policies of `jax.checkpoint`, from `saved_names`, or an empty string."""
     given, layer = call.layer.saved_names, call.layer.__name__
+    if not given:
+        return [""] * n_tensors
     n_values = len(kept.saved.skeleton.leaves) if kept.saved else 0
     if given is not True and len(given) != n_values:
         raise ValueError(
             f"{call.name}.saved_names has {len(given)} names, but forward saved {n_values} values with "
             "ctx.save_for_backward. Give one for each, None for a value without a name."
         )
-    names = kept.names(n_tensors, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
+    return kept.names(n_tensors, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
+
+
+def _named(names: Sequence[str], owners: Sequence[int], residuals: Values, outputs: Values) -> tuple[Values, Values]:
+    """Return residuals and outputs, with named residuals for the policies of `jax.checkpoint`."""
     named = list(residuals)
     for i, owner in enumerate(owners):
         if names[owner] and is_tracer(residuals[i]):

@@ -7,5 +7,8 @@
 - `primitives` registers the primitives of this package.
 - `rule_function` defines two primitives: a function with its own rule, and a linear map with its own transpose.
 - `identities` defines functions that return their operands, but change how JAX transforms these operands.
+- `transparency` registers the rules by which checkpoints, dead code elimination and `checkify` see a function's code.
 - `linearity` proves that a jaxpr is linear.
 """
+
+from . import transparency as transparency  # registers its rules

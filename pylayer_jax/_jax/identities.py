@@ -24,6 +24,8 @@ class _Identity(RuleFunction):
     If `error` is given, the derivative of the function raises the exception that `error` makes.
     """
 
+    is_divisible = False  # the results of a part would not be its operands
+
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
         self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
 

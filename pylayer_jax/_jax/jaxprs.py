@@ -15,6 +15,7 @@ from .imports import (
     DebugInfo,
     Literal,
     ShapedArray,
+    checkpoint_name,
     current,
     eval_jaxpr,
     jaxprs_in_params,
@@ -131,15 +132,41 @@ def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> l
     If a result of an equation has a known value, later equations read that known value.
     """
     values = dict(known)
-    debug = DebugInfo("pylayer_jax", "part of a jaxpr", None, None)
     for equation in _equations_to(jaxpr, known, wanted)[0]:
-        inputs = list(dict.fromkeys(v for v in equation.invars if not is_literal(v)))
-        single = jaxpr.replace(
-            invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=debug
-        )
-        for variable, value in zip(equation.outvars, eval_jaxpr(single, (), *map(values.get, inputs)), strict=True):
+        for variable, value in zip(equation.outvars, _evaluate_equation(jaxpr, equation, values), strict=True):
             values.setdefault(variable, value)
-    return [v.val if is_literal(v) else values[v] for v in wanted]
+    return _values_of(wanted, values)
+
+
+def _evaluate_equation(jaxpr: Any, equation: Any, values: dict[Any, Any]) -> list[Any]:
+    inputs = list(dict.fromkeys(v for v in equation.invars if not is_literal(v)))
+    debug = DebugInfo("pylayer_jax", "an equation of a jaxpr", None, None)
+    single = jaxpr.replace(
+        invars=inputs, outvars=equation.outvars, eqns=[equation], effects=equation.effects, debug_info=debug
+    )
+    return eval_jaxpr(single, (), *map(values.get, inputs))
+
+
+def _values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+    return [v.val if is_literal(v) else values[v] for v in atoms]
+
+
+def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
+    """Return a copy of a jaxpr in which `jax.checkpoint` knows some variables by a name.
+
+    The name stands right after the equation that computes the variable, and all later equations read the named value.
+    If a policy saves this value, no equation before the name has to run again. tests: derivatives/test_checkpoint.py
+    """
+
+    def named(*args: Any) -> tuple[list[Any], None]:
+        values = dict(zip(jaxpr.invars, args, strict=True))
+        for equation in jaxpr.eqns:
+            for variable, value in zip(equation.outvars, _evaluate_equation(jaxpr, equation, values), strict=True):
+                name = name_of.get(variable)
+                values[variable] = checkpoint_name(value, name) if name else value
+        return _values_of(jaxpr.outvars, values), None
+
+    return stage(named, [v.aval for v in jaxpr.invars], debug_name)[0]
 
 
 def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
@@ -168,6 +195,11 @@ def _effects_of_own_refs() -> frozenset[Any]:
     return jaxpr.effects
 
 
+def uses_own_refs(jaxpr: Any) -> bool:
+    """Return whether a jaxpr makes Refs, which end with it."""
+    return bool(jaxpr.effects & _effects_of_own_refs())
+
+
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
     """Return the effects of a jaxpr, except the effects on Refs that the jaxpr itself makes."""
     return frozenset(jaxpr.effects) - _effects_of_own_refs()
@@ -175,7 +207,7 @@ def outside_effects(jaxpr: Any) -> frozenset[Any]:
 
 def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
     """Lower a jaxpr directly, at half the cost of `mlir.lower_fun`, which traces the jaxpr again."""
-    if jaxpr.effects & _effects_of_own_refs():  # `mlir.lower_fun` turns reads and writes of these Refs into values
+    if uses_own_refs(jaxpr):  # `mlir.lower_fun` turns reads and writes of these Refs into values
         traced = mlir.lower_fun(lambda *xs: eval_jaxpr(jaxpr, (), *xs), multiple_results=True)
         return traced(context.replace(avals_in=[v.aval for v in jaxpr.invars]), *args)
     module = context.module_context

@@ -21,23 +21,40 @@ class ObjectPrimitive(Primitive):
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
     parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
     caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr, which serves only as a key of
-    `_held_objects`. The key is nested in tuples so that `jaxprs_in_params` skips it. If the Python object has a jaxpr,
-    this jaxpr is another parameter, in which JAX finds properties such as the devices of a mesh. tests: test_memory.py
+    `_held_objects`. The key is nested in tuples so that `jaxprs_in_params` skips it. tests: test_memory.py
+
+    The jaxpr of the Python object, if it has one, is another parameter, in which JAX finds properties such as the
+    devices of a mesh.
+
+    NOTE [call_jaxpr]
+    The jaxpr of a `rule_function` is named `call_jaxpr`, so that `checkify` checks its operations. For an equation with
+    this parameter, `checkify` binds the primitive to error values and operands, with a function in `subfuns` that
+    computes error values and results. tests: derivatives/test_checkify.py
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, jaxpr_name: str = "jaxpr") -> None:
         super().__init__(name)
         self.multiple_results = True
+        self.jaxpr_name = jaxpr_name  # the parameter for the jaxpr of the held object
 
-    def bind(self, *args: Any, **params: Any) -> Any:
+    def bind(self, *args: Any, held: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
         __tracebackhide__ = True
-        held = params.pop("held")
+        if subfuns:
+            return self.evaluate_checked(_object(held), *subfuns, *args)
         if type(held) is not tuple:  # a tuple is the key of an equation that JAX binds again
-            key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
-            _held_objects[key] = held
-            params |= {"name": held.name, "jaxpr": getattr(held, "jaxpr", None)}
-            held = ((key,),)
+            return super().bind(*args, **self.params_of(held))
         return super().bind(*args, held=held, **params)
+
+    def params_of(self, held: Any) -> dict[str, Any]:
+        """Return the parameters of a new equation that holds an object."""
+        key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
+        _held_objects[key] = held
+        jaxpr = getattr(held, "jaxpr", None)
+        return {"held": ((key,),), "name": held.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
+
+    def evaluate_checked(self, held: Any, checked: Any, *args: Any) -> list[Any]:
+        """Evaluate code that `checkify` made from the jaxpr of a held object: see NOTE [call_jaxpr]."""
+        raise NotImplementedError
 
     def register(
         self,

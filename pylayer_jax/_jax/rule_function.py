@@ -45,6 +45,7 @@ class RuleFunction:
     name: str  # the name in jaxprs and errors
     jaxpr: Any = None  # None if `run` is not staged: in eager mode, `run` then gets concrete values
     n_consts: int = 0  # the first `n_consts` operands are the values that the function closes over
+    is_divisible = True  # whether `jax.checkpoint` and dead code elimination may evaluate part of the jaxpr
 
     def run(self, *args: Any) -> Values:
         """Compute the values of the function."""
@@ -64,6 +65,12 @@ class RuleFunction:
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         """Return cotangents of the operands that are None; the function has to be linear in these operands."""
         raise TypeError(f"{self.name} cannot be transposed.")
+
+    def transpose_code(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        """Transpose `jaxpr`, which computes a batch or a part of this function, as `transpose` does."""
+        function = copy.copy(self)
+        function.jaxpr = jaxpr
+        return function.transpose(args, cotangents)
 
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
         return lower_jaxpr(context, self.jaxpr, *args)
@@ -146,9 +153,7 @@ class BatchedFunction(RuleFunction):
         return rule(list(primals[n:]), moving)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        function = copy.copy(self.inner)
-        function.jaxpr = self.jaxpr
-        return function.transpose(args, cotangents)
+        return self.inner.transpose_code(self.jaxpr, args, cotangents)
 
 
 class UnstagedBatch(BatchedFunction):
@@ -170,7 +175,7 @@ def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
 
 # -- rule_function: operands -> values ----------------------------------------------------------------
 
-rule_function_p = ObjectPrimitive("rule_function")
+rule_function_p = ObjectPrimitive("rule_function", "call_jaxpr")
 
 
 def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:

@@ -123,6 +123,10 @@ def is_tracer(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
+def is_batch_tracer(value: object) -> bool:
+    return isinstance(value, BATCHED.tracer)
+
+
 def is_batched(value: Any) -> bool:
     """Return whether a value is batched by the innermost `jax.vmap` that traces it."""
     return isinstance(value, BATCHED.tracer) and value.batch_dim is not None
