@@ -54,8 +54,8 @@ class Application:
     def evaluate(self, tensors: Sequence[Any]) -> Values:
         """Evaluate the operations of `forward`, where nothing is differentiated, and return the outputs.
 
-        JAX may run this for a batch, and the fwd rule later for the same batch. Both must batch the same outputs: see
-        NOTE [all outputs are batched]. Therefore, evaluate a `rule_function` if an output may differ from its batch axes.
+        JAX may run this for a batch, and later the fwd rule for the same batch. Both must batch the same outputs: see
+        NOTE [all outputs are batched]. Therefore, bind a `rule_function` if an output may have no batch axis.
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)

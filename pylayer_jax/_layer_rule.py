@@ -53,9 +53,12 @@ Values = list[Any]
 class StagedLayer(RuleFunction):
     """`forward` as a jaxpr with the derivative of the class: consts, inputs -> outputs, intermediates."""
 
-    def __init__(self, call: LayerCall, jaxpr: Any, n_consts: int, kept: Kept, positions: list[int]) -> None:
+    def __init__(
+        self, call: LayerCall, jaxpr: Any, n_consts: int, kept: Kept, positions: list[int], unnamed: Any
+    ) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts, self.positions = call, kept, jaxpr, n_consts, positions
         self.name = call.name
+        self.unnamed = unnamed  # the same jaxpr without the names of `saved_names`
         self.unpacked: StagedLayer | None = None  # if this function packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
         self.is_divisible = not call.layer._has_vmap_method()  # a batch of a part could not call this method
@@ -76,9 +79,9 @@ class StagedLayer(RuleFunction):
         return [known[i] for i in self.positions]
 
     def code_of_outputs(self) -> Any:
-        """Return the part of the jaxpr that computes the outputs, without the intermediates."""
+        """Return the part of the jaxpr that computes the outputs, without intermediates and names of residuals."""
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
-        return partial_eval.dce_jaxpr(self.jaxpr, used, instantiate=True)[0] if self.intermediates else self.jaxpr
+        return partial_eval.dce_jaxpr(self.unnamed, used, instantiate=True)[0] if self.intermediates else self.unnamed
 
     def all_outputs_depend_on(self, inputs: Sequence[Any]) -> bool:
         """Return whether each output that can have a tangent depends on each of the inputs."""
@@ -194,7 +197,7 @@ def stage_layer(
         axes_of_output = _missing_axes(jaxpr, kept.outputs)
         if axes_of_output:
             jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
-        name_of = _names_of_variables(call, jaxpr, kept, positions)
+        unnamed, name_of = jaxpr, _names_of_variables(call, jaxpr, kept, positions)
         if name_of:
             jaxpr, kept.has_names = with_checkpoint_names(jaxpr, name_of, call.source), True
     except NEEDS_VALUES as error:
@@ -213,11 +216,11 @@ def stage_layer(
                 f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
-    return StagedLayer(call, jaxpr, len(consts), kept, positions), consts
+    return StagedLayer(call, jaxpr, len(consts), kept, positions, unnamed), consts
 
 
 def _names_of_variables(call: LayerCall, jaxpr: Any, kept: Kept, positions: Sequence[int]) -> dict[Any, str]:
-    """Map the variables of a staged `forward` that are saved under a name, and computed by `forward`, to their names."""
+    """Map each variable that `forward` computes, and saves under a name, to this name."""
     if not call.layer.saved_names or call.layer._has_vmap_method():
         return {}
     names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]

@@ -61,9 +61,7 @@ def _is_divisible(function: RuleFunction) -> bool:
 
 def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any:
     """Return a copy of an equation that holds another function."""
-    return equation.replace(
-        params=rule_function_p.params_of(function), effects=function.jaxpr.effects, **changes
-    )
+    return equation.replace(params=rule_function_p.params_of(function), effects=function.jaxpr.effects, **changes)
 
 
 # -- jax.checkpoint ------------------------------------------------------------------------------------
@@ -169,8 +167,8 @@ def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Value
 
     def error() -> Exception:
         return TypeError(
-            f"{function.name}: a derivative of a function that checkify made would ignore the backward of {function.name} "
-            "for second derivatives. Differentiate first: checkify(jax.grad(f)), not jax.grad(checkify(jax.grad(f)))."
+            f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations "
+            "of forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
         )
 
     return forbid_derivative(checked.call_wrapped(*args), error)

@@ -12,6 +12,7 @@ import pytest
 
 from pylayer_jax import Function, PyLayer, PyLayerContext
 from pylayer_jax.packers import cast_saved
+from tests.kit.jaxprs import equations
 from tests.kit.layers import Matmul, Tanh, layer, loss
 from tests.kit.modes import DERIVATIVES
 
@@ -235,8 +236,8 @@ def test_gradients_are_the_same_where_names_are_saved(made):
 
 def names(made):
     """The names in the gradient of the layer, in order."""
-    equations = jax.make_jaxpr(jax.grad(bent(made)))(THREE).jaxpr.eqns
-    return [e.params["name"] for e in equations if e.primitive.name == "name"]
+    jaxpr = jax.make_jaxpr(jax.grad(bent(made)))(THREE).jaxpr
+    return [e.params["name"] for e in equations(jaxpr) if e.primitive.name == "name"]
 
 
 def test_what_hooks_packed_has_the_name_of_the_tensor():

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import checkify
 
 from pylayer_jax import PyLayer, saved_tensors_report
 from pylayer_jax.packers import cast_saved
@@ -27,6 +29,10 @@ class Way(NamedTuple):
     clipped: Callable[[Any], Any]  # the identity, whose backward clips its cotangent to [-1, 1]
     doubled: Callable[[Any], Any]  # twice the entry "w" of a dict that also holds a text
     sin_of_two: Callable[[Any, list[Any]], Any] | None  # sin of (sin, cos); appends the cotangent of cos to the list
+    product: Callable[[Any], Any]  # the product of two matrices in one array, under the name "product"
+    checked_log: Callable[[Any], Any]  # log of a number that `checkify.check` checks
+    log: Callable[[Any], Any]
+    sin_and_exp: Callable[[Any], Any]  # returns (sin(x), exp(x))
     # The same function, with what one has to add first for a transformation, and the name of that.
     for_vmap: tuple[str, Callable[[Any], Any]] | None = None
     for_jvp: tuple[str, Callable[[Any], Any]] | None = None
@@ -44,6 +50,29 @@ class Rule(NamedTuple):
     outputs: int = 1
 
 
+def named_product(matrices: Any) -> Any:
+    return checkpoint_name(matrices[0] @ matrices[1], "product")
+
+
+def _product_gradient(matrices: Any, dy: Any) -> Any:
+    return jnp.stack([dy @ matrices[1].T, matrices[0].T @ dy])
+
+
+def checked_log(x: Any) -> Any:
+    checkify.check(jnp.all(x > 0), "not positive")
+    return jnp.log(x)
+
+
+def sin_and_exp(x: Any) -> Any:
+    return jnp.sin(x), jnp.exp(x)
+
+
+PRODUCT = Rule(lambda x: (named_product(x), None), lambda x, *_: x, _product_gradient)
+CHECKED_LOG = Rule(lambda x: (checked_log(x), None), lambda x, *_: x, lambda x, dy: dy / x)
+LOG = Rule(lambda x: (jnp.log(x), None), lambda x, *_: x, lambda x, dy: dy / x)
+SIN_AND_EXP = Rule(
+    lambda x: (sin_and_exp(x), None), lambda x, *_: x, lambda x, dy: dy[0] * jnp.cos(x) + dy[1] * jnp.exp(x), 2
+)
 STEEP_TANH = Rule(lambda x: (jnp.tanh(x), None), lambda x, y, _: y, lambda y, dy: 2 * dy * (1 - y**2))
 
 
@@ -83,6 +112,10 @@ def _of_rules(made: Callable[[Rule], Callable[[Any], Any]], **more: Any) -> Way:
         made(Rule(lambda x: (x * 1, None), nothing, lambda _, dy: jnp.clip(dy, -1, 1))),
         made(Rule(lambda tree: (2 * tree["w"], None), nothing, lambda _, dy: {"w": 2 * dy, "name": None})),
         sin_of_two,
+        made(PRODUCT),
+        made(CHECKED_LOG),
+        made(LOG),
+        made(SIN_AND_EXP),
         **more,
     )
 
@@ -92,7 +125,7 @@ def pylayer() -> Way:
 
     def made(rule):
         def forward(ctx, x):
-            ctx.set_materialize_grads(False)
+            ctx.set_materialize_grads(rule is SIN_AND_EXP)
             y, intermediate = rule.run(x)
             ctx.save_for_backward(rule.keep(x, y, intermediate))
             return y
@@ -200,7 +233,23 @@ def custom_jvp() -> Way:
 
     doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]["w"]))
 
-    return Way(steep_tanh, straight_through, swish, clipped, doubled, None)  # a rule for tangents meets no cotangents
+    def by_tangents(function, rule):
+        wrapped = jax.custom_jvp(function)
+        wrapped.defjvp(lambda primals, tangents: (wrapped(*primals), rule(*primals, *tangents)))
+        return wrapped
+
+    return Way(
+        steep_tanh,
+        straight_through,
+        swish,
+        clipped,
+        doubled,
+        None,  # a rule for tangents meets no cotangents
+        by_tangents(named_product, lambda x, dx: dx[0] @ x[1] + x[0] @ dx[1]),
+        by_tangents(checked_log, lambda x, dx: dx / x),
+        by_tangents(jnp.log, lambda x, dx: dx / x),
+        by_tangents(sin_and_exp, lambda x, dx: (dx * jnp.cos(x), dx * jnp.exp(x))),
+    )
 
 
 def hijax() -> Way:

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 CONSTANTS = ("C0", "C1", "N0")
 
@@ -34,6 +35,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "plus": jnp.add,
     "minus": jnp.subtract,
     "sin times": lambda x, y: jnp.sin(x) * y,
+    "name": lambda x: checkpoint_name(x, "named"),  # for the policies of jax.checkpoint
     "output": lambda x: x,  # in setup_context
 }
 # Operations for which JAX returns the operand itself, always or under a trace.
@@ -129,6 +131,7 @@ class Layer:
     surplus: int = 0  # Nones behind the gradients of a Function
     asks: bool = False  # computes a gradient only where ctx.needs_input_grad
     forward_mode: bool = False
+    has_names: bool = False  # of what is saved, for the policies of jax.checkpoint
     writes: str = ""  # the method that writes to the Ref, if there is one
 
     @property

@@ -75,6 +75,7 @@ def class_of(layer: Layer, package: Any, constants: dict[str, Any]) -> Any:
         methods = {"forward": forward_alone, "setup_context": setup_context, "backward": backward}
     base = package.PyLayer if layer.dialect == "PyLayer" else package.Function
     flags = {"forward_mode": True} if layer.forward_mode else {}
+    flags |= {"saved_names": True} if layer.has_names else {}
     return type(layer.name.upper(), (base,), {name: staticmethod(m) for name, m in methods.items()} | flags)
 
 

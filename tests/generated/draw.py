@@ -30,8 +30,9 @@ from .cases import (
     without_what_is_not_used,
 )
 
-UNARY = ["sin", "cos", "tanh", "square", "scale", "plus zero", "negate"]
+UNARY = ["sin", "cos", "tanh", "square", "scale", "plus zero", "negate", "name"]
 BINARY = ["times", "plus", "minus", "sin times"]
+POLICIES = ["everything", "nothing", "some operations", "other operations", "names", "offload"]
 KINDS = ["positional", "default", "rest", "keyword", "more"]  # in the order of a signature
 REVERSE = ["grad", "grad", "grad", "vjp", "jacrev"]
 FORWARD = ["jvp", "jacfwd", "linearize"]
@@ -91,7 +92,14 @@ def _around(rng: random.Random, count: int, linear: bool) -> tuple[str, Any]:
     if rng.random() < 0.7:
         return "", None
     name = rng.choice(["jit", "vmap", "remat"] if linear else ["jit"])
-    return name, _axes(rng, count) if name == "vmap" else None
+    return name, _parameter(rng, name, count)
+
+
+def _parameter(rng: random.Random, transform: str, count: int) -> Any:
+    """The axes of a vmap, or the policy of a checkpoint."""
+    if transform == "remat":
+        return rng.choice(["", *POLICIES])
+    return _axes(rng, count) if transform == "vmap" else None
 
 
 def _axes(rng: random.Random, count: int) -> tuple[Any, ...]:
@@ -118,7 +126,7 @@ def _steps(
         transforms = ["jit", "scan"]  # jax 0.10 cannot differentiate a cond that writes to a Ref
     for _ in range(rng.choice([0, 0, 1, 1, 2, 2])):
         name = rng.choice(transforms)
-        steps.insert(rng.randint(0, len(steps)), (name, _axes(rng, count) if name == "vmap" else None))
+        steps.insert(rng.randint(0, len(steps)), (name, _parameter(rng, name, count)))
     # Half of the cases are one program: operation by operation they take several times as long. JAX compiles a jitted
     # function that closes over a Ref only within another one.
     return [*steps, ("jit", None)] if writes or rng.random() < 0.5 else steps
@@ -195,6 +203,7 @@ def _layer(
         surplus=rng.choice([0, 0, 1, 2]),
         asks=rng.random() < 0.15,
         forward_mode=forward_mode,
+        has_names=rng.random() < 0.3,
         writes=writes,
     )
     _mark(rng, layer)

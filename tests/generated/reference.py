@@ -209,6 +209,21 @@ def _nothing(f, _):
     return f
 
 
+NAMES = ["named", *(f"L{i}.saved[{j}]" for i in range(2) for j in range(2))]
+POLICIES = {
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+    "some operations": lambda primitive, *_, **__: primitive.name in ("sin", "tanh", "mul"),
+    "other operations": lambda primitive, *_, **__: primitive.name in ("cos", "add", "name", "rule_function"),
+    "names": jax.checkpoint_policies.save_only_these_names(*NAMES),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=NAMES[:2],
+        names_which_can_be_offloaded=NAMES[2:],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
 STEPS: dict[str, tuple[Any, Any]] = {
     "": (_nothing, _nothing),
     "grad": (_grad, _grad),
@@ -218,7 +233,7 @@ STEPS: dict[str, tuple[Any, Any]] = {
     "linearize": (_linearize, _jvp_in_reverse),
     "jacfwd": (jax.jacfwd, jax.jacrev),
     "jit": (lambda f, _: jax.jit(f), _nothing),
-    "remat": (lambda f, _: jax.checkpoint(f), _nothing),
+    "remat": (lambda f, policy: jax.checkpoint(f, policy=POLICIES.get(policy)), _nothing),
     "vmap": (_vmap, _one_by_one),
     "scan": (_scan, _twice),
     "cond": (_branch, _nothing),
