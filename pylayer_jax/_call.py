@@ -15,7 +15,7 @@ from ._arguments import Arguments
 from ._context import ContextState, Kept, KeptTree, PyLayerContext, backward_context, keep
 from ._gradients import argument_tangents, match_gradients, match_tangents
 from ._jax.primitives import batch_axis_to_front
-from ._jax.tracers import is_differentiated, is_staging, surroundings
+from ._jax.tracers import TraceState, is_differentiated, is_staging
 from ._jax.types import as_array, is_array
 from ._messages import add_note, closed_over, describe, innermost, plural, source_of
 from ._outputs import Outputs
@@ -183,12 +183,12 @@ class LayerCall:
         given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
-        around = surroundings()
+        state = TraceState()
         # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
         # `jax.custom_vjp`, and a change of `in_backward` makes JAX compile jitted functions again.
-        may_be_transposed = around.is_staged or around.is_differentiated
+        may_be_transposed = state.is_staged or state.is_differentiated
         try:
-            with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", around.is_staged):
+            with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", state.is_staged):
                 result = backward(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):

@@ -19,7 +19,7 @@ from ._jax.imports import DebugInfo, SymbolicZero, eval_jaxpr
 from ._jax.jaxprs import outside_effects
 from ._jax.masks import merge, select
 from ._jax.rule_function import apply
-from ._jax.tracers import is_batch_tracer, is_batched, is_differentiated, is_tracer
+from ._jax.tracers import BATCHED, is_batched, is_differentiated, is_tracer
 from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
 from ._layer_map import LayerMap
 from ._layer_rule import StagedLayer, differentiated, stage_layer
@@ -59,10 +59,11 @@ class Application:
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
-        batched = [v for v, x in zip(staged.jaxpr.invars[len(consts) :], tensors, strict=True) if is_batch_tracer(x)]
+        inputs = staged.jaxpr.invars[len(consts) :]
+        batched = [v for v, x in zip(inputs, tensors, strict=True) if isinstance(x, BATCHED.tracer)]
         if batched and (outside_effects(staged.jaxpr) or not staged.all_outputs_depend_on(batched)):
             return self.bind(tensors)[1][: staged.n_outputs]
-        return eval_jaxpr(staged.code_of_outputs(), (), *consts, *tensors)
+        return eval_jaxpr(staged.outputs_jaxpr, (), *consts, *tensors)
 
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.

@@ -18,7 +18,7 @@ from ._errors import NoForwardModeError
 from ._front import Application, front_of, ref_error
 from ._jax.identities import forbid_derivative
 from ._jax.rule_function import apply
-from ._jax.tracers import is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced, surroundings
+from ._jax.tracers import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
 from ._layer_rule import EagerLayer
 
 
@@ -159,24 +159,24 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     | an argument is a `jax.Ref`                                    | the front for Refs, first order only   |
     """
     __tracebackhide__ = True
-    layer, around = call.layer, surroundings()
-    if not (around.is_staged or around.is_differentiated or any(map(is_tracer, tensors))):
+    layer, state = call.layer, TraceState()
+    if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
     call.pair = _hooks.pair_to_pack_with(tensors)
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
-    if (takes_refs or not has_forward_mode) and around.is_forward_mode and any(map(is_in_forward_mode, tensors)):
+    if (takes_refs or not has_forward_mode) and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(call.name)
-    is_deferred = around.will_be_differentiated_later(tensors)
+    is_deferred = state.will_be_differentiated_later(tensors)
     if takes_refs:
         _check_refs(call, tensors, is_deferred)
-    is_unusual = around.is_unusual or any(map(is_unknown, tensors))
+    has_unknown_trace = state.has_unknown_trace or any(map(is_unknown, tensors))
     has_front = takes_refs or not (
         has_forward_mode
         or layer._has_vmap_method()
-        or around.is_forward_over_reverse
-        or is_unusual
+        or state.is_forward_over_reverse
+        or has_unknown_trace
         or (is_deferred and call.pair is not None)
     )
     # The trace of a block of hooks must not pack residuals of the layer's equations: the layer packs its own residuals.
@@ -189,7 +189,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
                 has_front = not consts
             if has_front:
                 values = front_of(layer, takes_refs)(application, *tensors)
-            elif around.is_staged or is_unusual:
+            elif state.is_staged or has_unknown_trace:
                 _, values = application.bind(tensors, packs=True)
             else:
                 values = apply(EagerLayer(call), tensors)

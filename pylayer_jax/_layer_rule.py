@@ -58,7 +58,6 @@ class StagedLayer(RuleFunction):
     ) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts, self.positions = call, kept, jaxpr, n_consts, positions
         self.name = call.name
-        self.unnamed = unnamed  # the same jaxpr without the names of `saved_names`
         self.unpacked: StagedLayer | None = None  # if this function packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
         self.is_divisible = not call.layer._has_vmap_method()  # a batch of a part could not call this method
@@ -69,6 +68,10 @@ class StagedLayer(RuleFunction):
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
         self.given = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
         self.intermediates = results[self.n_outputs :]  # the variables that are computed from `given`
+        self.outputs_jaxpr = unnamed  # computes only the outputs
+        if self.intermediates:
+            used = [True] * self.n_outputs + [False] * len(self.intermediates)
+            self.outputs_jaxpr, _ = partial_eval.dce_jaxpr(unnamed, used, instantiate=True)
 
     def _of_given(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
         """Return the values (or tangents, or batch axes) of the variables in `given`."""
@@ -77,11 +80,6 @@ class StagedLayer(RuleFunction):
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
         return [known[i] for i in self.positions]
-
-    def code_of_outputs(self) -> Any:
-        """Return the part of the jaxpr that computes the outputs, without intermediates and names of residuals."""
-        used = [True] * self.n_outputs + [False] * len(self.intermediates)
-        return partial_eval.dce_jaxpr(self.unnamed, used, instantiate=True)[0] if self.intermediates else self.unnamed
 
     def all_outputs_depend_on(self, inputs: Sequence[Any]) -> bool:
         """Return whether each output that can have a tangent depends on each of the inputs."""

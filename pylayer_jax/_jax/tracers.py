@@ -123,10 +123,6 @@ def is_tracer(value: object) -> bool:
     return isinstance(value, Tracer)
 
 
-def is_batch_tracer(value: object) -> bool:
-    return isinstance(value, BATCHED.tracer)
-
-
 def is_batched(value: Any) -> bool:
     """Return whether a value is batched by the innermost `jax.vmap` that traces it."""
     return isinstance(value, BATCHED.tracer) and value.batch_dim is not None
@@ -208,11 +204,12 @@ _KINDS: Final = {
     "reverse mode": REVERSE.trace,
     "usual": (EVAL_TRACE, BATCHED.trace, PARTIAL.trace),
 }
+_DIFFERENTIATIONS: Final = ("forward mode", "reverse mode")
 
 
 @functools.cache
 def _kind_of(trace_class: type[Any]) -> str:
-    return next((kind for kind, classes in _KINDS.items() if issubclass(trace_class, classes)), "unusual")
+    return next((kind for kind, classes in _KINDS.items() if issubclass(trace_class, classes)), "unknown")
 
 
 def trace_below(trace: Any) -> Any:
@@ -222,32 +219,35 @@ def trace_below(trace: Any) -> Any:
     return trace
 
 
-def active_traces() -> list[tuple[str, Any]]:
-    """Return the kind and the trace of all active traces except `PassThroughTrace`s, the innermost trace first."""
-    traces: list[tuple[str, Any]] = []
-    trace = current_trace()
-    while trace is not None:
-        kind = _kind_of(type(trace))
-        if kind != "passes through":
-            traces.append((kind, trace))
-        trace = getattr(trace, "parent_trace", None)
-    return traces
+class TraceState:
+    """The transformations that are active where code runs.
 
+        vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual"]
 
-def is_active(tracer: Any) -> bool:
-    """Return whether the transformation that made a tracer is active."""
-    return any(trace is tracer._trace for _, trace in active_traces())
+    A trace that makes a jaxpr separates two times: traces inside it transform the operations now, and JAX transforms
+    the jaxpr later. The last three attributes are about the former, or about all traces if no trace makes a jaxpr.
+    """
 
-
-class Surroundings(NamedTuple):
-    """Description of the transformations that are active where code runs."""
-
-    is_staged: bool  # an active trace makes a jaxpr
-    differentiations: list[Any]  # traces of the differentiations inside that jaxpr, innermost first
-    is_forward_mode: bool  # the innermost of these differentiations is `jax.jvp`
-    is_forward_over_reverse: bool  # `jax.jvp` of a reverse-mode differentiation
-    is_differentiated: bool  # any differentiation is active
-    is_unusual: bool  # an active trace has an unknown kind, as in an eager jax.shard_map
+    def __init__(self) -> None:
+        self.traces: list[Any] = []  # all traces except `PassThroughTrace`s, the innermost first
+        self.kinds: list[str] = []  # the kind of each trace
+        trace = current_trace()
+        while trace is not None:
+            kind = _kind_of(type(trace))
+            if kind != "passes through":
+                self.traces.append(trace)
+                self.kinds.append(kind)
+            trace = getattr(trace, "parent_trace", None)
+        modes = [kind for kind in self.kinds if kind in _DIFFERENTIATIONS]
+        self.is_differentiated = bool(modes)
+        self.is_forward_over_reverse = modes[:1] == ["reverse mode"] and "forward mode" in modes
+        self.is_staged = "staging" in self.kinds  # the current trace or an outer one makes a jaxpr
+        n = self.kinds.index("staging") if self.is_staged else len(self.kinds)
+        kinds = self.kinds[:n]
+        self.has_unknown_trace = "unknown" in kinds  # as in an eager shard_map
+        self.is_forward_mode = [kind for kind in kinds if kind in _DIFFERENTIATIONS][:1] == ["forward mode"]
+        # The traces that differentiate operations now, the innermost first.
+        self.differentiations = [t for t, kind in zip(self.traces, kinds, strict=False) if kind in _DIFFERENTIATIONS]
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
         """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
@@ -256,28 +256,14 @@ class Surroundings(NamedTuple):
         )
 
 
-def surroundings() -> Surroundings:
-    """Return a description of the transformations that are active now."""
-    is_staged = is_unusual = False
-    within: list[Any] = []
-    modes: list[str] = []  # the modes of all differentiations, innermost first
-    for kind, trace in active_traces():
-        if kind == "staging":
-            is_staged = True
-        elif kind in ("forward mode", "reverse mode"):
-            modes.append(kind)
-            if not is_staged:
-                within.append(trace)
-        elif kind == "unusual" and not is_staged:
-            is_unusual = True
-    is_forward_over_reverse = bool(modes) and modes[0] == "reverse mode" and "forward mode" in modes
-    is_forward_mode = bool(within) and modes[0] == "forward mode"
-    return Surroundings(is_staged, within, is_forward_mode, is_forward_over_reverse, bool(modes), is_unusual)
+def is_active(tracer: Any) -> bool:
+    """Return whether the transformation that made a tracer is active."""
+    return any(trace is tracer._trace for trace in TraceState().traces)
 
 
 def is_staging() -> bool:
     """Return whether any active trace, the current trace or an outer one, makes a jaxpr."""
-    return "staging" in [kind for kind, _ in active_traces()]
+    return TraceState().is_staged
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:

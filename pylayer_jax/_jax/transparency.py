@@ -100,7 +100,7 @@ def _divide(saveable: Callable[..., Any], unknown: list[bool], instantiated: lis
 
 def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any, jaxpr: Any) -> Any:
     """Divide an equation of the same code in a jitted function, by JAX's own rule."""
-    with equation.ctx.manager:
+    with equation.ctx.manager, jax.disable_jit(False):
         jitted = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
         outer, _, _ = stage(lambda *args: (jitted(*args), None), [v.aval for v in equation.invars], "jit")
     (call,) = outer.eqns
@@ -133,10 +133,10 @@ partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Return the operands that an equation with fewer results uses, and this equation; None if all code is dead."""
     equation = rest[-1]  # since jax 0.12, a mask of the operands comes before
-    function = object_of(equation)
     keeps_all = [True] * len(equation.invars)
-    if all(used) and used:
+    if used and all(used):
         return keeps_all, equation
+    function = object_of(equation)
     if not any(used):
         code, _ = partial_eval.dce_jaxpr(function.jaxpr, list(used))
         if not code.eqns:

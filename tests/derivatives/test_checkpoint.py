@@ -135,6 +135,14 @@ def test_eager_derivatives_under_a_policy():
     )
 
 
+@pytest.mark.parametrize("mode", [jax.disable_jit, jax.checking_leaks, jax.debug_nans])
+def test_a_policy_in_a_mode_of_jax(mode):
+    f = LAYERS["saves its output under a name"]
+    expected = jax.grad(f)(X, W)
+    with mode():
+        np.testing.assert_allclose(jax.grad(jax.checkpoint(f, policy=NAMES))(X, W), expected, rtol=2e-4, atol=2e-5)
+
+
 def _count(f, *args):
     """Count the equations of each operation in a jaxpr."""
     return collections.Counter(e.primitive.name for e in equations(jax.make_jaxpr(f)(*args).jaxpr))
