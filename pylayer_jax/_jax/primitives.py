@@ -32,6 +32,9 @@ class ObjectPrimitive(Primitive):
     computes error values and results. tests: derivatives/test_checkify.py
     """
 
+    # Evaluates code that `checkify` made from the jaxpr of a held object: see NOTE [call_jaxpr].
+    evaluate_checked: Callable[..., list[Any]]
+
     def __init__(self, name: str, jaxpr_name: str = "jaxpr") -> None:
         super().__init__(name)
         self.multiple_results = True
@@ -51,10 +54,6 @@ class ObjectPrimitive(Primitive):
         _held_objects[key] = held
         jaxpr = getattr(held, "jaxpr", None)
         return {"held": ((key,),), "name": held.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
-
-    def evaluate_checked(self, held: Any, checked: Any, *args: Any) -> list[Any]:
-        """Evaluate code that `checkify` made from the jaxpr of a held object: see NOTE [call_jaxpr]."""
-        raise NotImplementedError
 
     def register(
         self,

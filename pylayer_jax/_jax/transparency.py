@@ -67,7 +67,7 @@ def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any
 # -- jax.checkpoint ------------------------------------------------------------------------------------
 
 
-def _divide(saveable: Callable[..., Any], unknown: list[bool], instantiated: list[bool], equation: Any) -> Any:
+def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
     """Divide an equation, as rules of `partial_eval_jaxpr_custom_rules` do.
 
     Returns:
@@ -108,7 +108,7 @@ def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any
     return partial_eval.partial_eval_jaxpr_custom_rules[call.primitive](saveable, unknown, instantiated, call)
 
 
-def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: list[bool], equation: Any) -> Any:
+def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
     """Save all results of an equation, or compute it again as a whole."""
     n = len(equation.outvars)
     operands = _variables(equation.invars, [not i for i in instantiated])
