@@ -173,7 +173,9 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
     """Return `value` with the dtype and shape of `aval`, and varying over the same mesh axes; None stays None.
 
-    If `is_gradient`, `value` may have more or fewer axes of length 1, or a shape to which `aval.shape` broadcasts.
+    If `is_gradient`, `value` may have a shape to which `aval.shape` broadcasts: then it is summed, as in torch. Every
+    other shape is refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3, 1)` would hide
+    that `backward` returned the gradients of `(3, 1) @ (1, 3)` in the wrong order. tests: contract/test_backward.py
 
     Raises:
         ValueError: if the value is not an array, has another shape, is complex although `aval` is real, or differs
@@ -191,13 +193,9 @@ def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = Fal
     if typeof(value) == aval:
         return value
     if value.shape != aval.shape:
-        if is_gradient and [n for n in value.shape if n != 1] == [n for n in aval.shape if n != 1]:
-            value = value.reshape(aval.shape)
-        elif is_gradient and _broadcasts(aval.shape, value.shape):
-            value = _sum_to(value, aval.shape)
-        else:
-            summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
-            raise ValueError(f"{where()}: expected shape {tuple(aval.shape)}{summed}, got {tuple(value.shape)}.")
+        if not (is_gradient and _broadcasts(aval.shape, value.shape)):
+            raise ValueError(_misshapen(where(), tuple(aval.shape), tuple(value.shape), is_gradient))
+        value = _sum_to(value, aval.shape)
     if jnp.iscomplexobj(value) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         raise ValueError(
             f"{where()}: expected a real array of dtype {aval.dtype}, got dtype {value.dtype}. Return its real part: "
@@ -212,6 +210,16 @@ def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = Fal
             f"the argument vary before the layer gets it: jax.lax.pcast(argument, {axes}, to='varying')."
         )
     return with_varying_axes(value, aval)
+
+
+def _misshapen(where: str, expected: tuple[Any, ...], got: tuple[Any, ...], is_gradient: bool) -> str:
+    summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
+    without_ones = [[n for n in shape if n != 1] for shape in (expected, got)]
+    advice = ""
+    if without_ones[0] == without_ones[1]:
+        advice = f" They differ in axes of length 1 only: return g.reshape({expected})"
+        advice += ", unless backward returns its gradients in another order than that of the arguments."
+    return f"{where}: expected shape {expected}{summed}, got {got}.{advice}"
 
 
 def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:
