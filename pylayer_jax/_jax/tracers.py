@@ -276,6 +276,12 @@ def is_staging() -> bool:
     return "staging" in [kind for kind, _ in active_traces()]
 
 
+def has_named_axis() -> bool:
+    """Return whether an active `jax.vmap` has an axis with a name, which collectives may use."""
+    traces = [trace for _, trace in active_traces() if isinstance(trace, BATCHED.trace)]
+    return any(type(trace.axis_data.name) is not object for trace in traces)  # as `is_named` in `primitives`
+
+
 def trace_of_primals(primals: Sequence[Any]) -> Any:
     """Return the trace in which the JVP rule of a primitive computes with known primals.
 
