@@ -12,7 +12,7 @@ import numpy as np
 from ._jax.tracers import current_trace, is_tracer
 from ._jax.types import as_arrays, is_array, is_ref
 from ._messages import closed_over, describe
-from ._outputs import Outputs
+from ._outputs import Outputs, with_tensor
 from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -23,7 +23,7 @@ class ContextState:
 
     __slots__ = (
         "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
-        "saved", "saved_for_jvp",
+        "returned", "saved", "saved_for_jvp",
     )  # fmt: skip
 
     def __init__(self, layer: str, needs: Callable[[], tuple[bool, ...]], inputs: Sequence[Any] = ()) -> None:
@@ -32,12 +32,19 @@ class ContextState:
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
+        # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that is the output. The
+        # value itself, which `setup_context` may know by another name than `output`, means the output too.
+        self.returned: list[tuple[Any, Any]] = []
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
         self.saved_for_jvp: tuple[Any, ...] | None = None
         self.marked: list[Any] = []
         self.must_return: list[tuple[Any, str, str]] = []  # (value that has to be an output, ctx method, advice)
         self.materialize = True
+
+    def as_output(self, value: Any) -> Any:
+        """Return the output that a NumPy value returned by `forward` became, or any other value itself."""
+        return next((output for original, output in self.returned if original is value), value)
 
     def read_saved(self) -> tuple[Any, ...] | None:
         if self.load is not None:
@@ -140,8 +147,9 @@ class PyLayerContext:
         """
         state, advice = self._state_in_forward("mark_non_differentiable"), "Mark the very values that forward returns."
         for leaf in [x for value in outputs for x in (split(value)[0] or [value])]:
-            state.marked.append(leaf)
-            state.must_return.append((leaf, "mark_non_differentiable", advice))
+            output = state.as_output(leaf)
+            state.marked.append(output)
+            state.must_return.append((output, "mark_non_differentiable", advice))
 
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
@@ -189,13 +197,16 @@ def backward_context(
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` with copies of its NumPy arrays; raise an error for a Ref that is not an argument of `forward`."""
-    if is_array(value) or isinstance(value, (int, float, str, type(None))):
+    if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
         return value
-    arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf))
+    returned = [original for original, _ in state.returned]
+    arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf) or contains(returned, leaf))
     if not arrays:
         return value  # the user's own container, since nothing in it has to be copied
     for i, array in enumerate(arrays):
-        if not is_ref(array):
+        if contains(returned, array):
+            arrays[i] = state.as_output(array)
+        elif not is_ref(array):
             arrays[i] = array.copy()
             state.numpy_copies.append((array, arrays[i]))
         elif not contains(state.inputs, array):
@@ -266,7 +277,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
     A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
     since hooks pack only saved tensors.
     """
-    state = ctx._state
+    state, result = ctx._state, with_tensor(result)
     tensors, outputs, skeleton = Outputs.of(state.layer, result)
     for value, call, advice in state.must_return:
         if not contains(tensors, value):
