@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ._arguments import Arguments
 from ._context import ContextState, Kept, KeptTree, PyLayerContext, backward_context, keep
-from ._gradients import argument_tangents, match_gradients, match_tangents
+from ._gradients import argument_tangents, match_gradients, match_tangents, warn_of_integer_outputs
 from ._jax.primitives import batch_axis_to_front
 from ._jax.tracers import is_differentiated, is_staging, surroundings
 from ._jax.types import as_array, is_array
@@ -154,6 +154,10 @@ class LayerCall:
         """
         if any(map(is_differentiated, closed_over(self.layer.backward).values())):
             raise self.closed_over_error("backward")
+
+    def warn_of_integer_outputs(self, kept: Kept, needs: Sequence[bool]) -> None:
+        """Warn if a differentiated layer has only integer outputs; `needs` has one bool per tensor."""
+        warn_of_integer_outputs(self.layer, kept.outputs, self.arguments, needs)
 
     # -- backward --------------------------------------------------------------------------------------
 

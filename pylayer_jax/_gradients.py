@@ -107,22 +107,47 @@ def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
         raise ValueError(f"{where}: expected its structure, or None for zero; got {describe(entry)}. {error}") from None
 
 
-_warned: weakref.WeakSet[type] = weakref.WeakSet()
+_warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
 def _warn_of_missing_return(layer: Any, name: str) -> None:
-    """Warn once per class, at the line of `backward`, that `backward` returned None although a gradient is needed."""
+    """Warn that `backward` returned None although a gradient is needed."""
     text = (
         f"{name}.backward returned None, although a gradient is needed; it counts as zero. Did you forget return? "
         "Return (None,) if zero is meant."
     )
-    code = getattr(innermost(layer.backward), "__code__", None)  # None if `backward` is implemented in C
+    _warn_once(layer, text, "backward")
+
+
+def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
+    """Warn that no gradient flows back through a differentiated layer, since all its outputs are integers or bools.
+
+    torch raises an error. Nothing is said of outputs that `forward` marked as non-differentiable.
+    """
+    if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
+        return
+    if not layer._has_backward() or not any(arguments.can_get_gradient(needs)):
+        return
+    names = [a.name for a, need in zip(arguments.arguments, arguments.needs(needs), strict=True) if need]
+    dtypes = ", ".join(dict.fromkeys(str(t.dtype) for t in outputs.types))
+    text = (
+        f"{arguments.layer} is differentiated with respect to {', '.join(names)}, but all outputs of forward are of dtype "
+        f"{dtypes}, which carry no gradient: it is zero, and backward is never called. Return floating-point outputs; or "
+        "mark these with ctx.mark_non_differentiable, if no gradient is meant."
+    )
+    _warn_once(layer, text, "forward")
+
+
+def _warn_once(layer: Any, text: str, method: str) -> None:
+    """Give a UserWarning once per class and method, at the line of the method."""
+    code = getattr(innermost(getattr(layer, method)), "__code__", None)  # None if the method is implemented in C
     place = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
     with _lock:
-        if layer not in _warned:
+        methods = _warned.setdefault(layer, set())
+        if method not in methods:
             warnings.warn_explicit(text, UserWarning, *place)  # raises at each call if warnings are errors
-            _warned.add(layer)
+            methods.add(method)
 
 
 # -- tangents ----------------------------------------------------------------------------------------------

@@ -182,6 +182,55 @@ def test_backward_without_return_where_two_gradients_are_needed(base):
         jax.grad(lambda w: made.apply(X, w).sum())(X)
 
 
+# -- outputs that carry no gradient ----------------------------------------------------------------
+
+
+def rounds(give=lambda ctx, x: jnp.round(x).astype(jnp.int32), **members):
+    return layer(give, lambda ctx, *dys: pytest.fail("backward was called"), name="Rounds", **members)
+
+
+def total_of(made):
+    return lambda x: sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(made.apply(x)))
+
+
+INTEGERS = {
+    "one": rounds,
+    "bool": lambda: rounds(lambda ctx, x: x > 0),
+    "several": lambda: rounds(lambda ctx, x: {"sign": x > 0, "code": (x * 3).astype(jnp.int8)}),
+    "Function": lambda: rounds(base=Function),
+    "forward mode": lambda: rounds(forward_mode=True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("make", INTEGERS.values(), ids=INTEGERS)
+def test_a_differentiated_layer_with_integer_outputs_only_warns_once(make, mode):
+    total = total_of(make())
+    with pytest.warns(UserWarning, match=r"Rounds.*no gradient") as caught:
+        assert mode(total)(X).tolist() == [0, 0, 0]
+    assert len(caught) == 1
+    mode(total)(X)
+    jax.jit(jax.vmap(jax.grad(total)))(X[None])
+
+
+def marked(ctx, x):
+    y = (x * 2).astype(jnp.int32)
+    ctx.mark_non_differentiable(y)
+    return y
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_integer_outputs_are_silent_where_no_gradient_is_asked_for(mode):
+    total = total_of(rounds())
+    total(X)
+    jax.jit(total)(X)
+    assert mode(lambda x: jnp.sum(x) * total(jax.lax.stop_gradient(x)))(X).shape == X.shape
+    assert mode(lambda x: jnp.sum(x) * total(jnp.ones(3)))(X).tolist() == [3, 3, 3]
+    bare = type("Bare", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x > 0)})
+    for silent in (rounds(marked), bare):
+        assert mode(total_of(silent))(X).tolist() == [0, 0, 0]
+
+
 # -- parameters too few or too many ---------------------------------------------------------------
 
 
