@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ._jax.tracers import current_trace, is_tracer
+from ._jax.tracers import current_trace, is_active, is_tracer
 from ._jax.types import as_arrays, is_array, is_ref
-from ._messages import closed_over, describe
+from ._messages import closed_over, describe, innermost, tensors_in
 from ._outputs import Outputs, with_tensor
 from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
@@ -246,7 +248,7 @@ def _copy_container(static: Any) -> Any:
 class Kept:
     """Everything that one run of `forward` keeps for `backward`, except the arrays. `==` compares identities."""
 
-    __slots__ = ("attributes", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
+    __slots__ = ("attributes", "has_objects", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
 
     def __init__(self, outputs: Outputs, materialize: bool) -> None:
         self.outputs = outputs
@@ -255,6 +257,7 @@ class Kept:
         self.n_saved = 0  # the number of residuals from save_for_backward, which come first
         self.saved_for_jvp: KeptTree | None = None  # from save_for_forward; None if `jvp` gets `saved`
         self.attributes: dict[str, KeptTree] = {}
+        self.has_objects = False  # True if a kept object may hold arrays, although it is no pytree
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
         """Return a name, or an empty string, for each residual; `name_of_saved(i)` names the i-th saved value."""
@@ -281,6 +284,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
     tensors, outputs, skeleton = Outputs.of(state.layer, result)
     for value, call, advice in state.must_return:
         if not contains(tensors, value):
+            if is_tracer(value) and not is_active(value):
+                raise _ended_error(f"ctx.{call}", state.layer)
             raise ValueError(
                 f"ctx.{call} in {state.layer}.forward: {describe(value)} is not an output of forward. {advice}"
             )
@@ -294,8 +299,11 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
         found, rest = split(value, is_tensor_or_ref)
         if len(rest.leaves) > len(found):
             _refuse_closures(rest, name, state.layer)
+            kept.has_objects = kept.has_objects or any(map(_may_hold_arrays, rest.statics()))
         found = [output_of.get(id(x), x) for x in found] if output_of else found
         for tensor in found:
+            if is_tracer(tensor) and not is_active(tensor):
+                raise _ended_error(name, state.layer)
             if id(tensor) not in indices:
                 indices[id(tensor)] = len(residuals)
                 residuals.append(tensor)
@@ -321,11 +329,38 @@ def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequenc
     return found
 
 
+def _ended_error(call: str, layer: str) -> ValueError:
+    """Return the error for a value of a trace that has ended, such as that of a jitted `forward(ctx, x)`."""
+    return ValueError(
+        f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
+        "keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with static_argnums for "
+        f"ctx), remove it, and put it around the call: jax.jit({layer}.apply). Or let forward take no ctx, and keep "
+        "values in setup_context(ctx, inputs, output) of a pylayer_jax.Function. If forward calls a transformed "
+        "function that uses ctx, let this function return the values instead."
+    )
+
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, type, slice, range, enum.Enum, np.dtype, np.generic, np.ufunc,
+    types.ModuleType, types.BuiltinFunctionType,
+)  # fmt: skip
+
+
+def _may_hold_arrays(static: Any) -> bool:
+    """Return whether an object that is no pytree may hold arrays. Functions are looked into; other objects are not."""
+    if isinstance(static, _PLAIN):
+        return False
+    if isinstance(innermost(static), types.FunctionType) and not isinstance(static, types.MethodType):
+        return not all(isinstance(x, _PLAIN) or callable(x) or is_tensor(x) for x in closed_over(static).values())
+    return True
+
+
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
     """Raise an error for a function that closes over tracers of `forward`, which are invalid after `forward`."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
-        if callable(leaf) and any(is_tracer(x) and x._trace is trace for x in closed_over(leaf).values()):
+        values = [x for value in closed_over(leaf).values() for x in tensors_in(value)] if callable(leaf) else ()
+        if any(is_tracer(x) and x._trace is trace for x in values):
             raise ValueError(
                 f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be kept "
                 "for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and build the "

@@ -127,14 +127,15 @@ def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, 
     """
     if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
         return
-    if not layer._has_backward() or not any(arguments.can_get_gradient(needs)):
+    needed = arguments.needs(arguments.can_get_gradient(needs))
+    if not layer._has_backward() or not any(needed):
         return
-    names = [a.name for a, need in zip(arguments.arguments, arguments.needs(needs), strict=True) if need]
+    names = ", ".join(name for name, need in zip(arguments.names(), needed, strict=True) if need)
     dtypes = ", ".join(dict.fromkeys(str(t.dtype) for t in outputs.types))
     text = (
-        f"{arguments.layer} is differentiated with respect to {', '.join(names)}, but all outputs of forward are of dtype "
-        f"{dtypes}, which carry no gradient: it is zero, and backward is never called. Return floating-point outputs; or "
-        "mark these with ctx.mark_non_differentiable, if no gradient is meant."
+        f"{arguments.layer} is differentiated with respect to {names}, but all outputs of forward have dtype {dtypes}, "
+        "which carries no gradient: the gradient is zero, and backward is never called. Return floating-point outputs; "
+        "or mark these with ctx.mark_non_differentiable, if no gradient is meant."
     )
     _warn_once(layer, text, "forward")
 

@@ -66,6 +66,17 @@ def hint(error: Exception, layer: str, method: str) -> str:
             "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. Host code runs "
             "in jax.pure_callback, which has derivatives of every order in a layer."
         )
+    if isinstance(error, TypeError) and re.search(r"pylayer_jax\._.*(PyLayerContext|FunctionCtx)", str(error)):
+        without = (
+            "forward may be transformed if it takes no ctx: write setup_context(ctx, inputs, output) in a Function"
+        )
+        if method == "forward":
+            without += ". static_argnums does not help: what the transformed function keeps on ctx ends with it"
+        return (
+            f"A transformation of JAX gets ctx, which is no array: it decorates {layer}.{method}, or a function that "
+            f"{method} calls. Put jax.jit, jax.checkpoint, ... around the call, as in jax.jit({layer}.apply), which "
+            f"transforms backward too. A {without}."
+        )
     if "callbacks do not support JVP" in str(error):
         return (
             "Host code has no derivative. Run it in the forward of a layer whose backward is its derivative, "
