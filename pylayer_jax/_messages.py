@@ -64,22 +64,18 @@ def closed_over(function: Any) -> dict[str, Any]:
 def held_by(value: Any) -> dict[str, Any]:
     """Return the names and values that one look into a function (`scale`) or another object (`.scale`) shows."""
     found = closed_over(value) if callable(value) else {}
-    owner = getattr(value, "__self__", value)  # the object of a bound method
-    with contextlib.suppress(Exception):  # an object without `__dict__`, or whose attributes cannot be read
-        found |= (
-            {f".{name}": x for name, x in vars(owner).items()} if not isinstance(owner, (type, *_FUNCTIONS)) else {}
-        )
-    with contextlib.suppress(Exception):
-        slots = [name for c in type(owner).__mro__ for name in _slots_of(c)]
+    owner: Any = getattr(value, "__self__", value)  # the object of a bound method
+    if isinstance(owner, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
+        return found
+    slots: list[str] = [name for kind in type(owner).__mro__ for name in _slots_of(kind)]
+    with contextlib.suppress(Exception):  # objects of the user may refuse to be read
+        found |= {f".{name}": x for name, x in getattr(owner, "__dict__", {}).items()}
         found |= {f".{name}": getattr(owner, name) for name in slots if hasattr(owner, name)}
     return found
 
 
-_FUNCTIONS = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)
-
-
-def _slots_of(owner: type) -> tuple[str, ...]:
-    slots = vars(owner).get("__slots__", ())
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
@@ -104,7 +100,7 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
             " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
             "as an argument of forward, or keep it with ctx.save_for_backward or as ctx.name = array."
         )
-    notes = getattr(error, "__notes__", ())
+    notes = [*getattr(error, "__notes__", ())]  # a copy: JAX adds notes of its own, and `add_note` appends to that list
     if note in notes:
         return
     error.add_note(note)

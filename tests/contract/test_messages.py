@@ -309,10 +309,17 @@ HABITS = {
     "x[0] = 1": (lambda x: operator.setitem(x, 0, 1.0), "x.at["),
     "sum(dim=1)": (lambda x: x.sum(dim=1), "axis"),
     "mean(keepdim=True)": (lambda x: x.mean(axis=1, keepdim=True), "keepdims"),
+    "var(unbiased=False)": (lambda x: x.var(unbiased=False), "ddof"),
+    "type_as": (lambda x: x.type_as(x), "x.astype(y.dtype)"),
+    "new": (lambda x: x.new(3), "jnp.zeros("),
+    "new_tensor": (lambda x: x.new_tensor([1.0]), "jnp.asarray("),
+    "data_ptr": (lambda x: x.data_ptr(), "jax.ffi"),
 }
 # More names of which an error tells the JAX code; each has to be in JAX.
-NAMES = """abs backward bool cast chunk contiguous cpu cuda detach dim double expand float gather grad half index_select
-int long log masked_fill mm mul new_ones new_zeros norm permute pow relu sigmoid sub topk type"""
+NAMES = """abs addmm backward bool cast chunk contiguous cos cpu cuda data_ptr detach dim double erf expand float floor
+gather ger grad half index_select int is_contiguous is_cuda is_floating_point long log masked_fill mm mul mv neg new
+new_empty new_full new_ones new_tensor new_zeros norm outer permute pow relu rsqrt sigmoid softmax sub topk type type_as
+view_as"""
 HOST_CODE = {"asarray": np.asarray, "ufunc": np.sin, "float": lambda x: float(x.sum()), "tolist": lambda x: x.tolist()}
 OTHER_ERRORS = {
     "of a list": lambda x: [].detach(),
@@ -370,6 +377,13 @@ def test_the_error_of_a_differentiated_callback_in_backward_says_what_to_do(mode
     text = text_of(raised.value)
     assert "apply that layer in backward" in text
     assert "@once_differentiable" in text
+
+
+def test_the_error_of_a_staged_layer_in_forward_mode_names_forward_mode():
+    outer = layer(lambda ctx, x: jax.jvp(jax.jit(Linear.apply), (x,), (x,))[1])
+    with pytest.raises(TypeError, match="custom_vjp") as caught:  # of JAX
+        outer.apply(X)
+    assert re.search(r"(?s)Made\.forward.*forward_mode = True", text_of(caught.value))
 
 
 @pytest.mark.parametrize("use", OTHER_ERRORS.values(), ids=OTHER_ERRORS)
