@@ -204,7 +204,10 @@ class LayerCall:
         may_be_transposed = around.is_staged or around.is_differentiated
         try:
             with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", around.is_staged):
-                result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
+                if kept.has_objects:
+                    result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
+                else:
+                    result = backward(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
                 raise TypeError(
@@ -226,7 +229,10 @@ class LayerCall:
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         try:
             with self.scope("jvp", is_staging()):
-                result = self._without_leaks(kept, functools.partial(jvp, ctx, *given), "jvp")
+                if kept.has_objects:
+                    result = self._without_leaks(kept, functools.partial(jvp, ctx, *given), "jvp")
+                else:
+                    result = jvp(ctx, *given)
         except Exception as error:
             add_note(error, self.name, "jvp")
             raise
@@ -252,8 +258,6 @@ class LayerCall:
         tests: contract/test_context.py
         """
         __tracebackhide__ = True
-        if not kept.has_objects:
-            return run()
         try:
             if not is_staging() or self.arguments.ref_mask is not None:
                 return run()

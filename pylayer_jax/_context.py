@@ -294,6 +294,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
     output_of = _numpy_outputs(state, tensors, outputs)
     residuals: list[Any] = []
     indices: dict[int, int] = {}
+    trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None  # this trace has not ended
 
     def keep_value(value: Any, name: str) -> KeptTree:
         found, rest = split(value, is_tensor_or_ref)
@@ -302,7 +303,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
             kept.has_objects = kept.has_objects or any(map(_may_hold_arrays, rest.statics()))
         found = [output_of.get(id(x), x) for x in found] if output_of else found
         for tensor in found:
-            if is_tracer(tensor) and not is_active(tensor):
+            if is_tracer(tensor) and tensor._trace is not trace and not is_active(tensor):
                 raise _ended_error(name, state.layer)
             if id(tensor) not in indices:
                 indices[id(tensor)] = len(residuals)

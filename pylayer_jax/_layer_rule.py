@@ -310,7 +310,8 @@ def differentiated(
     """Return the linear map of a run of `forward`, the outputs of the run, and the residuals of the linear map."""
     __tracebackhide__ = True
     kept, outputs, residuals = run
-    call.warn_of_integer_outputs(kept, needs)
+    if not any(kept.outputs.has_tangent):
+        call.warn_of_integer_outputs(kept, needs)
     packed, owners = None, list(range(kept.n_saved))  # owners[i]: the index of the tensor that array i comes from
     if packs and call.pair is not None and kept.n_saved:
         names = call.residual_names(kept, len(residuals))
