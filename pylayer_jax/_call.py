@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,13 +14,15 @@ import jax.numpy as jnp
 
 from ._arguments import Arguments
 from ._context import ContextState, Kept, KeptTree, PyLayerContext, backward_context, keep
-from ._gradients import argument_tangents, match_gradients, match_tangents
+from ._gradients import argument_tangents, match_gradients, match_tangents, warn_of_integer_outputs
+from ._jax.imports import eval_jaxpr
+from ._jax.jaxprs import stage
 from ._jax.primitives import batch_axis_to_front
-from ._jax.tracers import TraceState, is_differentiated, is_staging
+from ._jax.tracers import TraceState, is_active, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array
-from ._messages import add_note, closed_over, describe, innermost, plural, source_of
+from ._messages import add_note, closed_over, describe, held_by, innermost, plural, source_of, tensors_in
 from ._outputs import Outputs
-from ._trees import Skeleton, contains, is_tensor
+from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
@@ -137,13 +140,21 @@ class LayerCall:
 
     def closed_over_error(self, method: str = "forward") -> Exception:
         """Return the error for a method that uses a differentiated value which is not an argument of the call."""
-        names = [name for name, value in closed_over(getattr(self.layer, method)).items() if is_tensor(value)]
-        found = f" ({', '.join(names)})" if names else ""
+        own = {name: tensors_in(value) for name, value in closed_over(getattr(self.layer, method)).items()}
+        traced = [name for name, tensors in own.items() if any(map(is_tracer, tensors))]
+        names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
+        for argument in self.arguments.arguments if method == "forward" else ():
+            for path, static in argument.skeleton.paths():
+                for name, value in held_by(static).items():
+                    if any(map(is_tracer, tensors_in(value))):
+                        names[f"{name} (in argument {argument.name}{path})"] = name.lstrip(".")
+        found = f": {', '.join(names)}" if names else ""
+        example = next(iter(names.values()), "value")
         return jax.errors.UnexpectedTracerError(
-            f"{self.name}.{method} uses a traced value that it closes over{found}, or that an object holds which is no "
-            "pytree. Its gradient would be lost, since backward returns gradients for the arguments of forward alone. "
-            f"Pass it as an argument: {self.name}.apply(..., {names[0] if names else 'value'}); a type that holds "
-            "arrays becomes a pytree by jax.tree_util.register_dataclass."
+            f"{self.name}.{method} uses a traced value that it closes over, or that is held by a function or object "
+            f"that is no pytree{found}. Its gradient would be lost, since backward returns gradients for the arguments "
+            f"of forward alone. Pass it as an argument: {self.name}.apply(..., {example}); a function with its values "
+            "becomes a pytree by jax.tree_util.Partial, a type that holds arrays by jax.tree_util.register_dataclass."
         )
 
     def check_closure_of_backward(self) -> None:
@@ -152,8 +163,12 @@ class LayerCall:
         JAX would silently treat the closed-over value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
         """
-        if any(map(is_differentiated, closed_over(self.layer.backward).values())):
+        if any(is_differentiated(x) for value in closed_over(self.layer.backward).values() for x in tensors_in(value)):
             raise self.closed_over_error("backward")
+
+    def warn_of_integer_outputs(self, kept: Kept, needs: Sequence[bool]) -> None:
+        """Warn if a differentiated layer has only integer outputs; `needs` has one bool per tensor."""
+        warn_of_integer_outputs(self.layer, kept.outputs, self.arguments, needs)
 
     # -- backward --------------------------------------------------------------------------------------
 
@@ -189,7 +204,10 @@ class LayerCall:
         may_be_transposed = state.is_staged or state.is_differentiated
         try:
             with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", state.is_staged):
-                result = backward(ctx, *given)
+                if kept.has_objects:
+                    result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
+                else:
+                    result = backward(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
                 raise TypeError(
@@ -211,7 +229,10 @@ class LayerCall:
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         try:
             with self.scope("jvp", is_staging()):
-                result = jvp(ctx, *given)
+                if kept.has_objects:
+                    result = self._without_leaks(kept, functools.partial(jvp, ctx, *given), "jvp")
+                else:
+                    result = jvp(ctx, *given)
         except Exception as error:
             add_note(error, self.name, "jvp")
             raise
@@ -226,6 +247,41 @@ class LayerCall:
             lambda: self.arguments.needs(self.arguments.can_get_gradient(needs)),
             lambda: None if saved is None else saved.fill(residuals),
             {name: tree.fill(residuals) for name, tree in attributes.items()},
+        )
+
+    def _without_leaks(self, kept: Kept, run: Callable[[], Any], method: str) -> Any:
+        """Return `run()`, which calls a method; raise an error if it uses a tracer of a trace that has ended.
+
+        `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX takes such a
+        tracer as a constant, and fails when it lowers the program, with an error that does not name the layer. This
+        method stages the method alone if the context has such objects, and looks at its constants.
+        tests: contract/test_context.py
+        """
+        __tracebackhide__ = True
+        try:
+            if not is_staging() or self.arguments.ref_mask is not None:
+                return run()
+            jaxpr, consts, skeleton = stage(lambda: split(run()), (), self.source)
+        except jax.errors.UnexpectedTracerError as error:
+            raise self._leak_error(kept, method) from error
+        if any(is_tracer(x) and not is_active(x) for x in consts):
+            raise self._leak_error(kept, method)
+        return skeleton.fill(eval_jaxpr(jaxpr, (), *consts))
+
+    def _leak_error(self, kept: Kept, method: str) -> ValueError:
+        trees = {"ctx.save_for_backward": kept.saved, "ctx.save_for_forward": kept.saved_for_jvp}
+        trees |= {f"ctx.{name}": tree for name, tree in kept.attributes.items()}
+        names = [
+            f"{start}{path}{name if name.startswith('.') else f', {name}'}"
+            for start, tree in trees.items()
+            for path, static in (tree.skeleton.paths() if tree else ())
+            for name, value in held_by(static).items()
+            if any(is_tracer(x) and not is_active(x) for x in tensors_in(value))
+        ]
+        return ValueError(
+            f"{self.name}.{method} uses a traced array of a trace that has ended. forward kept it in an object that is "
+            f"no pytree{': ' if names else ''}{'; '.join(names)}. Keep the array itself, with ctx.save_for_backward or "
+            "as ctx.name = array; or make the type of the object a pytree, by jax.tree_util.register_dataclass."
         )
 
     # -- vmap --------------------------------------------------------------------------------------------

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import collections
 import copy
+import enum
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ._jax.tracers import current_trace, is_tracer
+from ._jax.tracers import current_trace, is_active, is_tracer
 from ._jax.types import as_arrays, is_array, is_ref
-from ._messages import closed_over, describe
-from ._outputs import Outputs
+from ._messages import closed_over, describe, innermost, tensors_in
+from ._outputs import Outputs, with_tensor
 from ._trees import Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -23,7 +25,7 @@ class ContextState:
 
     __slots__ = (
         "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
-        "saved", "saved_for_jvp",
+        "returned", "saved", "saved_for_jvp",
     )  # fmt: skip
 
     def __init__(self, layer: str, needs: Callable[[], tuple[bool, ...]], inputs: Sequence[Any] = ()) -> None:
@@ -32,12 +34,19 @@ class ContextState:
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
+        # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that is the output. The
+        # value itself, which `setup_context` may know by another name than `output`, means the output too.
+        self.returned: list[tuple[Any, Any]] = []
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
         self.saved_for_jvp: tuple[Any, ...] | None = None
         self.marked: list[Any] = []
         self.must_return: list[tuple[Any, str, str]] = []  # (value that has to be an output, ctx method, advice)
         self.materialize = True
+
+    def as_output(self, value: Any) -> Any:
+        """Return the output that a NumPy value returned by `forward` became, or any other value itself."""
+        return next((output for original, output in self.returned if original is value), value)
 
     def read_saved(self) -> tuple[Any, ...] | None:
         if self.load is not None:
@@ -140,8 +149,9 @@ class PyLayerContext:
         """
         state, advice = self._state_in_forward("mark_non_differentiable"), "Mark the very values that forward returns."
         for leaf in [x for value in outputs for x in (split(value)[0] or [value])]:
-            state.marked.append(leaf)
-            state.must_return.append((leaf, "mark_non_differentiable", advice))
+            output = state.as_output(leaf)
+            state.marked.append(output)
+            state.must_return.append((output, "mark_non_differentiable", advice))
 
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
@@ -189,13 +199,16 @@ def backward_context(
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` with copies of its NumPy arrays; raise an error for a Ref that is not an argument of `forward`."""
-    if is_array(value) or isinstance(value, (int, float, str, type(None))):
+    if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
         return value
-    arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf))
+    returned = [original for original, _ in state.returned]
+    arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf) or contains(returned, leaf))
     if not arrays:
         return value  # the user's own container, since nothing in it has to be copied
     for i, array in enumerate(arrays):
-        if not is_ref(array):
+        if contains(returned, array):
+            arrays[i] = state.as_output(array)
+        elif not is_ref(array):
             arrays[i] = array.copy()
             state.numpy_copies.append((array, arrays[i]))
         elif not contains(state.inputs, array):
@@ -235,7 +248,16 @@ def _copy_container(static: Any) -> Any:
 class Kept:
     """Everything that one run of `forward` keeps for `backward`, except the arrays. `==` compares identities."""
 
-    __slots__ = ("attributes", "has_names", "materialize", "n_saved", "outputs", "saved", "saved_for_jvp")
+    __slots__ = (
+        "attributes",
+        "has_names",
+        "has_objects",
+        "materialize",
+        "n_saved",
+        "outputs",
+        "saved",
+        "saved_for_jvp",
+    )
 
     def __init__(self, outputs: Outputs, materialize: bool) -> None:
         self.outputs = outputs
@@ -245,6 +267,7 @@ class Kept:
         self.saved_for_jvp: KeptTree | None = None  # from save_for_forward; None if `jvp` gets `saved`
         self.attributes: dict[str, KeptTree] = {}
         self.has_names = False  # whether the names of `saved_names` stand in the staged code of `forward`
+        self.has_objects = False  # True if a kept object may hold arrays, although it is no pytree
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
         """Return a name, or an empty string, for each residual; `name_of_saved(i)` names the i-th saved value."""
@@ -267,10 +290,12 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
     A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
     since hooks pack only saved tensors.
     """
-    state = ctx._state
+    state, result = ctx._state, with_tensor(result)
     tensors, outputs, skeleton = Outputs.of(state.layer, result)
     for value, call, advice in state.must_return:
         if not contains(tensors, value):
+            if is_tracer(value) and not is_active(value):
+                raise _ended_error(f"ctx.{call}", state.layer)
             raise ValueError(
                 f"ctx.{call} in {state.layer}.forward: {describe(value)} is not an output of forward. {advice}"
             )
@@ -279,13 +304,17 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
     output_of = _numpy_outputs(state, tensors, outputs)
     residuals: list[Any] = []
     indices: dict[int, int] = {}
+    trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None  # this trace has not ended
 
     def keep_value(value: Any, name: str) -> KeptTree:
         found, rest = split(value, is_tensor_or_ref)
         if len(rest.leaves) > len(found):
             _refuse_closures(rest, name, state.layer)
+            kept.has_objects = kept.has_objects or any(map(_may_hold_arrays, rest.statics()))
         found = [output_of.get(id(x), x) for x in found] if output_of else found
         for tensor in found:
+            if is_tracer(tensor) and tensor._trace is not trace and not is_active(tensor):
+                raise _ended_error(name, state.layer)
             if id(tensor) not in indices:
                 indices[id(tensor)] = len(residuals)
                 residuals.append(tensor)
@@ -311,11 +340,38 @@ def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequenc
     return found
 
 
+def _ended_error(call: str, layer: str) -> ValueError:
+    """Return the error for a value of a trace that has ended, such as that of a jitted `forward(ctx, x)`."""
+    return ValueError(
+        f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
+        "keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with static_argnums for "
+        f"ctx), remove it, and put it around the call: jax.jit({layer}.apply). Or let forward take no ctx, and keep "
+        "values in setup_context(ctx, inputs, output) of a pylayer_jax.Function. If forward calls a transformed "
+        "function that uses ctx, let this function return the values instead."
+    )
+
+
+_PLAIN = (
+    type(None), bool, int, float, complex, str, bytes, type, slice, range, enum.Enum, np.dtype, np.generic, np.ufunc,
+    types.ModuleType, types.BuiltinFunctionType,
+)  # fmt: skip
+
+
+def _may_hold_arrays(static: Any) -> bool:
+    """Return whether an object that is no pytree may hold arrays. Functions are looked into; other objects are not."""
+    if isinstance(static, _PLAIN):
+        return False
+    if isinstance(innermost(static), types.FunctionType) and not isinstance(static, types.MethodType):
+        return not all(isinstance(x, _PLAIN) or callable(x) or is_tensor(x) for x in closed_over(static).values())
+    return True
+
+
 def _refuse_closures(skeleton: Skeleton, name: str, layer: str) -> None:
     """Raise an error for a function that closes over tracers of `forward`, which are invalid after `forward`."""
     trace = current_trace()
     for path, leaf in skeleton.paths():
-        if callable(leaf) and any(is_tracer(x) and x._trace is trace for x in closed_over(leaf).values()):
+        values = [x for value in closed_over(leaf).values() for x in tensors_in(value)] if callable(leaf) else ()
+        if any(is_tracer(x) and x._trace is trace for x in values):
             raise ValueError(
                 f"{name}{path} in {layer}.forward is a function that closes over traced values, which cannot be kept "
                 "for backward. Keep the values themselves, with ctx.save_for_backward or as attributes, and build the "

@@ -59,7 +59,8 @@ class FunctionCtx(PyLayerContext):
             "JAX arrays never change in place; the changed tensor is a new array, which forward has to return: "
             "x = x.at[...].set(...); ctx.mark_dirty(x); return x."
         )
-        self._state_in_forward("mark_dirty").must_return.extend((x, "mark_dirty", advice) for x in tensors)
+        state = self._state_in_forward("mark_dirty")
+        state.must_return.extend((state.as_output(x), "mark_dirty", advice) for x in tensors)
 
     def _check_tensors(self, call: str, values: tuple[Any, ...]) -> None:
         for i, value in enumerate(values):
@@ -160,6 +161,7 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
             # One array for each object: if `forward` returns an object twice, the last position carries the rule.
             arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
             output = skeleton.fill([arrays[id(x)] for x in tensors])
+            ctx._state.returned = [(x, arrays[id(x)]) for x in tensors if not is_array(x)]
         return layer._setup_with(output)(ctx, *args, **kwargs)
 
     context = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_ONLY)

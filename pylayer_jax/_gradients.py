@@ -107,22 +107,48 @@ def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
         raise ValueError(f"{where}: expected its structure, or None for zero; got {describe(entry)}. {error}") from None
 
 
-_warned: weakref.WeakSet[type] = weakref.WeakSet()
+_warned: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
 
 
 def _warn_of_missing_return(layer: Any, name: str) -> None:
-    """Warn once per class, at the line of `backward`, that `backward` returned None although a gradient is needed."""
+    """Warn that `backward` returned None although a gradient is needed."""
     text = (
         f"{name}.backward returned None, although a gradient is needed; it counts as zero. Did you forget return? "
         "Return (None,) if zero is meant."
     )
-    code = getattr(innermost(layer.backward), "__code__", None)  # None if `backward` is implemented in C
+    _warn_once(layer, text, "backward")
+
+
+def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
+    """Warn that no gradient flows back through a differentiated layer, since all its outputs are integers or bools.
+
+    torch raises an error. Nothing is said of outputs that `forward` marked as non-differentiable.
+    """
+    if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
+        return
+    needed = arguments.needs(arguments.can_get_gradient(needs))
+    if not layer._has_backward() or not any(needed):
+        return
+    names = ", ".join(name for name, need in zip(arguments.names(), needed, strict=True) if need)
+    dtypes = ", ".join(dict.fromkeys(str(t.dtype) for t in outputs.types))
+    text = (
+        f"{arguments.layer} is differentiated with respect to {names}, but all outputs of forward have dtype {dtypes}, "
+        "which carries no gradient: the gradient is zero, and backward is never called. Return floating-point outputs; "
+        "or mark these with ctx.mark_non_differentiable, if no gradient is meant."
+    )
+    _warn_once(layer, text, "forward")
+
+
+def _warn_once(layer: Any, text: str, method: str) -> None:
+    """Give a UserWarning once per class and method, at the line of the method."""
+    code = getattr(innermost(getattr(layer, method)), "__code__", None)  # None if the method is implemented in C
     place = ("<unknown>", 0) if code is None else (code.co_filename, code.co_firstlineno)
     with _lock:
-        if layer not in _warned:
+        methods = _warned.setdefault(layer, set())
+        if method not in methods:
             warnings.warn_explicit(text, UserWarning, *place)  # raises at each call if warnings are errors
-            _warned.add(layer)
+            methods.add(method)
 
 
 # -- tangents ----------------------------------------------------------------------------------------------
@@ -173,7 +199,9 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
     """Return `value` with the dtype and shape of `aval`, and varying over the same mesh axes; None stays None.
 
-    If `is_gradient`, `value` may have more or fewer axes of length 1, or a shape to which `aval.shape` broadcasts.
+    If `is_gradient`, `value` may have a shape to which `aval.shape` broadcasts: then it is summed, as in torch. Every
+    other shape is refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3, 1)` would hide
+    that `backward` returned the gradients of `(3, 1) @ (1, 3)` in the wrong order. tests: contract/test_backward.py
 
     Raises:
         ValueError: if the value is not an array, has another shape, is complex although `aval` is real, or differs
@@ -191,13 +219,9 @@ def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = Fal
     if typeof(value) == aval:
         return value
     if value.shape != aval.shape:
-        if is_gradient and [n for n in value.shape if n != 1] == [n for n in aval.shape if n != 1]:
-            value = value.reshape(aval.shape)
-        elif is_gradient and _broadcasts(aval.shape, value.shape):
-            value = _sum_to(value, aval.shape)
-        else:
-            summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
-            raise ValueError(f"{where()}: expected shape {tuple(aval.shape)}{summed}, got {tuple(value.shape)}.")
+        if not (is_gradient and _broadcasts(aval.shape, value.shape)):
+            raise ValueError(_misshapen(where(), tuple(aval.shape), tuple(value.shape), is_gradient))
+        value = _sum_to(value, aval.shape)
     if jnp.iscomplexobj(value) and not jnp.issubdtype(aval.dtype, jnp.complexfloating):
         raise ValueError(
             f"{where()}: expected a real array of dtype {aval.dtype}, got dtype {value.dtype}. Return its real part: "
@@ -212,6 +236,16 @@ def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = Fal
             f"the argument vary before the layer gets it: jax.lax.pcast(argument, {axes}, to='varying')."
         )
     return with_varying_axes(value, aval)
+
+
+def _misshapen(where: str, expected: tuple[Any, ...], got: tuple[Any, ...], is_gradient: bool) -> str:
+    summed = " (or one that it broadcasts to, which is summed)" if is_gradient else ""
+    without_ones = [[n for n in shape if n != 1] for shape in (expected, got)]
+    advice = ""
+    if without_ones[0] == without_ones[1]:
+        advice = f" They differ in axes of length 1 only: return g.reshape({expected})"
+        advice += ", unless backward returns its gradients in another order than that of the arguments."
+    return f"{where}: expected shape {expected}{summed}, got {got}.{advice}"
 
 
 def _broadcasts(shape: Sequence[Any], target: Sequence[Any]) -> bool:

@@ -98,6 +98,10 @@ class PyLayer:
         return False
 
     @classmethod
+    def _has_backward(cls) -> bool:
+        return cls.backward is not PyLayer.backward
+
+    @classmethod
     def _jvp_method(cls) -> Callable[..., Any] | None:
         return getattr(cls, "jvp", None)
 

@@ -203,7 +203,8 @@ def stage_layer(
             raise
         raise once_differentiable_error(call.layer) or TypeError(
             f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). "
-            "Write forward with jax.numpy; or call host code by jax.pure_callback, which works at every order. "
+            "Write forward with jax.numpy; or call host code by jax.pure_callback, which works at each order for which "
+            "backward can be differentiated. "
             "Decorate backward with @once_differentiable if second derivatives are not meant."
         ) from error
     for const in consts:
@@ -340,6 +341,8 @@ def differentiated(
     """Return the linear map of a run of `forward`, the outputs of the run, and the residuals of the linear map."""
     __tracebackhide__ = True
     kept, outputs, residuals = run
+    if not any(kept.outputs.has_tangent):
+        call.warn_of_integer_outputs(kept, needs)
     packed, owners = None, list(range(kept.n_saved))  # owners[i]: the index of the tensor that array i comes from
     if packs and call.pair is not None and kept.n_saved:
         names = call.residual_names(kept, len(residuals))

@@ -7,13 +7,32 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from ._jax.tracers import is_staging, is_tracer
+from ._jax.tracers import has_named_axis, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_ref, typeof, zeros_of
 from ._messages import describe
-from ._trees import LEAF, Skeleton, split
+from ._trees import LEAF, Skeleton, is_tensor, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
+
+
+def with_tensor(result: Any) -> Any:
+    """Return the result of `forward`, with its Python numbers as arrays if it holds no tensor but has a named axis.
+
+    `jax.lax.psum(2.0, "i")` of a number that all examples share is a Python number in eager `jax.vmap`.
+    tests: contract/test_vmap.py
+    """
+    if is_tensor(result) or (isinstance(result, tuple) and any(map(is_tensor, result))):
+        return result
+    tensors, skeleton = split(result)
+    if tensors or not any(map(_is_number, skeleton.statics())) or not has_named_axis():
+        return result
+    return skeleton.fill([], lambda static: jnp.asarray(static) if _is_number(static) else static)
+
+
+def _is_number(static: object) -> bool:
+    return isinstance(static, (int, float, complex)) and not isinstance(static, bool)
 
 
 class Outputs:

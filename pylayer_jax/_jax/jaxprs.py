@@ -111,6 +111,16 @@ def has_equation(jaxpr: Any, name: str) -> bool:
     )
 
 
+def operations(jaxpr: Any) -> list[str]:
+    """Return the names of the primitives that a jaxpr applies, each before those of the jaxprs inside its equation."""
+    names: list[str] = []
+    for equation in jaxpr.eqns:
+        names.append(equation.primitive.name)
+        for inner in inner_jaxprs(equation.params):
+            names += operations(inner)
+    return names
+
+
 def _refs(equation: Any) -> list[Any]:
     """Return the operands of an equation that are Refs."""
     return [v for v in equation.invars if isinstance(v.aval, AbstractRef)]

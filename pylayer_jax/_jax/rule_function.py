@@ -30,10 +30,10 @@ from typing import Any
 import jax
 
 from .imports import eval_jaxpr, mlir
-from .jaxprs import has_equation, lower_jaxpr, outside_effects, stage
-from .masks import merge, select
+from .jaxprs import has_equation, lower_jaxpr, operations, outside_effects, stage
+from .masks import merge, scatter, select
 from .primitives import ObjectPrimitive, batch_axis_to_front, vmap_over
-from .tracers import BATCHED, current_trace, is_batched
+from .tracers import current_trace, is_batched
 from .types import has_tangent, mapped_type, tangent_type, typeof, zeros_of
 
 Values = list[Any]
@@ -94,24 +94,20 @@ class RuleFunction:
         """
         any_batched = any(d is not None for d in dims)
 
+        def one(*args: Any) -> tuple[Values, Values]:
+            __tracebackhide__ = True
+            values, trace = self.run(*args), current_trace()
+            differs = [is_batched(x) and x._trace is trace for x in values]
+            all_batched = any_batched or any(differs)
+            mask = [d or (all_batched and has_tangent(x)) for d, x in zip(differs, values, strict=True)]
+            return scatter(select(values, mask), mask), merge(mask, [None] * sum(mask), values)
+
         def run(*args: Any) -> tuple[Values, list[Any]]:
             __tracebackhide__ = True
-            shared: Values = []
-            mask: list[bool] = []
-
-            def one(*args: Any) -> Values:
-                __tracebackhide__ = True
-                values, trace = self.run(*args), current_trace()
-                differs = [is_batched(x) and x._trace is trace for x in values]
-                all_batched = any_batched or any(differs)
-                mask[:] = [d or (all_batched and has_tangent(x)) for d, x in zip(differs, values, strict=True)]
-                # A batch tracer without a batch axis holds a value that all examples share.
-                known = [x.val if isinstance(x, BATCHED.tracer) and x._trace is trace else x for x in values]
-                shared[:] = [None if is_one else x for is_one, x in zip(mask, known, strict=True)]
-                return select(values, mask)
-
-            found = vmap_over(axis, one, tuple(dims), 0)(*args)
-            return merge(mask, found, shared), [0 if is_one else None for is_one in mask]
+            # Each list has None, which is no leaf, in place of the values of the other list.
+            batched, shared = vmap_over(axis, one, tuple(dims), (0, None))(*args)
+            mask = [x is not None for x in batched]
+            return merge(mask, select(batched, mask), shared), [0 if is_one else None for is_one in mask]
 
         return run
 
@@ -123,6 +119,18 @@ class BatchedFunction(RuleFunction):
         self.inner, self.axis, self.name = inner, axis, inner.name
         self.dims = list(dims)  # batch axes of the operands of the inner function
         self.out_dims: Any = 0  # batch axes of the values
+
+    def uses_axis(self, types: Sequence[Any]) -> bool:
+        """Return whether the inner function, for operands of these types, uses the name of the axis.
+
+        A function may use the axis although no operand is batched, and its values may depend on the axis without being
+        batched: `jax.lax.psum` of a shared value is one number. Batching a collective removes its effect.
+        `jax.lax.ppermute` has no effect, but batching removes its equation.
+        """
+        inner, batched = self.inner.jaxpr, self.jaxpr
+        if inner is None:
+            inner = stage(lambda *args: (self.inner.run(*args), None), types, self.name)[0]
+        return outside_effects(inner) != outside_effects(batched) or operations(inner) != operations(batched)
 
     def stage(self, types: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -150,7 +158,12 @@ class BatchedFunction(RuleFunction):
                 for t, d in zip(moving, dims, strict=True)
             ]
         rule = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (self.out_dims, 0))
-        return rule(list(primals[n:]), moving)
+        values, found = rule(list(primals[n:]), moving)
+        if self.out_dims == 0:
+            return values, found
+        # A value that all examples share, such as a sum over the axis, is that of the first example.
+        pairs = zip(found, self.out_dims, strict=True)
+        return values, [t if t is None or d is not None else t[0] for t, d in pairs]
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.inner.transpose_code(self.jaxpr, args, cotangents)
@@ -189,9 +202,12 @@ def _jvp(function: RuleFunction, primals: Sequence[Any], tangents: Sequence[Any]
 
 def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
     __tracebackhide__ = True
-    batched, consts, out_dims = function.batch(axis, dims, [typeof(x) for x in args])
+    types = [typeof(x) for x in args]
+    batched, consts, out_dims = function.batch(axis, dims, types)
     if out_dims is not None and all(d is None for d in (*dims, *out_dims)):
-        return apply(function, args), out_dims  # the axis has a name that the function does not use
+        uses_axis = isinstance(batched, BatchedFunction) and batched.uses_axis(types)
+        if not uses_axis:  # an identity, or the axis has a name that the function does not use
+            return apply(function, args), out_dims
     values = apply(batched, [*consts, *args])
     return values, [0] * len(values) if out_dims is None else out_dims
 

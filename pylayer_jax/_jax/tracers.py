@@ -266,6 +266,12 @@ def is_staging() -> bool:
     return TraceState().is_staged
 
 
+def has_named_axis() -> bool:
+    """Return whether an active `jax.vmap` has an axis with a name, which collectives may use."""
+    traces = [trace for trace in TraceState().traces if isinstance(trace, BATCHED.trace)]
+    return any(type(trace.axis_data.name) is not object for trace in traces)  # as `is_named` in `primitives`
+
+
 def trace_of_primals(primals: Sequence[Any]) -> Any:
     """Return the trace in which the JVP rule of a primitive computes with known primals.
 

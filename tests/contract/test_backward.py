@@ -3,15 +3,16 @@
 import dataclasses
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function
+from pylayer_jax import Function, PyLayer
 from tests.kit.layers import layer, loss
-from tests.kit.modes import EAGER_AND_JIT, MODES, X, modes
+from tests.kit.modes import EAGER_AND_JIT, MODES, X, gradients, modes
 
 
 def gives(give, forward=lambda *args: args[0] * 2):
@@ -26,16 +27,15 @@ def named(give):
 
 # -- the entry for an array -----------------------------------------------------------------------
 
-# For the shape of an input, the shapes of gradients that are summed or reshaped to it.
+# For the shape of an input, the shapes of gradients that are summed to it, as in torch.
 SHAPES = {
-    (): [(1,)],
-    (1,): [()],
-    (3,): [(1, 3), (4, 3), (2, 4, 3), (3, 1), (1, 3, 1)],
-    (1, 1): [()],
+    (): [(1,), (2, 3)],
+    (3,): [(1, 3), (4, 3), (2, 4, 3)],
     (1, 3): [(4, 3)],
-    (3, 1): [(3,), (1, 3)],
-    (2, 3): [(2, 1, 3)],
+    (3, 1): [(3, 4), (2, 3, 1)],
+    (1, 1): [(3, 1)],
     (2, 1, 3): [(5, 2, 4, 3)],
+    (1, 0): [(3, 0)],
 }
 FITTED = {
     **{dtype: ((3,), np.ones(3, dtype)) for dtype in ("float16", jnp.bfloat16, "int32", "bool", "float64")},
@@ -50,12 +50,38 @@ FITTED = {
 @EAGER_AND_JIT
 @pytest.mark.parametrize("array", [lambda given: given, jnp.asarray], ids=["NumPy", "JAX"])
 @pytest.mark.parametrize(("shape", "given"), FITTED.values(), ids=map(str, FITTED))
-def test_other_dtypes_are_cast_and_other_shapes_summed_or_reshaped(mode, shape, given, array):
+def test_other_dtypes_are_cast_and_other_shapes_summed(mode, shape, given, array):
     gradient = mode(jax.grad(loss(gives(lambda dy: array(given)))))(jnp.ones(shape))
     expected = jnp.asarray(given, jnp.float32)
     if given.size > math.prod(shape):  # the transpose of broadcasting
         (expected,) = jax.vjp(lambda x: jnp.broadcast_to(x, given.shape), jnp.ones(shape))[1](expected)
     np.testing.assert_array_equal(gradient, expected.reshape(shape), strict=True)
+
+
+# Shapes of inputs and of gradients that torch refuses. They differ in axes of length 1 only.
+MISSHAPEN = [
+    ((1,), ()), ((3,), (3, 1)), ((3,), (1, 3, 1)), ((1, 1), ()), ((3, 1), (3,)), ((3, 1), (1, 3)), ((1, 3), (3, 1)),
+    ((1, 3), (3,)), ((2, 3), (2, 1, 3)), ((2, 1, 3), (2, 3)), ((0, 1), (1, 0)),
+]  # fmt: skip
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(("shape", "given"), MISSHAPEN)
+def test_a_gradient_that_would_have_to_be_reshaped_is_refused(mode, shape, given):
+    message = rf"Made\.backward.*args\[0\](?s:.*){re.escape(str(shape))}(?s:.*){re.escape(str(given))}"
+    for base in (PyLayer, Function):
+        made = layer(lambda ctx, *args: args[0] * 2, lambda ctx, dy: jnp.ones(given), base)
+        with pytest.raises(ValueError, match=message):
+            mode(jax.grad(loss(made)))(jnp.ones(shape))
+
+
+@gradients
+def test_exchanged_gradients_of_an_outer_product_are_refused(run):
+    exchanged = layer(jnp.matmul, lambda a, b, dy: (a.T @ dy, dy @ b.T), plain=True)
+    with pytest.raises(ValueError, match=r"\(3, 1\)(?s:.*)\(1, 3\)"):
+        run(lambda a: exchanged.apply(a, X[None]).sum())(X[:, None])
+    with pytest.raises(ValueError, match=r"\(3, 1\)(?s:.*)\(1, 3\)"):
+        run(lambda w: exchanged.apply(w["a"], w["b"]).sum())({"a": X[:, None], "b": X[None]})
 
 
 def yields(dy):

@@ -1,5 +1,6 @@
 """Traced values that a method reaches other than by an argument: a constant, or an error; never another gradient."""
 
+import functools
 import types
 
 import jax
@@ -76,6 +77,54 @@ HIDING = {"object": Model, "method": lambda w: Model(w).__call__, "closure": lam
 def test_a_differentiated_value_within_an_argument_that_is_no_pytree_is_named(hide, forward_mode, mode):
     made = layer(lambda x, held: held(x), lambda x, held, dy: held(dy), plain=True, forward_mode=forward_mode)
     assert_named(lambda: MODES[mode](lambda w: loss(made, hide(w))(X * 1))(X))
+
+
+class Scale:
+    """An object that multiplies by its attribute."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, x):
+        return x * self.scale
+
+
+def closure(scale):
+    return lambda x: x * scale
+
+
+def keyword_only(w):
+    def multiply(x, *, scale=w):
+        return x * scale
+
+    return multiply
+
+
+# Functions and objects from which one look shows `scale`.
+SHOWN = {
+    "closure": closure,
+    "dict in a closure": lambda w: (lambda scale: lambda x: x * scale["w"])({"w": w}),
+    "default": lambda w: lambda x, scale=w: x * scale,
+    "keyword-only default": keyword_only,
+    "partial": lambda w: functools.partial(lambda scale, x: x * scale, w),
+    "partial with a keyword": lambda w: functools.partial(lambda x, scale: x * scale, scale=w),
+    "decorated": lambda w: functools.wraps(closure(w))(lambda x: closure(w)(x)),
+    "jitted": lambda w: jax.jit(closure(w)),
+    "object": Scale,
+    "method": lambda w: Scale(w).__call__,
+}
+
+
+@modes
+@pytest.mark.parametrize("forward_mode", [False, True])
+@pytest.mark.parametrize("hide", SHOWN.values(), ids=SHOWN)
+def test_the_error_says_which_variable_of_which_argument(hide, forward_mode, mode):
+    made = layer(lambda ctx, x, f: f(x), lambda ctx, dy: dy, forward_mode=forward_mode)
+    with pytest.raises(Exception, match=r"Made(?s:.*)\bscale \(in argument f\)(?s:.*)as an argument"):
+        MODES[mode](lambda w: loss(made, f=hide(w))(X * 1))(X)
+    pair = layer(lambda ctx, x, fs: fs["f"][0](x), lambda ctx, dy: dy, forward_mode=forward_mode)
+    with pytest.raises(Exception, match=r"\bscale \(in argument fs\['f'\]\[0\]\)"):
+        MODES[mode](lambda w: loss(pair, {"f": [hide(w)]})(X * 1))(X)
 
 
 @modes

@@ -2,6 +2,8 @@
 
 import collections
 import copy
+import functools
+import re
 import types
 
 import jax
@@ -9,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pylayer_jax import Function
-from tests.kit.layers import layer, loss
-from tests.kit.modes import EAGER_AND_JIT, MODES, X, gradients, modes, runs
+from pylayer_jax import Function, PyLayer
+from tests.kit.layers import layer, loss, text_of
+from tests.kit.modes import EAGER_AND_JIT, MODES, RUNS, X, gradients, modes, runs
 from tests.kit.threads import in_threads
 
 
@@ -143,6 +145,131 @@ def test_function_that_closes_over_traced_values_is_refused(mode):
     made = layer(forward, lambda ctx, dy: ctx.rules["pull"](dy))
     with pytest.raises(ValueError, match=r"ctx\.rules(?s:.*)closes over"):
         MODES[mode](loss(made))(X)
+
+
+class Slotted:
+    __slots__ = ("w",)
+
+
+class Holder:
+    """An object that is no pytree, with an attribute of its own kind."""
+
+    def method(self, dy):
+        return dy * self.w
+
+
+def held(w, kind=Holder):
+    found = kind()
+    found.w = w
+    return found
+
+
+# How forward keeps a traced array in an object, how backward reads it, and the name that the error shows.
+HELD = {
+    "object": (lambda ctx, w: setattr(ctx, "kept", held(w)), lambda ctx, dy: dy * ctx.kept.w, r"ctx\.kept\.w"),
+    "in a list": (
+        lambda ctx, w: setattr(ctx, "kept", {"a": [held(w)]}),
+        lambda ctx, dy: dy * ctx.kept["a"][0].w,
+        r"ctx\.kept\['a'\]\[0\]\.w",
+    ),
+    "slots": (lambda ctx, w: setattr(ctx, "kept", held(w, Slotted)), lambda ctx, dy: dy * ctx.kept.w, r"ctx\.kept\.w"),
+    "saved": (
+        lambda ctx, w: ctx.save_for_backward(held(w)),
+        lambda ctx, dy: dy * ctx.saved_tensors[0].w,
+        r"ctx\.save_for_backward\[0\]\.w",
+    ),
+    "bound method": (
+        lambda ctx, w: setattr(ctx, "kept", held(w).method),
+        lambda ctx, dy: ctx.kept(dy),
+        r"ctx\.kept\.w",
+    ),
+    "object in an object": (lambda ctx, w: setattr(ctx, "kept", held(held(w))), lambda ctx, dy: dy * ctx.kept.w.w, ""),
+    "object in a closure": (
+        lambda ctx, w: setattr(ctx, "kept", (lambda o: lambda dy: dy * o.w)(held(w))),
+        lambda ctx, dy: ctx.kept(dy),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [m for m in MODES if m != "grad"])
+@pytest.mark.parametrize(("keep", "backward", "name"), HELD.values(), ids=HELD)
+def test_a_traced_array_in_an_object_that_is_no_pytree_is_named(keep, backward, name, mode):
+    made = layer(lambda ctx, x: (keep(ctx, x * 2), x * 1)[1], backward)
+    assert jax.grad(loss(made))(X).tolist() == (2 * X).tolist()
+    with pytest.raises(ValueError, match=rf"Made\.backward(?s:.*){name}"):
+        MODES[mode](loss(made))(X)
+
+
+@modes
+def test_an_object_with_a_traced_array_that_backward_does_not_read(mode):
+    made = layer(lambda ctx, x: (setattr(ctx, "kept", held(x * 2)), x * 1)[1], lambda ctx, dy: (ctx.kept, dy * 3)[1])
+    assert MODES[mode](loss(made))(X).tolist() == [3, 3, 3]
+    constant = layer(lambda ctx, x, o: (setattr(ctx, "kept", o), x * 1)[1], lambda ctx, dy: dy * ctx.kept.w)
+    three = held(jnp.float32(3))
+    assert MODES[mode](loss(constant, three))(X).tolist() == [3, 3, 3]
+
+
+def test_an_object_with_an_array_of_a_transformation_that_has_not_ended():
+    made = layer(lambda ctx, x, o: (setattr(ctx, "kept", o), x * 1)[1], lambda ctx, dy: dy * ctx.kept.w)
+    slope = lambda w: jax.grad(lambda x: made.apply(x, held(w)).sum())(X)  # noqa: E731
+    assert jax.jit(slope)(3.0).tolist() == jax.vmap(slope)(jnp.full(1, 3.0))[0].tolist() == [3, 3, 3]
+
+
+TRANSFORMED = {"jit": jax.jit, "checkpoint": jax.checkpoint}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.parametrize("method", ["forward", "backward"])
+@pytest.mark.parametrize("base", [PyLayer, Function])
+@runs
+def test_a_transformation_that_decorates_a_method(run, base, method, transform):
+    methods = {
+        "forward": then(lambda ctx, x: ctx.save_for_backward(x * 2)),
+        "backward": lambda ctx, dy: dy * ctx.saved_tensors[0],
+    }
+    made = layer(base=base, **methods | {method: staticmethod(transform(methods[method]))})
+    if method == "backward" and run in (RUNS["eager"], RUNS["jit"]):
+        return
+    with pytest.raises(TypeError) as caught:
+        run(loss(made))(X)
+    assert re.search(rf"(?s)Made\.{method}.*jax\.jit\(Made\.apply\).*setup_context", text_of(caught.value))
+    # What JAX advises.
+    static = functools.partial(transform, static_argnums=0)
+    made = layer(base=base, **methods | {method: staticmethod(static(methods[method]))})
+    if method == "backward":
+        assert run(loss(made))(X).tolist() == (2 * X).tolist()
+        return
+    if run is RUNS["eager"]:
+        assert run(loss(made))(X) == X.sum()
+        return
+    with pytest.raises(ValueError, match=r"Made\.forward(?s:.*)jax\.jit\(Made\.apply\)(?s:.*)setup_context"):
+        run(loss(made))(X)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+@gradients
+def test_a_transformed_forward_without_ctx(run, transform):
+    setup = lambda ctx, inputs, output: ctx.save_for_backward(output)  # noqa: E731
+    forward = staticmethod(transform(lambda x: x * 2))
+    made = layer(forward, lambda ctx, dy: dy * ctx.saved_tensors[0], Function, setup_context=setup)
+    assert run(loss(made))(X).tolist() == (2 * X).tolist()
+
+
+@gradients
+@pytest.mark.parametrize("call", ["save_for_backward", "kept", "mark_non_differentiable"])
+def test_a_value_of_a_jitted_function_that_forward_calls(run, call):
+    def forward(ctx, x):
+        @jax.jit
+        def inner(x):
+            y = x * 2
+            setattr(ctx, call, y) if call == "kept" else getattr(ctx, call)(y)
+            return y
+
+        return inner(x)
+
+    with pytest.raises(ValueError, match=rf"ctx\.{call}(?s:.*)Made\.forward(?s:.*)has returned"):
+        run(loss(layer(forward)))(X)
 
 
 @EAGER_AND_JIT

@@ -182,6 +182,55 @@ def test_backward_without_return_where_two_gradients_are_needed(base):
         jax.grad(lambda w: made.apply(X, w).sum())(X)
 
 
+# -- outputs that carry no gradient ----------------------------------------------------------------
+
+
+def rounds(give=lambda ctx, x: jnp.round(x).astype(jnp.int32), **members):
+    return layer(give, lambda ctx, *dys: pytest.fail("backward was called"), name="Rounds", **members)
+
+
+def total_of(made):
+    return lambda x: sum(jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(made.apply(x)))
+
+
+INTEGERS = {
+    "one": rounds,
+    "bool": lambda: rounds(lambda ctx, x: x > 0),
+    "several": lambda: rounds(lambda ctx, x: {"sign": x > 0, "code": (x * 3).astype(jnp.int8)}),
+    "Function": lambda: rounds(base=Function),
+    "forward mode": lambda: rounds(forward_mode=True),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("make", INTEGERS.values(), ids=INTEGERS)
+def test_a_differentiated_layer_with_integer_outputs_only_warns_once(make, mode):
+    total = total_of(make())
+    with pytest.warns(UserWarning, match=r"Rounds.*no gradient") as caught:
+        assert mode(total)(X).tolist() == [0, 0, 0]
+    assert len(caught) == 1
+    mode(total)(X)
+    jax.jit(jax.vmap(jax.grad(total)))(X[None])
+
+
+def marked(ctx, x):
+    y = (x * 2).astype(jnp.int32)
+    ctx.mark_non_differentiable(y)
+    return y
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_integer_outputs_are_silent_where_no_gradient_is_asked_for(mode):
+    total = total_of(rounds())
+    total(X)
+    jax.jit(total)(X)
+    assert mode(lambda x: jnp.sum(x) * total(jax.lax.stop_gradient(x)))(X).shape == X.shape
+    assert mode(lambda x: jnp.sum(x) * total(jnp.ones(3)))(X).tolist() == [3, 3, 3]
+    bare = type("Bare", (PyLayer,), {"forward": staticmethod(lambda ctx, x: x > 0)})
+    for silent in (rounds(marked), bare):
+        assert mode(total_of(silent))(X).tolist() == [0, 0, 0]
+
+
 # -- parameters too few or too many ---------------------------------------------------------------
 
 
@@ -260,10 +309,17 @@ HABITS = {
     "x[0] = 1": (lambda x: operator.setitem(x, 0, 1.0), "x.at["),
     "sum(dim=1)": (lambda x: x.sum(dim=1), "axis"),
     "mean(keepdim=True)": (lambda x: x.mean(axis=1, keepdim=True), "keepdims"),
+    "var(unbiased=False)": (lambda x: x.var(unbiased=False), "ddof"),
+    "type_as": (lambda x: x.type_as(x), "x.astype(y.dtype)"),
+    "new": (lambda x: x.new(3), "jnp.zeros("),
+    "new_tensor": (lambda x: x.new_tensor([1.0]), "jnp.asarray("),
+    "data_ptr": (lambda x: x.data_ptr(), "jax.ffi"),
 }
 # More names of which an error tells the JAX code; each has to be in JAX.
-NAMES = """abs backward bool cast chunk contiguous cpu cuda detach dim double expand float gather grad half index_select
-int long log masked_fill mm mul new_ones new_zeros norm permute pow relu sigmoid sub topk type"""
+NAMES = """abs addmm backward bool cast chunk contiguous cos cpu cuda data_ptr detach dim double erf expand float floor
+gather ger grad half index_select int is_contiguous is_cuda is_floating_point long log masked_fill mm mul mv neg new
+new_empty new_full new_ones new_tensor new_zeros norm outer permute pow relu rsqrt sigmoid softmax sub topk type type_as
+view_as"""
 HOST_CODE = {"asarray": np.asarray, "ufunc": np.sin, "float": lambda x: float(x.sum()), "tolist": lambda x: x.tolist()}
 OTHER_ERRORS = {
     "of a list": lambda x: [].detach(),
@@ -321,6 +377,13 @@ def test_the_error_of_a_differentiated_callback_in_backward_says_what_to_do(mode
     text = text_of(raised.value)
     assert "apply that layer in backward" in text
     assert "@once_differentiable" in text
+
+
+def test_the_error_of_a_staged_layer_in_forward_mode_names_forward_mode():
+    outer = layer(lambda ctx, x: jax.jvp(jax.jit(Linear.apply), (x,), (x,))[1])
+    with pytest.raises(TypeError, match="custom_vjp") as caught:  # of JAX
+        outer.apply(X)
+    assert re.search(r"(?s)Made\.forward.*forward_mode = True", text_of(caught.value))
 
 
 @pytest.mark.parametrize("use", OTHER_ERRORS.values(), ids=OTHER_ERRORS)

@@ -9,7 +9,7 @@ import pytest
 
 from pylayer_jax import Function, PyLayer, once_differentiable
 from tests.kit.layers import Multiply, layer, text_of
-from tests.kit.modes import SECOND, STAGED
+from tests.kit.modes import EAGER_AND_JIT, SECOND, STAGED
 from tests.layers.features import DoubledTanh
 
 grad = jax.grad
@@ -301,3 +301,38 @@ def test_code_of_setup_context_on_a_constant_output_has_the_derivative_of_the_ou
     found = jax.grad(lambda x: jnp.sum(jax.grad(lambda x: jnp.sum(made.apply(x)[1]))(x)))(x)
     # The gradient is cos(y), and dy/dx is cos(y) by the rule.
     np.testing.assert_allclose(found, -np.sin(constant) * np.cos(constant), rtol=1e-5)
+
+
+RETURNED = np.array([0.3, -0.7, 1.1], np.float32)
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize(
+    "keep",
+    [
+        lambda ctx, output: ctx.save_for_backward(output),
+        lambda ctx, output: ctx.save_for_backward(RETURNED),
+        lambda ctx, output: setattr(ctx, "kept", RETURNED),
+        lambda ctx, output: setattr(ctx, "kept", {"in": [RETURNED]}),
+        lambda ctx, output: [ctx.save_for_backward(RETURNED), ctx.mark_dirty(RETURNED)],
+    ],
+    ids=["output", "by its name", "attribute", "in a container", "marked"],
+)
+@pytest.mark.parametrize("give", [lambda c: c, lambda c: (c,), lambda c: {"y": c}], ids=["bare", "tuple", "dict"])
+def test_a_numpy_constant_that_setup_context_keeps_by_its_own_name_is_the_output(give, keep, mode):
+    def backward(ctx, dy):
+        (kept,) = ctx.saved_tensors or jax.tree.leaves(ctx.kept)
+        return jax.tree.leaves(dy)[0] * kept
+
+    leaf = lambda tree: jax.tree.leaves(tree)[0]  # noqa: E731
+    setup = lambda ctx, inputs, output: keep(ctx, leaf(output))  # noqa: E731
+    made = layer(lambda x: give(RETURNED), backward, Function, setup_context=setup)
+    slope = jax.grad(lambda x: jnp.sum(leaf(made.apply(x))))
+    # The gradient is y, and dy/dx is y by the rule.
+    np.testing.assert_allclose(mode(jax.grad(lambda x: jnp.sum(slope(x))))(jnp.ones(3)), RETURNED)
+
+
+def test_a_numpy_constant_that_setup_context_marks_by_its_own_name():
+    setup = lambda ctx, inputs, output: ctx.mark_non_differentiable(RETURNED)  # noqa: E731
+    made = layer(lambda x: (x * 1, RETURNED), lambda ctx, dx, dy: dx + 7 * dy, Function, setup_context=setup)
+    assert jax.grad(lambda x: sum(map(jnp.sum, made.apply(x))))(jnp.ones(3)).tolist() == [1, 1, 1]

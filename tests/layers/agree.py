@@ -27,8 +27,13 @@ def integer(of, x):
 
 
 @SHARED.add()
-def only_an_integer_output(of):
-    layer = of.layer(lambda ctx, x: integer(of, x), lambda ctx, dy: of.cast(dy, "float32") + 1)
+def only_an_integer_output_that_is_marked(of):
+    def forward(ctx, x):
+        y = integer(of, x)
+        ctx.mark_non_differentiable(y)
+        return y
+
+    layer = of.layer(forward, lambda ctx, dy: of.cast(dy, "float32") + 1)
     return lambda x: (layer.apply(x), x * 3)
 
 

@@ -36,6 +36,13 @@ def output_returned_twice(of):
     return of.layer(forward, lambda ctx, dy, dz: dy * 3 + dz * 5).apply
 
 
+# torch raises an error only where a gradient of this output is asked for.
+@DIFFERENCES.differ(theirs=[3], ours=UserWarning)
+def only_an_integer_output(of):
+    layer = of.layer(lambda ctx, x: of.cast(x * 10, "int32"), lambda ctx, dy: of.cast(dy, "float32") + 1)
+    return lambda x: (layer.apply(x), x * 3)
+
+
 @DIFFERENCES.differ(theirs=[3 + 1], ours=[1])
 def second_call_of_mark_non_differentiable(of):
     def forward(ctx, x):
