@@ -290,7 +290,9 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
     A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
     since hooks pack only saved tensors.
     """
-    state, result = ctx._state, with_tensor(result)
+    state = ctx._state
+    if not hasattr(result, "dtype"):  # a single array needs no look
+        result = with_tensor(result)
     tensors, outputs, skeleton = Outputs.of(state.layer, result)
     for value, call, advice in state.must_return:
         if not contains(tensors, value):
