@@ -146,9 +146,9 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
 
     The table shows per program:
 
-    - the temporary memory and the operations of the compiled gradient, as XLA counts them: the operations in the body
-      of a loop count once, and those in kernels and callbacks do not count;
-    - the bytes that the vjp function holds beside its inputs, as `saved_tensors_report` counts them;
+    - the temporary memory and the operations of the compiled gradient, as XLA counts them on one device: the
+      operations in the body of a loop count once, and those in kernels and callbacks do not count;
+    - the bytes that the vjp function holds beside its inputs on all devices, as in `saved_tensors_report`;
     - the seconds for tracing with lowering (JAX), and for compiling (XLA). Each program is traced once before, so
       that all find the same functions in the caches of JAX. A persistent compilation cache makes compiling seem fast;
     - the time of a step, as its median and quartiles over the rounds. All programs run in turn in each round;
