@@ -324,7 +324,7 @@ def draw_deep(deep: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    every = figure.subplots(1, len(deep))
+    every = figure.subplots(1, len(deep), squeeze=False)[0]
     for axes, (depth, programs) in zip(every, deep.items(), strict=True):
         fields = [field.name for field in dataclasses.fields(ComparedProgram)]
         rows = [ComparedProgram(**{n: row[n] for n in fields}) for row in programs.values()]
