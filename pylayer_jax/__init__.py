@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from ._compare_programs import compare_programs
 from ._context import PyLayerContext
 from ._function import Function, FunctionCtx
 from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
@@ -18,6 +19,7 @@ __all__ = [
     "PyLayer",
     "PyLayerContext",
     "__version__",
+    "compare_programs",
     "disable_saved_tensors_hooks",
     "once_differentiable",
     "saved_tensors_hooks",

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import html
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +31,7 @@ from ._jax.primitives import object_of
 from ._jax.rule_function import BatchedFunction, rule_function_p
 from ._jax.types import is_ref
 from ._layer_rule import StagedLayer
+from ._tables import html_table, text_table
 from ._trees import is_tensor, split
 
 
@@ -73,19 +73,12 @@ class SavedTensorsReport:
         return sum(r.packed_bytes for r in self.rows if r.kind == "input")
 
     def __repr__(self) -> str:
-        table = self._table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        justify = [str.rjust if title in ("times", "bytes", "packed") else str.ljust for title in table[0]]
-        lines = ["  ".join(f(cell, n) for f, cell, n in zip(justify, row, widths, strict=True)) for row in table]
-        return "\n".join([*map(str.rstrip, lines), self._total()])
+        titles, *rows = self._table()
+        return text_table(titles, rows, ("times", "bytes", "packed"), self._total())
 
     def _repr_html_(self) -> str:
-        def line(tag: str, cells: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-
         titles, *rows = self._table()
-        caption, body = html.escape(self._total()), "".join(line("td", row) for row in rows)
-        return f"<table><caption>{caption}</caption><thead>{line('th', titles)}</thead><tbody>{body}</tbody></table>"
+        return html_table(titles, rows, self._total())
 
     def _table(self) -> list[list[str]]:
         """Return the row of titles and the rows of cells, with a column of packed sizes if a residual is packed."""

@@ -9,7 +9,16 @@ from typing import Any, assert_type
 import jax
 import jax.numpy as jnp
 
-from pylayer_jax import Function, FunctionCtx, PyLayer, PyLayerContext, once_differentiable, saved_tensors_hooks
+from pylayer_jax import (
+    Function,
+    FunctionCtx,
+    PyLayer,
+    PyLayerContext,
+    compare_programs,
+    once_differentiable,
+    saved_tensors_hooks,
+    saved_tensors_report,
+)
 from pylayer_jax.packers import cast_saved, save_on_cpu
 
 x = jnp.ones(3)
@@ -158,3 +167,13 @@ shifted()  # error: reportCallIssue
 Model()(x, x)  # error: reportCallIssue
 cast_saved(type=jnp.float16)  # error: reportCallIssue
 saved_tensors_hooks(len)  # error: reportCallIssue
+
+
+# -- reports --------------------------------------------------------------------------------------
+
+assert_type(saved_tensors_report(loss, x).total_bytes, int)
+comparison = compare_programs({"plain": loss, 8: cast_saved()(loss)}, x, rounds=3)
+assert_type(comparison.rows[0].held_bytes, int)
+assert_type(comparison.rows[0].operations, float | None)
+compare_programs(loss, x)  # error: reportArgumentType
+compare_programs({"plain": loss}, x, round=3)  # error: reportCallIssue

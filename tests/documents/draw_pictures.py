@@ -16,15 +16,18 @@ NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 
 
 def main(arguments: list[str]) -> None:
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    mpl.rcParams["svg.fonttype"] = "none"  # text as text
-    mpl.rcParams["svg.hashsalt"] = "pylayer_jax"  # the same file each time
     if arguments != ["second_derivative"]:
         # First, as its notebook sets the number of devices, before JAX has any.
-        gpt_memory().savefig(NOTEBOOKS / "gpt_memory.svg", metadata={"Date": None})
-    second_derivative().savefig(NOTEBOOKS / "second_derivative.svg", metadata={"Date": None})
+        save(gpt_memory(), NOTEBOOKS / "gpt_memory.svg")
+    save(second_derivative(), NOTEBOOKS / "second_derivative.svg")
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a figure as SVG, the same file each time, with text as text."""
+    import matplotlib as mpl
+
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "pylayer_jax"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
 
 
 def second_derivative() -> Any:

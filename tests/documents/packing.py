@@ -1,19 +1,23 @@
 """When packing saved tensors pays: memory, time and error of small models, as tables of notebooks/packing.md.
 
-    python -m tests.documents.packing --json FILE [--memory]        measure with this version of JAX
-    python -m tests.documents.packing --write NEW [OLD]             put figures of two versions into the pages
+    python -m tests.documents.packing --json FILE [--memory]    measure with this version of JAX
+    python -m tests.documents.packing --write NEW [OLD]         put figures of two versions into the pages
+    python -m tests.documents.packing --deep                    measure deep transformers, and put them into the pages
 
 A program is a model, and the place of the block: around the whole loss, around each layer, or in the body of a scan
-over the layers. Everything is compared with the same program without a block, round by round.
+over the layers. Everything is compared with the same program without a block, round by round. The deep transformers
+also have `jax.checkpoint` of each layer, with and without a block around the loss.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import re
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,12 +25,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pylayer_jax import compare_programs
+from pylayer_jax._compare_programs import ComparedProgram, ProgramComparison
 from pylayer_jax.packers import cast_saved, quantize_saved
-from tests.tools.benchmarks.timing import Effort
-from tests.tools.benchmarks.timing import measure as measured
+
+from .draw_pictures import save
 
 ROOT = Path(__file__).parents[2]
 README, PAGE = ROOT / "README.md", ROOT / "notebooks" / "packing.md"
+IN_THE_README = ("packing", "deep", "fact")  # tables
+PICTURE = ROOT / "notebooks" / "deep_memory.svg"
 Layer = Callable[[Any, Any], Any]
 
 
@@ -58,9 +66,14 @@ class Model(NamedTuple):
         if scans:
             x = jax.lax.scan(lambda x, p: (in_block(p, x), None), x, params)[0]
         else:
-            for i in range(len(jax.tree.leaves(params)[0])):
-                x = in_block(jax.tree.map(lambda leaf, i=i: leaf[i], params), x)
+            for of_layer in params if isinstance(params, list) else unstacked(params):
+                x = in_block(of_layer, x)
         return jnp.mean((self.after(x) - y) ** 2)
+
+
+def unstacked(params: Any) -> list[Any]:
+    """Return the parameters of each layer."""
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], params) for i in range(len(jax.tree.leaves(params)[0]))]
 
 
 def normal(*shape: int, scale: float, key: Any = None) -> Any:
@@ -153,6 +166,26 @@ TRAINED: dict[str, Callable[[], Model]] = {
 }
 
 
+DEPTHS = (12, 24)
+PRODUCTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+
+def keep_products(layer: Layer) -> Layer:
+    return jax.checkpoint(layer, policy=PRODUCTS)
+
+
+# What is around each layer, and around the loss.
+DEEP: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "plain": (_same, _same),
+    "`jax.checkpoint` of each layer": (jax.checkpoint, _same),
+    "checkpoint that keeps products": (keep_products, _same),
+    "`quantize_saved(8)`": (_same, quantize_saved(8)),
+    "checkpoint that keeps products, and `cast_saved()`": (keep_products, cast_saved()),
+    "checkpoint that keeps products, and `quantize_saved(8)`": (keep_products, quantize_saved(8)),
+}
+BEST = "checkpoint that keeps products, and `quantize_saved(8)`"
+
+
 ERRORS = ["model", "error of the gradient: cast; 8 bits; 4 bits", "loss of plain: before; after"]
 ERRORS += ["loss above plain: cast", "8 bits", "4 bits"]
 
@@ -165,44 +198,50 @@ def program(model: Model, place: str, around: Callable[[Any], Any] | None) -> Ca
     return around(loss) if place == "loss" else functools.partial(loss, around=around)
 
 
-def relative_error(got: Any, expected: Any) -> float:
-    pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
-    wide = [(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32)) for a, b in pairs]
-    return float((sum(jnp.sum((a - b) ** 2) for a, b in wide) / sum(jnp.sum(b**2) for _, b in wide)) ** 0.5)
+def compare(losses: dict[str, Any], params: Any, x: Any, y: Any, rounds: int) -> dict[str, Any]:
+    """Return the figures of `compare_programs` for gradients in the parameters, by name."""
 
+    def of_parameters(loss: Any) -> Any:
+        return lambda params, x, y: loss(params, jax.lax.stop_gradient(x), jax.lax.stop_gradient(y))
 
-def held(loss: Any, params: Any, x: Any, y: Any) -> int:
-    """Bytes of the function that a jitted `jax.vjp` returns, beside its inputs."""
-    pull = jax.jit(lambda p, x, y: jax.vjp(lambda p: loss(p, x, y), p)[1])(params, x, y)
-
-    def is_input(leaf: Any) -> bool:
-        return any(leaf.dtype == i.dtype and jnp.array_equal(leaf, i) for i in jax.tree.leaves((params, x, y)))
-
-    return sum(0 if is_input(leaf) else leaf.nbytes for leaf in jax.tree.leaves(pull))
+    programs = {name: of_parameters(loss) for name, loss in losses.items()}
+    comparison = compare_programs(programs, params, x, y, rounds=rounds)
+    print(comparison, flush=True)
+    return {row.name: dataclasses.asdict(row) for row in comparison.rows}
 
 
 def measure(name: str, place: str, rounds: int) -> dict[str, Any]:
     model = MODELS[name]()
-    params = model.init()
-    x, y = model.batch(jax.random.key(1))
     arounds: dict[str, Any] = {"plain": None} | {n: PACKERS[n]() for n in IN_PROGRAMS}
     losses = {n: program(model, place, around) for n, around in arounds.items()}
-    layers = "body" if place == "body" else "layer"
-    losses["checkpoint"] = program(model, layers, jax.checkpoint)
-    steps = {n: jax.jit(jax.value_and_grad(f)).lower(params, x, y).compile() for n, f in losses.items()}
-    calls = {n: lambda step=step: jax.block_until_ready(step(params, x, y)) for n, step in steps.items()}
-    times = measured(calls, Effort(rounds, 0.0))
-    plain = steps["plain"](params, x, y)[1]
-    found: dict[str, Any] = {}
-    for n, step in steps.items():
-        ratios = [a / b for a, b in zip(times[n], times["plain"], strict=True)] or [0.0, 0.0]
-        found[n] = {
-            "temp": step.memory_analysis().temp_size_in_bytes / 2**20,
-            "held": held(losses[n], params, x, y) / 2**20,
-            "time": statistics.quantiles(ratios, n=4, method="inclusive"),
-            "error": relative_error(step(params, x, y)[1], plain),
-        }
+    losses["checkpoint"] = program(model, "body" if place == "body" else "layer", jax.checkpoint)
+    return compare(losses, model.init(), *model.batch(jax.random.key(1)), rounds)
+
+
+def measure_deep(depth: int) -> dict[str, Any]:
+    losses, args = deep_programs(depth)
+    found = compare(losses, *args, rounds=0)
+    for name, loss in losses.items():
+        found[name]["cpu_seconds"] = cpu_seconds_to_compile(loss, *args)
     return found
+
+
+def deep_programs(depth: int) -> tuple[dict[str, Any], Any]:
+    """Return the losses of a transformer by what is around its layers and its loss, and their arguments."""
+    model = transformer(depth=depth)
+    losses = {
+        name: around_loss(functools.partial(model.loss, around=around_layer))
+        for name, (around_layer, around_loss) in DEEP.items()
+    }
+    # A loss of stacked parameters would also hold the slice of each layer.
+    return losses, (unstacked(model.init()), *model.batch(jax.random.key(1)))
+
+
+def cpu_seconds_to_compile(loss: Any, *args: Any) -> float:
+    """Return the CPU time for tracing and compiling a gradient, which other programs disturb less than the seconds."""
+    start = time.process_time()
+    jax.jit(jax.grad(loss)).lower(*args).compile()
+    return time.process_time() - start
 
 
 def train(name: str, seeds: int, n_steps: int) -> dict[str, list[float]]:
@@ -228,10 +267,10 @@ def train(name: str, seeds: int, n_steps: int) -> dict[str, list[float]]:
             values = run(model.init(), jax.random.split(jax.random.key(seed), n_steps))
             results[n].append(float(values[-20:].mean()))
     first = model.init(), *model.batch(jax.random.key(9))
-    gradients = {n: jax.jit(jax.grad(loss))(*first) for n, loss in losses.items()}
+    compared = compare(losses, *first, rounds=0)
     found = {"first": [float(jax.jit(losses["plain"])(*first))], "plain": spread(results["plain"])}
     for n in PACKERS:
-        found[f"error of {n}"] = [relative_error(gradients[n], gradients["plain"])]
+        found[f"error of {n}"] = [compared[n]["error"]]
         found[n] = spread([a - b for a, b in zip(results[n], results["plain"], strict=True)])
     return found
 
@@ -245,15 +284,23 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", metavar="FILE", help="measure, and write the figures")
     parser.add_argument("--memory", action="store_true", help="only memory, which needs no repetition")
     parser.add_argument("--write", metavar="FILE", nargs="+", help="write tables of these figures into the page")
+    parser.add_argument("--deep", action="store_true", help="only deep transformers; write them into the pages at once")
     options = parser.parse_args(arguments)
     if options.write:
         write_pages([json.loads(Path(file).read_text()) for file in options.write])
         return
-    found: dict[str, Any] = {"jax": jax.__version__, "programs": {}, "training": {}}
+    found: dict[str, Any] = {"jax": jax.__version__, "deep": {}, "programs": {}, "training": {}}
     write = Path(options.json).write_text if options.json else len
+    for depth in DEPTHS:
+        print(depth, "layers")
+        found["deep"][str(depth)] = measure_deep(depth)
+        write(json.dumps(found, indent=1))
+    if options.deep:
+        write_pages([found])
+        return
     for name, place in PROGRAMS:
-        found["programs"][f"{name} | {PLACES[place]}"] = figures = measure(name, place, 0 if options.memory else 9)
-        print(name, place, {n: {k: v for k, v in f.items() if k != "time"} for n, f in figures.items()}, flush=True)
+        print(name, place)
+        found["programs"][f"{name} | {PLACES[place]}"] = measure(name, place, 0 if options.memory else 9)
         write(json.dumps(found, indent=1))
     for name in [] if options.memory else TRAINED:
         found["training"][name] = train(name, 3, 300)
@@ -262,17 +309,38 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def write_pages(found: list[dict[str, Any]]) -> None:
-    """Replace the tables between the marks of the page and of the README."""
+    """Replace the tables between the marks of the page and of the README, and the picture."""
     for title, table in tables(found).items():
-        page = README if title == "packing" else PAGE
+        page = README if title in IN_THE_README else PAGE
         text, mark = page.read_text(), re.escape(f"<!-- table: {title} -->")
         text, count = re.subn(rf"(?s)({mark}\n).*?(<!-- end -->)", lambda m, t=table: m[1] + t + m[2], text)
         assert count == 1, title
         page.write_text(text)
+    save(draw_deep(found[0]["deep"]), PICTURE)
+
+
+def draw_deep(deep: dict[str, Any]) -> Any:
+    """Draw memory against operations, with a panel for each depth; return the figure."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    every = figure.subplots(1, len(deep), squeeze=False)[0]
+    for axes, (depth, programs) in zip(every, deep.items(), strict=True):
+        fields = [field.name for field in dataclasses.fields(ComparedProgram)]
+        rows = [ComparedProgram(**{n: row[n] for n in fields}) for row in programs.values()]
+        ProgramComparison(rows).plot(axes)
+        axes.set_title(f"Transformer of {depth} layers", fontsize=10)
+        axes.get_legend().remove()
+    handles, labels = every[0].get_legend_handles_labels()
+    labels = [label.replace("`", "") for label in labels]
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    return figure
 
 
 def markdown(columns: list[str], rows: list[list[str]]) -> str:
-    head, *lines = (f"| {' | '.join(cells)} |\n".replace("|  |", "| |") for cells in (columns, *rows))
+    head, *lines = (
+        "|".join(["", *(f" {cell} " if cell else " " for cell in cells), "\n"]) for cells in (columns, *rows)
+    )
     return "".join([head, "|" + "---|" * len(columns) + "\n", *lines])
 
 
@@ -284,7 +352,7 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
         """A row for each program; `plain` heads a column of the figures of these kinds without a block."""
         rows = []
         for key, of_way in figures["programs"].items():
-            without = "; ".join(f"{of_way['plain'][kind]:.0f}" for kind in kinds)
+            without = "; ".join(f"{mib(of_way['plain'][kind]):.0f}" for kind in kinds)
             rows.append([*key.split(" | "), *([without] if kinds else []), *(cells(of_way, c) for c in columns)])
         return markdown(["model", "block", *plain, *columns], rows)
 
@@ -296,20 +364,88 @@ def tables(found: list[dict[str, Any]]) -> dict[str, str]:
         error = "; ".join(f"{losses[f'error of {n}'][0]:.1e}" for n in PACKERS)
         above = [f"{m:+.0e} [{low:+.0e}, {high:+.0e}]" for low, m, high in (losses[n] for n in PACKERS)]
         errors.append([name, error, f"{losses['first'][0]:.2f}; {losses['plain'][1]:.4f}", *above])
-    result = {
-        "memory": of_programs(newest, ratios("temp", "held"), ["plain, MiB"], "temp", "held"),
-        "times": of_programs(newest, lambda of_way, c: quartiles(of_way[c]["time"]), []),
-        "errors": markdown(ERRORS, errors),
-        "packing": in_short(newest["programs"]),
-    }
+    result: dict[str, str] = {}
+    if newest["deep"]:
+        result |= {"fact": fact(*list(newest["deep"].items())[-1]), "deep": deep_in_short(newest["deep"])}
+        result |= {f"{depth} layers": deep_table(programs) for depth, programs in newest["deep"].items()}
+    if newest["programs"]:
+        kinds = "temp_bytes", "held_bytes"
+        result["memory"] = of_programs(newest, ratios(*kinds), ["plain, MiB"], *kinds)
+    if newest["training"]:  # times were measured too
+        result["packing"] = in_short(newest["programs"])
+        result["times"] = of_programs(newest, relative_time, [])
+        result["errors"] = markdown(ERRORS, errors)
     for older in others:
-        result["older"] = of_programs(older, ratios("temp"), ["plain, MiB"], "temp")
+        result["older"] = of_programs(older, ratios("temp_bytes"), ["plain, MiB"], "temp_bytes")
     return result
 
 
-def quartiles(time: list[float]) -> str:
-    low, middle, high = time
+def mib(n_bytes: float) -> float:
+    return n_bytes / 2**20
+
+
+def relative_time(of_way: dict[str, Any], way: str) -> str:
+    """Return the median of the time relative to the plain program in the same round, with the quartiles."""
+    pairs = zip(of_way[way]["step_seconds"], of_way["plain"]["step_seconds"], strict=True)
+    low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4, method="inclusive")
     return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def fact(depth: str, programs: dict[str, Any]) -> str:
+    """Return the first sentences of the README about memory, for one depth."""
+    plain, checkpoint = programs["plain"], "`jax.checkpoint` of each layer"
+    more = {name: row["operations"] / plain["operations"] - 1 for name, row in programs.items()}
+    memory = {name: f"{mib(row['temp_bytes']):.0f} MiB" for name, row in programs.items()}
+    taken = {name: f"{memory[name]}, with {more[name]:.0%} more operations" for name in programs}
+    return (
+        f"For example, the gradient of a transformer of {depth} layers takes {memory['plain']} of temporary memory.\n"
+        f"With `jax.checkpoint` of each layer, it takes {taken[checkpoint]}.\n"
+        "With a checkpoint that keeps matrix products, and `quantize_saved(8)` around the loss, it takes\n"
+        f"**{taken[BEST]}**, and the gradient has an error of {shown_error(programs[BEST])}\n"
+        "([all figures](#less-memory-for-saved-tensors)).\n"
+    ).replace("%", " %")
+
+
+def bold_best(name: str, cells: list[str]) -> list[str]:
+    return [f"**{cell}**" for cell in (name, *cells)] if name == BEST else [name, *cells]
+
+
+def shown_error(row: dict[str, Any]) -> str:
+    return f"{row['error']:.1g}" if row["error"] else "0"
+
+
+def more_operations(row: dict[str, Any], plain: dict[str, Any]) -> str:
+    return f"{row['operations'] / plain['operations'] - 1:+.0%}".replace("%", " %")
+
+
+def deep_table(programs: dict[str, Any]) -> str:
+    """Return the table of the page for one depth."""
+    plain, rows = programs["plain"], []
+    for name, row in programs.items():
+        memory, operations = f"{mib(row['temp_bytes']):.1f} MiB", f"{row['operations'] / 1e9:.1f} G"
+        if row is plain:
+            rows.append([name, memory, operations, f"{mib(row['held_bytes']):.1f} MiB", "1", ""])
+            continue
+        cells = [f"{memory} ({row['temp_bytes'] / plain['temp_bytes']:.2f})"]
+        cells += [f"{operations} ({more_operations(row, plain)})", f"{mib(row['held_bytes']):.1f} MiB"]
+        rows.append(bold_best(name, [*cells, f"{row['cpu_seconds'] / plain['cpu_seconds']:.1f}", shown_error(row)]))
+    return markdown(
+        ["", "temporary memory", "operations", "held", "CPU time to compile", "error of the gradient"], rows
+    )
+
+
+def deep_in_short(deep: dict[str, Any]) -> str:
+    """Return the table of the README: memory and operations of all depths."""
+    rows = []
+    for name in DEEP:
+        cells: list[str] = []
+        for programs in deep.values():
+            row, plain = programs[name], programs["plain"]
+            cells += [f"{mib(row['temp_bytes']):.0f} MiB", "" if name == "plain" else more_operations(row, plain)]
+        largest = max((programs[name] for programs in deep.values()), key=lambda row: row["error"])
+        rows.append(bold_best(name, [*cells, "" if name == "plain" else shown_error(largest)]))
+    columns = [title for depth in deep for title in (f"{depth} layers", "operations")]
+    return markdown(["", *columns, "error of the gradient"], rows)
 
 
 def in_short(programs: dict[str, Any]) -> str:
@@ -318,9 +454,9 @@ def in_short(programs: dict[str, Any]) -> str:
     rows = []
     for name, shown in IN_README.items():
         figures = programs[f"{name} | {PLACES['loss']}"]
-        plain = figures["plain"]["temp"]
-        cells = [f"{figures[way]['temp'] / plain:.2f}; {quartiles(figures[way]['time'])}" for way in ways]
-        rows.append([shown, f"{plain:.0f} MiB", *cells])
+        plain = figures["plain"]["temp_bytes"]
+        cells = [f"{figures[way]['temp_bytes'] / plain:.2f}; {relative_time(figures, way)}" for way in ways]
+        rows.append([shown, f"{mib(plain):.0f} MiB", *cells])
     return markdown(["", "plain", *ways.values()], rows)
 
 

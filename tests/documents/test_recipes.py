@@ -34,8 +34,14 @@ RECIPES = [read(path) for path in sorted(FOLDER.glob("*.md")) if path.stem != "R
 PORTS = [recipe for recipe in RECIPES if recipe.original]
 
 
+def marks(recipe):
+    text = "".join(recipe.code)
+    marks = {"from flax": pytest.mark.ecosystem, "jax.clear_caches()": pytest.mark.clears_caches}
+    return [mark for part, mark in marks.items() if part in text]
+
+
 def named(recipes):
-    return pytest.mark.parametrize("recipe", recipes, ids=lambda recipe: recipe.name)
+    return pytest.mark.parametrize("recipe", [pytest.param(r, marks=marks(r), id=r.name) for r in recipes])
 
 
 def run(text, **names):
@@ -74,7 +80,9 @@ def test_each_page_is_in_the_index_and_shows_what_it_prints():
 
 
 @named(RECIPES)
-def test_the_code_of_a_page_prints_what_is_shown(recipe, capsys):
+def test_the_code_of_a_page_prints_what_is_shown(recipe, capsys, request):
+    if pytest.mark.ecosystem in marks(recipe) and not request.config.getoption("--require-ecosystem"):
+        pytest.importorskip("flax")
     exec("".join(recipe.code), {"__name__": __name__})
     jax.effects_barrier()
     (numbers, text), (shown, around) = map(numbers_and_text, (capsys.readouterr().out, recipe.shown))

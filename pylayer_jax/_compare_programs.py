@@ -1,0 +1,387 @@
+"""Provides `compare_programs`, which compares the memory, the cost and the gradients of several programs.
+
+    program  temporary memory             held     operations  ...    error
+    plain            2.75 MiB         5.00 MiB          107 M  ...
+    8 bits    1.08 MiB (0.39)  0.84 MiB (0.17)   134 M (1.25)  ...   0.0011
+
+The table is made in three steps:
+
+1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. A program that fails, or
+   returns no scalar, fails here, before XLA spends minutes on the others.
+2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA gives memory and
+   operations.
+3. The compiled gradients run, once for the errors, and then in turn for the times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from ._jax.jaxprs import inner_jaxprs
+from ._jax.masks import merge, select
+from ._messages import describe
+from ._report import saved_tensors_report
+from ._tables import html_table, text_table
+from ._trees import is_tensor, split
+
+_BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_COUNTS: Final = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_SECONDS: Final = {"µs": 1e-6, "ms": 1e-3, "s": 1}
+_SECONDS_PER_ROUND: Final = 0.01  # a shorter step is repeated in each round
+
+
+@dataclasses.dataclass(frozen=True)
+class ComparedProgram:
+    """One row of a comparison: the gradient of one program."""
+
+    name: str
+    temp_bytes: int | None  # temporary memory of the compiled gradient, by XLA; None where XLA does not tell
+    held_bytes: int  # what the function that `jax.vjp` returns holds beside its inputs
+    operations: float | None  # floating-point operations, by XLA; None where XLA does not tell
+    has_loop: bool  # whether the gradient has a loop: XLA counts the operations in the body of a loop once
+    trace_seconds: float  # JAX: tracing and lowering, once inner jitted functions are in its caches
+    compile_seconds: float  # XLA
+    step_seconds: tuple[float, ...]  # of the compiled gradient, one entry per round; empty if it did not run
+    error: float | None  # 2-norm of the difference to the first program's gradient, relative to the first
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ProgramComparison:
+    """Result of `compare_programs`: a table with one row per program."""
+
+    rows: list[ComparedProgram]
+
+    def __repr__(self) -> str:
+        titles, rows = self._table()
+        return text_table(titles, rows, titles[1:], self._caption())
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._table(), self._caption())
+
+    def _table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the titles, and the cells of each row."""
+        rows = self.rows
+        columns = {
+            "program": [r.name for r in rows],
+            "temporary memory": _with_ratios([r.temp_bytes for r in rows], _BYTES),
+            "held": _with_ratios([r.held_bytes for r in rows], _BYTES),
+            "operations": self._operations(),
+            "trace": _in_unit([r.trace_seconds for r in rows], _SECONDS),
+            "compile": _in_unit([r.compile_seconds for r in rows], _SECONDS),
+        }
+        if any(r.step_seconds for r in rows):
+            low, middle, high = zip(*(_quartiles(r.step_seconds) for r in rows), strict=True)
+            unit = _unit(middle, _SECONDS)
+            spread = zip(*(_in_unit(values, {"": _SECONDS[unit]}) for values in (low, middle, high)), strict=True)
+            columns["step"] = [f"{m} {unit} [{a}, {b}]" for a, m, b in spread]
+        if any(r.error is not None for r in rows):
+            columns["error"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
+        return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
+
+    def _operations(self) -> list[str]:
+        """Return the cells of the operations. A program with a loop has no ratio to a program without a loop."""
+        counts, has_loop = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
+        pairs = zip(has_loop, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
+        cells = [with_ratio if loop == has_loop[0] else count for loop, with_ratio, count in pairs]
+        return [f"≥ {cell}" if loop and cell else cell for loop, cell in zip(has_loop, cells, strict=True)]
+
+    def _caption(self) -> str:
+        first, loops = self.rows[0].name, [r.name for r in self.rows if r.has_loop]
+        parts = {
+            f"in parentheses: relative to {first}": len(self.rows) > 1,
+            "in brackets: quartiles": any(r.step_seconds for r in self.rows),
+            f"≥: XLA counts the operations in the body of a loop once ({', '.join(loops)})": loops,
+            f"jax {jax.__version__} on {jax.default_backend()}": True,
+        }
+        return "; ".join(part for part, applies in parts.items() if applies)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw a point per program, memory against operations, on `ax` or new axes; return the axes. Needs matplotlib.
+
+        Raises:
+            ValueError: if XLA did not tell the memory or the operations of a program.
+        """
+        unknown = [r.name for r in self.rows if r.temp_bytes is None or r.operations is None]
+        if unknown:
+            raise ValueError(f"plot: XLA tells no memory or no operations on this backend for {', '.join(unknown)}.")
+        memory, operations = [[float(getattr(r, name)) for r in self.rows] for name in ("temp_bytes", "operations")]
+        if ax is None:
+            import matplotlib.pyplot as plt
+
+            _, ax = plt.subplots(layout="constrained", figsize=(6.4, 4))
+        per_byte, per_operation = _unit(memory, _BYTES), _unit(operations, _COUNTS)
+        for row, y, x, marker in zip(self.rows, memory, operations, itertools.cycle("osD^vP*X"), strict=False):
+            label = f"{row.name} (a loop: more operations)" if row.has_loop else row.name
+            ax.plot(x / _COUNTS[per_operation], y / _BYTES[per_byte], marker, label=label, markersize=8)
+        ax.margins(x=0.1)
+        ax.set_ylim(0, 1.1 * max(memory) / _BYTES[per_byte] or 1)
+        ax.legend(frameon=False)
+        ax.set_xlabel(f"operations, {per_operation}".rstrip(", "))
+        ax.set_ylabel(f"temporary memory, {per_byte}")
+        return ax
+
+
+def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, rounds: int = 9) -> ProgramComparison:
+    """Compile the gradient of each program at `args`, run it, and compare memory, cost and gradients in one table.
+
+        >>> loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+        >>> programs = {"plain": loss, "8 bits": quantize_saved(8)(loss)}
+        >>> comparison = compare_programs(programs, jnp.ones((64, 64)), jnp.ones((512, 64)))
+        >>> [row.name for row in comparison.rows]
+        ['plain', '8 bits']
+
+    `programs` maps names to functions (or layers) that take `args` and return a scalar. The gradient is taken in all
+    float arrays among `args`, which may be any pytrees; integer arrays, keys and statics such as Python numbers are
+    passed as they are. If an array is data, use `jax.lax.stop_gradient` of it in the programs. `rounds` is how often
+    the step is timed; 0 leaves out the times. If `args` holds a `jax.ShapeDtypeStruct`, nothing is run, so that times
+    and errors are left out.
+
+    The table shows per program:
+
+    - the temporary memory and the operations of the compiled gradient, as XLA counts them on one device: the
+      operations in the body of a loop count once, and those in kernels and callbacks do not count;
+    - the bytes that the vjp function holds beside its inputs on all devices, as in `saved_tensors_report`;
+    - the seconds for tracing with lowering (JAX), and for compiling (XLA). Each program is traced once before, so
+      that all find the same functions in the caches of JAX. A persistent compilation cache makes compiling seem fast;
+    - the time of a step, as its median and quartiles over the rounds. All programs run in turn in each round;
+    - the error of the gradient: the 2-norm of its difference to that of the first program, relative to the first.
+
+    The result prints as a table, also in a notebook. `.rows` has the figures, and `.plot()` draws memory against
+    operations. Some backends give no memory or no operations; these cells are then empty.
+
+    Raises:
+        TypeError: if `programs` is not a mapping from names to functions, if none of `args` holds a float array, or
+            if a program returns something else than a real scalar.
+        ValueError: if `programs` is empty, or `rounds` is negative.
+    """
+    _check(programs, rounds)
+    leaves, skeleton = split(args, lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
+    has_values = not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+    tensors = [jnp.asarray(leaf) if is_tensor(leaf) else leaf for leaf in leaves]
+    is_float = [jnp.issubdtype(t.dtype, jnp.inexact) for t in tensors]
+    if not any(is_float):
+        raise TypeError(
+            "compare_programs: none of the arguments holds a float array, so that there is no gradient. "
+            "Pass the programs' arguments after the dict, as arrays: jnp.float32(2.0), not 2.0."
+        )
+
+    def value(name: Any, *tensors: Any) -> Any:
+        program = programs[name]
+        result = (program.apply if isinstance(program, type) else program)(*skeleton.fill(tensors))
+        return _checked_scalar(name, result)
+
+    def gradient(name: Any, *tensors: Any) -> Any:
+        def of_floats(floats: list[Any]) -> Any:
+            return value(name, *merge(is_float, floats, tensors))
+
+        return jax.grad(of_floats)(select(tensors, is_float))
+
+    held: dict[Any, int] = {}
+    for name in programs:
+        with _noted(name):
+            held[name] = saved_tensors_report(lambda *tensors, name=name: value(name, *tensors), *tensors).total_bytes
+    compiled: dict[Any, _Compiled] = {}
+    for name in programs:
+        with _noted(name):
+            compiled[name] = _compile(lambda *tensors, name=name: gradient(name, *tensors), tensors)
+    errors: dict[Any, float] = {}
+    seconds: dict[Any, list[float]] = {name: [] for name in programs}
+    if has_values:
+        steps = {name: lambda run=c.run: jax.block_until_ready(run(*tensors)) for name, c in compiled.items()}
+        errors, seconds = _errors(steps), _step_seconds(steps, rounds)
+    return ProgramComparison(
+        [
+            ComparedProgram(
+                name=str(name),
+                temp_bytes=c.temp_bytes,
+                held_bytes=held[name],
+                operations=c.operations,
+                has_loop=c.has_loop,
+                trace_seconds=c.trace_seconds,
+                compile_seconds=c.compile_seconds,
+                step_seconds=tuple(seconds[name]),
+                error=errors.get(name),
+            )
+            for name, c in compiled.items()
+        ]
+    )
+
+
+def _check(programs: Any, rounds: int) -> None:
+    """Check the arguments of `compare_programs`, other than those of the programs.
+
+    Raises:
+        TypeError: if `programs` is not a mapping from names to functions.
+        ValueError: if `programs` is empty, or `rounds` is negative.
+    """
+    example = 'compare_programs({"plain": loss, "8 bits": quantize_saved(8)(loss)}, *args)'
+    if not isinstance(programs, Mapping):
+        raise TypeError(f"compare_programs: expected a dict of functions, as in {example}, got {describe(programs)}.")
+    if not programs:
+        raise ValueError(f"compare_programs: the dict has no program; write for example {example}.")
+    for name, program in programs.items():
+        if not callable(program) or (isinstance(program, type) and not hasattr(program, "apply")):
+            raise TypeError(
+                f"compare_programs: expected a function for {name!r} that takes the arguments and returns a scalar, "
+                f"got {describe(program)}."
+            )
+    if rounds < 0:
+        raise ValueError(f"compare_programs: expected rounds >= 0, got {rounds}.")
+
+
+def _checked_scalar(name: Any, result: Any) -> Any:
+    """Return the result of a program, which has to be a real scalar.
+
+    Raises:
+        TypeError: if it is something else.
+    """
+    got = describe(result)
+    if is_tensor(result):
+        if not result.shape and jnp.issubdtype(result.dtype, jnp.floating):
+            return result
+        got = f"{result.dtype}[{','.join(map(str, result.shape))}]"
+    raise TypeError(
+        f"compare_programs: the program {name!r} returns {got}, expected a real scalar, of which the gradient is "
+        "taken. Return one number, such as the sum of the squares, and no auxiliary values."
+    )
+
+
+@contextlib.contextmanager
+def _noted(name: Any) -> Generator[None]:
+    """Add a note with the name of the program to an exception."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This happened in the program {name!r} of compare_programs.")
+        raise
+
+
+# -- compiling and running --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Compiled:
+    """A compiled gradient, with what JAX and XLA tell about it."""
+
+    run: Callable[..., Any]
+    trace_seconds: float
+    compile_seconds: float
+    temp_bytes: int | None
+    operations: float | None
+    has_loop: bool
+
+
+def _compile(gradient: Callable[..., Any], tensors: Sequence[Any]) -> _Compiled:
+    start = time.perf_counter()
+    traced = jax.jit(gradient).trace(*tensors)
+    lowered = traced.lower()
+    middle = time.perf_counter()
+    run = lowered.compile()
+    end = time.perf_counter()
+    memory, cost = run.memory_analysis(), run.cost_analysis()
+    return _Compiled(
+        run=run,
+        trace_seconds=middle - start,
+        compile_seconds=end - middle,
+        temp_bytes=getattr(memory, "temp_size_in_bytes", None),
+        operations=(cost or {}).get("flops"),
+        has_loop=_has_loop(traced.jaxpr),
+    )
+
+
+def _has_loop(jaxpr: Any) -> bool:
+    """Return whether a jaxpr, or a jaxpr within it, has a loop."""
+    return any(
+        equation.primitive.name in ("scan", "while") or any(map(_has_loop, inner_jaxprs(equation.params)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _errors(steps: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
+    """Run each step once; return the errors of the gradients beside that of the first step."""
+    errors: dict[Any, float] = {}
+    first: Any = None
+    for name, step in steps.items():
+        with _noted(name):
+            gradient = step()
+        first = gradient if first is None else first
+        differences, squares = (math.fsum(map(float, sums)) for sums in _sums_of_squares(gradient, first))
+        # The gradient of a constant program is zero.
+        errors[name] = math.sqrt(differences / squares) if squares else math.inf if differences else 0.0
+    return errors
+
+
+@jax.jit
+def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the sums of squares of `got - first` and of `first`, for each array."""
+
+    def widened(x: Any) -> Any:
+        return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x  # bfloat16, whose sums are not exact
+
+    def sum_of_squares(x: Any) -> Any:
+        return jnp.sum(jnp.square(jnp.abs(x)))
+
+    pairs = [(widened(a), widened(b)) for a, b in zip(got, first, strict=True)]
+    return [sum_of_squares(a - b) for a, b in pairs], [sum_of_squares(b) for _, b in pairs]
+
+
+def _step_seconds(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
+    """Return the seconds of a step, one entry per round; all steps run in turn, since a machine may slow down."""
+    seconds: dict[Any, list[float]] = {name: [] for name in steps}
+    repeats = {name: math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for name, step in steps.items() if rounds}
+    for i in range(rounds):
+        # In every other round the order is reversed, so that no step always follows the same one.
+        for name in list(steps) if i % 2 else reversed(list(steps)):
+            seconds[name].append(_seconds(steps[name], repeats[name]))
+    return seconds
+
+
+def _seconds(step: Callable[[], Any], repeats: int) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    return (time.perf_counter() - start) / repeats
+
+
+# -- cells of the table -----------------------------------------------------------------------------
+
+
+def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
+    if len(seconds) == 1:
+        return seconds[0], seconds[0], seconds[0]
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return low, middle, high
+
+
+def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
+    """Return the largest unit in which the largest value is at least 1."""
+    largest = max((v for v in values if v is not None), default=0)
+    return [unit for unit, size in units.items() if largest >= size or unit == next(iter(units))][-1]
+
+
+def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
+    """Return the values in one unit with three digits; an unknown value is empty."""
+    unit = _unit(values, units)
+    return ["" if v is None else f"{_three_digits(v / units[unit])} {unit}".strip() for v in values]
+
+
+def _three_digits(value: float) -> str:
+    decimals = 0 if value >= 100 or not value else 1 if value >= 10 else 2
+    return f"{value:,.{decimals}f}"
+
+
+def _with_ratios(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
+    """Return the values in one unit, each but the first with its ratio to the first in parentheses."""
+    first, *others = cells = _in_unit(values, units)
+    ratios = ["" if not values[0] or v is None else f" ({v / values[0]:.2f})" for v in values[1:]]
+    return [first, *(cell + ratio for cell, ratio in zip(others, ratios, strict=True))] if len(cells) > 1 else cells

@@ -1,0 +1,241 @@
+"""compare_programs: the figures of each program, what may be compared, and what is printed and drawn of them."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import compare_programs, saved_tensors_report
+from pylayer_jax.packers import quantize_saved
+from tests.kit.layers import Multiply, Tanh
+
+W = jnp.linspace(-1.0, 1.0, 32 * 32).reshape(32, 32)
+X = jnp.linspace(-1.0, 1.0, 64 * 32).reshape(64, 32)
+
+
+def loss(w, x):
+    return jnp.sum(Tanh.apply(jnp.sin(x @ w)) ** 2)
+
+
+def compare(programs, *args, rounds=0):
+    return {row.name: row for row in compare_programs(programs, *args, rounds=rounds).rows}
+
+
+def test_the_figures_are_those_of_jax_and_of_the_report():
+    programs = {"plain": loss, "8 bits": quantize_saved(8)(loss)}
+    rows = compare(programs, W, X)
+    assert list(rows) == list(programs)
+    for name, program in programs.items():
+        compiled = jax.jit(jax.grad(program, (0, 1))).lower(W, X).compile()
+        assert rows[name].temp_bytes == compiled.memory_analysis().temp_size_in_bytes
+        assert rows[name].operations == compiled.cost_analysis()["flops"]
+        assert rows[name].held_bytes == saved_tensors_report(program, W, X).total_bytes
+        assert min(rows[name].trace_seconds, rows[name].compile_seconds) > 0
+    assert rows["8 bits"].held_bytes < 0.5 * rows["plain"].held_bytes
+    assert rows["plain"].error == 0
+    assert 0 < rows["8 bits"].error < 0.05
+
+
+def test_a_step_is_timed_once_in_each_round():
+    runs = []
+
+    def counted(x):
+        jax.debug.callback(lambda: runs.append(1))
+        return jnp.sum(x**2)
+
+    timed = compare({"first": counted, "second": lambda x: jnp.sum(x**2)}, X, rounds=3)
+    jax.effects_barrier()
+    assert len(runs) >= 4  # once for the error
+    assert {len(row.step_seconds) for row in timed.values()} == {3}
+    assert min(seconds for row in timed.values() for seconds in row.step_seconds) > 0
+    runs.clear()
+    untimed = compare({"first": counted}, X, rounds=0)["first"]
+    jax.effects_barrier()
+    assert len(runs) == 1
+    assert (untimed.step_seconds, untimed.error) == ((), 0)
+
+
+def test_shapes_are_compiled_and_not_run():
+    def refuses(w, x):
+        jax.debug.callback(lambda: pytest.fail("a program ran"))
+        return loss(w, x)
+
+    shapes = jax.eval_shape(lambda: (W, X))
+    compiled = compare({"plain": refuses}, *shapes, rounds=3)["plain"]
+    jax.effects_barrier()
+    assert (compiled.step_seconds, compiled.error) == ((), None)
+    assert compiled.held_bytes == compare({"plain": loss}, W, X)["plain"].held_bytes
+    mixed = compare({"plain": refuses}, W, shapes[1])["plain"]
+    assert mixed.temp_bytes == compiled.temp_bytes
+
+
+def test_the_gradient_is_that_in_every_float_array():
+    key, ids = jax.random.key(0), jnp.array([1, 0])
+    tree = {"w": W, "layers": [np.ones(32, np.float32), jnp.bfloat16(2.0)], "activation": jnp.tanh, "n": 2}
+
+    def model(tree, x, ids, key, factor=1.0):
+        noise = jax.random.normal(key, x.shape)
+        y = tree["activation"](x @ tree["w"] + tree["n"] * tree["layers"][0])[ids] * tree["layers"][1].astype(x.dtype)
+        return jnp.sum(y) + factor * jnp.sum(x * noise)
+
+    def in_bfloat16(tree, *args):
+        """The gradient of the last entry is twice that of `model`."""
+        last = tree["layers"][1]
+        doubled = last * 2 - jax.lax.stop_gradient(last)
+        return model(tree | {"layers": [tree["layers"][0], doubled]}, *args)
+
+    rows = compare(
+        {"first": model, "x": lambda *args: model(*args, factor=1.5), "bfloat16": in_bfloat16}, tree, X, ids, key
+    )
+    inputs = [tree["w"], tree["layers"][0], tree["layers"][1], X]
+
+    def gradients(program):
+        def of_floats(w, bias, last, x):
+            return program(tree | {"w": w, "layers": [bias, last]}, x, ids, key)
+
+        found = jax.grad(of_floats, (0, 1, 2, 3))(*inputs)
+        return np.concatenate([np.ravel(np.asarray(g, np.float64)) for g in found])
+
+    first = gradients(model)
+    for name, program in (("x", lambda *args: model(*args, factor=1.5)), ("bfloat16", in_bfloat16)):
+        expected = np.linalg.norm(gradients(program) - first) / np.linalg.norm(first)
+        assert expected > 1e-3
+        np.testing.assert_allclose(rows[name].error, expected, rtol=1e-2)
+
+
+def test_a_complex_argument():
+    z = jnp.array([1 + 2j, 3 - 1j])
+    rows = compare({"first": lambda z: jnp.sum(jnp.abs(z) ** 2), "scaled": lambda z: 1.5 * jnp.sum(jnp.abs(z) ** 2)}, z)
+    assert rows["scaled"].error == pytest.approx(0.5)
+
+
+def test_the_error_of_bfloat16_gradients_is_not_rounded():
+    x = X.astype(jnp.bfloat16)
+    first, other = lambda x: jnp.sum(jnp.sin(x)), lambda x: jnp.sum(1.01 * jnp.sin(x))
+    a, b = (np.asarray(jax.jit(jax.grad(f))(x), np.float64) for f in (first, other))
+    error = compare({"first": first, "other": other}, x)["other"].error
+    np.testing.assert_allclose(error, np.linalg.norm(b - a) / np.linalg.norm(a), rtol=1e-4)
+
+
+def test_errors_that_are_no_numbers():
+    zero = lambda x: jnp.sum(x) * 0  # noqa: E731
+    first_is_zero = compare({"first": zero, "same": zero, "other": jnp.sum}, X)
+    assert [row.error for row in first_is_zero.values()] == [0, 0, math.inf]
+    nan = compare({"first": jnp.sum, "nan": lambda x: jnp.sum(jnp.sqrt(x - x))}, X)
+    assert math.isnan(nan["nan"].error)
+
+
+def test_layers_are_programs_too():
+    scalar = jnp.float32(0.5)
+    rows = compare({Tanh: Tanh, "apply": Tanh.apply, 3: jnp.tanh}, scalar)
+    assert list(rows) == [str(Tanh), "apply", "3"]
+    assert rows["3"].error == pytest.approx(0, abs=1e-6)
+
+
+def test_a_program_with_a_loop_says_that_its_operations_are_counted_once():
+    ws = jnp.stack([W] * 4)
+
+    def unrolled(ws, x):
+        for w in ws:
+            x = jnp.tanh(x @ w)
+        return jnp.sum(x)
+
+    @jax.jit
+    def scanned(ws, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0])
+
+    comparison = compare_programs({"unrolled": unrolled, "scanned": scanned}, ws, X, rounds=0)
+    assert [row.has_loop for row in comparison.rows] == [False, True]
+    assert comparison.rows[1].operations < 0.5 * comparison.rows[0].operations  # XLA's figure
+    _, first, second, caption = str(comparison).splitlines()
+    assert "≥" not in first
+    assert "≥" in second
+    assert "≥" in caption
+    assert "scanned" in caption
+    assert re.search(r"<td>≥ [\d.,]+ \w?</td>", comparison._repr_html_())  # without a ratio to the unrolled program
+    axes = comparison.plot(new_axes())
+    assert "loop" in labels(axes)[1]
+
+
+def new_axes():
+    return pytest.importorskip("matplotlib.figure").Figure().subplots()
+
+
+def labels(axes):
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_what_is_printed_and_drawn():
+    comparison = compare_programs({"plain": loss, "8 <bits>": quantize_saved(8)(loss)}, W, X, rounds=1)
+    plain, packed = comparison.rows
+    text, html = str(comparison), comparison._repr_html_()
+    ratio = f"({packed.held_bytes / plain.held_bytes:.2f})"
+    for shown in (text, html):
+        assert f"{plain.held_bytes / 1024:.1f}" in shown
+        assert ratio in shown
+        assert f"{packed.error:.2g}" in shown
+    assert "8 <bits>" in text
+    assert "8 &lt;bits&gt;" in html
+    assert html.count("<tr>") == 3
+    axes = comparison.plot(new_axes())
+    points = [line.get_xydata()[0] for line in axes.lines]
+    assert labels(axes) == ["plain", "8 <bits>"]
+    x, y = np.transpose(points)
+    np.testing.assert_allclose(x[1] / x[0], packed.operations / plain.operations)
+    np.testing.assert_allclose(y[1] / y[0], packed.temp_bytes / plain.temp_bytes)
+
+
+def test_figures_that_a_backend_does_not_have(monkeypatch):
+    monkeypatch.setattr(jax.stages.Compiled, "cost_analysis", lambda self: None)
+    comparison = compare_programs({"plain": loss, "again": loss}, W, X, rounds=0)
+    assert [row.operations for row in comparison.rows] == [None, None]
+    assert comparison._repr_html_().count("<td></td>") == 3  # and the error of the first
+    with pytest.raises(ValueError, match="plain, again"):
+        comparison.plot()
+
+
+class NoLayer:
+    pass
+
+
+BAD = {
+    "no mapping": (TypeError, ([loss], W, X), "list"),
+    "no program": (ValueError, ({}, W, X), "program"),
+    "no function": (TypeError, ({"plain": loss, "bad": 3}, W, X), "'bad'.* 3 "),
+    "no layer": (TypeError, ({"bad": NoLayer}, W, X), "'bad'"),
+    "no float array": (TypeError, ({"plain": lambda *args: 1.0}, 1.0, jnp.ones(3, int)), "float array"),
+    "no arguments": (TypeError, ({"plain": loss},), "float array"),
+    "an array": (TypeError, ({"plain": loss, "bad": lambda w, x: x @ w}, W, X), r"'bad'.*float32\[64,32\]"),
+    "an integer": (TypeError, ({"bad": lambda x: jnp.sum(x > 0)}, X), r"'bad'.*int32\[\]"),
+    "a complex number": (TypeError, ({"bad": lambda x: jnp.fft.fft(x)[0, 0]}, X), r"'bad'.*complex64\[\]"),
+    "auxiliary values": (TypeError, ({"bad": lambda w, x: (loss(w, x), x)}, W, X), "'bad'.*tuple"),
+    "nothing": (TypeError, ({"bad": lambda x: None}, X), "'bad'.*None"),
+    "a layer of an array": (TypeError, ({"bad": Multiply}, W, W), "'bad'"),
+}
+
+
+@pytest.mark.parametrize(("kind", "arguments", "text"), BAD.values(), ids=BAD)
+def test_an_argument_that_cannot_be_compared_is_an_error_that_names_it(kind, arguments, text):
+    with pytest.raises(kind, match=text):
+        compare_programs(*arguments)
+
+
+def test_a_negative_number_of_rounds_is_an_error():
+    with pytest.raises(ValueError, match=r"rounds.* -1"):
+        compare_programs({"plain": loss}, W, X, rounds=-1)
+
+
+def test_an_exception_in_a_program_keeps_its_type_and_names_the_program_before_any_is_compiled(monkeypatch):
+    class OwnError(Exception):
+        pass
+
+    def fails(w, x):
+        raise OwnError("the user's text")
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self: pytest.fail("a program was compiled"))
+    with pytest.raises(OwnError, match="the user's text") as caught:
+        compare_programs({"plain": loss, "bad": fails}, W, X)
+    assert any("'bad'" in note for note in caught.value.__notes__)
