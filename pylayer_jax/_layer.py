@@ -150,53 +150,23 @@ class PyLayer:
 
 
 def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
-    """Apply a layer under a transformation of JAX: see NOTE [orders] in `_layer_rule.py`.
-
-    | situation                                                     | function that JAX applies              |
-    |---------------------------------------------------------------|----------------------------------------|
-    | most calls                                                    | the front, a custom_vjp function       |
-    | a class with forward mode or `vmap`; within a `backward`;     | a `RuleFunction`: staged if JAX traces |
-    |   forward over reverse; jax.linear_transpose; an eager        |   a jaxpr, otherwise run on concrete   |
-    |   shard_map, which has no rule for custom_vjp functions; a    |   values                               |
-    |   block of hooks if JAX differentiates the call later: a fwd  |                                        |
-    |   rule is traced separately and would pack each tensor again  |                                        |
-    | an argument is a `jax.Ref`                                    | the front for Refs, first order only   |
-    """
+    """Apply a layer under a transformation of JAX."""
     __tracebackhide__ = True
-    layer, state = call.layer, TraceState()
+    state = TraceState()
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
     call.pair = _hooks.pair_to_pack_with(tensors)
-    takes_refs = call.arguments.ref_mask is not None
-    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
-    if (takes_refs or not has_forward_mode) and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
-        # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
-        raise ref_error(call) if takes_refs else NoForwardModeError(call.name)
-    is_deferred = state.will_be_differentiated_later(tensors)
-    if takes_refs:
-        _check_refs(call, tensors, is_deferred)
-    has_unknown_trace = state.has_unknown_trace or any(map(is_unknown, tensors))
-    has_front = takes_refs or not (
-        has_forward_mode
-        or layer._has_vmap_method()
-        or state.is_forward_over_reverse
-        or has_unknown_trace
-        or (is_deferred and call.pair is not None)
-    )
+    application = Application(call, state.will_be_differentiated_later(tensors))
     # The trace of a block of hooks must not pack residuals of the layer's equations: the layer packs its own residuals.
-    application = Application(call, is_deferred)
     with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
         try:
-            if has_front and is_deferred and not takes_refs:
-                # JAX cannot differentiate a custom_vjp function that closes over tracers.
-                _, consts = application.stage(tensors)
-                has_front = not consts
-            if has_front:
-                values = front_of(layer, takes_refs)(application, *tensors)
-            elif state.is_staged or has_unknown_trace:
+            route = _route(application, tensors, state)
+            if route == "staged":
                 _, values = application.bind(tensors, packs=True)
-            else:
+            elif route == "eager":
                 values = apply(EagerLayer(call), tensors)
+            else:
+                values = front_of(call.layer, takes_refs=route == "custom_vjp with Refs")(application, *tensors)
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
     assert call.skeleton is not None
@@ -205,6 +175,46 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     # Remove the tangents that a custom_vjp function makes for outputs that are marked non-differentiable.
     values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
     return call.skeleton.fill(values)
+
+
+def _route(application: Application, tensors: list[Any], state: TraceState) -> str:
+    """Return which function JAX applies for a call of a layer: see NOTE [orders] in `_layer_rule.py`.
+
+    | situation                                                     | route                                          |
+    |---------------------------------------------------------------|------------------------------------------------|
+    | an argument is a `jax.Ref`                                    | "custom_vjp with Refs", first order only       |
+    | most calls                                                    | "custom_vjp": the custom_vjp function          |
+    | a class with forward mode or `vmap`; within a `backward`;     | "staged": a `RuleFunction` of a jaxpr, or      |
+    |   forward over reverse; jax.linear_transpose; an eager        | "eager": a `RuleFunction` that runs `forward`  |
+    |   shard_map, which has no rule for custom_vjp functions;      |   on concrete values, if JAX traces no jaxpr   |
+    |   closed-over tracers in a call that JAX differentiates later |                                                |
+    |   (no custom_vjp function may close over these); a block of   |                                                |
+    |   hooks in such a call (a fwd rule is traced separately and   |                                                |
+    |   would pack each tensor again)                               |                                                |
+
+    Raises:
+        TypeError: for forward mode of a class without forward mode, and for a Ref that is differentiated or batched.
+    """
+    __tracebackhide__ = True
+    call, layer, is_deferred = application.call, application.call.layer, application.is_deferred
+    takes_refs = call.arguments.ref_mask is not None
+    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
+    if (takes_refs or not has_forward_mode) and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
+        # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
+        raise ref_error(call) if takes_refs else NoForwardModeError(call.name)
+    if takes_refs:
+        _check_refs(call, tensors, is_deferred)
+        return "custom_vjp with Refs"
+    has_unknown_trace = state.has_unknown_trace or any(map(is_unknown, tensors))
+    if not (
+        has_forward_mode
+        or layer._has_vmap_method()
+        or state.is_forward_over_reverse
+        or has_unknown_trace
+        or (is_deferred and (call.pair is not None or application.stage(tensors)[1]))
+    ):
+        return "custom_vjp"
+    return "staged" if state.is_staged or has_unknown_trace else "eager"
 
 
 _NO_HOOKS = contextlib.nullcontext()

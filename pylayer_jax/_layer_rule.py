@@ -60,7 +60,6 @@ class StagedLayer(RuleFunction):
         self.name = call.name
         self.unpacked: StagedLayer | None = None  # if this function packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
-        self.is_divisible = not call.layer._has_vmap_method()  # a batch of a part could not call this method
         # `with_rule`: outputs with tangents from the rule; intermediates that depend on these outputs use the tangents.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
@@ -80,6 +79,10 @@ class StagedLayer(RuleFunction):
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
         known = [*inputs, *values]
         return [known[i] for i in self.positions]
+
+    @property
+    def is_divisible(self) -> bool:
+        return not self.call.layer._has_vmap_method()  # a batch of a part of `forward` could not call this method
 
     def all_outputs_depend_on(self, inputs: Sequence[Any]) -> bool:
         """Return whether each output that can have a tangent depends on each of the inputs."""

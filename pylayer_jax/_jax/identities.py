@@ -24,14 +24,16 @@ class _Identity(RuleFunction):
     If `error` is given, the derivative of the function raises the exception that `error` makes.
     """
 
-    is_divisible = False  # the results of a part would not be its operands
-
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
         self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
 
     def of(self, types: Sequence[Any]) -> _Identity:
         """Return the same function for operands of the given types."""
         return _Identity(self.name, tuple(types), self.error)
+
+    @property
+    def is_divisible(self) -> bool:
+        return False  # the results of a part would not be its operands
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         if self.error is not None:

@@ -45,7 +45,11 @@ class RuleFunction:
     name: str  # the name in jaxprs and errors
     jaxpr: Any = None  # None if `run` is not staged: in eager mode, `run` then gets concrete values
     n_consts: int = 0  # the first `n_consts` operands are the values that the function closes over
-    is_divisible = True  # whether `jax.checkpoint` and dead code elimination may evaluate part of the jaxpr
+
+    @property
+    def is_divisible(self) -> bool:
+        """Whether `jax.checkpoint` and dead code elimination may evaluate a part of the jaxpr."""
+        return True
 
     def run(self, *args: Any) -> Values:
         """Compute the values of the function."""
