@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ._jax.tracers import current_trace, is_active, is_tracer
+from ._jax.tracers import current_trace, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, is_array, is_ref
 from ._messages import closed_over, describe, innermost, tensors_in
 from ._outputs import Outputs, with_tensor
@@ -202,7 +202,10 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
     if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
         return value
     returned = [original for original, _ in state.returned]
-    arrays, rest = split(value, lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf) or contains(returned, leaf))
+    arrays, rest = split(
+        value,
+        lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf) or (bool(returned) and contains(returned, leaf)),
+    )
     if not arrays:
         return value  # the user's own container, since nothing in it has to be copied
     for i, array in enumerate(arrays):
@@ -312,7 +315,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[Kept, list[Any],
         found, rest = split(value, is_tensor_or_ref)
         if len(rest.leaves) > len(found):
             _refuse_closures(rest, name, state.layer)
-            kept.has_objects = kept.has_objects or any(map(_may_hold_arrays, rest.statics()))
+            # In eager mode, an object holds concrete arrays.
+            kept.has_objects = kept.has_objects or (is_staging() and any(map(_may_hold_arrays, rest.statics())))
         found = [output_of.get(id(x), x) for x in found] if output_of else found
         for tensor in found:
             if is_tracer(tensor) and tensor._trace is not trace and not is_active(tensor):
