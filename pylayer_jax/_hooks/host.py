@@ -41,6 +41,8 @@ from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_staging
 from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 
+from .pair import WeakTable
+
 # Python may collect an object at any line, and the finalizer of a packed object may close a pair of hooks. Therefore
 # all stores share one reentrant lock, so that no deadlock is possible.
 _lock = threading.RLock()
@@ -51,18 +53,18 @@ class HostStore:
 
     def __init__(self) -> None:
         self.sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._owners = WeakTable()  # equal pairs are different owners
 
     def add_owner(self, hooks: Any) -> None:
         """Keep all packed values until `hooks` is closed."""
         with _lock:
-            self._owners.add(hooks)
+            self._owners.put(hooks, None)
 
     def close(self, hooks: Any) -> None:
         """Remove the owner `hooks`. Drop all packed values if no other owner is left."""
         dropped: list[Any] = []
         with _lock:
-            self._owners.discard(hooks)
+            self._owners.drop(hooks)
             for site in [] if len(self._owners) else list(self.sites):
                 dropped.append(site.held)
                 site.held, site.used = {}, {}
