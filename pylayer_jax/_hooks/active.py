@@ -36,7 +36,7 @@ class Block:
     """
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
-        self.value: Pair | str | None = value  # a pair; or the message of `disable_saved_tensors_hooks`; None when left
+        self.value: Any = value  # a pair; or the message of `disable_saved_tensors_hooks`; None if the block was left
         self._key = value if isinstance(value, str) else value.key
         self._thread = threading.get_ident()
         self.is_shared = not isinstance(value, str) and not is_staging()  # False: JAX caches for equal pairs only
