@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +19,11 @@ class ObjectPrimitive(Primitive):
     NOTE [held objects]
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
     parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
-    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr, which serves only as a key of
-    `_held_objects`. The key is nested in tuples so that `jaxprs_in_params` skips it. If the Python object has a jaxpr,
-    this jaxpr is another parameter, in which JAX finds properties such as the devices of a mesh. tests: test_memory.py
+    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr whose debug info has the Python
+    object. (A table from jaxprs to objects would keep an object that refers to its own equation, as a hook does that
+    stores a tracer: hooks/test_identity.py.) The empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it.
+    If the Python object has a jaxpr, this jaxpr is another parameter, in which JAX finds properties such as the devices
+    of a mesh. tests: test_memory.py
     """
 
     def __init__(self, name: str) -> None:
@@ -33,8 +34,8 @@ class ObjectPrimitive(Primitive):
         __tracebackhide__ = True
         held = params.pop("held")
         if type(held) is not tuple:  # a tuple is the key of an equation that JAX binds again
-            key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
-            _held_objects[key] = held
+            key = Jaxpr((), (), (), (), debug_info=_Holder("pylayer_jax", "held object", None, None))
+            key.debug_info.held = held
             params |= {"name": held.name, "jaxpr": getattr(held, "jaxpr", None)}
             held = ((key,),)
         return super().bind(*args, held=held, **params)
@@ -100,12 +101,12 @@ class ObjectPrimitive(Primitive):
         mlir.register_lowering(self, lower_rule, cacheable=False)
 
 
-_held_objects: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_NO_DEBUG_INFO = DebugInfo("pylayer_jax", "held object", None, None)
+class _Holder(DebugInfo):
+    held: Any
 
 
 def _object(key: Any) -> Any:
-    return _held_objects[key[0][0]]
+    return key[0][0].debug_info.held
 
 
 def object_of(equation: Any) -> Any:
