@@ -61,11 +61,23 @@ class _ReadyPair(saved_tensors_hooks):
         self, owner: Any, values: Any, pack: Hook, arguments: bool, only: Only | None, keeps: int, **step: Any
     ) -> None:
         chosen = predicate(type(self).__name__, only)
-        steps = [Step(pack, _restored, only=chosen, **step)]
+        steps = [Step(_unchecked(pack), _restored, only=chosen, **step)]
         key = *values, bool(arguments), key_of(only)
         self._set_up(owner, key, steps, keeps=keeps, packs_arguments=bool(arguments))
 
 
+def _unchecked(hook: Hook) -> Hook:
+    """Return a hook in which JAX does not look for NaN and infinity: it reports them where the user's code makes them."""
+
+    @functools.wraps(hook)
+    def run(x: Any) -> Any:
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return hook(x)
+
+    return run
+
+
+@_unchecked
 def _restored(packed: Any) -> Any:
     return packed.restored() if isinstance(packed, (_OnHost, _Cast, _Bits, _Quantized, _File)) else packed
 

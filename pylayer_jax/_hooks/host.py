@@ -111,7 +111,7 @@ class PackSite:
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
         with self._naming("pack_hook", int(device)):
-            packed = self._pack(np.asarray(tensor))
+            packed = self._pack(np.require(tensor, requirements="W"))  # a copy, if JAX holds the memory
         with _lock:
             dropped = [self.held.pop(number, None) for number in self.used.pop(int(device), ())]
             number, self._n_packed = self._n_packed, (self._n_packed + 1) % 2**32

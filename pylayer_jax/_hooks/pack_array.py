@@ -54,12 +54,15 @@ class PackedTensor:
         self._skeleton = skeleton  # the structure of the result of the pack hook
         self._parts = parts  # for each array in that result: how the next step packed it, or None
         self._where = where
+        self._has_x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
         """Run the unpack hooks, and return the tensor."""
-        if not self.keeps_original:
-            return self._restored(iter(arrays))
-        return with_tangent(arrays[0], self._restored(iter(arrays[1:])))
+        rest = iter(arrays)
+        original = next(rest) if self.keeps_original else None
+        with jax.enable_x64(self._has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
+            value = self._restored(rest)
+        return with_tangent(original, value) if self.keeps_original else value
 
     def _restored(self, rest: Iterator[Any]) -> Any:
         parts = [next(rest) if part is None else part._restored(rest) for part in self._parts]
@@ -185,7 +188,7 @@ def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str) -> tuple[Any,
         site = PackSite(pair.store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
         return site.token(array), site.restored
     with _running("pack_hook", where):
-        return pack(np.asarray(array) if step.host else as_arrays([array])[0]), unpack
+        return pack(np.array(array) if step.host else as_arrays([array])[0]), unpack  # a host hook may write
 
 
 @contextlib.contextmanager
