@@ -67,7 +67,7 @@ class _ReadyPair(saved_tensors_hooks):
 
 
 def _unchecked(hook: Hook) -> Hook:
-    """Return a hook in which JAX does not look for NaN and infinity: it reports them where the user's code makes them."""
+    """Return a hook in which JAX ignores NaN and infinity, and so reports them where the user's code makes them."""
 
     @functools.wraps(hook)
     def run(x: Any) -> Any:
@@ -340,7 +340,7 @@ def _quantize(
     x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
-    low, high = _smallest_and_largest(x)
+    low, high = (jnp.where(jnp.isfinite(end), end, 0) for end in _smallest_and_largest(x))
     low, mark, place = _depending_on(low, jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32))
     steps, half = 2**bits - 2, _half_step(low, high, bits)
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)

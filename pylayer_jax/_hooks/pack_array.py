@@ -25,7 +25,7 @@ import numpy as np
 
 from pylayer_jax._jax.identities import forbid_derivative, with_tangent
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
-from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
+from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, has_x64, is_array, is_key, typeof, with_type
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, is_tensor, split
 
@@ -54,7 +54,7 @@ class PackedTensor:
         self._skeleton = skeleton  # the structure of the result of the pack hook
         self._parts = parts  # for each array in that result: how the next step packed it, or None
         self._where = where
-        self._has_x64: bool = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+        self._has_x64 = has_x64()
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
         """Run the unpack hooks, and return the tensor."""

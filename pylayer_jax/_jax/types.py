@@ -31,6 +31,11 @@ def _dtype_has_tangent(dtype: Any) -> bool:
     return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
+def has_x64() -> bool:
+    """Return whether JAX has arrays of 64 bits here (see `jax.enable_x64`)."""
+    return jax.config.jax_enable_x64
+
+
 def is_array(value: object) -> bool:
     """Return whether a value is a `jax.Array`. For a tracer, `isinstance` alone would take six times as long."""
     return (isinstance(value, Tracer) and type(value.aval) is ShapedArray) or isinstance(value, jax.Array)

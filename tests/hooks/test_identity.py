@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -385,12 +386,13 @@ FUNCTIONS = {"plain": plain, "layers": layers, "jitted": jitted}
 
 def met(steps):
     """Each pair in eager mode, and hooks everywhere; the rest is marked as slow."""
-    for step in steps:
-        for pair in PAIRS:
-            for function in FUNCTIONS if pair == "hooks" else ["plain"]:
-                if (step, pair) != ("checkpoint", "host"):  # jax.checkpoint refuses effects
-                    is_core = step == "inside" or (pair == "hooks" and function != "plain")
-                    yield pytest.param(step, pair, function, marks=[] if is_core else pytest.mark.slow)
+    found = []
+    for step, pair, function in itertools.product(steps, PAIRS, FUNCTIONS):
+        # jax.checkpoint refuses the effects of hooks on the host
+        if (pair == "hooks" or function == "plain") and (step, pair) != ("checkpoint", "host"):
+            is_core = step == "inside" or (pair == "hooks" and function != "plain")
+            found.append(pytest.param(step, pair, function, marks=[] if is_core else pytest.mark.slow))
+    return found
 
 
 @pytest.mark.parametrize(("step", "pair", "function"), met(ALL_STEPS))
