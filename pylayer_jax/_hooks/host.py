@@ -39,7 +39,7 @@ from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, 
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_staging
-from pylayer_jax._jax.types import has_x64, manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.types import is_set, manual_axes, typeof, with_varying_axes
 
 from .pair import WeakTable
 
@@ -106,7 +106,7 @@ class PackSite:
         axes = manual_axes()  # the axes of the enclosing shard_maps, within which each device packs
         device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
         aval = ShapedArray(result.shape, result.dtype)
-        function = _HostFunction(f"{hook} for {self._where}", run, aval, has_x64())
+        function = _HostFunction(f"{hook} for {self._where}", run, aval, is_set("enable_x64"))
         (value,) = _host_call_p.bind(operand, device, held=function)
         return with_varying_axes(value, typeof(device))
 

@@ -34,8 +34,9 @@ class ObjectPrimitive(Primitive):
         __tracebackhide__ = True
         held = params.pop("held")
         if type(held) is not tuple:  # a tuple is the key of an equation that JAX binds again
-            key = Jaxpr((), (), (), (), debug_info=_Holder("pylayer_jax", "held object", None, None))
-            key.debug_info.held = held
+            holder = _Holder("pylayer_jax", "held object", None, None)
+            holder.held = held
+            key = Jaxpr((), (), (), (), debug_info=holder)
             params |= {"name": held.name, "jaxpr": getattr(held, "jaxpr", None)}
             held = ((key,),)
         return super().bind(*args, held=held, **params)

@@ -31,9 +31,9 @@ def _dtype_has_tangent(dtype: Any) -> bool:
     return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
-def has_x64() -> bool:
-    """Return whether JAX has arrays of 64 bits here (see `jax.enable_x64`)."""
-    return jax.config.jax_enable_x64
+def is_set(flag: str) -> bool:
+    """Return whether a flag of JAX, such as "enable_x64", is set here."""
+    return getattr(jax.config, f"jax_{flag}")
 
 
 def is_array(value: object) -> bool:

@@ -21,10 +21,11 @@ X = grid(8, 32)
 
 def of_host():
     def pack(x):
-        x *= 2  # the hook may write into its array
-        return x
+        kept = x.copy()
+        x[...] = 0  # the array is the hook's own
+        return kept
 
-    return saved_tensors_hooks(pack, lambda packed: packed / packed.dtype.type(2), host=True)
+    return saved_tensors_hooks(pack, lambda packed: packed, host=True)
 
 
 # The largest error of a gradient next to its largest entry.
