@@ -84,9 +84,9 @@ class Pair:
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; it holds numbers and values, and no function
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
-    only: Callable[[Any, TensorInfo], Any] | None  # the predicate that applies before all steps
     keeps: int  # one of MOVES, SCALES and OFFSETS
     packs_arguments: bool  # whether values from outside the block are packed
+    only: Callable[[Any, TensorInfo], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:

@@ -208,6 +208,18 @@ def test_each_thread_runs_its_own_hooks():
         np.testing.assert_allclose(slopes, 2 * slope(scale), rtol=1e-4)
 
 
+def test_a_pair_may_enter_a_set_before_its_hooks_are_set():
+    entered = weakref.WeakSet()
+
+    class Entered(OfState):
+        def __init__(self):
+            entered.add(self)
+            super().__init__()
+
+    pairs = [Entered(), Entered()]
+    assert set(entered) == set(pairs)
+
+
 # -- equal pairs -----------------------------------------------------------------------------------------
 
 
