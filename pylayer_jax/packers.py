@@ -57,12 +57,27 @@ class _ReadyPair(saved_tensors_hooks):
             )
         return super().__new__(cls, *args, **kwargs)
 
-    def __init__(self, pack: Hook, arguments: bool, only: Only | None, keeps: int, **step: Any) -> None:
+    def __init__(
+        self, owner: Any, values: Any, pack: Hook, arguments: bool, only: Only | None, keeps: int, **step: Any
+    ) -> None:
         chosen = predicate(type(self).__name__, only)
-        steps = [Step(pack, _restored, only=chosen, **step)]
-        self._set_up(steps, keeps=keeps, packs_arguments=bool(arguments))
+        steps = [Step(_unchecked(pack), _restored, only=chosen, **step)]
+        key = *values, bool(arguments), key_of(only)
+        self._set_up(owner, key, steps, keeps=keeps, packs_arguments=bool(arguments))
 
 
+def _unchecked(hook: Hook) -> Hook:
+    """Return a hook in which JAX ignores NaN and infinity, and so reports them where the user's code makes them."""
+
+    @functools.wraps(hook)
+    def run(x: Any) -> Any:
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return hook(x)
+
+    return run
+
+
+@_unchecked
 def _restored(packed: Any) -> Any:
     return packed.restored() if isinstance(packed, (_OnHost, _Cast, _Bits, _Quantized, _File)) else packed
 
@@ -91,7 +106,8 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
-        super().__init__(move, arguments, only, OFFSETS, differentiable=True, floats_only=True, is_last=True)
+        step: dict[str, Any] = {"differentiable": True, "floats_only": True, "is_last": True}
+        super().__init__(save_on_cpu, [bool(pin_memory)], move, arguments, only, OFFSETS, **step)
 
 
 class _OnHost(NamedTuple):
@@ -152,7 +168,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return _pack_bits(x)
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
 
-        super().__init__(pack, arguments, only, SCALES, differentiable=True)
+        super().__init__(cast_saved, [narrow], pack, arguments, only, SCALES, differentiable=True)
 
 
 class _Cast(NamedTuple):
@@ -220,7 +236,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             values, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
             return _Quantized(values, low, high, bits, length, x.dtype, sharding)
 
-        super().__init__(pack, arguments, only, OFFSETS)
+        values = bits, block_size, rounds_stochastically
+        super().__init__(quantize_saved, values, pack, arguments, only, OFFSETS)
 
 
 # -- blocks along an axis, within shards -----------------------------------------------------------------
@@ -323,7 +340,7 @@ def _quantize(
     x: jax.Array, bits: int, stochastic: bool, length: int, sharding: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
-    low, high = _smallest_and_largest(x)
+    low, high = (jnp.where(jnp.isfinite(end), end, 0) for end in _smallest_and_largest(x))
     low, mark, place = _depending_on(low, jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32))
     steps, half = 2**bits - 2, _half_step(low, high, bits)
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
@@ -426,8 +443,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
-        save = functools.partial(_File, _Folder(os.path.abspath(os.fspath(directory))))
-        super().__init__(save, arguments, only, OFFSETS, host=True, floats_only=True)
+        path = os.path.abspath(os.fspath(directory))
+        save = functools.partial(_File, _Folder(path))
+        super().__init__(save_on_disk, [path], save, arguments, only, OFFSETS, host=True, floats_only=True)
 
 
 class _Folder:
@@ -542,15 +560,13 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             own = f"pair {number} of the chain, {pair!r}"
             steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._pair.steps]
         self._set_up(
+            chain,
+            (*[pair._pair.key for pair in pairs], key_of(only)),
             steps,
             keeps=min(pair._pair.keeps for pair in pairs),
             packs_arguments=all(pair._pair.packs_arguments for pair in pairs),
             only=predicate("chain", only),
         )
-
-    def _key(self) -> Any:
-        pairs, kwargs = self._made_with
-        return chain, *[pair._pair.key for pair in pairs], key_of(kwargs.get("only"))
 
 
 # -- pairs by name ---------------------------------------------------------------------------------------
@@ -592,12 +608,10 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         self._made_with = ((dict(pairs),), {})
         present = [pair._pair for pair in pairs.values() if pair is not None]
         self._set_up(
+            by_name,
+            (frozenset((name, pair and pair._pair.key) for name, pair in pairs.items()),),
             (),
             keeps=min((pair.keeps for pair in present), default=OFFSETS),
             packs_arguments=all(pair.packs_arguments for pair in present),
             by_name={key: () if pair is None else pair._pair.steps for key, pair in pairs.items()},
         )
-
-    def _key(self) -> Any:
-        (pairs,), _ = self._made_with
-        return by_name, frozenset((key, pair and pair._pair.key) for key, pair in pairs.items())

@@ -4,42 +4,55 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from typing import Any, Final, Self
+import threading
+from typing import Any, Final
 
 import jax
 
 from pylayer_jax._jax.imports import set_current_trace
-from pylayer_jax._jax.tracers import current_trace
+from pylayer_jax._jax.tracers import current_trace, is_staging
 
 from .pair import Pair
 
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
 
-# The innermost block of this thread. This value is part of the key of every cache of JAX, so that JAX traces a function
-# again if the function was compiled without hooks, or with other hooks.
+# The innermost block of this thread. This value is part of the key of every cache of JAX: see NOTE [blocks as keys].
 active: Final = jax.make_user_context(None)
 
 # The innermost block that this asyncio task entered, or inherited from the task that created it.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
 
 
-class Block(tuple[Any]):
-    """One entry into a `with` block of hooks. In JAX's caches, blocks of equal pairs are equal keys.
+class Block:
+    """One entry into a `with` block of hooks.
 
-    A block is a tuple of the pair's key. JAX hashes and compares a tuple quickly at each call of a jitted function.
+    NOTE [blocks as keys]
+    JAX's caches keep blocks as keys for as long as they like. Therefore a block that was left holds the key of its pair
+    instead of the pair, and no hook. Blocks of equal pairs are equal, so a function that was traced with other hooks is
+    traced again. So are blocks of one thread in which no traced code has asked for the pair: what JAX cached in one of
+    them (each operation of eager mode) holds for all of them, and a new pair compiles nothing again. Traced code asks
+    for the pair by `active_pair`, before JAX caches the code. JAX lets a thread wait for what another thread traces
+    under an equal key, before it is known whether this code will ask; hence "of one thread". tests: test_identity.py
     """
 
-    def __new__(cls, value: Pair | str, trace: Any = None) -> Self:
-        del trace
-        return super().__new__(cls, (value if isinstance(value, str) else value.key,))
-
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
-        super().__init__()
-        self.value = value  # a pair; or a string, the message of `disable_saved_tensors_hooks`
+        self.value: Any = value  # a pair; or the message of `disable_saved_tensors_hooks`; None if the block was left
+        self._key = value if isinstance(value, str) else value.key
+        self._thread = threading.get_ident()
+        self.is_shared = not isinstance(value, str) and not is_staging()  # False: JAX caches for equal pairs only
         self.is_left = False
         self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations inside the block
         self._contexts: list[Any] = []
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Block):
+            return False
+        both_shared = self.is_shared and other.is_shared and self._thread == other._thread
+        return both_shared or self._key == other._key
+
+    def __hash__(self) -> int:
+        return 0  # any two blocks may be equal
 
     def enter(self) -> Block:
         """Make this block the innermost block of the thread."""
@@ -59,7 +72,7 @@ class Block(tuple[Any]):
             RuntimeError: if this block is not the innermost block of this thread. The block is left even then.
         """
         trace, contexts = self._trace, self._contexts
-        self.is_left, self._trace, self._contexts = True, None, []
+        self.is_left, self.value, self._trace, self._contexts = True, None, None, []
         is_innermost = active.value is self
         is_current = trace is None or current_trace() is trace
         if _entered.get() is self:
@@ -117,6 +130,8 @@ def active_pair() -> Pair | None:
     if block is None or isinstance(block.value, str):
         return None
     block.check_task()
+    if block.is_shared and is_staging():
+        block.is_shared = False
     return block.value
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from pylayer_jax._messages import plural
 
 from .active import Block, active_pair, entered_block, innermost_block
+from .host import store_of
 from .operations import enter_block
 from .pair import MOVES, Hook, Pair, Step, TensorInfo, key_of
 
@@ -67,10 +68,12 @@ class _MadeWith:
     """
 
     _made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _key: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         self._made_with = (args, kwargs)
+        self._key = key_of(self)  # equal to itself alone
         return self
 
 
@@ -143,18 +146,24 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         check_hook(owner, "pack_hook", pack_hook, 1)
         check_hook(owner, "unpack_hook", unpack_hook, 1)
         step = Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(owner, only))
-        self._set_up([step], keeps=MOVES, packs_arguments=True)
+        key = *map(key_of, (pack_hook, unpack_hook, only)), step.host, step.differentiable
+        self._set_up(saved_tensors_hooks, key, [step], keeps=MOVES, packs_arguments=True)
 
-    def _set_up(
-        self, steps: Sequence[Step], *, keeps: int, packs_arguments: bool, only: Any = None, by_name: Any = None
-    ) -> None:
+    def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
+        """Set up a pair, for the `__init__` of `owner`. Pairs of one class with equal `values` are equal.
+
+        If a subclass has an `__init__` of its own, its hooks may keep a state for each pair, so no other pair is equal.
+        """
         self._was_entered = False
-        self._pair = Pair(steps, self._key(), only, keeps, packs_arguments, by_name)
+        if type(self).__init__ is owner.__init__:
+            self._key = key_of(type(self)), *values
+        self._pair = Pair(steps, self._key, store_of(self._key), **options)
 
-    def _key(self) -> Any:
-        """Return the key by which jit compares pairs: the class of the pair and the arguments of its `__init__`."""
-        args, kwargs = self._made_with
-        return type(self), key_of(args), key_of(tuple(sorted(kwargs.items())))
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, saved_tensors_hooks) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
 
     def __repr__(self) -> str:
         args, kwargs = self._made_with

@@ -39,7 +39,9 @@ from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, 
 from pylayer_jax._jax.masks import merge
 from pylayer_jax._jax.primitives import ObjectPrimitive
 from pylayer_jax._jax.tracers import is_staging
-from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
+from pylayer_jax._jax.types import is_set, manual_axes, typeof, with_varying_axes
+
+from .pair import WeakTable
 
 # Python may collect an object at any line, and the finalizer of a packed object may close a pair of hooks. Therefore
 # all stores share one reentrant lock, so that no deadlock is possible.
@@ -51,18 +53,18 @@ class HostStore:
 
     def __init__(self) -> None:
         self.sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
-        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._owners = WeakTable()  # equal pairs are different owners
 
     def add_owner(self, hooks: Any) -> None:
         """Keep all packed values until `hooks` is closed."""
         with _lock:
-            self._owners.add(hooks)
+            self._owners.put(hooks, None)
 
     def close(self, hooks: Any) -> None:
         """Remove the owner `hooks`. Drop all packed values if no other owner is left."""
         dropped: list[Any] = []
         with _lock:
-            self._owners.discard(hooks)
+            self._owners.drop(hooks)
             for site in [] if len(self._owners) else list(self.sites):
                 dropped.append(site.held)
                 site.held, site.used = {}, {}
@@ -103,13 +105,14 @@ class PackSite:
     def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
         axes = manual_axes()  # the axes of the enclosing shard_maps, within which each device packs
         device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
-        function = _HostFunction(f"{hook} for {self._where}", run, ShapedArray(result.shape, result.dtype))
+        aval = ShapedArray(result.shape, result.dtype)
+        function = _HostFunction(f"{hook} for {self._where}", run, aval, is_set("enable_x64"))
         (value,) = _host_call_p.bind(operand, device, held=function)
         return with_varying_axes(value, typeof(device))
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
         with self._naming("pack_hook", int(device)):
-            packed = self._pack(np.asarray(tensor))
+            packed = self._pack(np.require(tensor, requirements="W"))  # a copy, if JAX holds the memory
         with _lock:
             dropped = [self.held.pop(number, None) for number in self.used.pop(int(device), ())]
             number, self._n_packed = self._n_packed, (self._n_packed + 1) % 2**32
@@ -154,6 +157,7 @@ class _HostFunction(NamedTuple):
     name: str
     run: Callable[..., Any]
     result: Any  # the type of the result
+    has_x64: bool  # whether JAX has numbers of 64 bits where the hook is traced; it may be lowered elsewhere
 
 
 @functools.cache
@@ -245,6 +249,12 @@ def _on_first_device(n_devices: int, function: _HostFunction, *args: Any) -> lis
     return [jax.shard_map(on_each, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)]
 
 
+def _evaluate(function: _HostFunction, *args: Any) -> list[Any]:
+    with jax.enable_x64(function.has_x64):
+        # Convert arguments to JAX arrays: JAX passes some constants as NumPy numbers of a dtype that JAX arrays lack.
+        return [jnp.asarray(function.run(*(np.asarray(jnp.asarray(x)) for x in args)))]
+
+
 def _lower(function: _HostFunction, context: Any, *args: Any) -> Any:
     module = context.module_context
     n_devices = getattr(module.axis_context, "num_devices", 1)  # the number is 1 within a shard_map
@@ -253,12 +263,12 @@ def _lower(function: _HostFunction, context: Any, *args: Any) -> Any:
     if n_devices > 1 and on_cpu:
         call = functools.partial(_on_first_device, n_devices)
         context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
-    return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
+    with jax.enable_x64(function.has_x64):
+        return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
 
 
 _host_call_p.register(
-    # Convert arguments to JAX arrays, as JAX passes some constants as NumPy numbers of a dtype that JAX arrays lack.
-    evaluate=lambda function, *args: [jnp.asarray(function.run(*(np.asarray(jnp.asarray(x)) for x in args)))],
+    evaluate=_evaluate,
     abstract=lambda function, *_: ([function.result], _effects(function.name)),
     jvp=_jvp,
     batch=_batch,

@@ -222,18 +222,21 @@ class _Request(NamedTuple):
 class HooksTrace(PassThroughTrace):
     """The trace that gets all operations in a block of hooks."""
 
-    __slots__ = ("block", "is_staging", "names", "outer", "outside", "pair", "sources")
+    __slots__ = ("block", "is_staging", "names", "outer", "outside", "sources")
 
     def __init__(self, pair: Pair) -> None:
         current = current_trace()
         super().__init__(trace_below(current))  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = current if isinstance(current, HooksTrace) else None
-        self.pair = pair
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
         self.sources = WeakTable()  # value -> CONSTANT or COMPUTED; for other values see `_source`
         self.outside = WeakTable()  # value -> the residual that recomputes it from values from outside
         self.names = WeakTable()  # value -> the name that `checkpoint_name` gave it
+
+    @property
+    def pair(self) -> Pair:
+        return self.block.value  # JAX's caches keep traces, and must not keep the hooks with them
 
     # -- methods that JAX calls ----------------------------------------------------------------------
 

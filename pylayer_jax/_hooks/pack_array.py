@@ -25,7 +25,7 @@ import numpy as np
 
 from pylayer_jax._jax.identities import forbid_derivative, with_tangent
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
-from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, typeof, with_type
+from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, is_set, typeof, with_type
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, is_tensor, split
 
@@ -54,12 +54,15 @@ class PackedTensor:
         self._skeleton = skeleton  # the structure of the result of the pack hook
         self._parts = parts  # for each array in that result: how the next step packed it, or None
         self._where = where
+        self._has_x64 = is_set("enable_x64")
 
     def unpack(self, arrays: Sequence[Any]) -> Any:
         """Run the unpack hooks, and return the tensor."""
-        if not self.keeps_original:
-            return self._restored(iter(arrays))
-        return with_tangent(arrays[0], self._restored(iter(arrays[1:])))
+        rest = iter(arrays)
+        original = next(rest) if self.keeps_original else None
+        with jax.enable_x64(self._has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
+            value = self._restored(rest)
+        return with_tangent(original, value) if self.keeps_original else value
 
     def _restored(self, rest: Iterator[Any]) -> Any:
         parts = [next(rest) if part is None else part._restored(rest) for part in self._parts]
@@ -96,7 +99,12 @@ def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> Root:
     elif has_tangent(tensor) and not all(step.differentiable for step in steps):
         (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
     with jax.named_scope(PACK_SCOPE):
-        packed = _pack(pair, steps, as_array(value, typeof(tensor)), where, info, arrays)
+        value = as_array(value, typeof(tensor))
+        packed = _pack(pair, steps, value, where, info, arrays)
+        if (is_set("debug_nans") or is_set("debug_infs")) and jnp.issubdtype(value.dtype, jnp.inexact):
+            # JAX looks for NaN among the results of a program, which hooks may hide. No unpack hook reads this number.
+            # tests: test_a_nan_of_the_user_is_reported_where_it_is_without_hooks
+            arrays.append(jnp.max(jnp.abs(value)))
     packed.keeps_original = keeps_original
     return Root(arrays, packed)
 
@@ -185,7 +193,7 @@ def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str) -> tuple[Any,
         site = PackSite(pair.store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
         return site.token(array), site.restored
     with _running("pack_hook", where):
-        return pack(np.asarray(array) if step.host else as_arrays([array])[0]), unpack
+        return pack(np.array(array) if step.host else as_arrays([array])[0]), unpack  # a host hook may write
 
 
 @contextlib.contextmanager

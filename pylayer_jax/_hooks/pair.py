@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import threading
+import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .host import store_of
+if TYPE_CHECKING:
+    from .host import HostStore
 
 Hook = Callable[[Any], Any]
 
@@ -66,22 +70,28 @@ class WeakTable:
         except TypeError:  # some numbers of JAX allow no weak references
             return
 
+    def drop(self, key: Any) -> None:
+        self._entries.pop(id(key), None)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
 
 @dataclasses.dataclass(eq=False)
 class Pair:
     """A sequence of steps that pack a tensor one after another."""
 
     steps: Sequence[Step]
-    key: Any  # equal for equal pairs, which share an entry in jit's caches
-    only: Callable[[Any, TensorInfo], Any] | None  # the predicate that applies before all steps
+    key: Any  # equal for equal pairs; it holds numbers and values, and no function
+    store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
     keeps: int  # one of MOVES, SCALES and OFFSETS
     packs_arguments: bool  # whether values from outside the block are packed
+    only: Callable[[Any, TensorInfo], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:
         self.n_packed: Counter[bool] = Counter()  # the key is True for traced tensors
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
-        self.store = store_of(self.key)
 
     def steps_for(self, info: TensorInfo) -> Sequence[Step]:
         """Return the steps for a tensor. In `by_name`, the most specific name of the tensor applies."""
@@ -91,29 +101,24 @@ class Pair:
         return next((self.by_name[name] for name in names if name in self.by_name), ())
 
 
-class Identity:
-    """A hashable wrapper that compares an unhashable object by its identity."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: object) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
+_numbers = WeakTable()  # object -> its number
+_new_numbers = itertools.count()
+_lock = threading.Lock()
 
 
 def key_of(value: Any) -> Any:
-    """Return a hashable key of an argument. The keys of 1, 1.0 and True differ, and so do the keys of 0.0 and -0.0."""
-    if isinstance(value, (bool, int, float, complex)):
-        return type(value), repr(value)
-    if isinstance(value, tuple):
-        return type(value), tuple(map(key_of, value))
-    try:
-        hash(value)
-    except TypeError:
-        return Identity(value)
-    return type(value), value
+    """Return a key that only the same function, class or object has, and that does not keep this object alive.
+
+    A number is never given twice, so an object that gets the address of a deleted one has another key. An object that
+    allows no weak reference gets a new number each time.
+    """
+    if isinstance(value, types.MethodType):  # Python makes a new object each time that a method is read
+        return key_of(value.__self__), key_of(value.__func__)
+    if value is None:
+        return None
+    with _lock:
+        number = _numbers.get(value)
+        if number is None:
+            number = next(_new_numbers)
+            _numbers.put(value, number)
+    return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +19,10 @@ class ObjectPrimitive(Primitive):
     NOTE [held objects]
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
     parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
-    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr, which serves only as a key of
-    `_held_objects`. The key is nested in tuples so that `jaxprs_in_params` skips it. tests: test_memory.py
+    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr whose debug info has the Python
+    object. (A table from jaxprs to objects would keep an object that refers to its own equation, as a hook does that
+    stores a tracer: hooks/test_identity.py.) The empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it.
+    tests: test_memory.py
 
     The jaxpr of the Python object, if it has one, is another parameter, in which JAX finds properties such as the
     devices of a mesh.
@@ -50,8 +51,9 @@ class ObjectPrimitive(Primitive):
 
     def params_of(self, held: Any) -> dict[str, Any]:
         """Return the parameters of a new equation that holds an object."""
-        key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
-        _held_objects[key] = held
+        holder = _Holder("pylayer_jax", "held object", None, None)
+        holder.held = held
+        key = Jaxpr((), (), (), (), debug_info=holder)
         jaxpr = getattr(held, "jaxpr", None)
         return {"held": ((key,),), "name": held.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
 
@@ -116,12 +118,12 @@ class ObjectPrimitive(Primitive):
         mlir.register_lowering(self, lower_rule, cacheable=False)
 
 
-_held_objects: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_NO_DEBUG_INFO = DebugInfo("pylayer_jax", "held object", None, None)
+class _Holder(DebugInfo):
+    held: Any
 
 
 def _object(key: Any) -> Any:
-    return _held_objects[key[0][0]]
+    return key[0][0].debug_info.held
 
 
 def object_of(equation: Any) -> Any:

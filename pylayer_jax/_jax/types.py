@@ -31,6 +31,11 @@ def _dtype_has_tangent(dtype: Any) -> bool:
     return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
+def is_set(flag: str) -> bool:
+    """Return whether a flag of JAX, such as "enable_x64", is set here."""
+    return getattr(jax.config, f"jax_{flag}")
+
+
 def is_array(value: object) -> bool:
     """Return whether a value is a `jax.Array`. For a tracer, `isinstance` alone would take six times as long."""
     return (isinstance(value, Tracer) and type(value.aval) is ShapedArray) or isinstance(value, jax.Array)

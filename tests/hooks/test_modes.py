@@ -1,0 +1,174 @@
+"""Packers under the flags of JAX: each packer, each flag, and each way to run a function."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import traceback
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pylayer_jax import saved_tensors_hooks
+from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
+from tests.kit.case import grid
+from tests.kit.layers import Tanh
+
+X = grid(8, 32)
+
+
+def of_host():
+    def pack(x):
+        kept = x.copy()
+        x[...] = 0  # the array is the hook's own
+        return kept
+
+    return saved_tensors_hooks(pack, lambda packed: packed, host=True)
+
+
+# The largest error of a gradient next to its largest entry.
+PACKERS = {
+    "cast": (lambda _: cast_saved(), 0.02),
+    "8 bits": (lambda _: quantize_saved(8), 0.03),
+    "4 bits": (lambda _: quantize_saved(4, block_size=16), 0.4),
+    "cpu": (lambda _: save_on_cpu(), 1e-5),
+    "disk": (save_on_disk, 1e-5),
+    "chain": (lambda folder: chain(quantize_saved(8), save_on_disk(folder)), 0.03),
+    "by name": (lambda _: by_name({"sin": cast_saved(), ...: quantize_saved(8)}), 0.03),
+    "plain": (lambda _: saved_tensors_hooks(lambda x: (x,), lambda packed: packed[0]), 1e-5),
+    "host": (lambda _: of_host(), 1e-5),
+}
+CORE_PACKERS = ("cast", "8 bits", "host")
+
+
+def both(*contexts):
+    stack = contextlib.ExitStack()
+    for context in contexts:
+        stack.enter_context(context)
+    return stack
+
+
+FLAGS = {
+    "debug_nans": lambda: jax.debug_nans(True),
+    "debug_infs": lambda: jax.debug_infs(True),
+    "disable_jit": lambda: jax.disable_jit(),
+    "debug_nans and disable_jit": lambda: both(jax.debug_nans(True), jax.disable_jit()),
+    "debug_infs and disable_jit": lambda: both(jax.debug_infs(True), jax.disable_jit()),
+    "x64": lambda: jax.enable_x64(True),
+    "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "matmul precision": lambda: jax.default_matmul_precision("float32"),
+    "checking_leaks": lambda: jax.checking_leaks(),
+}
+CORE_FLAGS = ("debug_nans and disable_jit", "debug_infs and disable_jit", "rank promotion")
+
+
+def loss(x):
+    chosen = jnp.where(x > 0, jnp.tanh(x) * jnp.sin(x), jnp.sin(x))
+    return jnp.sum(Tanh.apply(chosen) * jnp.exp(-(chosen * chosen)))
+
+
+RUNS = {
+    "eager": jax.grad,
+    "jit": lambda f: jax.jit(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "vmap": lambda f: jax.vmap(jax.grad(f)),
+    "scan": lambda f: jax.grad(
+        lambda x: jnp.sum(jax.lax.scan(lambda total, row: (total + f(row), None), 0 * x[0, 0], x)[0])
+    ),
+}
+
+
+def met(names, core_names, core_packers=CORE_PACKERS):
+    found = []
+    for case in itertools.product(names, PACKERS, RUNS):
+        is_core = case[0] in core_names and case[1] in core_packers and case[2] in ("eager", "grad of jit")
+        found.append(pytest.param(*case, marks=[] if is_core else pytest.mark.slow))
+    return found
+
+
+def check(found, expected, tolerance):
+    assert found.dtype == expected.dtype
+    assert np.abs(found - expected).max() <= tolerance * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("flag", "packer", "run"), met(FLAGS, CORE_FLAGS))
+def test_a_packer_under_a_flag(flag, packer, run, tmp_path):
+    make, tolerance = PACKERS[packer]
+    expected = RUNS[run](loss)(X)
+    with FLAGS[flag]():
+        found = RUNS[run](make(tmp_path)(loss))(X)
+    check(found, expected, tolerance)
+
+
+def without_layer(x):
+    return jnp.sum(jnp.tanh(x) * jnp.sin(x) * jnp.where(x > 0, x, 2))
+
+
+WAYS = {
+    "eager": lambda f, x: jax.vjp(f, x),
+    "jit": lambda f, x: jax.jit(lambda x: jax.vjp(f, x))(x),
+    "grad of jit": lambda f, x: jax.vjp(jax.jit(f), x),
+    "vmap": lambda f, x: jax.vjp(lambda x: jnp.sum(jax.vmap(f)(x)), x),
+    "scan": lambda f, x: jax.vjp(
+        lambda x: jax.lax.scan(lambda total, row: (total + f(row), None), 0 * x[0, 0], x)[0], x
+    ),
+}
+
+
+@pytest.mark.parametrize(("forward", "packer", "run"), met((True, False), (True,), ("8 bits", "cpu", "host")))
+def test_backward_where_x64_is_another(forward, packer, run, tmp_path):
+    make, tolerance = PACKERS[packer]
+    f = WAYS[run]
+    with jax.enable_x64(forward):
+        x = jnp.asarray(np.linspace(-1, 1, 128).reshape(4, 32), jnp.float64 if forward else jnp.float32)
+        value, pull = f(make(tmp_path)(without_layer), x)
+        one = jnp.ones_like(value)
+        (expected,) = f(without_layer, x)[1](one)
+    with jax.enable_x64(not forward):
+        (found,) = pull(one)
+    check(np.asarray(found), np.asarray(expected), tolerance)
+
+
+# -- a NaN of the user's own -----------------------------------------------------------------------------
+
+
+def makes_nan(x):
+    return jnp.sum(jnp.tanh(jnp.where(x > 0, jnp.sqrt(x), 0.0)))
+
+
+def makes_nan_in_backward(x):
+    return jnp.sum(jnp.sqrt(jnp.abs(jnp.sin(0 * x))))
+
+
+def where(f, x):
+    """What JAX reports, and the functions of this file that lead to it."""
+    with pytest.raises(FloatingPointError) as raised:
+        f(x)
+    names = [frame.name for frame in traceback.extract_tb(raised.tb) if frame.filename == __file__]
+    return str(raised.value).partition(".")[0], [name for name in names if name.startswith("makes")]
+
+
+@pytest.mark.parametrize("f", [makes_nan, makes_nan_in_backward])
+@pytest.mark.parametrize(("flag", "packer", "run"), met(("debug_nans", "debug_nans and disable_jit"), ("debug_nans",)))
+def test_a_nan_of_the_user_is_reported_where_it_is_without_hooks(f, flag, packer, run, tmp_path):
+    with FLAGS[flag]():
+        assert where(RUNS[run](PACKERS[packer][0](tmp_path)(f)), X) == where(RUNS[run](f), X)
+
+
+def test_a_block_of_nan_is_packed_without_infinity():
+    x = X.at[0].set(jnp.nan)
+    with jax.debug_infs(True):
+        found = jax.grad(jax.jit(quantize_saved(8)(lambda x: jnp.sum(jnp.sin(2 * x)))))(x)
+    assert np.isnan(found[0]).all()
+    np.testing.assert_allclose(found[1:], 2 * np.cos(2 * X[1:]), atol=0.02)
+
+
+@pytest.mark.parametrize("run", ["eager", "jit", "grad of jit", "vmap", "scan"])
+def test_a_host_hook_owns_its_array(run):
+    given = np.array(X)
+    found = RUNS[run](of_host()(without_layer))(given)
+    check(found, RUNS[run](without_layer)(X), 1e-5)
+    np.testing.assert_array_equal(given, X)  # the hook did not write into the caller's array
