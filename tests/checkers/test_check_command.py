@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pylayer_jax import __main__
-from pylayer_jax.testing._check_layer import PROPERTIES
+from pylayer_jax.testing._checkers import PROPERTIES
 
 pytestmark = pytest.mark.once
 

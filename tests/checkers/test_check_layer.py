@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pylayer_jax.testing import check_layer
-from pylayer_jax.testing._check_layer import PROPERTIES
+from pylayer_jax.testing._checkers import PROPERTIES
 from tests.checkers.wrong_layers import (
     COMPLEX,
     INDEX,

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
-from pylayer_jax.testing._check_layer import PROPERTIES
+from pylayer_jax.testing._checkers import PROPERTIES
 from tests.checkers.wrong_layers import COMPLEX, WRONG, Conjugated, OnHost, WrongAtOneIndex, WrongSign, sharded, whole
 from tests.kit.case import X
 from tests.kit.layers import Multiply, Tanh

@@ -24,9 +24,21 @@ from pylayer_jax._jax.tracers import NEEDS_VALUES, is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._messages import plural
 
-from ._compare import Case, MismatchError, compare, exact, first_line
-from ._subject import Cases, Subject, named_outputs, on_one_device
-from ._tensor_function import Cotangents, TensorFunction, placed, scaled
+from ._subject import (
+    Case,
+    Cases,
+    Cotangents,
+    MismatchError,
+    Subject,
+    TensorFunction,
+    compare,
+    exact,
+    first_line,
+    named_outputs,
+    on_one_device,
+    placed,
+    scaled,
+)
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
