@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._errors import NoForwardModeError, NotLinearError, OnceDifferentiableError
+from pylayer_jax._jax.jaxprs import evaluate_part, has_equation, inner_jaxprs, is_literal, stage
 from pylayer_jax._jax.types import has_tangent
 from pylayer_jax._messages import plural
+from pylayer_jax._report import line_of
 
 from ._subject import (
     Arrays,
@@ -61,26 +63,58 @@ def outputs(subject: Subject) -> Cases:
 
 
 def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
-    """Yield the cases at the values of the user, and at the first random values where all derivatives are computed."""
+    """Yield the cases at the values of the user, at random values, and at much larger and much smaller values.
+
+    The random values are the first ones for which all derivatives are computed. Second derivatives are not checked at
+    the larger and smaller values, as this would take long.
+    """
     sentence = yield from beside(subject)
     derivatives = beside is not _outputs_beside_reference
-    finite, refusal = _where_finite(subject, derivatives), ""
-    options = dataclasses.replace(subject.options, limit=1)  # check one entry, and one random direction
-    for how, values in _ways(subject.root.function.values, subject.random(0)):
-        try:
-            other = subject.at(values, options)
-            found = _where_finite(other, derivatives)
-            if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
-                refusal = refusal or "it has results that are not finite"
-                continue
-            cases = list(beside(other))
-        except Exception as error:  # a layer may raise an error for some values
-            refusal = refusal or f"{type(error).__name__}: {first_line(error)}"
-            continue
-        for case in cases:
-            yield dataclasses.replace(case, label=f"{case.label} for other values ({how})")
-        return f"{sentence}, and for other values ({how})"
-    return f"{sentence}; it takes no other values that were tried ({refusal})"
+    accepted, described, refusal = [subject.function.values], list[str](), ""
+    near = _ways(subject.root.function.values, subject.random(0))
+    for how, values in near:
+        cases, why_not = _cases_at(subject, values, beside, limit=1)
+        refusal = refusal or why_not
+        if cases:
+            yield from _labelled(cases, how)
+            accepted.append(values)
+            described.append(how)
+            break
+    # Where a layer saturates, a step of the size of 1 may leave the saturated region, and gradients are much smaller
+    # than their rounding errors: see "small scale" in tests/checkers/wrong_layers.py.
+    sizes = {name: largest(x) for name, x in subject.results.items()} if derivatives else {}
+    for factor in () if subject.base else _FAR:
+        values, how = [scaled(factor, x) for x in subject.function.values], f"{factor:g} times the given ones"
+        least_size = 1.0 if factor < 1 else 0.0
+        cases, _ = _cases_at(subject, values, beside, limit=1, least_size=least_size, sizes=sizes)
+        if cases:
+            yield from _labelled(cases, how)
+            accepted.append(values)
+            described.append(f"{factor:g} times")
+    other = f", and for other values ({', '.join(described)})" if described else ""
+    refused = "" if len(accepted) > 1 else f"; it takes no other values that were tried ({refusal})"
+    not_taken = _never_taken(subject, accepted) if derivatives and not subject.base else ""
+    return f"{sentence}{other}{refused}{not_taken}"
+
+
+def _cases_at(
+    subject: Subject, values: Sequence[Any], beside: Callable[[Subject], Cases], **options: Any
+) -> tuple[list[Case], str]:
+    """Return the cases at other values, with other `options`; or no case, and why the function refuses these values."""
+    derivatives = beside is not _outputs_beside_reference
+    try:
+        other = subject.at(values, dataclasses.replace(subject.options, **options))
+        finite, found = (_where_finite(each, derivatives) for each in (subject, other))
+        if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
+            return [], "it has results that are not finite"
+        return list(beside(other)), ""
+    except Exception as error:  # a layer may raise an error for some values
+        return [], f"{type(error).__name__}: {first_line(error)}"
+
+
+def _labelled(cases: Sequence[Case], how: str) -> Iterator[Case]:
+    for case in cases:
+        yield dataclasses.replace(case, label=f"{case.label} for other values ({how})")
 
 
 def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
@@ -105,6 +139,9 @@ _WAYS = {
 # If all ways above fail, all values are multiplied by one number: a positive definite matrix stays positive definite.
 # The numbers are not round, because layers rarely have a kink at such multiples of the values of the user.
 _SCALES = (0.7391, 1.1834)
+# Users often check a clipping rule at values that are not clipped, and the ways above keep the values of this size. A
+# rule that forgets to zero the gradient of clipped values shows at larger values (test_wrong_layers.py, "saturated").
+_FAR = (100.0, 0.01)
 
 
 def _ways(values: Sequence[Any], rng: np.random.Generator) -> Iterator[tuple[str, list[Any]]]:
@@ -143,6 +180,118 @@ def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
         if x.ndim and x.shape[-1] > 1 and np.all(np.diff(direction * x) > 0):
             return direction * np.sort(direction * other)
     return other
+
+
+# -- branches that no value takes -----------------------------------------------------------------
+
+# An operation may choose between its operands for each entry, as those of `jnp.where` and `jnp.clip` do. For each such
+# operation, this table has a function from the equation and its operands to a mask of each choice.
+_Masks = dict[str, Any]
+_CHOICES: dict[str, Callable[..., _Masks]] = {
+    "select_n": lambda e, which, *_: _cases_of(which, len(e.invars) - 1),
+    "cond": lambda e, which, *_: _cases_of(which, len(inner_jaxprs(e.params))),
+    "max": lambda _, a, b: {"its first operand": a >= b, "its second operand": b >= a},
+    "min": lambda _, a, b: {"its first operand": a <= b, "its second operand": b <= a},
+    "clamp": lambda _, low, x, high: {"its lower limit": x <= low, "its upper limit": x >= high},
+}
+
+
+def _cases_of(which: Any, count: int) -> _Masks:
+    return {
+        ("False", "True")[i] if count == 2 else f"case {i}": which == np.asarray(i, which.dtype) for i in range(count)
+    }
+
+
+def _never_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
+    """Return the end of a sentence: which branches none of the `accepted` values takes; empty if there are none."""
+    function, w = subject.function, subject.cotangents
+    points = [(values, w) for values in accepted]
+    points += [(accepted[0], {k: scaled(factor, x) for k, x in w.items()}) for factor in _FAR]
+    leaves, tree = jax.tree.flatten(points[0])
+
+    def gradients(*leaves: Any) -> tuple[list[Any], None]:
+        values, w = jax.tree.unflatten(tree, leaves)
+        return function.with_values(values).grads(w), None
+
+    try:
+        jaxpr, consts, _ = stage(gradients, list(map(jax.typeof, leaves)), "backward")
+    except Exception:  # the function needs concrete values, or fails under jit: other rows tell
+        return ""
+    if not any(has_equation(jaxpr, name) for name in _CHOICES):
+        return ""
+
+    def masks(*leaves: Any) -> dict[tuple[int, str], _Masks]:
+        found, _ = _choices(jaxpr, [*consts, *leaves], [False] * len(consts) + [True] * len(leaves))
+        return {(i, place): each for i, (place, each) in enumerate(found)}
+
+    program = jax.jit(masks)
+    taken = [jax.device_get(program(*jax.tree.leaves(point))) for point in points]
+    missed = [
+        f"{operation} is never {choice}"
+        for place, choices in taken[0].items()
+        for operation in place[1:]
+        for choice in choices
+        if not any(each[place][choice] for each in taken)
+    ]
+    return f"; branches that no value takes: {', '.join(dict.fromkeys(missed))}" if missed else ""
+
+
+def _choices(
+    jaxpr: Any, inputs: Sequence[Any], depends: Sequence[bool], within: tuple[Any, ...] = ()
+) -> tuple[list[tuple[str, _Masks]], list[tuple[Any, bool]]]:
+    """Evaluate a jaxpr. Return its choices that depend on some inputs, and its outputs, each with whether it does.
+
+    A choice is a pair of an operation with its source line, such as "max at layers.py:12", and masks without axes.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
+    dependent = {v for v, does in zip(jaxpr.invars, depends, strict=True) if does}
+    found: list[tuple[str, _Masks]] = []
+    read = lambda atom: atom.val if is_literal(atom) else values[atom]  # noqa: E731
+    is_dependent = lambda atom: not is_literal(atom) and atom in dependent  # noqa: E731
+    for equation in jaxpr.eqns:
+        name, operands, equations = equation.primitive.name, list(map(read, equation.invars)), (*within, equation)
+        masks = list(map(is_dependent, equation.invars))
+        depends_on_values = any(masks) and not _is_guard(equation)
+        if name in _CHOICES and any(masks[:1] if name in ("select_n", "cond") else [depends_on_values]):
+            choices = _CHOICES[name](equation, *operands)
+            found.append(
+                (" at ".join(filter(None, [name, line_of(equations)])), {k: jnp.any(x) for k, x in choices.items()})
+            )
+        inner = inner_jaxprs(equation.params)
+        if len(inner) == 1 and not inner[0].constvars and _types(inner[0].invars) == _types(equation.invars):
+            more, results = _choices(inner[0], operands, masks, equations)
+            found += more
+        else:
+            results = evaluate_part(jaxpr.replace(eqns=[equation]), values, equation.outvars)
+            results = [
+                (x, depends_on_values and _is_followed(equation, v))
+                for x, v in zip(results, equation.outvars, strict=True)
+            ]
+        values.update(zip(equation.outvars, [x for x, _ in results], strict=True))
+        dependent.update(v for v, (_, does) in zip(equation.outvars, results, strict=True) if does)
+    return found, [(read(v), is_dependent(v)) for v in jaxpr.outvars]
+
+
+def _is_guard(equation: Any) -> bool:
+    """Return whether an operation tells infinities and NaNs from numbers, as in `jnp.where(x == jnp.inf, 0, x)`.
+
+    No right result of a layer takes such a branch.
+    """
+    name, operands = equation.primitive.name, equation.invars
+    is_compared_with_itself = name in ("eq", "ne") and operands[0] is operands[1]
+    has_infinity = any(is_literal(a) and has_tangent(a.aval) and not np.all(np.isfinite(a.val)) for a in operands)
+    return name == "is_finite" or is_compared_with_itself or has_infinity
+
+
+def _is_followed(equation: Any, result: Any) -> bool:
+    """Return whether a later choice by this result may be a branch of the layer."""
+    # JAX itself compares an index that was computed from values with 0. Only the index of a `cond` is a branch.
+    is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
+    return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
+
+
+def _types(variables: Sequence[Any]) -> list[Any]:
+    return [v.aval.shape for v in variables]
 
 
 # -- cases with a reference -----------------------------------------------------------------------
@@ -245,12 +394,13 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
 
     def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
         value, moved, whole = values[j], direction != 0, largest(values[j])
-        half_steps = [max(1.0, largest(value[moved])) * direction]
+        half_steps = [(max(options.least_size, largest(value[moved])) or whole or 1.0) * direction]
         if options.step is None and whole:
             # The function may change on a scale of 1, of the largest entry, or of each entry: try all three.
             own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
             half_steps += [whole * direction] if whole < 0.1 else []
-            half_steps += [own * direction] if np.min(own, where=moved, initial=whole) < min(0.1, whole) else []
+            smallest = np.min(own, where=moved, initial=whole)
+            half_steps += [own * direction] if smallest < min(0.1 * max(1.0, whole), whole) else []
         return min((from_a_step(j, relative_step * half_step) for half_step in half_steps), key=_relative_error)
 
     return directional_cases(subject, along, options.limit, "numerically", epsilon ** (1 / 3))
@@ -284,7 +434,8 @@ def directional_cases(
         return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
 
     for j, (name, gradient) in enumerate(subject.gradients.items()):
-        right, noise = exact(gradient), subject.tolerance.noise.get(name, 0.0)
+        right = exact(gradient)
+        noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.sizes.get(name, 0.0))
         # Entries that are not checked are NaN in both arrays.
         got, expected = np.full_like(right, np.nan), np.full_like(right, np.nan)
         errors = np.full(right.shape, noise)
@@ -310,7 +461,7 @@ def directional_cases(
 # -- forward mode ---------------------------------------------------------------------------------
 
 # Let J be the Jacobian of the outputs. Reverse mode computes J^T w for cotangents w, and forward mode computes J t for
-# tangents t. If both modes are right, these two numbers are equal for any w and t (for complex arrays, their real parts):
+# tangents t. If both modes are right, these two numbers are equal for any w and t (their real parts, if complex):
 #
 #     w . (J t)  =  (J^T w) . t
 #
@@ -318,8 +469,8 @@ def directional_cases(
 
 
 def forward_mode(subject: Subject) -> Cases:
-    if refusal := _refusal(subject):
-        return f"there is none: {refusal}"
+    if reason := _why_not_defined(subject):
+        return reason
     alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
     yield from _forward_cases(subject, alone, 0, "by jax.jvp")
     yield from _under_jit(subject, "by jax.jvp, under jit")
@@ -329,25 +480,29 @@ def forward_mode(subject: Subject) -> Cases:
 
 def forward_over_reverse(subject: Subject) -> Cases:
     second = subject.derivative
-    if refusal := _refusal(second, NotLinearError, OnceDifferentiableError):
-        return f"there is none: {refusal}"
+    if reason := _why_not_defined(second):
+        return reason
     over_forward = ""
-    if not _refusal(subject):
+    if not _why_not_defined(subject):
         yield from _over_forward(subject, "by jax.jvp of jax.jvp")
         over_forward = "; so does forward over forward"
     yield from _under_jit(second, "by jax.jvp of the gradients, under jit")
     return f"matches reverse over reverse, entry by entry, also under jit{over_forward}"
 
 
-def _refusal(subject: Subject, *kinds: type[Exception]) -> str:
-    """Return why the subject has no `jax.jvp`: the message of a NoForwardModeError or one of `kinds`; else empty."""
+def _why_not_defined(subject: Subject) -> str:
+    """Return why the subject has no `jax.jvp`, for a row of the report; empty if it has one."""
     try:
         _jvp(subject, subject.function, subject.function.values)
+    except NoForwardModeError as error:
+        return f"not defined (set forward_mode = True on {first_line(error).partition(' ')[0]})"
     except (TypeError, RuntimeError) as error:
+        # The gradients of a layer have no `jax.jvp` if `backward` is not linear, or may be differentiated only once.
+        is_known = subject.base and isinstance(error, (NotLinearError, OnceDifferentiableError))
         # For a `jax.custom_vjp` function, JAX raises a TypeError, which only its message identifies.
-        if not isinstance(error, (NoForwardModeError, *kinds)) and "autodiff (jvp) to a custom_vjp" not in str(error):
+        if not is_known and "autodiff (jvp) to a custom_vjp" not in str(error):
             raise
-        return first_line(error).split(". ")[0]
+        return f"not defined: {first_line(error).split('. ')[0]}"
     return ""
 
 

@@ -348,7 +348,7 @@ Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of `gradcheck` and `check_layer`."""
+    """Options of `gradcheck` and `check_layer`, and two that depend on the values at which a layer is checked."""
 
     rtol: float | None = None
     atol: float | None = None
@@ -356,6 +356,8 @@ class Options:
     limit: int = 200
     seed: int = 0
     float64: bool = True
+    least_size: float = 1.0  # the step of smaller entries is relative to this size
+    sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # of results at other values
 
 
 class Subject:
@@ -451,7 +453,8 @@ class Subject:
             moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
             # The noise is limited, because rounding errors are much smaller than 1, unless the array itself is large.
             most = epsilon**0.5 * max(largest(x), 1.0)
-            noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
+            least = epsilon**0.5 * self.options.sizes.get(name, 0.0)
+            noise[name] = max(min(4 * max(moved, epsilon * terms[name]), most), least) if has_tangent(x) else 0.0
         return Tolerance(self.options.rtol, self.options.atol, epsilon, noise)
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
@@ -471,8 +474,8 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
     return {k: gathered(w) for k, w in cotangents.items()}
 
 
-def run_check(cases: Cases) -> str:
-    """Compare the arrays of all cases of a check, and return the sentence that the check returns.
+def run_check(cases: Cases) -> tuple[str, int]:
+    """Compare the arrays of all cases of a check. Return the sentence that the check returns, and the number of cases.
 
     Raises:
         MismatchError: about the first case that differs.
@@ -481,10 +484,12 @@ def run_check(cases: Cases) -> str:
     logger = logging.getLogger(jax.pure_callback.__module__)
     has_no_exception: Callable[[logging.LogRecord], bool] = lambda record: record.exc_info is None  # noqa: E731
     logger.addFilter(has_no_exception)
+    n_cases = 0
     try:
         while True:
             compare(next(cases))
+            n_cases += 1
     except StopIteration as end:
-        return end.value
+        return end.value, n_cases
     finally:
         logger.removeFilter(has_no_exception)

@@ -48,6 +48,31 @@ Conjugated = layer(jnp.square, lambda z, dy: dy * jnp.conj(2 * z), plain=True)
 SmallUnits = layer(lambda ctx, x: x * 1e-9, lambda ctx, dy: dy * 5e-9)  # five times its gradient, far below one
 Log = layer(jnp.log, lambda x, dy: dy / x, plain=True, name="Log")  # right
 ClippedLog = layer(base=Log, backward=lambda ctx, dy: dy / jnp.maximum(saved(ctx), 1e-2))
+Clip = layer(  # right
+    lambda x: jnp.clip(x, -2, 2), lambda x, dy: jnp.where(jnp.abs(x) <= 2, dy, 0), plain=True, name="Clip"
+)
+ForgetsToClip = layer(base=Clip, name="ForgetsToClip", backward=lambda ctx, dy: dy)
+DeadZone = layer(lambda x: jnp.where(jnp.abs(x) < 0.02, 0, x), lambda x, dy: dy, plain=True)
+Softplus = layer(  # right
+    lambda x: jnp.where(x > 20, x, jnp.log1p(jnp.exp(jnp.minimum(x, 20)))),
+    lambda x, dy: dy * jnp.where(x > 20, 1, jax.nn.sigmoid(x)),
+    plain=True,
+)
+ForgetsToStopGrowing = layer(
+    base=Softplus, backward=lambda ctx, dy: dy * jnp.where(saved(ctx) > 20, saved(ctx), jax.nn.sigmoid(saved(ctx)))
+)
+RoundedAndClipped = layer(  # right
+    lambda x: jnp.round(jnp.clip(x, -2, 2)), lambda x, dy: jnp.where(jnp.abs(x) <= 2, dy, 0), plain=True
+)
+# A straight-through rule that forgets to zero the gradient of saturated inputs.
+Saturated = layer(base=RoundedAndClipped, name="Saturated", backward=lambda ctx, dy: dy)
+
+
+def rounded_and_clipped(x):
+    clipped = jnp.clip(x, -2, 2)
+    return clipped + jax.lax.stop_gradient(jnp.round(clipped) - clipped)
+
+
 # A product with gradients that are right for symmetric matrices alone.
 WithoutTransposes = layer(jnp.matmul, lambda a, b, dy: (dy @ b, a @ dy), plain=True)
 SwapsGradients = layer(base=Multiply, backward=lambda ctx, dy: Multiply.backward(ctx, dy)[::-1])
@@ -321,6 +346,9 @@ WRONG = {
     "no transposes": Wrong(WithoutTransposes, (jnp.ones((3, 3)), jnp.eye(3)), ("gradients",), jnp.matmul),
     "swapped": Wrong(SwapsGradients, (X, X), ("gradients",), jnp.multiply),
     "swapped scalars": Wrong(SwapsGradients, (jnp.float32(1), jnp.float32(1)), ("gradients",), jnp.multiply),
+    "clipped values": Wrong(ForgetsToClip, (X,), ("gradients",), lambda x: jnp.clip(x, -2, 2)),
+    "small values are zero": Wrong(DeadZone, (X,), ("gradients",), lambda x: jnp.where(jnp.abs(x) < 0.02, 0, x)),
+    "large values": Wrong(ForgetsToStopGrowing, (X,), ("gradients",), jax.nn.softplus),
     # At second order.
     "second order": Wrong(WrongAtSecondOrder, (X,), ("second order",), jnp.sin, order=2),
     "no second order": Wrong(Forgets, (X,), ("second order",), jnp.sin, order=2),
@@ -390,6 +418,9 @@ RIGHT = {
     "one of each": (lambda x, index, flag, key: Picks.apply(x, index, flag, key) * 3, (X[0], INDEX, True, KEY)),
     "dropout": (lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), Tanh.apply(x), 0), (X, KEY)),
     "domain": (lambda x: jnp.arccosh(Multiply.apply(x, x)), (1.2 + jnp.abs(X),)),
+    "small terms cancel": (lambda x: jnp.log(jnp.cosh(Multiply.apply(x, jnp.ones_like(x)))), (X * 0.3,)),
+    "saturates": (Clip, (X,)),
+    "branches": (Softplus, (X,)),
     "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
     "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
     "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),
