@@ -12,7 +12,7 @@ from pylayer_jax.packers import cast_saved, save_on_cpu
 from tests.hooks.spy import Spy
 from tests.kit.layers import layer
 from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, IMPLIED, SECOND_ORDER, SLOW, assert_same
+from tests.kit.transforms import COVERED, FIRST_ORDER, FORWARD_OVER_REVERSE, SECOND_ORDER, SLOW, assert_same
 
 X = jnp.linspace(-1.0, 1.0, 16)
 LOGITS, LABELS = jnp.cos(jnp.arange(32 * 16.0)).reshape(32, 16) * 3, jnp.arange(32) * 7 % 16
@@ -140,13 +140,13 @@ class Tanh(PyLayer):
 
 # Within shard_map, JAX asks each kernel over which axes its outputs vary.
 FIRST, SECOND, FORWARD = (
-    {k: f for k, f in table.items() if k not in SLOW | IMPLIED and "shard_map" not in k}
+    {k: f for k, f in table.items() if k not in SLOW | COVERED and "shard_map" not in k}
     for table in (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
 )
 SECOND |= {"grad_of_grad": SECOND_ORDER["grad_of_grad"]}
 
 
-def crossed(*rows):
+def each_pair(*rows):
     params = [
         pytest.param(layer, transform, expected, id=f"{layer.__name__}-{name}")
         for layer, transforms, expected in rows
@@ -159,7 +159,7 @@ def arguments_of(layer):
     return (LOGITS, LABELS) if issubclass(layer, CrossEntropy) else (X,)
 
 
-@crossed(
+@each_pair(
     (CrossEntropy, FIRST, plain_cross_entropy),
     (SavedSlope, FORWARD, jnp.tanh),  # JAX has the rule of a kernel in forward mode
     (Tanh, SECOND, jnp.tanh),
@@ -169,7 +169,7 @@ def test_derivatives(layer, transform, expected):
     assert_same(transform(loss_of(layer.apply), args), jax.jit(lambda *a: transform(loss_of(expected), a))(*args))
 
 
-@crossed(
+@each_pair(
     (CrossEntropy, SECOND | FORWARD, (ValueError, TypeError)),
     (Once, SECOND | FORWARD, RuntimeError),
     (SavedSlope, SECOND, ValueError),
