@@ -1,4 +1,4 @@
-"""A layer adds nothing to a compiled program, and little work per call; its name appears in programs. No timing."""
+"""A layer adds nothing to a compiled program, and little work per call; programs show its name. Nothing is timed."""
 
 import functools
 import inspect
@@ -186,7 +186,7 @@ Split = layer(jnp.tanh, Tanh.backward, Function, "Split", **setup)
 
 
 def scopes(function, *args):
-    """Each operation with its innermost scope: ("Tanh/forward", "tanh") for `jit(f)/jvp(Tanh/forward)/tanh`."""
+    """Return each operation with its innermost scope: ("Tanh/forward", "tanh") for `jit(f)/jvp(Tanh/forward)/tanh`."""
     # Before the optimization: a compiled program may come from a cache, with the names of another test.
     text = jax.jit(function).lower(*args).as_text("hlo", debug_info=True)
     found = set()

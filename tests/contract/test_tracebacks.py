@@ -1,4 +1,4 @@
-"""Where errors point: to the lines of the user, and not to those of the library."""
+"""Tracebacks of errors show the lines of the user, and hide those of the package."""
 
 import functools
 import inspect
