@@ -20,7 +20,7 @@ ROWS = 16  # of the blocks into which a kernel cuts its arguments, a power of tw
 
 
 def run_kernel(kernel, like, *args):
-    """A kernel over blocks of rows, with outputs like some arrays. Without a GPU, the interpreter of Pallas runs it."""
+    """Run a kernel over blocks of rows, with outputs like some arrays. Without a GPU, Pallas interprets the kernel."""
 
     def spec(x):
         return pl.BlockSpec((rows, *x.shape[1:]), lambda i: (i, *[0] * (x.ndim - 1)))
@@ -71,7 +71,7 @@ def plain_cross_entropy(logits, labels):
 
 
 def loss_of(function):
-    """A scalar that is not linear in the outputs, so that a second derivative needs every rule of the layer."""
+    """Return a loss that is not linear in the outputs, so that its second derivative needs every rule of the layer."""
     return lambda *args: jnp.sum(jnp.sin(function(*args)))
 
 
@@ -79,7 +79,7 @@ def loss_of(function):
 
 
 class CrossEntropy(PyLayer):
-    """Of logits [N, V] and labels [N]: losses [N]."""
+    """Layer that computes the losses [N] of logits [N, V] and labels [N]."""
 
     saved_names = ("logits", "labels", "logsumexp")
 
@@ -100,7 +100,7 @@ class Once(CrossEntropy):
 
 
 class SavedSlope(PyLayer):
-    """A kernel in forward only, which computes a tensor that is saved."""
+    """Layer whose forward computes a saved tensor by a kernel; backward has no kernel."""
 
     @staticmethod
     def forward(ctx, x):
