@@ -1,4 +1,4 @@
-"""Layers and functions that `python -m pylayer_jax check` is given by their names."""
+"""Defines layers and functions for `python -m pylayer_jax check`, which finds them by name."""
 
 import jax
 import jax.numpy as jnp

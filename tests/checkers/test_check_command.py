@@ -1,4 +1,4 @@
-"""`python -m pylayer_jax check`: the report, the exit status, and errors about arguments that cannot be used."""
+"""`python -m pylayer_jax check` prints a report, sets the exit status, and refuses arguments that it cannot use."""
 
 from __future__ import annotations
 

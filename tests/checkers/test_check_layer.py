@@ -1,4 +1,4 @@
-"""check_layer: its report, how far each row tests, and how a failure that is meant is declared."""
+"""`check_layer` reports each property, says how far it was tested, and tells how to declare an intended failure."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ CLIPPED = CASE["ClippedReversal"]
 
 
 def all_but(*names):
-    """What to skip for a check of these properties alone."""
+    """Return the properties to skip if only these properties are to be checked."""
     return [name for name in PROPERTIES if name not in names]
 
 
 def failed(subject, *args, rows, **options):
-    """The rows that fail, and the last lines of the report."""
+    """Return the names of the rows that fail, and the hints of the report."""
     report = check_layer(subject, *args, raises=False, skip=all_but(*rows), **options)
     return [row.name for row in report if not row.passed], "\n".join(report.hints())
 
@@ -154,7 +154,7 @@ def test_an_object_on_a_context_is_no_leak():
 
 
 def only_where(condition):
-    """A right layer for some values."""
+    """Return a right function that raises an error for values without a property."""
 
     def run(x):
         if not condition(x):

@@ -1,4 +1,4 @@
-"""gradcheck, gradgradcheck and assert_equivalent: which functions they take, and what their errors say."""
+"""`gradcheck`, `gradgradcheck` and `assert_equivalent` take functions of every kind; their errors name the place."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_arrays_on_several_devices_are_checked(name, on_devices):
 
 
 def held_elsewhere(array, monkeypatch):
-    """As an array is whose mesh has devices of other processes."""
+    """Make an array look as if other processes held a part of it."""
     monkeypatch.setattr(type(array), "is_fully_addressable", property(lambda self: self is not array))
     return array
 

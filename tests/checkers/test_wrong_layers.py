@@ -1,4 +1,4 @@
-"""Each checker rejects the wrong layers, by the rows that should, and accepts the right ones."""
+"""Each checker rejects each wrong layer, in the rows that must fail, and accepts the right layers."""
 
 from __future__ import annotations
 
