@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             report.encode(sys.stdout.encoding or "utf-8")
         except UnicodeEncodeError:  # many terminals on Windows cannot print ticks
-            report = report.replace("✓", "ok    ").replace("✗", "FAILED").encode("ascii", "replace").decode()
+            for mark, word in {"✓ ": "ok     ", "✗ ": "FAILED ", "– ": "-      "}.items():
+                report = report.replace(mark, word)
+            report = report.encode("ascii", "replace").decode()
         print(report)
         return 0 if passed else 1
     parser = argparse.ArgumentParser(

@@ -20,10 +20,11 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# What a bare `python -m pytest` runs, and what `core` stands for after -m: every subject, but for what takes long, and
-# what needs other packages.
-CORE = (
-    "not slow and not crossed and not checkers and not frameworks and not ecosystem and not notebooks and not generated"
+# A bare `python -m pytest` runs these tests, which have the name `core` after -m: all tests except slow ones, and those
+# that need other packages.
+CORE = " and ".join(
+    f"not {marker}"
+    for marker in ("slow", "every_pair", "checkers", "frameworks", "ecosystem", "notebooks", "generated")
 )
 
 

@@ -1,31 +1,354 @@
-"""Defines `Subject`, a function under test with its results in eager mode, and `run_check`, which runs a check."""
+"""Defines `Subject`, a function under test with its results in eager mode, and how these results are compared.
+
+`TensorFunction` turns a function and its arguments into a function of the tensors in these arguments:
+
+    f = tensor_function("gradcheck", Linear, ({"w": w, "b": b}, x, "relu"))
+    f.names                       # ["args[0]['b']", "args[0]['w']", "args[1]"]: the differentiated tensors
+    f.run()                       # the tensors that Linear.apply returns, in a list
+    f.gradients({0: dy})          # {"the gradient of args[0]['b']": ..., ...}
+    f.grad_function({0: dy})      # the function from the values and dy to these gradients
+
+`Subject(f, reference, Options())` has its outputs, random cotangents, gradients and tolerance. `compare` compares a
+`Case`, which holds the results of one way to run the function, with the expected results:
+
+    compare(Case(" under jit", {"output 0": got}, {"output 0": expected}, "in eager mode", Tolerance()))
+    # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.types import has_tangent
-
-from ._compare import Arrays, Case, Tolerance, compare, exact, largest
-from ._tensor_function import Cotangents, TensorFunction, gathered, placed, random_like
+from pylayer_jax._jax.tracers import is_tracer
+from pylayer_jax._jax.types import has_tangent, is_key
+from pylayer_jax._trees import is_tensor, split
 
 __tracebackhide__ = True  # pytest hides the frames of this module
+
+# A dict from the position of an output to its cotangent. An output that is not in the dict has no cotangent.
+Cotangents = dict[int, Any]
+
+
+class TensorFunction:
+    """A function with its arguments, seen as a function of the tensors in these arguments.
+
+    The `values` are the tensors with respect to which JAX differentiates.
+    """
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
+        """Take a function of positional arguments, and a dict from the name of each argument to the argument."""
+        self.function = function
+        tensors, self.skeleton = split(tuple(arguments.values()))
+        self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
+        self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
+        places = [path[1:].split("]", 1) for path in self.skeleton.tensor_paths()]  # "[0]['w'][1]" is in args[0]
+        self.paths = names or [list(arguments)[int(position)] + path for position, path in places]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the differentiated tensors."""
+        return [self.paths[i] for i in self.differentiated]
+
+    @property
+    def values(self) -> list[Any]:
+        """The differentiated tensors."""
+        return [self.tensors[i] for i in self.differentiated]
+
+    def with_values(self, values: Sequence[Any]) -> TensorFunction:
+        """Return the same function with other values of the differentiated tensors."""
+        tensors = dict(enumerate(self.tensors)) | dict(zip(self.differentiated, values, strict=True))
+        return self.with_tensors(list(tensors.values()))
+
+    def with_tensors(self, tensors: Sequence[Any]) -> TensorFunction:
+        other = copy.copy(self)
+        other.tensors = list(tensors)
+        return other
+
+    def only(self, j: int) -> TensorFunction:
+        """Return the same function, but JAX differentiates with respect to value number `j` only."""
+        other = copy.copy(self)
+        other.differentiated = [self.differentiated[j]]
+        return other
+
+    def run(self) -> list[Any]:
+        """Run the function, and return its tensor outputs."""
+        return self.run_with_statics()[0]
+
+    def run_with_statics(self) -> tuple[list[Any], list[Any]]:
+        """Run the function, and return its tensor outputs and its statics (outputs that are not tensors)."""
+        tensors, skeleton = split(self.function(*self.skeleton.fill(self.tensors)))
+        return [jnp.asarray(y) for y in tensors], skeleton.statics()
+
+    def outputs(self, values: Sequence[Any]) -> list[Any]:
+        """Return the tensor outputs of the function for other values of the differentiated tensors."""
+        return self.with_values(values).run()
+
+    def run_differentiated(self) -> tuple[list[Any], list[int]]:
+        """Run the function under `jax.vjp`. Return the outputs, and the positions of the outputs with a gradient.
+
+        Integer outputs, and outputs that are marked as not differentiable, have no gradient.
+        """
+
+        def run(values: list[Any]) -> tuple[list[Any], tuple[list[Any], list[int]]]:
+            outputs = self.outputs(values)
+            return outputs, (outputs, [i for i, y in enumerate(outputs) if has_tangent(y) and is_tracer(y)])
+
+        return jax.vjp(run, self.values, has_aux=True)[2]
+
+    def run_with_other_inputs(self) -> Iterator[None]:
+        """Run the function on other numbers, flags and shapes, and yield after each run; ignore errors."""
+        for kind, change in _CHANGES.items():
+
+            def changed(x: Any, kind: type = kind, change: Callable[[Any], Any] = change) -> Any:
+                applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
+                return change(x) if applies else x
+
+            if any(changed(x) is not x for x in [*self.tensors, *self.skeleton.statics()]):
+                with contextlib.suppress(Exception):
+                    self.function(*self.skeleton.fill(list(map(changed, self.tensors)), changed))
+                yield
+
+    def selected(self, positions: Collection[int]) -> Callable[..., Cotangents]:
+        """Return a function from the values, as positional arguments, to a dict of the outputs at `positions`."""
+
+        def run(*values: Any) -> Cotangents:
+            returned = self.outputs(values)
+            return {k: returned[k] for k in positions}
+
+        return run
+
+    def vjp(self, outputs: Collection[int]) -> Callable[[Cotangents], Any]:
+        """Return the vjp function, from a dict of cotangents for the positions `outputs` to one gradient per value."""
+        return jax.vjp(self.selected(outputs), *self.values)[1]
+
+    def grads(self, cotangents: Cotangents) -> list[Any]:
+        return list(self.vjp(cotangents)(cotangents))
+
+    def gradients(self, cotangents: Cotangents) -> dict[str, Any]:
+        """Return a dict of the gradients, whose keys are the names in messages."""
+        return self.named(self.grads(cotangents))
+
+    def named(self, gradients: Sequence[Any]) -> dict[str, Any]:
+        """Return a dict of gradients, whose keys are the names in messages: "the gradient of args[0]"."""
+        return {f"the gradient of {name}": g for name, g in zip(self.names, gradients, strict=True)}
+
+    def grad_function(self, cotangents: Cotangents) -> TensorFunction:
+        """Return the function that maps the differentiated values and the cotangents to the gradients."""
+
+        def gradients(values: list[Any], cotangents: Cotangents) -> list[Any]:
+            return self.with_values(values).grads(cotangents)
+
+        where = " of the gradient" if any(name.startswith("cotangent[") for name in self.names) else ""
+        names = [*self.names, *(f"cotangent[{k}]{where}" for k in cotangents)]
+        return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
+
+
+_CHANGES: dict[type, Callable[[Any], Any]] = {
+    float: lambda x: 0.75 * x,
+    int: lambda x: x + 1,
+    bool: lambda x: not x,
+    jax.Array: lambda x: jnp.concatenate([x, x]),
+}
+
+
+def tensor_function(
+    checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
+) -> TensorFunction:
+    """Return the function that `checker` checks; raise an error if the arguments cannot be checked."""
+    call = getattr(function, "apply", None) if isinstance(function, type) else function
+    if not callable(call):
+        raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"{checker}: expected the arguments as a tuple, got {type(args).__name__}. Pass (x,) for one x."
+        )
+    keywords = dict(kwargs or {})
+
+    def run(*values: Any) -> Any:
+        return call(*values[: len(args)], **dict(zip(keywords, values[len(args) :], strict=True)))
+
+    found = TensorFunction(run, {f"args[{i}]": value for i, value in enumerate(args)} | keywords)
+    if not found.differentiated:
+        raise ValueError(
+            f"{checker}: none of the arguments holds an array of floating-point or complex numbers, so that there is "
+            "no gradient to check. Python numbers are statics: pass jnp.float32(1.5) for 1.5."
+        )
+    for path, x in zip(found.paths, found.tensors, strict=True):
+        if not is_tracer(x) and not x.is_fully_addressable:
+            raise ValueError(
+                f"{checker}: {path} lies on devices of other processes too ({type_of(x)} with {x.sharding}); but "
+                f"{checker} compares every entry in one process, and expects arrays of this process. Pass a small "
+                "array on jax.local_devices(), or np.asarray(x) if x is fully replicated."
+            )
+    return found.with_tensors(list(map(gathered, found.tensors))) if on_one_device else found
+
+
+def name_of(function: Any) -> str:
+    owner = getattr(function, "__self__", None)
+    named = owner if isinstance(owner, type) else function
+    return getattr(named, "__qualname__", type(named).__name__)
+
+
+# -- arrays of other numbers ----------------------------------------------------------------------
+
+
+def placed(like: Any, numbers: Any) -> Any:
+    """Return an array of `numbers` with the dtype of `like`; if `like` is on several devices, with its sharding."""
+    x = jnp.asarray(np.asarray(numbers), like.dtype)
+    return jax.device_put(x, like.sharding) if len(like.sharding.device_set) > 1 else x
+
+
+def gathered(x: Any) -> Any:
+    """Return the same array on one device."""
+    if is_tracer(x) or len(x.sharding.device_set) == 1:
+        return x
+    if is_key(x):
+        return jax.random.wrap_key_data(gathered(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return jnp.asarray(np.asarray(x))
+
+
+def in_double_precision(x: Any) -> Any:
+    return x.astype(jnp.complex128 if jnp.iscomplexobj(x) else jnp.float64)
+
+
+def random_like(like: Any, rng: np.random.Generator) -> Any:
+    """Return an array like `like`, with random entries of either sign and of absolute value 0.5 to 1.5."""
+    size = rng.uniform(0.5, 1.5, like.shape) * rng.choice([-1.0, 1.0], like.shape)
+    if jnp.iscomplexobj(like):
+        size = size * np.exp(1j * rng.uniform(0, 2 * np.pi, like.shape))
+    return placed(like, size)
+
+
+def scaled(factor: float, x: Any) -> Any:
+    return x * jnp.asarray(factor, x.dtype)
+
+
+# -- comparison of arrays -------------------------------------------------------------------------
+
+# The default tolerances depend on the machine epsilon of the dtype, on the size of the expected array, and on the
+# *noise* of this array: how far rounding errors may move its entries. The noise does not follow from the size of an
+# array, since large terms may cancel; and a fixed tolerance would hide every error of a layer whose values are small.
+# Therefore `Subject.tolerance` measures the noise, with arguments that differ in their last digits.
+
+Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradient of args[0]"
+
+
+class MismatchError(AssertionError):
+    """An error about arrays that differ. Only checkers raise this error; user code raises a plain AssertionError."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """The allowed difference between arrays and expected arrays. None means a default that fits the dtype."""
+
+    rtol: float | None = None
+    atol: float | None = None
+    epsilon: float = 0.0  # machine epsilon of the narrowest dtype in the computation
+    noise: Arrays = dataclasses.field(default_factory=dict[str, Any])  # for each array, one number or one per entry
+
+    def of(self, name: str, dtype: Any, expected: np.ndarray) -> np.ndarray:
+        """Return the tolerance of each entry of the array that is called `name`."""
+        epsilon = self.epsilon if jnp.issubdtype(dtype, jnp.inexact) else 0.0
+        rtol = epsilon**0.5 if self.rtol is None else self.rtol
+        atol = epsilon**0.5 * largest(expected) if self.atol is None else self.atol
+        return atol + rtol * np.abs(expected) + self.noise.get(name, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arrays that one way to run a function returns, and the arrays that are expected."""
+
+    label: str  # the way to run the function, in words that follow "output 0": " under jit"
+    got: Arrays
+    expected: Arrays
+    source: str  # the source of the expected arrays, in words that end a message: "in eager mode"
+    tolerance: Tolerance
+
+
+@np.errstate(all="ignore")
+def compare(case: Case) -> None:
+    """Compare the arrays of a case with the expected arrays.
+
+    Raises:
+        MismatchError: about the first array that differs. The message names the entry with the largest error beyond
+            its tolerance.
+    """
+    for name, got in case.got.items():
+        expected, label = case.expected[name], f"{name}{case.label}"
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            raise MismatchError(f"{label} is {type_of(got)}, but {type_of(expected)} {case.source}.")
+        found, right = exact(got), exact(expected)
+        allowed = case.tolerance.of(name, np.dtype(int) if is_key(got) else got.dtype, right)
+        error = np.where(found == right, 0.0, np.abs(found - right))
+        excess = np.where(np.isnan(found) & np.isnan(right), -np.inf, error - allowed)
+        wrong = ~(excess <= 0)
+        if np.any(wrong):
+            worst = np.argmax(np.where(np.isnan(excess), np.inf, excess))
+            index = tuple(map(int, np.unravel_index(worst, wrong.shape)))
+            raise MismatchError(
+                f"{label}{f' at index {index}' if index else ''} is {found[index]:.6g}, but {right[index]:.6g} "
+                f"{case.source} (tolerance {allowed[index]:.1g}); wrong at {np.sum(wrong)} of "
+                f"{np.sum(~np.isnan(right))} places.{_about_ratio(found, right)}"
+            )
+        # Under `shard_map` with check_vma=False, devices may hold different copies of a replicated array.
+        is_spread = isinstance(got, jax.Array) and not is_key(got) and len(got.sharding.device_set) > 1
+        for shard in got.addressable_shards if is_spread else ():
+            if np.any(np.abs(exact(shard.data) - found[shard.index]) > 2 * allowed[shard.index]):
+                raise MismatchError(f"{label} is another one on {shard.device}, where a copy should be.")
+
+
+def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
+    """Return a sentence if all entries are wrong by the same factor, such as the number of devices; otherwise ''."""
+    size = float(np.sum(np.abs(expected) ** 2))
+    if not (size and np.isfinite(size) and np.all(np.isfinite(got))):
+        return ""
+    ratio = np.real(np.sum(got * np.conj(expected))) / size
+    is_constant = np.max(np.abs(got - ratio * expected)) <= 1e-3 * np.max(np.abs(ratio * expected))
+    return f" It is {ratio:.3g} times the right value everywhere." if is_constant else ""
+
+
+def type_of(x: Any) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+
+
+def exact(x: Any) -> np.ndarray:
+    """Return `x` as a NumPy array in double precision; PRNG keys are replaced by their key data."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    x = np.asarray(x)
+    return x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+def largest(x: Any) -> float:
+    """Return the largest absolute value among the finite entries of `x`; 0 if there are none."""
+    x = exact(x)
+    return float(np.max(np.abs(x), initial=0.0, where=np.isfinite(x)))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error message; or the last line, if the message is the traceback of a callback."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1] if lines[0].endswith("Traceback (most recent call last):") else lines[0]
+
+
+# -- a function under test ------------------------------------------------------------------------
 
 Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a sentence about them
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of `gradcheck` and `check_layer`."""
+    """Options of `gradcheck` and `check_layer`, and two that depend on the values at which a layer is checked."""
 
     rtol: float | None = None
     atol: float | None = None
@@ -33,6 +356,8 @@ class Options:
     limit: int = 200
     seed: int = 0
     float64: bool = True
+    least_size: float = 1.0  # the step of smaller entries is relative to this size
+    sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # of results at other values
 
 
 class Subject:
@@ -128,7 +453,8 @@ class Subject:
             moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
             # The noise is limited, because rounding errors are much smaller than 1, unless the array itself is large.
             most = epsilon**0.5 * max(largest(x), 1.0)
-            noise[name] = min(4 * max(moved, epsilon * terms[name]), most) if has_tangent(x) else 0.0
+            least = epsilon**0.5 * self.options.sizes.get(name, 0.0)
+            noise[name] = max(min(4 * max(moved, epsilon * terms[name]), most), least) if has_tangent(x) else 0.0
         return Tolerance(self.options.rtol, self.options.atol, epsilon, noise)
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
@@ -148,8 +474,8 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
     return {k: gathered(w) for k, w in cotangents.items()}
 
 
-def run_check(cases: Cases) -> str:
-    """Compare the arrays of all cases of a check, and return the sentence that the check returns.
+def run_check(cases: Cases) -> tuple[str, int]:
+    """Compare the arrays of all cases of a check. Return the sentence that the check returns, and the number of cases.
 
     Raises:
         MismatchError: about the first case that differs.
@@ -158,10 +484,12 @@ def run_check(cases: Cases) -> str:
     logger = logging.getLogger(jax.pure_callback.__module__)
     has_no_exception: Callable[[logging.LogRecord], bool] = lambda record: record.exc_info is None  # noqa: E731
     logger.addFilter(has_no_exception)
+    n_cases = 0
     try:
         while True:
             compare(next(cases))
+            n_cases += 1
     except StopIteration as end:
-        return end.value
+        return end.value, n_cases
     finally:
         logger.removeFilter(has_no_exception)

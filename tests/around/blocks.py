@@ -1,4 +1,4 @@
-"""Layers with twice the true gradient, blocks of hooks around them, and how near their gradients come."""
+"""Defines layers with twice the true gradient, blocks of hooks around them, and comparisons of their gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.kit.layers import Steep
 
 
 def steep(x):
-    """`Steep` without the library."""
+    """Return the function of `Steep` as a plain custom_vjp function."""
     value = jax.lax.stop_gradient(x)
     return jnp.tanh(value + 2 * (x - value))
 
@@ -49,7 +49,7 @@ def doubled(model, x):
 
 
 class Block(contextlib.ContextDecorator):
-    """Use it in `with` around the code that is differentiated, or as a decorator of it."""
+    """A pair of hooks, for a `with` block around the differentiated code or as a decorator of it."""
 
     def __init__(self, kind):
         self.spy = Spy() if kind == "spy" else None
@@ -64,14 +64,14 @@ class Block(contextlib.ContextDecorator):
         self._entered.pop().__exit__(*exception)
 
     def compare(self, run, ours=Steep.apply, plain=steep):
-        """`run(f, block)` gives a value and gradients: of a layer in this block as of plain code in none."""
+        """Assert that `run(f, block)` is the same for a layer in this block and for plain code without a block."""
         (value, gradients), (want, want_gradients) = run(ours, self), run(plain, NO_BLOCK)
         assert_close(value, want)
         assert_close(gradients, want_gradients)
 
 
 def assert_close(got, want, tolerance=2e-5):
-    """Two pytrees agree: every leaf, relative to the largest entry of the whole tree."""
+    """Assert that two pytrees agree, relative to the largest entry of the whole tree."""
     paths, treedef = jax.tree_util.tree_flatten_with_path(want)
     leaves, found = jax.tree_util.tree_flatten(got)
     assert found == treedef
@@ -90,7 +90,7 @@ required = False
 
 
 def library(name):
-    """The module of that name; where it is absent, the tests of the module that asks for it are skipped."""
+    """Import a module; if it is not installed, skip the tests of the module that calls this."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

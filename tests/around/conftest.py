@@ -17,7 +17,7 @@ def pytest_itemcollected(item):
 
 @pytest.fixture(params=["none", "spy"])
 def block(request):
-    """No hooks, and a pair that counts its calls and has to be called."""
+    """Run a test without hooks, and in a block of a pair that must be called."""
     block = Block(request.param)
     yield block
     if block.spy is not None:
@@ -28,6 +28,6 @@ def block(request):
 
 @pytest.fixture(autouse=True)
 def usual_promotion():
-    """The libraries mix dtypes as JAX does unless it is told to be strict."""
+    """Allow standard dtype promotion, which the libraries need."""
     with jax.numpy_dtype_promotion("standard"):
         yield

@@ -57,7 +57,7 @@ def test_vmap_over_an_ensemble(block):
 
 
 class Stateful(eqx.Module):
-    """A norm and a counter, which both keep state."""
+    """Module with a batch norm and a counter, which both have state."""
 
     linear: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
@@ -92,7 +92,7 @@ def test_state(block, way):
 
 
 class Counted(PyLayer):
-    """Takes an index and a state, and returns the new state as an output."""
+    """Layer that takes an index and a state, and returns the new state as an output."""
 
     @staticmethod
     def forward(ctx, count, x, state):

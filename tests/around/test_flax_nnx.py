@@ -37,13 +37,13 @@ def stacked(activation):
 
 
 def pure(tree):
-    """Arrays only, with the data of random keys in place of the keys."""
+    """Return the arrays of a tree, with key data in place of PRNG keys."""
     leaves = jax.tree.leaves(tree)
     return [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
 
 
 def differentiated(run, model, transform=nnx.jit):
-    """The loss of `run(model)` with the state that the run left, and the gradient."""
+    """Return the loss of `run(model)`, the state after the run, and the gradient."""
     value, gradient = transform(nnx.value_and_grad(lambda model: jnp.mean(run(model) ** 2)))(model)
     return (value, pure(nnx.state(model, nnx.Not(nnx.Param)))), pure(nnx.state(gradient))
 

@@ -12,7 +12,7 @@ from pylayer_jax.packers import cast_saved, save_on_cpu
 from tests.hooks.spy import Spy
 from tests.kit.layers import layer
 from tests.kit.modes import EAGER_AND_JIT
-from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, IMPLIED, SECOND_ORDER, SLOW, assert_same
+from tests.kit.transforms import COVERED, FIRST_ORDER, FORWARD_OVER_REVERSE, SECOND_ORDER, SLOW, assert_same
 
 X = jnp.linspace(-1.0, 1.0, 16)
 LOGITS, LABELS = jnp.cos(jnp.arange(32 * 16.0)).reshape(32, 16) * 3, jnp.arange(32) * 7 % 16
@@ -20,7 +20,7 @@ ROWS = 16  # of the blocks into which a kernel cuts its arguments, a power of tw
 
 
 def run_kernel(kernel, like, *args):
-    """A kernel over blocks of rows, with outputs like some arrays. Without a GPU, the interpreter of Pallas runs it."""
+    """Run a kernel over blocks of rows, with outputs like some arrays. Without a GPU, Pallas interprets the kernel."""
 
     def spec(x):
         return pl.BlockSpec((rows, *x.shape[1:]), lambda i: (i, *[0] * (x.ndim - 1)))
@@ -71,7 +71,7 @@ def plain_cross_entropy(logits, labels):
 
 
 def loss_of(function):
-    """A scalar that is not linear in the outputs, so that a second derivative needs every rule of the layer."""
+    """Return a loss that is not linear in the outputs, so that its second derivative needs every rule of the layer."""
     return lambda *args: jnp.sum(jnp.sin(function(*args)))
 
 
@@ -79,7 +79,7 @@ def loss_of(function):
 
 
 class CrossEntropy(PyLayer):
-    """Of logits [N, V] and labels [N]: losses [N]."""
+    """Layer that computes the losses [N] of logits [N, V] and labels [N]."""
 
     saved_names = ("logits", "labels", "logsumexp")
 
@@ -100,7 +100,7 @@ class Once(CrossEntropy):
 
 
 class SavedSlope(PyLayer):
-    """A kernel in forward only, which computes a tensor that is saved."""
+    """Layer whose forward computes a saved tensor by a kernel; backward has no kernel."""
 
     @staticmethod
     def forward(ctx, x):
@@ -140,13 +140,13 @@ class Tanh(PyLayer):
 
 # Within shard_map, JAX asks each kernel over which axes its outputs vary.
 FIRST, SECOND, FORWARD = (
-    {k: f for k, f in table.items() if k not in SLOW | IMPLIED and "shard_map" not in k}
+    {k: f for k, f in table.items() if k not in SLOW | COVERED and "shard_map" not in k}
     for table in (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
 )
 SECOND |= {"grad_of_grad": SECOND_ORDER["grad_of_grad"]}
 
 
-def crossed(*rows):
+def each_pair(*rows):
     params = [
         pytest.param(layer, transform, expected, id=f"{layer.__name__}-{name}")
         for layer, transforms, expected in rows
@@ -159,7 +159,7 @@ def arguments_of(layer):
     return (LOGITS, LABELS) if issubclass(layer, CrossEntropy) else (X,)
 
 
-@crossed(
+@each_pair(
     (CrossEntropy, FIRST, plain_cross_entropy),
     (SavedSlope, FORWARD, jnp.tanh),  # JAX has the rule of a kernel in forward mode
     (Tanh, SECOND, jnp.tanh),
@@ -169,7 +169,7 @@ def test_derivatives(layer, transform, expected):
     assert_same(transform(loss_of(layer.apply), args), jax.jit(lambda *a: transform(loss_of(expected), a))(*args))
 
 
-@crossed(
+@each_pair(
     (CrossEntropy, SECOND | FORWARD, (ValueError, TypeError)),
     (Once, SECOND | FORWARD, RuntimeError),
     (SavedSlope, SECOND, ValueError),

@@ -24,7 +24,7 @@ SOLVERS = {
 
 
 def solution(activation, solver, adjoint=IMPLICIT, block=NO_BLOCK):
-    """From the parameters to the y with y = activation(W y + b) / 2; the block stands within the equation."""
+    """Return the solution y of y = activation(W y + b) / 2 for given parameters, with the block in the equation."""
     solve, method = SOLVERS[solver]
 
     @block
@@ -77,7 +77,7 @@ REVERSE = diffrax.RecursiveCheckpointAdjoint(checkpoints=3), diffrax.BacksolveAd
 
 
 def end_of(activation, adjoint, block=NO_BLOCK):
-    """From the parameters and the start to y(1)."""
+    """Return y(1) for given parameters and a given start."""
     field = diffrax.ODETerm(block(lambda t, y, w: activation(y @ w) - t * y))
 
     def end(w, start):

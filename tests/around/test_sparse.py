@@ -22,7 +22,7 @@ def matrix(data, indices=INDICES, sure=True):
 
 
 class SparseProduct(PyLayer):
-    """Its gradient is twice the true one, and as sparse as the matrix."""
+    """Layer with twice the true gradient, which is as sparse as the matrix."""
 
     @staticmethod
     def forward(ctx, m, x):
@@ -45,7 +45,7 @@ Scaled = layer(
 
 
 def twice(y):
-    """A value with twice its gradient."""
+    """Return a value, and twice its gradient."""
     return 2 * y - jax.lax.stop_gradient(y)
 
 

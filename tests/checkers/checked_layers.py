@@ -1,4 +1,4 @@
-"""Layers and functions that `python -m pylayer_jax check` is given by their names."""
+"""Defines layers and functions for `python -m pylayer_jax check`, which finds them by name."""
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,11 @@ Scale = layer(
 )
 Wrong = layer(base=Scale, name="Wrong", backward=lambda ctx, dy: -dy * ctx.factor)
 Round = layer(lambda ctx, x: jnp.round(x), name="Round")
+Quantized = layer(
+    lambda ctx, x: (ctx.save_for_backward(x), jnp.round(jnp.clip(x, -2, 2)))[1],
+    lambda ctx, dy: jnp.where(jnp.abs(ctx.saved_tensors[0]) <= 2, dy, 0),
+)
+Saturated = layer(base=Quantized, backward=lambda ctx, dy: dy)  # the gradient of clipped values is not zero
 NUMBER = 3
 
 
@@ -21,6 +26,11 @@ class Inside:
 
 def straight_through(x):
     return x + jax.lax.stop_gradient(jnp.round(x) - x)
+
+
+def quantized(x):
+    clipped = jnp.clip(x, -2, 2)
+    return clipped + jax.lax.stop_gradient(jnp.round(clipped) - clipped)
 
 
 def narrow(x):

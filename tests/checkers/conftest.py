@@ -1,4 +1,4 @@
-"""Every test of this folder has the marker `checkers`, and finds the globals of the wrong layers as new."""
+"""Gives each test of this folder the marker `checkers`, and clears the globals of the wrong layers before it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`python -m pylayer_jax check`: the report, the exit status, and errors about arguments that cannot be used."""
+"""`python -m pylayer_jax check` prints a report, sets the exit status, and refuses arguments that it cannot use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pylayer_jax import __main__
-from pylayer_jax.testing._check_layer import PROPERTIES
+from pylayer_jax.testing._checkers import PROPERTIES
 
 pytestmark = pytest.mark.once
 
@@ -26,8 +26,10 @@ def test_a_right_layer_has_a_tick_per_property(capsys):
     assert check("Scale", "f32[2,3]", "0.5") == 0
     name, *lines = capsys.readouterr().out.splitlines()
     assert name == "Scale"
-    assert all(line.startswith("✓ ") for line in lines)
-    assert {"jit", "vmap", "gradients", "second order"} <= {line[2:].split("  ")[0] for line in lines}
+    name_of = {mark: {line[2:].split("  ")[0] for line in lines if line[0] == mark} for mark in "✓–✗"}
+    assert {"jit", "vmap", "gradients", "second order"} <= name_of["✓"]
+    assert name_of["–"] == {"arguments", "cotangents", "forward mode"}  # there is nothing to check
+    assert not name_of["✗"]
 
 
 def test_a_wrong_layer_has_the_reason(capsys):
@@ -49,6 +51,7 @@ def test_a_terminal_without_ticks(encoding, monkeypatch):
     words = [line.split()[0] for line in written.buffer.getvalue().decode(encoding).splitlines()]
     assert words.count("FAILED") == 1
     assert words.count("ok") >= 2
+    assert words.count("-") == 2  # one argument and one cotangent: nothing to check
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,8 @@ def test_a_terminal_without_ticks(encoding, monkeypatch):
         (["narrow", "bf16[2]", "--rtol=9", "--atol=9"], 0),
         (["Round", "f32[3]"], 1),
         (["Round", "f32[3]", "--reference", "tests.checkers.checked_layers:straight_through"], 0),
+        (["Quantized", "f32[3]", "--reference", "tests.checkers.checked_layers:quantized"], 0),
+        (["Saturated", "f32[3]", "--reference", "tests.checkers.checked_layers:quantized"], 1),
         (["integers", "f32[4]", "i32[2]", "bool[2]", "key[]"], 0),
         (["statics", "f32[2]", "-1", "'sum'", "None", "(2, [3])", "jax.numpy.tanh"], 0),
         (["Inside.Scale", "f32[]", "2"], 0),

@@ -1,4 +1,4 @@
-"""check_layer: its report, how far each row tests, and how a failure that is meant is declared."""
+"""`check_layer` reports each property, says how far it was tested, and tells how to declare an intended failure."""
 
 from __future__ import annotations
 
@@ -12,19 +12,24 @@ import numpy as np
 import pytest
 
 from pylayer_jax.testing import check_layer
-from pylayer_jax.testing._check_layer import PROPERTIES
+from pylayer_jax.testing._checkers import PROPERTIES
 from tests.checkers.wrong_layers import (
     COMPLEX,
     INDEX,
     KEY,
     WRONG,
+    Clip,
     Clips,
     Log,
+    OnHost,
     Picks,
     RefusesABatchOfIndices,
+    RoundedAndClipped,
+    Saturated,
     Sine,
     SineBothWays,
     WrongSign,
+    rounded_and_clipped,
     saved,
     saving,
     sine,
@@ -38,12 +43,12 @@ CLIPPED = CASE["ClippedReversal"]
 
 
 def all_but(*names):
-    """What to skip for a check of these properties alone."""
+    """Return the properties to skip if only these properties are to be checked."""
     return [name for name in PROPERTIES if name not in names]
 
 
 def failed(subject, *args, rows, **options):
-    """The rows that fail, and the last lines of the report."""
+    """Return the names of the rows that fail, and the hints of the report."""
     report = check_layer(subject, *args, raises=False, skip=all_but(*rows), **options)
     return [row.name for row in report if not row.passed], "\n".join(report.hints())
 
@@ -90,7 +95,7 @@ SAYS = [
     ("vmap", RefusesABatchOfIndices, PICKED[:2], "one index for all"),
     ("shard_map", Multiply, (jax.device_put(X, jax.devices()[1]), X), "4 devices"),
     ("forward mode", CASE["Trees"].layer, CASE["Trees"].args, "Trees"),
-    ("forward mode", RULED, (X,), "none"),
+    ("forward mode", RULED, (X,), "custom_vjp"),
     ("forward mode", SineBothWays, (jnp.ones((50, 10)),), "matches"),
     ("forward mode", of_parts, (COMPLEX,), "matches"),
     ("forward over reverse", SineBothWays, (X,), "forward over forward"),
@@ -98,7 +103,7 @@ SAYS = [
     ("forward over reverse", Clips, (X,), "Clips.backward"),
     ("linear", Tanh, (X,), "proved"),
     ("linear", MAXIMUM, (X,), "'max'"),
-    ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "args[0] alone"),
+    ("arguments", lambda x, n, how: Tanh.apply(x), (X, jnp.arange(3), "text"), "args[0]"),
     ("gradients", Tanh, (X.astype(jnp.bfloat16),), "bfloat16"),
 ]
 
@@ -106,6 +111,33 @@ SAYS = [
 @pytest.mark.parametrize(("name", "subject", "args", "words"), SAYS, ids=[f"{row[0]}: {row[3]}" for row in SAYS])
 def test_a_property_says_how_far_it_was_tested(name, subject, args, words):
     assert words in check_layer(subject, *args, skip=all_but(name))[name].message
+
+
+# A layer, its arguments, and whether the report names a branch that no value takes.
+BRANCHES = {
+    "both limits": (Clip, (X,), ""),
+    "one limit": (lambda x: Clip.apply(jnp.abs(x)), (X,), "max at "),
+    "where": (layer(lambda x: jnp.where(x > 1e9, 0, x), lambda x, dy: dy, plain=True), (X,), "select_n at test_check_"),
+    "cond": (lambda x: jax.lax.cond(jnp.sum(x) > 1e9, jnp.sin, Tanh.apply, x), (X,), "cond at test_check_layer.py"),
+    "cotangents": (CLIPPED.layer, CLIPPED.args, ""),
+    "a guard": (lambda x: jnp.where(jnp.isfinite(x), Tanh.apply(x), 0), (X,), ""),
+    "an index": (CASE["SquaredPositives"].layer, CASE["SquaredPositives"].args, ""),
+    "concrete values": (OnHost, (X,), ""),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_that_no_value_takes_is_named_with_its_line(name):
+    subject, args, words = BRANCHES[name]
+    reference = CLIPPED.reference if name == "cotangents" else None
+    message = check_layer(subject, *args, reference=reference, skip=all_but("gradients"))["gradients"].message
+    assert words in message
+    assert ("branches" in message) == bool(words)
+
+
+def test_a_rule_that_forgets_saturated_inputs_fails_beside_its_reference():
+    assert failed(RoundedAndClipped, X, reference=rounded_and_clipped, rows=["gradients"])[0] == []
+    assert failed(Saturated, X, reference=rounded_and_clipped, rows=["gradients"])[0] == ["gradients"]
 
 
 def test_an_object_on_a_context_is_no_leak():
@@ -122,7 +154,7 @@ def test_an_object_on_a_context_is_no_leak():
 
 
 def only_where(condition):
-    """A right layer for some values."""
+    """Return a right function that raises an error for values without a property."""
 
     def run(x):
         if not condition(x):
@@ -185,12 +217,27 @@ def test_the_report_is_a_line_per_property():
     lines = str(check_layer(Multiply, X, 2 * X, skip=all_but("jit", "remat"))).splitlines()
     assert lines[0] == "Multiply"
     assert [line.split()[:2] for line in lines[1:]] == [["✓", "eager"], ["✓", "jit"], ["✓", "remat"]]
+    # A property that a layer cannot have, or cannot lack, was not checked: its row has no tick.
+    report = check_layer(Tanh, X, skip=all_but("forward mode", "arguments", "cotangents", "linear"))
+    assert report.passed
+    assert [row.mark for row in report] == ["✓", "–", "–", "–", "✓"]
+    assert "forward_mode = True" in report["forward mode"].message
     with pytest.raises(AssertionError, match=r"(?s)WrongSign.*✓ eager .*✗ gradients "):
         check_layer(WrongSign, X, skip=all_but("gradients"))
     report = check_layer(WrongSign, X, skip=all_but("jit", "gradients"), raises=False)
     assert "WrongSign" in repr(report)
     with pytest.raises(ValueError, match="speed"):
         check_layer(Tanh, X, skip=["speed"])
+
+
+def test_a_notebook_shows_a_table():
+    report = check_layer(lambda x: WrongSign.apply(x), X, skip=all_but("jit", "gradients"), raises=False)
+    table = report._repr_html_()
+    assert table.count("<tr") == len(report.rows)
+    assert all(f"<td>{row.mark}</td><td>{row.name}</td>" in table for row in report)
+    assert "&lt;lambda&gt;" in table
+    assert "reference=FUNCTION" in table  # the hints
+    assert "<lambda>" not in table
 
 
 def fails(ctx, x):

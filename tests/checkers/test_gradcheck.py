@@ -1,4 +1,4 @@
-"""gradcheck, gradgradcheck and assert_equivalent: which functions they take, and what their errors say."""
+"""`gradcheck`, `gradgradcheck` and `assert_equivalent` take functions of every kind; their errors name the place."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
-from pylayer_jax.testing._check_layer import PROPERTIES
-from tests.checkers.wrong_layers import COMPLEX, WRONG, Conjugated, OnHost, WrongAtOneIndex, WrongSign, sharded, whole
+from pylayer_jax.testing._checkers import PROPERTIES
+from tests.checkers.wrong_layers import (
+    COMPLEX,
+    WRONG,
+    Conjugated,
+    OnHost,
+    RoundedAndClipped,
+    Saturated,
+    WrongAtOneIndex,
+    WrongSign,
+    rounded_and_clipped,
+    sharded,
+    whole,
+)
 from tests.kit.case import X
 from tests.kit.layers import Multiply, Tanh
 from tests.layers import CASES
@@ -26,6 +38,23 @@ def test_right_gradients_are_accepted(name):
 def test_a_gradient_that_is_meant_to_be_another_is_not_the_numerical_one(name):
     with pytest.raises(AssertionError, match="numerically"):
         gradcheck(CASE[name].layer, CASE[name].args)
+
+
+@pytest.mark.parametrize("name", ["Round", "InputReturned", "DoubledTanh", "Reversal", "RouterLoss"])
+def test_a_gradient_that_is_meant_to_be_another_is_that_of_its_reference(name):
+    assert gradcheck(CASE[name].layer, CASE[name].args, CASE[name].reference)
+    if CASE[name].second_order:
+        assert gradgradcheck(CASE[name].layer, CASE[name].args, reference=CASE[name].reference)
+
+
+def test_a_reference_rejects_wrong_gradients():
+    assert gradgradcheck(RoundedAndClipped, (X,), reference=rounded_and_clipped)
+    with pytest.raises(AssertionError, match=r"^gradcheck of Saturated, first order: .*args\[0\].*by the reference"):
+        gradcheck(Saturated, (X,), reference=rounded_and_clipped)
+    second = WRONG["second order"]
+    assert gradcheck(second.layer, second.args, reference=second.meant)
+    with pytest.raises(AssertionError, match=r"second order: .*by the reference"):
+        gradgradcheck(second.layer, second.args, reference=second.meant)
 
 
 def test_an_error_tells_both_values_the_place_and_the_tolerance():
@@ -201,7 +230,7 @@ def test_arrays_on_several_devices_are_checked(name, on_devices):
 
 
 def held_elsewhere(array, monkeypatch):
-    """As an array is whose mesh has devices of other processes."""
+    """Make an array look as if other processes held a part of it."""
     monkeypatch.setattr(type(array), "is_fully_addressable", property(lambda self: self is not array))
     return array
 

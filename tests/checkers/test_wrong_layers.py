@@ -1,4 +1,4 @@
-"""Each checker rejects the wrong layers, by the rows that should, and accepts the right ones."""
+"""Each checker rejects each wrong layer, in the rows that must fail, and accepts the right layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck, gradgradcheck
-from pylayer_jax.testing._check_layer import PROPERTIES
+from pylayer_jax.testing._checkers import PROPERTIES
 from tests.checkers.wrong_layers import RIGHT, WRONG
 
 MEANT = [name for name, wrong in WRONG.items() if wrong.meant is not None]

@@ -1,4 +1,4 @@
-"""Layers that are wrong, each in one way, and right ones: two tables, which the tests cross with the checkers."""
+"""Defines tables of layers that are each wrong in one way, and of right layers. Tests run each checker on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ slope = Sine.backward
 
 
 def sine(**methods):
-    """`Sine` with other methods."""
+    """Return `Sine` with other methods."""
     return layer(base=Sine, **methods)
 
 
@@ -32,7 +32,7 @@ def saved(ctx):
 
 
 def saving(value, x_of=lambda x: x):
-    """A forward that saves its input, or what `x_of` makes of it."""
+    """Return a forward that saves its input, or `x_of` its input."""
     return lambda ctx, x: (ctx.save_for_backward(x_of(x)), value(x))[1]
 
 
@@ -48,6 +48,31 @@ Conjugated = layer(jnp.square, lambda z, dy: dy * jnp.conj(2 * z), plain=True)
 SmallUnits = layer(lambda ctx, x: x * 1e-9, lambda ctx, dy: dy * 5e-9)  # five times its gradient, far below one
 Log = layer(jnp.log, lambda x, dy: dy / x, plain=True, name="Log")  # right
 ClippedLog = layer(base=Log, backward=lambda ctx, dy: dy / jnp.maximum(saved(ctx), 1e-2))
+Clip = layer(  # right
+    lambda x: jnp.clip(x, -2, 2), lambda x, dy: jnp.where(jnp.abs(x) <= 2, dy, 0), plain=True, name="Clip"
+)
+ForgetsToClip = layer(base=Clip, name="ForgetsToClip", backward=lambda ctx, dy: dy)
+DeadZone = layer(lambda x: jnp.where(jnp.abs(x) < 0.02, 0, x), lambda x, dy: dy, plain=True)
+Softplus = layer(  # right
+    lambda x: jnp.where(x > 20, x, jnp.log1p(jnp.exp(jnp.minimum(x, 20)))),
+    lambda x, dy: dy * jnp.where(x > 20, 1, jax.nn.sigmoid(x)),
+    plain=True,
+)
+ForgetsToStopGrowing = layer(
+    base=Softplus, backward=lambda ctx, dy: dy * jnp.where(saved(ctx) > 20, saved(ctx), jax.nn.sigmoid(saved(ctx)))
+)
+RoundedAndClipped = layer(  # right
+    lambda x: jnp.round(jnp.clip(x, -2, 2)), lambda x, dy: jnp.where(jnp.abs(x) <= 2, dy, 0), plain=True
+)
+# A straight-through rule that forgets to zero the gradient of saturated inputs.
+Saturated = layer(base=RoundedAndClipped, name="Saturated", backward=lambda ctx, dy: dy)
+
+
+def rounded_and_clipped(x):
+    clipped = jnp.clip(x, -2, 2)
+    return clipped + jax.lax.stop_gradient(jnp.round(clipped) - clipped)
+
+
 # A product with gradients that are right for symmetric matrices alone.
 WithoutTransposes = layer(jnp.matmul, lambda a, b, dy: (dy @ b, a @ dy), plain=True)
 SwapsGradients = layer(base=Multiply, backward=lambda ctx, dy: Multiply.backward(ctx, dy)[::-1])
@@ -71,7 +96,7 @@ def other_where_not_differentiated(ctx, x):
 
 
 def without_zeros(forward):
-    """A forward whose missing cotangents are None; it saves its arguments."""
+    """Return a forward that saves its arguments, and asks for None in place of missing cotangents."""
 
     def run(ctx, *args):
         ctx.set_materialize_grads(False)
@@ -90,7 +115,7 @@ def both(ctx, ds, dq):
 
 
 def miscounted(ctx, dp, ds):
-    """A gradient less where a cotangent is missing."""
+    """Return one gradient too few if a cotangent is missing."""
     a, b = ctx.saved_tensors
     if ds is None:
         return dp * b
@@ -98,7 +123,7 @@ def miscounted(ctx, dp, ds):
 
 
 def one_of_three_dropped(ctx, *cotangents):
-    """Right for each output alone, wrong where one cotangent is missing."""
+    """Return a gradient that is right for each output alone, and wrong if one of three cotangents is missing."""
     given = [i * dy for i, dy in enumerate(cotangents, 1) if dy is not None]
     return sum(given) if len(given) != 2 else given[0]
 
@@ -139,7 +164,7 @@ def counts(ctx, dy):
 
 
 def keeps_a_table(ctx, dy):
-    """Right for the first values of a shape."""
+    """Return a gradient that is right only for the first values of each shape."""
     x = saved(ctx)
     return dy * KEPT.setdefault(x.shape, np.cos(np.asarray(x)))
 
@@ -166,13 +191,13 @@ ShapeOnClass = layer(count_on_class, lambda ctx, dy: jnp.broadcast_to(dy / Shape
 
 
 def within(file):
-    """Whether JAX's function of that file runs this."""
+    """Return whether a function of JAX in this file is running."""
     frames = traceback.walk_stack(None)  # inspect.stack() would look up the module of each
     return any(f"/{file}.py" in frame.f_code.co_filename for frame, _ in frames)
 
 
 def wrong_within(file, but_not="nothing"):
-    """Its backward is another one where forward ran in one of JAX's functions."""
+    """Return a layer whose gradient is wrong if a function of JAX in `file` runs `forward`."""
 
     def forward(ctx, x):
         ctx.factor = 1.1 if within(file) and not within(but_not) else 1.0
@@ -226,7 +251,7 @@ def picked_gradient(x, index, flag, key, dy):
 
 
 def shares_the_index(info, in_dims, x, index):
-    """Takes the first example's index for that of all."""
+    """Use the index of the first example for all examples."""
     return in_front(x, in_dims[0])[:, index if in_dims[1] is None else index[0]], 0
 
 
@@ -261,12 +286,12 @@ def doubled_by(tracer):
 
 
 def without_a_term(ctx, t):
-    """A tangent whose own derivative is another one."""
+    """Return a right tangent whose derivative is wrong."""
     return t * jax.lax.stop_gradient(jnp.cos(saved(ctx)))
 
 
 def forgets_a_missing_tangent(ctx, t, u):
-    """Right where each argument has a tangent."""
+    """Return a tangent that is right only if each argument has a tangent."""
     a, b = ctx.saved_tensors
     return 0 * a if t is None or u is None else t * b + a * u
 
@@ -278,7 +303,7 @@ ForgetsAMissingTangent = layer(without_zeros(jnp.multiply), Multiply.backward, j
 
 
 def sharded(function, mesh=None):
-    """A function of the shards of four devices, whose output each device holds."""
+    """Run a function on the shards of four devices; each device returns the whole output."""
     mesh = mesh or jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec("i"), out_specs=PartitionSpec(), check_vma=False)
 
@@ -321,6 +346,9 @@ WRONG = {
     "no transposes": Wrong(WithoutTransposes, (jnp.ones((3, 3)), jnp.eye(3)), ("gradients",), jnp.matmul),
     "swapped": Wrong(SwapsGradients, (X, X), ("gradients",), jnp.multiply),
     "swapped scalars": Wrong(SwapsGradients, (jnp.float32(1), jnp.float32(1)), ("gradients",), jnp.multiply),
+    "clipped values": Wrong(ForgetsToClip, (X,), ("gradients",), lambda x: jnp.clip(x, -2, 2)),
+    "small values are zero": Wrong(DeadZone, (X,), ("gradients",), lambda x: jnp.where(jnp.abs(x) < 0.02, 0, x)),
+    "large values": Wrong(ForgetsToStopGrowing, (X,), ("gradients",), jax.nn.softplus),
     # At second order.
     "second order": Wrong(WrongAtSecondOrder, (X,), ("second order",), jnp.sin, order=2),
     "no second order": Wrong(Forgets, (X,), ("second order",), jnp.sin, order=2),
@@ -390,6 +418,9 @@ RIGHT = {
     "one of each": (lambda x, index, flag, key: Picks.apply(x, index, flag, key) * 3, (X[0], INDEX, True, KEY)),
     "dropout": (lambda x, key: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), Tanh.apply(x), 0), (X, KEY)),
     "domain": (lambda x: jnp.arccosh(Multiply.apply(x, x)), (1.2 + jnp.abs(X),)),
+    "small terms cancel": (lambda x: jnp.log(jnp.cosh(Multiply.apply(x, jnp.ones_like(x)))), (X * 0.3,)),
+    "saturates": (Clip, (X,)),
+    "branches": (Softplus, (X,)),
     "kinks": (lambda x: jnp.clip(jax.nn.relu(Tanh.apply(x)), 0.1, 0.5), (X,)),
     "small and large": (Log, (jnp.array([1e-3, 2, 1e3]),)),
     "zeros": (Multiply, (jnp.zeros(3), jnp.ones(3))),

@@ -1,4 +1,4 @@
-"""Shows the effects of importing the package, in a new process: python -m tests.contract.alone changes (or starts)."""
+"""Prints what an import of the package changes or starts: python -m tests.contract.alone changes (or starts)."""
 
 from __future__ import annotations
 

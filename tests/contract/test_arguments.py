@@ -1,4 +1,4 @@
-"""How a layer is called, and what it returns: arguments, outputs and statics of every kind, in every mode."""
+"""A layer takes arguments of every kind, and returns outputs and statics of every kind, in every mode."""
 
 import collections
 import dataclasses
@@ -140,7 +140,7 @@ class Module:
 
 
 def changing(change):
-    """A forward that changes its argument `params`."""
+    """Return a forward that changes its argument `params` in place."""
     return lambda ctx, x, params: (change(params), x * 2)[1]
 
 

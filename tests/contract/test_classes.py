@@ -1,4 +1,4 @@
-"""Every class is a layer of its own, however it was made; and `apply` as users look at it."""
+"""Each class is a layer of its own, however it was made; `apply` has the signature and docstring of its `forward`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_once_differentiable_beside_static_and_class_methods(outer, decorator_fi
 
 
 def used(layer, once):
-    """Numbers of classes that this process knows by value alone; one of them refuses a second derivative."""
+    """Return numbers of unpickled classes, which no module defines; one of them has no second derivative."""
     layer, once = cloudpickle.loads(layer), cloudpickle.loads(once)
     first = [jax.grad(loss(layer))(X), jax.jit(jax.grad(loss(layer)))(X), jax.jvp(layer.apply, (X,), (X,))[1]]
     layer.scale = 0.0  # the methods of the loaded class read the loaded class
@@ -159,7 +159,7 @@ OwnForward = layer(lambda ctx, z: z, base=Scaled)
 class OfClass(PyLayer):
     @classmethod
     def forward(cls, ctx, x, n=1):
-        """Of a class."""
+        """Multiply by an attribute of the class."""
         return x
 
 
@@ -173,7 +173,7 @@ Split = layer(power, None, Function, "Split", setup_context=lambda ctx, inputs, 
 
 @dataclasses.dataclass
 class Multiplied:
-    """A method that is an object, and has no hash."""
+    """A callable object without a hash, used as a method."""
 
     factor: float
 

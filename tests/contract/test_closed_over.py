@@ -1,4 +1,4 @@
-"""Traced values that a method reaches other than by an argument: a constant, or an error; never another gradient."""
+"""A traced value that a method closes over is a constant, or raises an error. No gradient is silently wrong."""
 
 import functools
 import types
@@ -20,7 +20,7 @@ def with_backward_over(w):
 
 
 def assert_named(run):
-    """It raises an error that names the layer, and says what to do."""
+    """Assert that a call raises an error that names the layer, and says what to do."""
     with pytest.raises(Exception, match=r".") as caught:
         run()
     text = text_of(caught.value)
@@ -29,7 +29,7 @@ def assert_named(run):
 
 
 def assert_right_or_refused(run, expected):
-    """It gives these numbers, or an error; another number would be silent."""
+    """Assert that a call returns these numbers or raises an error, since other numbers would be silently wrong."""
     try:
         found = run()
     except Exception:
@@ -58,7 +58,7 @@ def test_a_value_that_forward_closes_over_at_the_outer_order(run):
 
 
 class Model:
-    """Multiplies by what it holds, in a cycle of objects."""
+    """An object in a reference cycle that multiplies by an array that it holds."""
 
     def __init__(self, w):
         self.layers = [types.SimpleNamespace(w=w, parent=self)]

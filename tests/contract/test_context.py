@@ -1,4 +1,4 @@
-"""The context: what it keeps, what it is told, and what reaches backward under every transform."""
+"""`backward` gets what `forward` saved or set on the context, under every transform; misuse is an error."""
 
 import collections
 import copy
@@ -18,7 +18,7 @@ from tests.kit.threads import in_threads
 
 
 def then(call, result=lambda x: x * 1):
-    """A forward that calls `call(ctx, x)` first."""
+    """Return a forward that first calls `call(ctx, x)`."""
     return lambda ctx, x: (call(ctx, x), result(x))[1]
 
 

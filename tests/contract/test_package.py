@@ -1,4 +1,4 @@
-"""How the package is built, and what its import does: it changes nothing of JAX, and starts nothing."""
+"""Modules import each other in one direction. An import of the package changes and starts nothing of JAX."""
 
 import ast
 import graphlib
@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def imports_of(file: Path) -> set[str]:
-    """Full names of the modules that a file imports, anywhere in it."""
+    """Return the full names of all modules that a file imports."""
     found: set[str] = set()
     package = ["pylayer_jax", *file.relative_to(PACKAGE).parts[:-1]]
     for node in ast.walk(ast.parse(file.read_text())):

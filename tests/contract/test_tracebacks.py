@@ -1,4 +1,4 @@
-"""Where errors point: to the lines of the user, and not to those of the library."""
+"""Tracebacks of errors show the lines of the user, and hide those of the package."""
 
 import functools
 import inspect
@@ -12,7 +12,7 @@ import pytest
 import pylayer_jax
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_hooks
 from pylayer_jax.testing import assert_equivalent, check_layer, gradcheck
-from pylayer_jax.testing._check_layer import PROPERTIES
+from pylayer_jax.testing._checkers import PROPERTIES
 from tests.hooks.spy import in_block
 from tests.kit.layers import layer, loss
 from tests.kit.modes import MODES, X

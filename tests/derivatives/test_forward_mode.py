@@ -93,7 +93,7 @@ def test_no_hidden_gradient_of_what_forward_closes_over(derivative, mode):
 
 
 class OwnMap(PyLayer):
-    """Its tangent map is not the transpose of its backward, so that each shows which one ran."""
+    """Layer whose `jvp` is not the transpose of its `backward`, so that the result shows which of them ran."""
 
     @staticmethod
     def forward(ctx, x, n, y):

@@ -1,4 +1,4 @@
-"""Forward mode transposes backward: one that is not proved linear is refused, and one that is linear is not."""
+"""Forward mode transposes `backward` if it is proved linear in its cotangents, and otherwise refuses it."""
 
 import os
 
@@ -22,12 +22,12 @@ T = jnp.array([1.0, 2.0, 3.0])
 
 
 def ruled(backward, forward=lambda ctx, x: x * 1.0, **flags):
-    """A layer with that function of the cotangent for its backward."""
+    """Return a layer whose `backward` is a given function of the cotangent."""
     return layer(forward, lambda ctx, dy: backward(dy), **flags)
 
 
 def both_ways(made):
-    """The derivative along T, by jvp and from vjp, in eager mode."""
+    """Return the derivative along T, by jvp and by vjp, in eager mode."""
     tangent = jax.jvp(made.apply, (X,), (T,))[1]
     _, pull = jax.vjp(made.apply, X)
     return tangent, jnp.stack([pull(unit)[0] for unit in jnp.eye(3)]) @ T
@@ -146,7 +146,7 @@ def test_forward_over_reverse_is_refused_or_equals_reverse_over_reverse(name, mo
 
 
 def outcome(function):
-    """The result of a function and None, or None and the message of its TypeError."""
+    """Return the result of a function and None, or None and the message of its TypeError."""
     try:
         return function(), None
     except TypeError as error:

@@ -1,4 +1,4 @@
-"""What is kept for backward, under which name, and what is left behind: nothing that was not saved."""
+"""A vjp function holds only what was saved, under the names of `saved_names`; nothing stays alive after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X = jnp.linspace(-1.0, 1.0, 16).reshape(4, 4)
 
 
 class Twice(PyLayer):
-    """Keeps an input and an intermediate, each in two ways."""
+    """Layer that saves an input and an intermediate, each in two ways."""
 
     @staticmethod
     def forward(ctx, x, w):
@@ -53,7 +53,7 @@ def eager_bytes(function, *arguments):
 
 
 def traced_bytes(function, *arguments):
-    """Bytes of the distinct values that the vjp function of a traced call holds."""
+    """Return the bytes of the distinct values that the vjp function of a traced call holds."""
     jaxpr = jax.make_jaxpr(lambda *xs: jax.vjp(function, *xs)[1])(*arguments).jaxpr
     return sum(v.aval.size * v.aval.dtype.itemsize for v in {id(v): v for v in jaxpr.outvars}.values())
 
@@ -89,7 +89,7 @@ def test_the_vjp_function_alone_holds_what_was_saved_and_nothing_else():
 
 
 class Scale(PyLayer):
-    """Takes a live Python object and carries it to backward."""
+    """Layer that takes a Python object, and keeps it on ctx."""
 
     @staticmethod
     def forward(ctx, x, model):
@@ -105,7 +105,7 @@ class Scale(PyLayer):
 
 
 class Model:
-    """A static that can be watched, and that cannot be hashed or compared."""
+    """A static that has weak references, and that cannot be hashed or compared."""
 
     factor = 2.0
     __hash__ = None
@@ -153,7 +153,7 @@ policies = jax.checkpoint_policies
 
 
 class Wave(PyLayer):
-    """Saves an intermediate in a pytree, its output, an input, and a static."""
+    """Layer that saves a pytree with an intermediate, its output, an input and a static."""
 
     saved_names = True
 
@@ -235,7 +235,7 @@ def test_gradients_are_the_same_where_names_are_saved(made):
 
 
 def names(made):
-    """The names in the gradient of the layer, in order."""
+    """Return the names of the tensors in the gradient of the layer, in order."""
     jaxpr = jax.make_jaxpr(jax.grad(bent(made)))(THREE).jaxpr
     return [e.params["name"] for e in equations(jaxpr) if e.primitive.name == "name"]
 

@@ -1,4 +1,4 @@
-"""The rule at every order: pinned numbers, how often methods run, what a saved object counts as."""
+"""JAX uses `backward` at every order: known numbers, calls of methods, and derivatives of each kind of saved tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_doubled_tanh_applied_twice(place):
 
 
 def test_when_the_rule_of_jax_itself_may_take_its_place():
-    """If this fails with the oldest supported jax, `jax.custom_jvp` holds in scans, and may carry the rule."""
+    """Assert a limit of `jax.custom_jvp` in scans. If this fails with all versions, it may replace `rule_function`."""
 
     tanh = jax.custom_jvp(jnp.tanh)
     tanh.defjvp(lambda primals, tangents: (tanh(*primals), 2 * tangents[0] * (1 - tanh(*primals) ** 2)))
@@ -187,7 +187,7 @@ X, S, C = 0.7, np.sin(0.7), np.cos(0.7)
 
 
 def saves(forward, save, marks_last=False, kind="PyLayer", **attributes):
-    """A layer of one input, which saves save(inputs, outputs); its second derivative is the one of `save`."""
+    """Return a layer of one input that saves save(inputs, outputs); its second derivative shows that of `save`."""
 
     def set_up(ctx, inputs, output):
         ctx.save_for_backward(save(*inputs, output))

@@ -1,4 +1,4 @@
-"""`jax.Ref` arguments, beside the same rule as a plain `jax.custom_vjp`."""
+"""A layer with a `jax.Ref` argument has the derivatives of a plain `jax.custom_vjp` function with the same rule."""
 
 import functools
 
@@ -20,7 +20,7 @@ XS = jnp.stack([X, X + 1, X - 1])
 
 
 def product(main_grad, x, w):
-    """A linear layer that adds the gradient of its weight to a buffer, as Paddle's layers do to `main_grad`."""
+    """Linear layer that adds the gradient of its weight to a buffer, as Paddle's layers do with `main_grad`."""
     return jnp.sin(x) @ w
 
 
@@ -52,7 +52,7 @@ def gradient(f, *transforms):
 
 
 def loop(run):
-    """The gradient of a loop over `XS`."""
+    """Return the gradient of a loop over `XS`."""
     return lambda f, ref: jax.grad(lambda w: run(lambda x: jnp.sum(f(ref, x, w) ** 2)))(W)
 
 
@@ -61,7 +61,7 @@ def scanned(step):
 
 
 def sharded(f, ref):
-    """Each of two devices has a piece of the batch, and a buffer of its own."""
+    """Run the layer on two devices, each with a part of the batch and its own buffer."""
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     d, everywhere = PartitionSpec("d"), PartitionSpec()
     buffers = jax.new_ref(jax.device_put(jnp.zeros((6, 2)), jax.NamedSharding(mesh, d)))

@@ -1,4 +1,4 @@
-"""Staged functions that are differentiated several times, and functions of JAX that have layers in them."""
+"""A staged function with layers has right derivatives each time that JAX differentiates it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_threads_differentiate_one_jitted_function_for_different_arguments(round
 
 
 class GivesWhatIsNeeded(PyLayer):
-    """a b^2, which saves and gives only what a gradient is needed of."""
+    """Layer that computes a b^2, and saves and returns only what `needs_input_grad` asks for."""
 
     @staticmethod
     def forward(ctx, a, b):
@@ -73,7 +73,7 @@ def test_vjp_functions_of_one_jitted_function():
 
 
 def evaluated(f):
-    """`f` as a jaxpr, which is made once and evaluated for each derivative."""
+    """Stage `f` once, and return a function that evaluates its jaxpr."""
     jaxpr = jax.make_jaxpr(f)(2.0, 3.0)
     return lambda a, b: jax.core.eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, a, b)[0]
 

@@ -28,7 +28,7 @@ X = grid(RANKS, 4, 4)  # of which each rank has four by four
 
 
 class Group:
-    """The ranks along a mesh axis: a live object, which JAX knows nothing about."""
+    """The ranks along a mesh axis, a Python object that is no pytree."""
 
     size = RANKS
 
@@ -66,7 +66,7 @@ WORLD = Group()
 
 
 def region(there, back):
-    """P1 to P6, T1, T2 and T7: one collective forward, another backward; the group is kept on ctx."""
+    """P1 to P6, T1, T2 and T7: forward and backward use different collectives, and ctx keeps the group."""
 
     def forward(ctx, x, group):
         ctx.group = group
@@ -84,7 +84,7 @@ GatherEach = layer(
 
 
 class AllToAll(Function):
-    """T10: the group comes first, and backward applies the class itself with the sizes swapped."""
+    """T10: the group is the first argument, and backward applies the same class with swapped sizes."""
 
     @staticmethod
     def forward(ctx, group, x, output_split_sizes, input_split_sizes):
@@ -129,7 +129,7 @@ EVERY = pytest.mark.parametrize("name", CASES)
 
 
 def reference(name):
-    """The value by the values of all ranks; the gradient, of every order, by their gradients."""
+    """Compute a value from those of all ranks, and the gradient, at every order, from their gradients."""
     _, forward, backward = CASES[name]
 
     def run(xs):
@@ -146,17 +146,17 @@ def shard(f, check_vma):
 
 
 def stacked(layer, check_vma):
-    """The layer on each rank, as a function of the arrays of all ranks along a leading axis."""
+    """Return a function of the stacked arrays of all ranks that runs the layer on each rank."""
     return shard(lambda *xs: layer(*(x[0] for x in xs))[None], check_vma)
 
 
 def weights(y):
-    """Of a loss, so that cotangents differ from entry to entry."""
+    """Return weights of a loss, so that cotangents differ from entry to entry."""
     return 1 + 0.5 * jnp.sin(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)
 
 
 def loss(f):
-    """Bent, and different on each rank, so that cotangents depend on the outputs and on the rank."""
+    """Return a nonlinear loss that differs on each rank, so that cotangents depend on the outputs and on the rank."""
 
     def of(xs):
         y = f(xs)
@@ -166,7 +166,7 @@ def loss(f):
 
 
 def numbers(f):
-    """The outputs of f, and the first and second derivatives of its loss, in reverse mode and forward over reverse."""
+    """Return the outputs of f, and derivatives of its loss: first and second ones, and forward over reverse."""
     slope = gradient(loss(f), [X])
     forward = lambda xs: jax.jvp(slope, (xs,), (jnp.sin(xs),))[1]  # noqa: E731
     return lambda xs: (f(xs), slope(xs), gradient(along(loss(f), [xs]), [xs])(xs), forward(xs))
@@ -186,7 +186,7 @@ def test_jit(name, check_vma):
 @EVERY
 @VMA
 def test_differentiated_on_each_rank(name, check_vma):
-    """As in Paddle and torch: each rank has a loss of its own, and communicates in its backward."""
+    """Compute a loss on each rank, which communicates in its backward, as in Paddle and torch."""
     outputs, slopes, second, _ = expected(name)
 
     def of_rank(x, weight, along):
@@ -200,7 +200,7 @@ def test_differentiated_on_each_rank(name, check_vma):
 
 
 def repeated(functions):
-    """One after the other, in a checkpoint within a scan."""
+    """Apply layers one after the other, in a checkpoint within a scan."""
     step = jax.checkpoint(lambda x: functools.reduce(lambda x, f: f(jnp.sin(x)), functions, x))
     return lambda x: jax.lax.scan(lambda carry, _: (step(carry), None), x, None, length=2)[0]
 

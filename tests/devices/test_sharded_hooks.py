@@ -1,4 +1,4 @@
-"""Hooks on sharded tensors: packing communicates nothing, and keeps the share of each device on that device."""
+"""Hooks pack sharded tensors without communication, and each device keeps its shard."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def normalized(x):
 
 
 def network(mesh):
-    """The loss of a tensor-parallel residual block, its weights and its input."""
+    """Return the loss of a tensor-parallel residual block, its weights and its input."""
     whole = NamedSharding(mesh, P("data")) if AxisType.Explicit in mesh.axis_types else None
 
     def total(weights, x):
@@ -167,7 +167,7 @@ def test_values_of_another_shard_have_no_part_in_a_block():
 
 
 class Host:
-    """A pair that runs on the host, and the shapes that it packed."""
+    """Return a pair of host hooks, and the list of the shapes that it packs."""
 
     def __init__(self) -> None:
         self.shapes: list[tuple[int, ...]] = []

@@ -11,7 +11,7 @@ import numpy as np
 from pylayer_jax import saved_tensors_hooks
 from tests.kit import modes
 from tests.kit.layers import Tanh
-from tests.kit.transforms import FIRST_ORDER, LIKE, SECOND_ORDER
+from tests.kit.transforms import FIRST_ORDER, SAME_AS, SECOND_ORDER
 
 A = jnp.linspace(0.5, 2.0, 6).reshape(2, 3)
 B = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
@@ -108,4 +108,4 @@ def without_hooks(f, args):
     def compiled(name):
         return jax.jit(lambda *args: TRANSFORMS[name](f, args))(*args)
 
-    return lambda name: compiled(LIKE[name])
+    return lambda name: compiled(SAME_AS[name])

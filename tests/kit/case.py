@@ -1,4 +1,4 @@
-"""What a case is, and how a layer becomes one."""
+"""Defines `Case`, a layer with its reference and arguments, and `case`, which adds a layer to the registry."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Case:
 
     @property
     def is_linear(self) -> bool:
-        """Whether backward can be transposed."""
+        """Whether `backward` is linear in its cotangents, so that JAX can transpose it."""
         return not self.forward_over_reverse
 
     def in_forward_mode(self, monkeypatch: Any) -> Case:
-        """The case with forward mode for its layer, and for the others of its module."""
+        """Return the same case with `forward_mode = True` for its layer and for the other layers of its module."""
         module = sys.modules[self.kind.__module__]
         kinds = {
             name: type(name, (kind,), {"forward_mode": True})
@@ -55,31 +55,31 @@ CASES: list[Case] = []  # the registry
 def case(
     reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, name: str = "", **flags: Any
 ) -> Any:
-    """Enter a layer class; `call` is how it is applied, where that is not `apply(*args)`."""
+    """Return a decorator that adds a layer to the registry. `call` applies the layer, if not `apply(*args)`."""
     arrays = tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list)) else a for a in args)
 
-    def enter(layer: type[PyLayer]) -> type[PyLayer]:
+    def add(layer: type[PyLayer]) -> type[PyLayer]:
         CASES.append(Case(name or layer.__name__, call or layer.apply, reference, arrays, kind=layer, **flags))
         return layer
 
-    return enter
+    return add
 
 
 def after(layer: Any, module: str, name: str = "") -> type[PyLayer]:
-    """A PyLayer of `module` with the methods of another layer: the dialects share these texts."""
+    """Return a PyLayer of `module` with the methods of another layer, such as a `Function`."""
     methods = {method: vars(layer)[method] for method in ("forward", "backward")}
     return type(name or layer.__name__, (PyLayer,), {"__module__": module, "__doc__": layer.__doc__, **methods})
 
 
 def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`value` with gradients by `rule(args, cotangent)`, as a plain custom_vjp that saves inputs alone."""
+    """Return `value` with the gradients `rule(args, cotangent)`, as a custom_vjp function that saves its inputs."""
     function = jax.custom_vjp(value)
     function.defvjp(lambda *args: (value(*args), args), rule)
     return function
 
 
 def once(value: float, cotangent: Any) -> Any:
-    """A gradient that does not depend on the cotangent, which under vmap counts once per example all the same."""
+    """Return a gradient that does not depend on the cotangent. Under vmap there is one for each example."""
     return value + 0 * jnp.sum(cotangent)
 
 
@@ -88,7 +88,7 @@ def straight_through(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def numpy_grid(*shape: int, low: float = -1.4, high: float = 1.7) -> np.ndarray:
-    """Numbers from low to high at equal distances, in an order that looks random."""
+    """Return equally spaced numbers from low to high, in a random order."""
     ordered = np.linspace(low, high, int(np.prod(shape)))
     return np.random.default_rng(sum(shape)).permutation(ordered).reshape(shape).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""The way to make a layer, a few ready ones, and a pair of hooks."""
+"""Defines `layer`, which makes a layer from functions, a few layers that many tests use, and a pair of hooks."""
 
 import types
 
@@ -11,9 +11,9 @@ from pylayer_jax import Function, PyLayer, saved_tensors_hooks
 def layer(forward=None, backward=None, base=PyLayer, name="Made", *, plain=False, **members):
     """Make a layer from functions.
 
-    Left out, `forward(ctx, *arguments)` doubles and `backward(ctx, *cotangents)` hands on, unless `base` has them. With
-    `plain` no method takes a context: `forward(*arguments)`, whose arguments are saved, and
-    `backward(*arguments, *cotangents)`. Further members are flags, and methods, which are made static.
+    By default, `forward(ctx, x)` returns `2 * x` and `backward(ctx, dy)` returns `dy`, unless `base` has these methods.
+    With `plain=True` no method takes a context: `forward(*arguments)` has its arguments saved, and `backward` is
+    `backward(*arguments, *cotangents)`. Other keywords are flags of the class, or functions for static methods.
     """
     if base in (PyLayer, Function):
         forward, backward = forward or (lambda ctx, x: x * 2), backward or (lambda ctx, dy: dy)
@@ -32,7 +32,7 @@ def layer(forward=None, backward=None, base=PyLayer, name="Made", *, plain=False
 
 
 class Tanh(PyLayer):
-    """Saves its output."""
+    """Layer that saves its output."""
 
     @staticmethod
     def forward(ctx, x):
@@ -75,12 +75,12 @@ def loss(made, *rest, **named):
 
 
 def text_of(error):
-    """Return what an exception says, with its notes."""
+    """Return the message of an exception, with its notes."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def bits():
-    """Lossless, and without a derivative of its own."""
+    """Return hooks that pack a tensor without loss, but whose `unpack` has no derivative."""
 
     def pack(x):
         return (jax.lax.bitcast_convert_type(x, jnp.int32),) if x.dtype == jnp.float32 else x

@@ -1,4 +1,4 @@
-"""Ways to run a function, and ways to get the gradient of a scalar function of one array."""
+"""Defines modes: transforms under which a test runs a function, or computes the gradient of a scalar function."""
 
 from __future__ import annotations
 

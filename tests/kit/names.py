@@ -1,4 +1,4 @@
-"""The names that the text of a layer uses, so that one text runs under JAX, real torch and real Paddle.
+"""Defines names for the code of a layer, so that the same code runs under JAX, real torch and real Paddle.
 
 A name that the frameworks share comes from the framework itself; the classes below add those that differ.
 """
@@ -33,7 +33,7 @@ class Names:
         return x.astype(dtype)
 
     def changed(self, x: Any, value: Any) -> Any:
-        """`x` after `value` was written into it, in place where the framework can."""
+        """Write `value` into `x` in place if the framework can, and return the result."""
         return value
 
     def once_differentiable(self, backward: Any) -> Any:
@@ -53,7 +53,7 @@ class Jax(Names):
         super().__init__(jnp, jax.nn, jax)  # of jax the transforms
 
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
-        """The value of a function, and the gradients of its arguments for the cotangent `dy`."""
+        """Return the value of a function, and the gradients of its arguments for the cotangent `dy`."""
         y, pull = jax.vjp(function, *args)
         return y, pull(dy)
 
@@ -71,7 +71,7 @@ class Jax(Names):
 
 
 class Framework(Names):
-    """Of tensors that have methods of these names."""
+    """Names for a framework whose tensors have methods with these names."""
 
     def copy(self, x: Any) -> Any:
         return x.clone()
@@ -94,14 +94,14 @@ class Torch(Framework):
         return x.to(getattr(self, dtype) if isinstance(dtype, str) else dtype)
 
     def leaf(self, x: Any) -> Any:
-        """A copy that is differentiated."""
+        """Return a copy that requires a gradient."""
         return x.detach().requires_grad_()
 
     def changed(self, x: Any, value: Any) -> Any:
         return x.copy_(value)
 
     def jvp(self, function: Any, primals: Any, tangents: Any) -> Any:
-        """By dual numbers, since torch.func.jvp refuses a context that forward fills."""
+        """Compute a jvp by dual numbers, because torch.func.jvp refuses a context to which forward writes."""
         forward_ad = self.autograd.forward_ad
         with forward_ad.dual_level():
             y = function(*(forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)))
@@ -144,7 +144,7 @@ class Paddle(Framework):
         return x.mean(axis, keepdim=keepdims)
 
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
-        """By `backward`, as paddle.grad within paddle.grad ends the process."""
+        """Compute a vjp by `backward`, because paddle.grad inside paddle.grad ends the process."""
         args = [self.leaf(x) for x in args]
         with self.enable_grad():
             y = function(*args)
@@ -175,5 +175,5 @@ named = functools.cache(lambda kind, module: kind(module))  # one per framework
 
 @functools.cache
 def text(define: Callable[[Any], Any], names: Names) -> Any:
-    """The layers that `define` defines with these names, in one module for each framework."""
+    """Return the layers that `define` defines with these names. Each framework has a module of its own."""
     return define(names)

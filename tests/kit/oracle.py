@@ -1,4 +1,4 @@
-"""One text of a layer, run by real Paddle, by real torch and here: what each side returns, sees and raises."""
+"""Runs the same code of a layer by real Paddle, by real torch and by this package, and compares results and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Z = np.array([1 + 2j, 0.5 - 1j], np.complex64)
 
 
 class Mine(Exception):
-    """Of the user's own."""
+    """An exception of the user."""
 
 
 def fail(*args: Any) -> Any:
@@ -31,7 +31,7 @@ def fail(*args: Any) -> Any:
 
 
 class Traced(NamedTuple):
-    """All that is known of a tensor under jit."""
+    """The type of a tensor under jit, where its numbers are not known."""
 
     dtype: Any
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Found(NamedTuple):
 
 
 class Side:
-    """A framework as a layer sees it. Operations go by the names that all three have (`of.sin`, `of.stack`)."""
+    """A framework, for the code of a layer. Operations have names that all frameworks share (`of.sin`)."""
 
     def __init__(self, named: names.Names) -> None:
         self.names = named
@@ -66,7 +66,7 @@ class Side:
         return type("Layer", (self.PyLayer,), {**methods, **members})
 
     def function(self, forward: Any, backward: Any = None, /, **members: Any) -> Any:
-        """In the dialect of torch. All methods are static."""
+        """Make a layer from functions with the signatures of torch; all methods are static."""
         methods = {"forward": forward, **members} | ({} if backward is None else {"backward": self._logged(backward)})
         methods = {name: staticmethod(m) if callable(m) else m for name, m in methods.items()}
         return type("Layer", (self.Function,), methods)
@@ -79,7 +79,7 @@ class Side:
         return logged
 
     def saving(self, f: Callable[..., Any]) -> Callable[..., Any]:
-        """A forward that saves its tensors, and returns `f` of them."""
+        """Return a `forward` that saves its tensors and returns `f` of them."""
 
         def forward(ctx: Any, *tensors: Any) -> Any:
             ctx.save_for_backward(*tensors)
@@ -94,7 +94,7 @@ class Side:
         return mapped(lambda x: self.numpy(x) if hasattr(x, "dtype") else x, value)
 
     def hooked(self, call: Any, pack: Any = lambda x: {"hidden": x}, unpack: Any = lambda kept: kept["hidden"]) -> Any:
-        """`call` in a block of saved-tensor hooks, of which each call is counted."""
+        """Run `call` in a block of saved-tensor hooks, and count the calls of the hooks."""
 
         def packing(x: Any) -> Any:
             self.packs += 1
@@ -111,7 +111,7 @@ class Side:
         return inside
 
     def total(self, outputs: Any, case: Row) -> Any:
-        """A scalar of the outputs: their sum, or one in which each element has a cotangent of its own."""
+        """Return a scalar loss of the outputs: their sum, or a sum in which each entry has another cotangent."""
         floats = [x for x in leaves(outputs) if hasattr(x, "dtype") and self.is_float(x)]
         chosen = [(i, y) for i, y in enumerate(floats) if case.used is None or i in case.used]
         parts = [y.sum() if case.summed else self.bent(y, i) for i, y in chosen]
@@ -280,7 +280,7 @@ class Row:
 
 
 class Table(list[Row]):
-    """A table, filled by a decorator of the function that builds the layer."""
+    """A table of rows, to which decorators of functions that build layers add rows."""
 
     def add(self, *args: Any, label: str = "", **options: Any) -> Callable[[Any], Any]:
         args = tuple(np.asarray(a) if isinstance(a, jax.Array) else a for a in args or (X,))
@@ -299,7 +299,7 @@ class Table(list[Row]):
     def port(
         self, define: Any, name: str, *args: Any, call: Any = None, label: str = "", plain: bool = False, **options: Any
     ) -> None:
-        """Enter a layer of a text: `apply` with these arguments, or `call` with the module of the text and them.
+        """Add a row for a layer of a module: `apply` with these arguments, or `call(module, *args)`.
 
         With `plain` only the first derivatives are compared: our second ones are those of forward, theirs are not.
         """
@@ -312,7 +312,7 @@ class Table(list[Row]):
         self.add(*args, label=label, **options, **({"orders": 1} if plain else {}))(build)
 
     def count(self, *args: Any, theirs: Any, ours: tuple[int, int], **options: Any) -> Any:
-        """Enter a layer or operation under hooks, of which these are the calls: packs and unpacks."""
+        """Add a row for a layer or operation in a block of hooks, with the number of calls of pack and of unpack."""
         return self.add(*args, **{"theirs": theirs, "ours": ours, "orders": 1, **options})
 
     def every(self) -> pytest.MarkDecorator:
@@ -325,12 +325,12 @@ MODES = pytest.mark.parametrize("mode", ["eager", "jit"])
 
 @functools.cache
 def run_ours(mode: str, case: Row) -> Found:
-    """Kept, since Paddle and torch share many cases."""
+    """Run a row by this package. The result is cached, because Paddle and torch share many rows."""
     return Ours(mode).run(case)
 
 
 def compare(theirs: Theirs, mode: str, one: Row) -> None:
-    """Outputs, gradients of each order, and what was noted; or that each side does what the row says."""
+    """Compare outputs, gradients of each order and logs; or, if frameworks differ, check what the row says of each."""
     expected = one.theirs[theirs.name] if isinstance(one.theirs, dict) else one.theirs
     if one.ours is not None and not isinstance(one.ours, tuple):
         assert_does(theirs.run, one, expected)

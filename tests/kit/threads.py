@@ -1,11 +1,11 @@
-"""Work in several threads at once."""
+"""Runs a function in several threads at once."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 
 def in_threads(count, work):
-    """Run `work(i)` in `count` threads that begin together. Returns the exceptions that they raised."""
+    """Run `work(i)` in `count` threads that begin together. Return the exceptions that they raised."""
     begin = threading.Barrier(count)
     with ThreadPoolExecutor(count) as pool:
         futures = [pool.submit(lambda i=i: (begin.wait(), work(i))) for i in range(count)]

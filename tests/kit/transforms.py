@@ -21,67 +21,86 @@ Transform = Callable[[Function, tuple[Any, ...]], Any]
 FIRST_ORDER: dict[str, Transform] = {}
 SECOND_ORDER: dict[str, Transform] = {}
 FORWARD_OVER_REVERSE: dict[str, Transform] = {}
-FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}  # also of how a slope is computed
+# These transforms get a third argument: a function that computes slopes, `along` (in reverse mode) or `pushed`.
+FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}
 
-
-# Transforms that run operation by operation, and so are slow, meet the main cases alone, as do those that others imply.
+# Each layer is tested under each transform, with two exceptions. The layers other than these are not tested under
+# transforms that are slow because they run operation by operation, or that other transforms already cover.
 MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "VectorQuantize"}
 SLOW: set[str] = set()
-IMPLIED: set[str] = set()
-LIKE: dict[str, str] = {}  # for each transform the one of its table that gives the same numbers
-KNOWN: dict[str, Any] = {}  # for some what gives the same numbers of plain JAX, and is compiled in less time
-_EXPECTED: dict[tuple[str, Callable[..., Any], str], Any] = {}
-# The transforms that every case meets in a bare `python -m pytest`; the main cases meet all there.
+COVERED: set[str] = set()
+# A bare `python -m pytest` tests the main layers under all transforms, and the other layers under these.
 CORE_TRANSFORMS = {"jit_of_grad", "jit_of_grad_of_grad", "jvp_of_grad"}
+# For each transform, the transform of the same table that gives the same numbers: its expected values are used.
+SAME_AS: dict[str, str] = {}
+# For some transforms, another that gives the same numbers for the reference, and is compiled in less time.
+FOR_REFERENCE: dict[str, Any] = {}
+_EXPECTED: dict[tuple[str, Callable[..., Any], str], Any] = {}
 
 
 def marks(transform: str, case: str) -> list[pytest.MarkDecorator]:
-    """The markers of a test that has a transform of the tables below and a case of the registry."""
+    """Return the markers of a test of a layer of the registry under a transform of the tables below."""
     found: list[pytest.MarkDecorator] = []
     if transform in SLOW:
         found.append(pytest.mark.slow)
     if case not in MAIN_CASES and transform not in CORE_TRANSFORMS:
-        found.append(pytest.mark.crossed)
+        found.append(pytest.mark.every_pair)
     return found
 
 
-def meet(transform: str, case: str) -> bool:
-    """Whether a test has this transform and this case of the registry."""
-    return case in MAIN_CASES or transform not in SLOW | IMPLIED
+def is_tested(transform: str, case: str) -> bool:
+    """Return whether this layer of the registry is tested under this transform."""
+    return case in MAIN_CASES or transform not in SLOW | COVERED
 
 
-def enter(
-    table: dict[str, Any], name: str, transform: Any, slow=False, implied=False, like: str = "", known: Any = None
+def register(
+    table: dict[str, Any],
+    name: str,
+    transform: Any,
+    slow: bool = False,
+    covered: bool = False,
+    same_as: str = "",
+    for_reference: Any = None,
 ) -> Any:
-    """Enters a transform; `like` is another of the table with the same numbers, `known` gives them in plain JAX."""
-    table[name], LIKE[name] = transform, like or name
-    if known:
-        KNOWN[name] = known
+    """Add a transform to a table.
+
+    Args:
+        table: one of the tables above.
+        name: the name of the transform in the names of tests.
+        transform: the transform. It gets a scalar function and its arguments, and returns numbers to compare.
+        slow: whether it runs operation by operation. Then only the main layers are tested under it.
+        covered: whether other transforms cover it. Then only the main layers are tested under it.
+        same_as: another transform of the table that gives the same numbers. The reference is compiled once for both.
+        for_reference: a transform that gives the same numbers for the reference, and is compiled in less time.
+    """
+    table[name], SAME_AS[name] = transform, same_as or name
+    if for_reference:
+        FOR_REFERENCE[name] = for_reference
     if slow:
         SLOW.add(name)
-    if implied:
-        IMPLIED.add(name)
+    if covered:
+        COVERED.add(name)
     return transform
 
 
-def into(table: dict[str, Any], **flags: Any) -> Callable[[Any], Any]:
-    """Enters a function under its name."""
-    return lambda transform: enter(table, transform.__name__, transform, **flags)
+def registered(table: dict[str, Any], **flags: Any) -> Callable[[Any], Any]:
+    """Return a decorator that adds a function to a table, under the name of the function."""
+    return lambda transform: register(table, transform.__name__, transform, **flags)
 
 
 def expected(case: Case, table: dict[str, Any], name: str) -> Any:
-    """What a transform gives for the reference, compiled once for all transforms that give the same numbers."""
-    like = LIKE[name]
-    key = case.name, case.reference, like
+    """Return the numbers of a transform of the reference, compiled once for all transforms with the same numbers."""
+    source = SAME_AS[name]
+    key = case.name, case.reference, source
     if key not in _EXPECTED:
         plain, more = scalar(case.reference, case.linear_loss), [along] if table is FORWARD else []
-        run = KNOWN.get(like, table[like])
+        run = FOR_REFERENCE.get(source, table[source])
         _EXPECTED[key] = jax.jit(lambda *args: run(plain, args, *more))(*case.args)
     return _EXPECTED[key]
 
 
 def floats(args: Sequence[Any]) -> tuple[int, ...]:
-    """The positions of the arguments that are differentiated."""
+    """Return the positions of the arguments that are differentiated."""
     return tuple(i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating))
 
 
@@ -90,14 +109,14 @@ def gradient(f: Function, args: Sequence[Any]) -> Callable[..., Any]:
 
 
 def batched(args: Sequence[Any], size: int) -> list[jax.Array]:
-    """Arguments stacked along a new leading axis, the floats a little different in each example."""
+    """Return a batch of arguments, whose floating-point arrays differ a little from example to example."""
     chosen = floats(args)
     factors = np.float32(1 - 0.1 * np.arange(size))
     stacked = [jnp.broadcast_to(a, (size, *a.shape)) for a in args]
     return [a * factors.reshape(size, *[1] * (a.ndim - 1)) if k in chosen else a for k, a in enumerate(stacked)]
 
 
-# -- what is around a function, from it and its arguments ------------------------------------------------
+# -- transforms that contain the function: each maps a function and its arguments to another function ------
 
 
 def _scanned(f, args):
@@ -116,7 +135,7 @@ def _scanned(f, args):
 
 
 def _steps_at_once(f, args):
-    """The same as `_scanned`, by vmap."""
+    """Return a function with the same values as that of `_scanned`, by vmap."""
     chosen = set(floats(args)) - {0}
 
     def loss(*args):
@@ -163,7 +182,7 @@ def _sharded(f, args):
 
 
 def along(f: Function, args: Sequence[Any]) -> Function:
-    """The derivative of f along a fixed direction, by reverse mode; its gradient is a row of second derivatives."""
+    """Return the derivative of f along a fixed direction, by reverse mode. Its gradient has second derivatives of f."""
     chosen, directions = floats(args), _directions(args)
 
     def slope(*a):
@@ -195,7 +214,7 @@ def transformed(run: Any, *around: Callable[[Function, Any], Function], size: in
 
 
 def over_the_first(transform: Any) -> Any:
-    """A transform of several examples of the first argument, which share the others."""
+    """Return a transform of a batch of the first argument, with the same other arguments for all examples."""
     return lambda f, args, *slope: transform(f, [batched(args, 3)[0], *args[1:]], *slope)
 
 
@@ -213,77 +232,77 @@ compiled_batch = functools.partial(transformed, in_a_batch, gradient, size=4)
 # -- first order ----------------------------------------------------------------------------------
 
 
-enter(FIRST_ORDER, "grad", eagerly(), like="jit_of_grad")
-enter(FIRST_ORDER, "jit_of_grad", compiled())
-enter(FIRST_ORDER, "grad_of_jit", eagerly(_jitted), like="jit_of_grad")
-enter(FIRST_ORDER, "vmap_of_grad", compiled_batch(), implied=True)
-enter(FIRST_ORDER, "eager_vmap", transformed(jax.vmap, gradient, size=4), slow=True, like="vmap_of_grad")
-enter(FIRST_ORDER, "grad_of_vmap", compiled(_mapped, size=4), implied=True, like="vmap_of_grad")
-enter(FIRST_ORDER, "scan", eagerly(_scanned), slow=True, like="jit_of_scan")
-enter(FIRST_ORDER, "jit_of_scan", compiled(_scanned), implied=True, known=compiled(_steps_at_once))
-enter(FIRST_ORDER, "scan_of_remat", compiled(_scanned, _remat), like="jit_of_scan")
-enter(FIRST_ORDER, "cond", eagerly(_conditional), slow=True, like="jit_of_grad")
-enter(FIRST_ORDER, "jit_of_cond_and_remat", compiled(_conditional, _remat), like="jit_of_grad")
-enter(FIRST_ORDER, "remat", eagerly(_remat), slow=True, like="jit_of_grad")
+register(FIRST_ORDER, "grad", eagerly(), same_as="jit_of_grad")
+register(FIRST_ORDER, "jit_of_grad", compiled())
+register(FIRST_ORDER, "grad_of_jit", eagerly(_jitted), same_as="jit_of_grad")
+register(FIRST_ORDER, "vmap_of_grad", compiled_batch(), covered=True)
+register(FIRST_ORDER, "eager_vmap", transformed(jax.vmap, gradient, size=4), slow=True, same_as="vmap_of_grad")
+register(FIRST_ORDER, "grad_of_vmap", compiled(_mapped, size=4), covered=True, same_as="vmap_of_grad")
+register(FIRST_ORDER, "scan", eagerly(_scanned), slow=True, same_as="jit_of_scan")
+register(FIRST_ORDER, "jit_of_scan", compiled(_scanned), covered=True, for_reference=compiled(_steps_at_once))
+register(FIRST_ORDER, "scan_of_remat", compiled(_scanned, _remat), same_as="jit_of_scan")
+register(FIRST_ORDER, "cond", eagerly(_conditional), slow=True, same_as="jit_of_grad")
+register(FIRST_ORDER, "jit_of_cond_and_remat", compiled(_conditional, _remat), same_as="jit_of_grad")
+register(FIRST_ORDER, "remat", eagerly(_remat), slow=True, same_as="jit_of_grad")
 # Each apart, as JAX itself cannot save a complex residual under one of them.
 for what in ("everything", "dots"):
     remat = functools.partial(_remat, policy=getattr(jax.checkpoint_policies, f"{what}_saveable"))
-    implied = what == "everything"
-    enter(FIRST_ORDER, f"remat_that_saves_{what}", compiled(remat), implied=implied, like="jit_of_grad")
-enter(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), like="vmap_of_grad")
-enter(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, like="vmap_of_grad")
-enter(FIRST_ORDER, "eager", in_turn(), implied=True)
-enter(FIRST_ORDER, "fori_loop", compiled(_looped), implied=True, like="jit_of_grad")
-enter(FIRST_ORDER, "grad_of_vmap_of_the_first", over_the_first(compiled(_mapped_over_the_first)))
+    covered = what == "everything"
+    register(FIRST_ORDER, f"remat_that_saves_{what}", compiled(remat), covered=covered, same_as="jit_of_grad")
+register(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), same_as="vmap_of_grad")
+register(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, same_as="vmap_of_grad")
+register(FIRST_ORDER, "eager", in_turn(), covered=True)
+register(FIRST_ORDER, "fori_loop", compiled(_looped), covered=True, same_as="jit_of_grad")
+register(FIRST_ORDER, "grad_of_vmap_of_the_first", over_the_first(compiled(_mapped_over_the_first)))
 
 
-@into(FIRST_ORDER, slow=True)
+@registered(FIRST_ORDER, slow=True)
 def value_and_grad_of_each(f, args):
     return [jax.value_and_grad(f, i)(*args) for i in floats(args)]
 
 
-@into(FIRST_ORDER, slow=True)
+@registered(FIRST_ORDER, slow=True)
 def jacrev(f, args):
     return jax.jacrev(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args))(*args)
 
 
-@into(FIRST_ORDER, slow=True)
+@registered(FIRST_ORDER, slow=True)
 def vjp_called_twice(f, args):
     value, pull = jax.vjp(f, *args)
     first, second = pull(jnp.ones_like(value)), pull(jnp.full_like(value, -2.0))
     return [(first[i], second[i]) for i in floats(args)]
 
 
-@into(FIRST_ORDER, implied=True, like="eager")
+@registered(FIRST_ORDER, covered=True, same_as="eager")
 def while_loop_forward(f, args):
     return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + f(*args) / 2), (0, jnp.zeros(())))[1]
 
 
-@into(FIRST_ORDER, implied=True, like="vmap_of_grad")
+@registered(FIRST_ORDER, covered=True, same_as="vmap_of_grad")
 def named_sharding(f, args):
     placed = jax.device_put(batched(args, 4), NamedSharding(_mesh(), PartitionSpec("i")))
     return jax.jit(gradient(_mapped(f, args), args))(*placed)
 
 
-@into(FIRST_ORDER, implied=True, like="jit_of_grad")
+@registered(FIRST_ORDER, covered=True, same_as="jit_of_grad")
 def ahead_of_time(f, args):
     return jax.jit(gradient(f, args)).lower(*args).compile()(*args)
 
 
-@into(FIRST_ORDER, implied=True, like="jit_of_grad")
+@registered(FIRST_ORDER, covered=True, same_as="jit_of_grad")
 def export_with_vjp(f, args):
     exported = jax.export.export(jax.jit(f))(*args)
     restored = jax.export.deserialize(exported.serialize(vjp_order=1))
     return gradient(restored.call, args)(*args)
 
 
-@into(FIRST_ORDER, implied=True, like="jit_of_grad")
+@registered(FIRST_ORDER, covered=True, same_as="jit_of_grad")
 def checking_leaks(f, args):
     with jax.checking_leaks():
         return compiled()(f, args)
 
 
-@into(FIRST_ORDER, slow=True, like="jit_of_grad")
+@registered(FIRST_ORDER, slow=True, same_as="jit_of_grad")
 def debug_nans(f, args):
     with jax.debug_nans(True):
         eagerly()(f, args)
@@ -291,7 +310,7 @@ def debug_nans(f, args):
 
 
 def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
-    """`f` as a function of the arguments that are differentiated, and these."""
+    """Return `f` as a function of the arguments that are differentiated, and these arguments."""
     chosen = floats(args)
 
     def g(*differentiated):
@@ -304,28 +323,32 @@ def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
 # -- second order ---------------------------------------------------------------------------------
 
 
-enter(SECOND_ORDER, "grad_of_grad", eagerly(along), implied=True, like="jit_of_grad_of_grad")
-enter(SECOND_ORDER, "jit_of_grad_of_grad", compiled(along))
-enter(SECOND_ORDER, "grad_of_jit_of_grad", eagerly(_jitted, along), slow=True, like="jit_of_grad_of_grad")
-enter(SECOND_ORDER, "grad_of_grad_of_jit", eagerly(along, _jitted), slow=True, like="jit_of_grad_of_grad")
-enter(SECOND_ORDER, "vmap_of_grad_of_grad", compiled_batch(along), implied=True)
-enter(SECOND_ORDER, "grad_of_vmap_of_grad", compiled(_mapped, along, size=4), like="vmap_of_grad_of_grad")
-enter(SECOND_ORDER, "second_order_in_scan", compiled(along, _scanned), known=compiled(along, _steps_at_once))
-enter(SECOND_ORDER, "second_order_in_cond_and_remat", compiled(along, _conditional, _remat), like="jit_of_grad_of_grad")
-enter(SECOND_ORDER, "second_order_in_remat", compiled(along, _remat), implied=True, like="jit_of_grad_of_grad")
-enter(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, size=4), like="vmap_of_grad_of_grad")
+register(SECOND_ORDER, "grad_of_grad", eagerly(along), covered=True, same_as="jit_of_grad_of_grad")
+register(SECOND_ORDER, "jit_of_grad_of_grad", compiled(along))
+register(SECOND_ORDER, "grad_of_jit_of_grad", eagerly(_jitted, along), slow=True, same_as="jit_of_grad_of_grad")
+register(SECOND_ORDER, "grad_of_grad_of_jit", eagerly(along, _jitted), slow=True, same_as="jit_of_grad_of_grad")
+register(SECOND_ORDER, "vmap_of_grad_of_grad", compiled_batch(along), covered=True)
+register(SECOND_ORDER, "grad_of_vmap_of_grad", compiled(_mapped, along, size=4), same_as="vmap_of_grad_of_grad")
+register(SECOND_ORDER, "second_order_in_scan", compiled(along, _scanned), for_reference=compiled(along, _steps_at_once))
+register(
+    SECOND_ORDER, "second_order_in_cond_and_remat", compiled(along, _conditional, _remat), same_as="jit_of_grad_of_grad"
+)
+register(SECOND_ORDER, "second_order_in_remat", compiled(along, _remat), covered=True, same_as="jit_of_grad_of_grad")
+register(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, size=4), same_as="vmap_of_grad_of_grad")
 
 
 # -- forward over reverse -------------------------------------------------------------------------
 
 
-enter(FORWARD_OVER_REVERSE, "hessian", in_turn(hessian), slow=True, like="jit_of_hessian")
-enter(FORWARD_OVER_REVERSE, "jit_of_hessian", jitted(hessian), implied=True)
-enter(FORWARD_OVER_REVERSE, "hessian_of_scan", jitted(hessian, _scanned), known=jitted(hessian, _steps_at_once))
-enter(FORWARD_OVER_REVERSE, "hessian_of_remat", in_turn(hessian, _remat), slow=True, like="jit_of_hessian")
+register(FORWARD_OVER_REVERSE, "hessian", in_turn(hessian), slow=True, same_as="jit_of_hessian")
+register(FORWARD_OVER_REVERSE, "jit_of_hessian", jitted(hessian), covered=True)
+register(
+    FORWARD_OVER_REVERSE, "hessian_of_scan", jitted(hessian, _scanned), for_reference=jitted(hessian, _steps_at_once)
+)
+register(FORWARD_OVER_REVERSE, "hessian_of_remat", in_turn(hessian, _remat), slow=True, same_as="jit_of_hessian")
 
 
-@into(FORWARD_OVER_REVERSE)
+@registered(FORWARD_OVER_REVERSE)
 def jvp_of_grad(f, args):
     # Compiled, as `hessian` is what runs it operation by operation.
     g, primals = _of_floats(gradient(f, args), args)
@@ -336,7 +359,7 @@ def jvp_of_grad(f, args):
 
 
 def pushed(f: Function, args: Sequence[Any]) -> Function:
-    """The derivative of f along the direction of `along`, by forward mode."""
+    """Return the derivative of f along the direction of `along`, by forward mode."""
 
     def slope(*a):
         return jax.jvp(*_of_floats(f, a), _directions(args))[1]
@@ -344,21 +367,21 @@ def pushed(f: Function, args: Sequence[Any]) -> Function:
     return slope
 
 
-enter(FORWARD, "jvp", in_turn(along), slow=True, like="jit_of_jvp")
-enter(FORWARD, "jit_of_jvp", jitted(along), implied=True)
-enter(FORWARD, "jvp_of_jit", in_turn(along, _jitted), slow=True, like="jit_of_jvp")
-enter(FORWARD, "vmap_of_jvp", transformed(in_a_batch, along, size=3), slow=True)
-enter(FORWARD, "jvp_of_vmap_of_the_first", over_the_first(jitted(along, _mapped_over_the_first)), slow=True)
-enter(FORWARD, "jvp_of_scan", jitted(along, _scanned), known=jitted(along, _steps_at_once))
-enter(FORWARD, "jvp_of_cond_and_remat", jitted(along, _conditional, _remat), slow=True, like="jit_of_jvp")
-enter(FORWARD, "jvp_of_jvp", jitted(along, along), implied=True)
-enter(FORWARD, "grad_of_jvp", compiled(along))
-enter(FORWARD, "eager_grad_of_jvp", eagerly(along), slow=True, like="grad_of_jvp")
-enter(FORWARD, "jvp_of_jvp_of_scan", jitted(along, along, _scanned), slow=True)
-enter(FORWARD, "vmap_of_jvp_of_jvp", transformed(in_a_batch, along, along, size=2), slow=True)
+register(FORWARD, "jvp", in_turn(along), slow=True, same_as="jit_of_jvp")
+register(FORWARD, "jit_of_jvp", jitted(along), covered=True)
+register(FORWARD, "jvp_of_jit", in_turn(along, _jitted), slow=True, same_as="jit_of_jvp")
+register(FORWARD, "vmap_of_jvp", transformed(in_a_batch, along, size=3), slow=True)
+register(FORWARD, "jvp_of_vmap_of_the_first", over_the_first(jitted(along, _mapped_over_the_first)), slow=True)
+register(FORWARD, "jvp_of_scan", jitted(along, _scanned), for_reference=jitted(along, _steps_at_once))
+register(FORWARD, "jvp_of_cond_and_remat", jitted(along, _conditional, _remat), slow=True, same_as="jit_of_jvp")
+register(FORWARD, "jvp_of_jvp", jitted(along, along), covered=True)
+register(FORWARD, "grad_of_jvp", compiled(along))
+register(FORWARD, "eager_grad_of_jvp", eagerly(along), slow=True, same_as="grad_of_jvp")
+register(FORWARD, "jvp_of_jvp_of_scan", jitted(along, along, _scanned), slow=True)
+register(FORWARD, "vmap_of_jvp_of_jvp", transformed(in_a_batch, along, along, size=2), slow=True)
 
 
-@into(FORWARD, slow=True, like="jit_of_jvp")
+@registered(FORWARD, slow=True, same_as="jit_of_jvp")
 def linearize(f, args, slope):
     if slope is along:
         return along(f, args)(*args)
@@ -366,12 +389,12 @@ def linearize(f, args, slope):
     return jax.linearize(g, *primals)[1](*_directions(args))
 
 
-@into(FORWARD)
+@registered(FORWARD)
 def jvp_of_vmap(f, args, slope):
     return jitted(along, _mapped)(f, batched(args, 3), slope)
 
 
-@into(FORWARD, slow=True)
+@registered(FORWARD, slow=True)
 def jacfwd(f, args, slope):
     jacobian = jax.jacrev if slope is along else jax.jacfwd
     return jax.jit(jacobian(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args)))(*args)

@@ -1,4 +1,4 @@
-"""Layers as people write them, each beside a reference in plain JAX: importing this package fills `CASES`.
+"""Defines layers as users write them, each with a reference in plain JAX. Importing this package fills `CASES`.
 
 A case meets every transform of tests/kit/transforms.py. The reference has the layer's intended gradient at first and
 second order under ordinary differentiation.

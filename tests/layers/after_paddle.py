@@ -1,4 +1,4 @@
-"""Layers that people really write in Paddle: texts, references in plain JAX, and calls beside real Paddle.
+"""Ports layers of Paddle projects: their code, references in plain JAX, and rows that compare them with real Paddle.
 
 A text is a function of `xp`, which has the names of JAX or of Paddle, and runs under both. P and a number name the
 layer in the list of layers that they are taken from.
@@ -19,7 +19,7 @@ from tests.kit.oracle import Table
 
 def layers(xp):
     class Recompute(xp.PyLayer):
-        """P8, short: nested differentiation; one tuple of tensors, saved as one entry, takes one tuple of gradients."""
+        """P8, shortened: backward differentiates, and a tuple of tensors is saved as one entry with one gradient."""
 
         @staticmethod
         def forward(ctx, run_function, preserve_rng_state, inputs):
@@ -33,7 +33,7 @@ def layers(xp):
             return (xp.pull(ctx.run_function, inputs, dy)[1],)
 
     class MoEScatter(xp.PyLayer):
-        """P9, one rank. Its backward overwrites rows, so that one contribution of repeated rows is left."""
+        """P9, on one device. If an index is repeated, backward keeps only the last of its rows."""
 
         @staticmethod
         def forward(ctx, inp, pos, local_count, global_count, fwd_batch, world_size, group=None):
@@ -93,7 +93,7 @@ def layers(xp):
             return xp.clip(-lambda_ * dy, -0.5, 0.5)
 
     class Reversal(xp.PyLayer):
-        """P29: a float made a tensor to save it, and torch's slots in the result, one too many for Paddle."""
+        """P29: saves a float as a tensor; returns one gradient per argument, as in torch; Paddle expects one fewer."""
 
         @staticmethod
         def forward(ctx, x, lambda_):

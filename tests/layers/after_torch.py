@@ -1,4 +1,4 @@
-"""Functions that people really write in torch: texts, references in plain JAX, and calls beside real torch.
+"""Ports functions of torch projects: their code, references in plain JAX, and rows that compare them with real torch.
 
 A text is a function of `xp`, which has the names of JAX or of torch, and runs under both. T and a number name the layer
 in the list of layers that they are taken from. What torch changes in place goes through `xp.changed`.
@@ -18,10 +18,10 @@ from tests.kit.oracle import Table
 
 
 def tutorials(xp):
-    """After torch's pages on extending autograd and torch.func."""
+    """Define the layers of torch's pages about extending autograd and torch.func."""
 
     class Linear(xp.Function):
-        """An optional bias; each gradient only if it is asked for."""
+        """Layer with an optional bias. It computes a gradient only if `needs_input_grad` asks for it."""
 
         @staticmethod
         def forward(ctx, x, weight, bias=None):
@@ -42,7 +42,7 @@ def tutorials(xp):
             return grad_x, grad_weight, grad_bias
 
     class MulConstant(xp.Function):
-        """Nothing to do where no gradient arrives."""
+        """Layer whose backward returns None if no cotangent arrives."""
 
         @staticmethod
         def forward(x, constant):
@@ -60,7 +60,7 @@ def tutorials(xp):
             return grad_output * ctx.constant, None
 
     class Cube(xp.Function):
-        """Gives its derivative as a second output, so that backward can be differentiated through it."""
+        """Layer that returns its derivative as a second output, so that backward can be differentiated."""
 
         @staticmethod
         def forward(x):
@@ -76,7 +76,7 @@ def tutorials(xp):
             return grad_output * slope + grad_slope * 6 * x
 
     class Exp(xp.Function):
-        """Saves its output."""
+        """Layer that saves its output."""
 
         @staticmethod
         def forward(ctx, x):
@@ -90,7 +90,7 @@ def tutorials(xp):
             return grad_output * y
 
     class SinProduct(xp.Function):
-        """Forward and reverse mode, the context set up apart from forward."""
+        """Layer with `setup_context`, for forward mode and reverse mode."""
 
         @staticmethod
         def forward(x, y, gain):
@@ -116,7 +116,7 @@ def tutorials(xp):
         return x if dim is None else xp.moveaxis(x, dim, 0)
 
     class NumpySort(xp.Function):
-        """Sorts with NumPy; the gradient is taken back by the inverse permutation."""
+        """Layer that sorts with NumPy. The inverse permutation puts the gradient back."""
 
         @staticmethod
         def forward(x, dim):
@@ -144,7 +144,7 @@ def tutorials(xp):
             return NumpySort.apply(x, dim + 1 if dim >= 0 else dim), (0, 0, 0)
 
     class NumpyTake(xp.Function):
-        """Takes along an axis with NumPy; its gradient takes by the inverse permutation."""
+        """Layer that takes along an axis with NumPy, and whose gradient takes by the inverse permutation."""
 
         @staticmethod
         def forward(x, order, inverse, dim):
@@ -171,7 +171,7 @@ def tutorials(xp):
             return NumpyTake.apply(x, order, inverse, dim + 1 if dim >= 0 else dim), 0
 
     class Normalize(xp.Function):
-        """Plain operations only, so that its rule for vmap can be made from them."""
+        """Layer of plain operations, so that torch can generate its rule for vmap."""
 
         generate_vmap_rule = True
 
@@ -193,10 +193,10 @@ def tutorials(xp):
 
 
 def projects(xp):
-    """After layers of projects on GitHub."""
+    """Define layers of projects on GitHub."""
 
     class AuxLossScaler(xp.Function):
-        """T61: hands its input on; the scale of the second gradient is an attribute of the class."""
+        """T61: returns its input. The scale of the second gradient is an attribute of the class."""
 
         scale = None
 
@@ -212,7 +212,7 @@ def projects(xp):
             return grad_output, xp.ones_like(aux_loss) * scale
 
     class NearestCode(xp.Function):
-        """T30: an index, and a backward that must never be called."""
+        """T30: returns an index. Its backward must never be called."""
 
         @staticmethod
         def forward(ctx, inputs, codebook):
@@ -225,7 +225,7 @@ def projects(xp):
             raise RuntimeError("an index has no gradient")
 
     class StraightThroughCode(xp.Function):
-        """T31: straight through to the inputs, added up by index for the codebook, each only if asked for."""
+        """T31: a straight-through gradient for the inputs, and a sum by index for the codebook, each only if needed."""
 
         @staticmethod
         def forward(ctx, inputs, codebook):
@@ -246,7 +246,7 @@ def projects(xp):
             return grad_inputs, grad_codebook
 
     class LearnedClip(xp.Function):
-        """T36: saves its input before it may change it in place, which JAX cannot."""
+        """T36: saves its input, and then may change it in place, which is impossible in JAX."""
 
         @staticmethod
         def forward(ctx, x, clip, num_bits, dequantize, inplace):

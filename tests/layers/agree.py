@@ -1,4 +1,4 @@
-"""Layers that Paddle, torch and this library agree on, also under saved-tensor hooks."""
+"""Defines layers with the same results in Paddle, torch and this package, also under saved-tensor hooks."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def saved_input(of):
 
 
 def product(of):
-    """Saves its inputs, and reads them once."""
+    """Layer that saves its inputs, and reads the saved tensors once."""
 
     def backward(ctx, dy):
         a, b = of.saved(ctx)
@@ -174,7 +174,7 @@ for used in ((0,), (1,), (0, 1)):
 
 
 def marked(of, materialize=True):
-    """The first output is marked; backward gives itself away by a gradient that needs no cotangent."""
+    """Layer with a marked output. Its gradient does not depend on a cotangent, which shows whether backward ran."""
 
     def forward(ctx, x):
         ctx.set_materialize_grads(materialize)
@@ -250,7 +250,7 @@ def flags_that_a_method_reads_of_its_arguments(of):
 
 
 def noting_what_is_saved(of, save, read):
-    """The log compares it."""
+    """Note what backward got in the log, which the tests compare."""
 
     def forward(ctx, x):
         if save is not None:
@@ -295,7 +295,7 @@ def behind_a_block_left_by_an_exception(of):
 
 @SHARED.add(X, Y, orders=1)
 def what_hooks_get_and_when(of):
-    """The log compares it."""
+    """Note the calls of the hooks in the log, which the tests compare."""
 
     def pack(x):
         of.note(("pack", x))

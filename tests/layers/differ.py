@@ -1,4 +1,4 @@
-"""What Paddle and torch do otherwise, and what is refused."""
+"""Defines layers with other results in Paddle or torch, and layers that this package refuses."""
 
 from __future__ import annotations
 

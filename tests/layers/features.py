@@ -1,4 +1,4 @@
-"""One layer for each thing that a layer can do."""
+"""Defines one layer for each feature of a layer: containers, statics, saved intermediates, marked outputs, ..."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ saving = functools.partial(layer, plain=True, __module__=__name__)
 
 @case(lambda x: jnp.tanh(stop(x) + 2 * (x - stop(x))), X)
 class DoubledTanh(Tanh):
-    """The saved output carries the rule: y' = 2 (1 - y^2) has the solution tanh(a + 2 (x - a))."""
+    """Layer whose saved output has the custom rule at second order: tanh(a + 2 (x - a)) solves y' = 2 (1 - y^2)."""
 
     @staticmethod
     def backward(ctx, dy):
@@ -47,7 +47,7 @@ class SavedIntermediate(PyLayer):
 
 @case(lambda x: jnp.ravel(x)[jnp.flatnonzero(x > 0, size=4)] ** 2, X)
 class SquaredPositives(PyLayer):
-    """Since jax 0.12, jnp.flatnonzero is a primitive that JAX replaces before it lowers."""
+    """Layer with a hijax primitive: since jax 0.12, JAX replaces jnp.flatnonzero before it lowers a jaxpr."""
 
     @staticmethod
     def forward(ctx, x):
@@ -158,7 +158,7 @@ class OfModule(PyLayer):
 
 @case(lambda x, w: x @ w, X, W, call=lambda x, w: AskedLinear.apply(x, w, "static"))
 class AskedLinear(PyLayer):
-    """Saves and computes only what needs_input_grad asks for."""
+    """Layer that saves and computes only what `needs_input_grad` asks for."""
 
     @staticmethod
     def forward(ctx, x, w, mode):
@@ -204,7 +204,7 @@ class MixedOutputs(PyLayer):
 
 @case(lambda x: jnp.sin(x) * 3, X, call=lambda x: InTorchsStyle.apply(x, 3.0)[1])
 class InTorchsStyle(Function):
-    """A cotangent of None for a static, and one entry per argument with a None too many."""
+    """Function that gets None as the cotangent of a static, and returns one None more than there are arguments."""
 
     @staticmethod
     def forward(x, gain):
@@ -287,7 +287,7 @@ ComplexAsInJax = case(_complex(_squared), X, X[:, ::-1] * 0.4, call=_complex(lam
 
 @case(lambda x: 0.5 * jnp.tanh(stop(x) + 2 * (x - stop(x))), X)
 class AppliesAnother(PyLayer):
-    """Its forward and, for the backward of its own, another layer's output saved as an intermediate."""
+    """Layer whose forward applies another layer, and saves the output of that layer as an intermediate."""
 
     @staticmethod
     def forward(ctx, x):

@@ -1,4 +1,4 @@
-"""What `Function` adds to PyLayer, asked of real torch; and each difference, from both sides."""
+"""`Function` behaves as torch.autograd.Function does; each difference is tested for both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def theirs(framework):
 
 
 def no_setup(ctx, inputs, output):
-    """A context that keeps nothing, where forward takes none."""
+    """Define a `setup_context` that saves nothing, for a forward without a context."""
 
 
 # -- the context and backward -----------------------------------------------------------------------
@@ -178,7 +178,7 @@ TRANSFORMS = {
 
 
 def product_with_a_rule(of):
-    """Its rule for vmap notes what it gets, and puts the mapped axis last."""
+    """Function whose vmap method notes its arguments, and returns the batch axis as the last one."""
 
     def setup(ctx, inputs, output):
         x, y, ctx.gain = inputs

@@ -1,4 +1,4 @@
-"""Real Paddle beside this library: what both do, what both refuse, each difference from both sides, and real layers.
+"""The same layers have the same results and errors in real Paddle and here; each difference is tested for both.
 
 Real Paddle 3.3 dies of a segmentation fault, and so is not asked, where an output is a list of several tensors, where a
 list of one gets no cotangent, and where the backward of a layer runs twice in one graph.

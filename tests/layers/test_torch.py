@@ -1,4 +1,4 @@
-"""Real torch beside this library: what both do with a PyLayer, what both refuse, each difference, and real layers."""
+"""The same layers have the same results and errors in real torch and here; each difference is tested for both."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def none_saved(of):
 
 @CASES.add(X, Y, orders=1)
 def the_innermost_pair_alone_applies(of):
-    """And the outer one again behind it: the log compares it."""
+    """Enter two blocks, and check that the outer pair packs again after the inner block; the tests compare the logs."""
     layer = product(of)
 
     def pair(name):
@@ -124,7 +124,7 @@ def the_innermost_pair_alone_applies(of):
 
 @CASES.add()
 def disabled_hooks(of):
-    """Layers and operations go on inside; a block that ends restores the message of the one around it."""
+    """Run layers and operations where hooks are disabled. Leaving an inner block restores the outer message."""
     layer, pair = product(of), (lambda x: x, lambda x: x)
 
     def inside(x):
@@ -219,7 +219,7 @@ def test_layers(theirs, mode, one):
 
 
 def test_an_attribute_of_the_class_changed_between_calls(theirs, monkeypatch):
-    """A compiled gradient keeps the attribute of its first call, as everything that Python reads."""
+    """Change an attribute of a class after the first call: a compiled gradient uses the value at the first call."""
     args = X, f32(0.7)
     one = Row("scaled", lambda of: of.text(layers).AuxLossScaler.apply, args, wrt=(1,), orders=1, summed=True)
     compiled = jax.jit(jax.grad(lambda x, loss: ported.AuxLossScaler.apply(x, loss).sum(), 1))

@@ -1,4 +1,4 @@
-"""Every layer of the registry under every transform, against its reference; and the same with forward mode."""
+"""Each layer of the registry has the derivatives of its reference under each transform, also with forward mode."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import pytest
 from tests.kit.layers import Tanh, bits
 from tests.kit.modes import STAGED
 from tests.kit.transforms import (
+    COVERED,
     FIRST_ORDER,
     FORWARD,
     FORWARD_OVER_REVERSE,
-    IMPLIED,
     SECOND_ORDER,
     SLOW,
     assert_same,
     expected,
+    is_tested,
     marks,
-    meet,
     pushed,
     scalar,
 )
@@ -31,8 +31,8 @@ from tests.layers import CASES
 REVERSE = (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE)
 
 
-def crossed(*tables, where=meet):
-    """Every transform of the tables with every case for which `where(transform, name of the case)`."""
+def each_pair(*tables, where=is_tested):
+    """Run a test for each transform of the tables and each layer, if `where(transform, name of the layer)` is True."""
     params = [
         pytest.param(table, name, case, id=f"{name}-{case.name}", marks=marks(name, case.name))
         for table in tables
@@ -48,8 +48,8 @@ def compare(case, table, transform, around=lambda f: f):
         with pytest.raises(TypeError, match=case.forward_over_reverse):
             table[transform](around(scalar(case.layer, linear=False)), case.args)
         return
-    known, slope = expected(case, table, transform), [pushed] if table is FORWARD else []
-    assert_same(table[transform](around(scalar(case.layer, case.linear_loss)), case.args, *slope), known)
+    right, slope = expected(case, table, transform), [pushed] if table is FORWARD else []
+    assert_same(table[transform](around(scalar(case.layer, case.linear_loss)), case.args, *slope), right)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -58,7 +58,7 @@ def test_outputs(case):
     assert_same(jax.tree_util.tree_leaves(ours), jax.tree_util.tree_leaves(plain))
 
 
-@crossed(*REVERSE)
+@each_pair(*REVERSE)
 def test_as_the_reference(table, transform, case):
     compare(case, table, transform)
 
@@ -69,7 +69,7 @@ def test_as_the_reference(table, transform, case):
 LINEAR = {case.name for case in CASES if case.is_linear}
 
 
-@crossed(FORWARD, where=lambda transform, case: case in LINEAR and meet(transform, case))
+@each_pair(FORWARD, where=lambda transform, case: case in LINEAR and is_tested(transform, case))
 def test_forward_mode_is_reverse_mode(table, transform, case, monkeypatch):
     compare(case.in_forward_mode(monkeypatch), table, transform)
 
@@ -84,10 +84,10 @@ def test_a_backward_that_is_not_linear_is_refused(case, monkeypatch):
 def some_with_forward_mode(transform, case):
     if case == "Trees":
         return True
-    return transform not in SLOW | IMPLIED and case in {"DoubledTanh", "AskedLinear", "RouterLoss", "BackwardApplies"}
+    return transform not in SLOW | COVERED and case in {"DoubledTanh", "AskedLinear", "RouterLoss", "BackwardApplies"}
 
 
-@crossed(*REVERSE, where=some_with_forward_mode)
+@each_pair(*REVERSE, where=some_with_forward_mode)
 def test_everything_else_is_as_without_it(table, transform, case, monkeypatch):
     compare(case.in_forward_mode(monkeypatch), table, transform)
 
@@ -96,11 +96,11 @@ def test_everything_else_is_as_without_it(table, transform, case, monkeypatch):
 
 
 def without_what_is_slow(*names):
-    return lambda transform, case: transform not in SLOW | IMPLIED and case in names
+    return lambda transform, case: transform not in SLOW | COVERED and case in names
 
 
 @pytest.mark.parametrize("place", ["inside", "around"])
-@crossed(*REVERSE, where=without_what_is_slow("DoubledTanh", "SavedIntermediate", "Trees"))
+@each_pair(*REVERSE, where=without_what_is_slow("DoubledTanh", "SavedIntermediate", "Trees"))
 def test_under_hooks(table, transform, case, place):
     hooks = bits()
     try:
@@ -116,7 +116,7 @@ def test_under_hooks(table, transform, case, place):
         assert re.search(r"(second_order|hessian).*(scan|cond|remat)", transform)
 
 
-@crossed(FIRST_ORDER, FORWARD, where=without_what_is_slow("DoubledTanh"))
+@each_pair(FIRST_ORDER, FORWARD, where=without_what_is_slow("DoubledTanh"))
 def test_forward_mode_under_hooks(table, transform, case, monkeypatch):
     ours, hooks = case.in_forward_mode(monkeypatch), bits()
     with hooks:
@@ -132,7 +132,7 @@ NINE = jnp.arange(9.0).reshape(3, 3) / 9
 
 
 def mapped(apply, axis, staged=lambda f: f):
-    """The first and the second derivative of a batch along that axis, of rows or of columns."""
+    """Return the first and second derivatives of a batch of rows (axis 0) or of columns (axis 1)."""
     w = jnp.array([[0.3, -0.7, 0.2], [0.5, 0.1, -0.4], [-0.6, 0.8, 0.9]])
 
     def total(xs):

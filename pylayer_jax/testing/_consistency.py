@@ -24,9 +24,21 @@ from pylayer_jax._jax.tracers import NEEDS_VALUES, is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._messages import plural
 
-from ._compare import Case, MismatchError, compare, exact, first_line
-from ._subject import Cases, Subject, named_outputs, on_one_device
-from ._tensor_function import Cotangents, TensorFunction, placed, scaled
+from ._subject import (
+    Case,
+    Cases,
+    Cotangents,
+    MismatchError,
+    Subject,
+    TensorFunction,
+    compare,
+    exact,
+    first_line,
+    named_outputs,
+    on_one_device,
+    placed,
+    scaled,
+)
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 
@@ -57,7 +69,7 @@ def repeatable(subject: Subject) -> Cases:
 def arguments(subject: Subject) -> Cases:
     names = subject.function.names
     if len(names) == 1:
-        return f"{names[0]} alone is differentiable"
+        return f"there is one, {names[0]}"
     for j, name in enumerate(names):
         alone = subject.function.only(j).gradients(subject.cotangents)
         yield subject.case(f" when {name} alone is differentiated", alone)
@@ -93,6 +105,7 @@ def linear(subject: Subject) -> Cases:
         for case, reference in zip(cases, right, strict=True):
             yield subject.case(case.label, case.got, reference.got, "by the reference")
         return f"it is not, as that of the reference: {first_line(error)}"
+    yield from cases
     reason = _why_not_proved(subject)
     measured = f"measured with {len(cases)} kinds of cotangents"
     return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
