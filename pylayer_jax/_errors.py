@@ -6,17 +6,38 @@ from typing import Any
 
 from ._jax.linearity import NotLinearError
 
-__all__ = ["NoForwardModeError", "NotLinearError", "OnceDifferentiableError", "once_differentiable_error"]
+__all__ = [
+    "HostBackwardError",
+    "NoForwardModeError",
+    "NotLinearError",
+    "OnceDifferentiableError",
+    "once_differentiable_error",
+]
 
 
 class OnceDifferentiableError(RuntimeError):
     """Raised if a second derivative goes through a `backward` that is decorated with @once_differentiable."""
 
 
+class HostBackwardError(OnceDifferentiableError):
+    """Raised if a second derivative goes through a `backward` that runs on NumPy arrays."""
+
+    def __init__(self, layer: str) -> None:
+        super().__init__(
+            f"{layer}.backward gets NumPy arrays (host = True), so it has no derivative, but a second derivative goes "
+            "through it. Set host = 'forward' on the class, and write backward with jax.numpy; it may apply layers."
+        )
+
+
 def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
-    """Return the second-derivative error of a class with a @once_differentiable `backward`, None for other classes."""
+    """Return the second-derivative error of a class whose `backward` has no derivative, None for other classes.
+
+    Such a `backward` is decorated with @once_differentiable, or is NumPy code (`host = True`).
+    """
     make_error = getattr(layer.backward, "second_derivative_error", None)
-    return None if make_error is None else make_error()
+    if make_error is not None:
+        return make_error()
+    return HostBackwardError(layer.__qualname__) if layer.host is True else None
 
 
 class NoForwardModeError(TypeError):

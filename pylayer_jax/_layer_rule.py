@@ -248,7 +248,8 @@ class EagerLayer(RuleFunction):
         call, layer = self.call, self.call.layer
         if not any(map(is_tracer, primals)):
             return call.run_on_values(primals, needs)
-        if layer._has_setup_context() and layer._has_vmap_method() and not any(map(is_differentiated, primals)):
+        splits = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
+        if splits and not any(map(is_differentiated, primals)):
             # `forward` may be host code, which only the `vmap` of the class can batch. Compute the outputs with `vmap`;
             # then `setup_context` saves the values for `backward`, from inputs and outputs.
             values = apply(self, primals)
