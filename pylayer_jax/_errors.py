@@ -12,6 +12,7 @@ __all__ = [
     "NotLinearError",
     "OnceDifferentiableError",
     "once_differentiable_error",
+    "second_derivative_error",
 ]
 
 
@@ -30,14 +31,15 @@ class HostBackwardError(OnceDifferentiableError):
 
 
 def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
-    """Return the second-derivative error of a class whose `backward` has no derivative, None for other classes.
+    """Return the second-derivative error of a class whose `backward` has no derivative, None for other classes."""
+    has_none = hasattr(layer.backward, "second_derivative_error") or layer.host is True
+    return second_derivative_error(layer) if has_none else None
 
-    Such a `backward` is decorated with @once_differentiable, or is NumPy code (`host = True`).
-    """
+
+def second_derivative_error(layer: Any) -> OnceDifferentiableError:
+    """Return the error for a `backward` that is decorated with @once_differentiable, or that is NumPy code."""
     make_error = getattr(layer.backward, "second_derivative_error", None)
-    if make_error is not None:
-        return make_error()
-    return HostBackwardError(layer.__qualname__) if layer.host is True else None
+    return HostBackwardError(layer.__qualname__) if make_error is None else make_error()
 
 
 class NoForwardModeError(TypeError):

@@ -4,15 +4,15 @@
         host = True                             result has the type float32[3]:
 
         @staticmethod                           { lambda ; a:f32[3]. let
-        def forward(ctx, x):                        b:f32[3] = pure_callback[callback=forward] a
+        def forward(ctx, x):                        b:f32[3] = host_call[name=Erf.forward] a
             ctx.save_for_backward(x)              in (b,) }
             return scipy.special.erf(x)
                                                 The saved x is the operand a, so that it is not a result.
 
-A method runs directly if its tensors are concrete. Otherwise `jax.pure_callback` runs the method, and an `_Example`
-gives the types of its results: the arrays that the method returns or keeps on `ctx`, except those that are inputs.
-`run_forward` then puts the results on the context of the layer, so that hooks and all transformations treat them as
-they treat the tensors of any other layer. tests: contract/test_host_layers.py
+A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method, and an `_Example` gives the
+types of its results: the arrays that the method returns or keeps on `ctx`, except those that are inputs. `run_forward`
+then puts the results on the context of the layer, so that hooks and all transformations treat them as they treat the
+tensors of any other layer. tests: contract/test_host_layers.py
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._context import ContextState, backward_context
-from ._errors import once_differentiable_error
+from ._errors import second_derivative_error
+from ._jax.host_call import HostFunction, host_call_p
 from ._jax.identities import forbid_derivative
-from ._jax.imports import eval_context
+from ._jax.imports import ShapedArray, eval_context
 from ._jax.masks import merge, select
 from ._jax.tracers import NEEDS_VALUES, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_key, typeof, varying_axes, varying_over
 from ._messages import describe
-from ._trees import Skeleton, _Dict, split
+from ._trees import Skeleton, _Dict, contains, split
 
 _SAVED = "ctx.save_for_backward"
 _NEEDS = "_needs_in_forward"  # the attribute of ctx that holds the `needs_input_grad` of `forward`
@@ -51,9 +52,11 @@ class _Run:
         """`originals` are the inputs as they were before the method ran, which may have changed its own copies."""
         self.tensors, self.skeleton = split(tree)
         inputs, marked, copies = (state.inputs, state.marked, state.numpy_copies) if state else ((), (), ())
-        self.must_return, self.materialize = (state.must_return, state.materialize) if state else ([], True)
+        self.materialize = state is None or state.materialize
         self.n_inputs = len(inputs)
-        self.marked = [any(x is y for y in marked) for x in self.tensors]
+        self.marked = [contains(marked, x) for x in self.tensors]
+        # Values that `forward` has to return, and did not: then the context of the layer raises the error.
+        self.missing = [x for x in state.must_return if not contains(self.tensors, x[0])] if state else []
         # The position of each tensor in [inputs, values]. An array that the method changed in place, after it got or
         # saved the array, is a value of its own: a saved input has the derivative of the input.
         self.positions: list[int] = []
@@ -73,9 +76,9 @@ class _Run:
         first = dict(zip(reversed(self.positions), reversed(tensors), strict=True))
         return [first[i] for i in sorted(first) if i >= self.n_inputs]
 
-    def types(self) -> list[jax.ShapeDtypeStruct]:
+    def types(self) -> list[Any]:
         values = self.values(self.tensors)
-        return [jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
+        return [ShapedArray(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
 
     def fill(self, inputs: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the tensors and the tree of this run, as JAX arrays."""
@@ -129,8 +132,10 @@ class _Run:
 def _has_same_bits(x: Any, y: Any) -> bool:
     if x is y:
         return True
-    same_type = x.shape == y.shape and x.dtype == y.dtype
-    return same_type and np.array_equal(*[np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (x, y)])
+    if x.shape != y.shape or x.dtype != y.dtype:
+        return False
+    ours, others = (np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in (x, y))
+    return np.array_equal(ours, others)
 
 
 def _own(static: Any) -> Any:
@@ -182,7 +187,7 @@ class _Example:
         arrays = _on_example(call, "example", lambda: _example_arrays(call))
         return _on_example(call, "forward", lambda: _forward(call, call.layer._forward_with_ctx(), self.needs, arrays))
 
-    def backward(self, call: Any, needs: tuple[bool, ...], cotangents: list[Any]) -> _Run:
+    def backward(self, call: Any, needs: tuple[bool, ...], cotangents: Sequence[Any]) -> _Run:
         tensors, skeleton = split(cotangents)
         key = (needs, *_parts(skeleton))
         if key not in self.backwards:
@@ -296,9 +301,7 @@ def _call_host(
     call: Any, method: str, example: _Run, run: Callable[[Sequence[np.ndarray]], _Run], tensors: Sequence[Any]
 ) -> list[Any]:
     """Return the values of a run of a method that JAX makes when the program runs."""
-    is_broadcast = call.layer.host_vmap == "broadcast" and method != "vmap"
-    types, vmap_method = example.types(), "broadcast_all" if is_broadcast else "sequential"
-    ndim = tensors[0].ndim
+    types, ndim = example.types(), tensors[0].ndim
 
     def on_host(*arrays: Any) -> list[np.ndarray]:
         batch = arrays[0].shape[: arrays[0].ndim - ndim]
@@ -312,11 +315,10 @@ def _call_host(
         except ValueError as error:
             raise ValueError(f"{call.name}.{method}, {error}") from None
 
-    def values(*tensors: Any) -> list[Any]:
-        return jax.pure_callback(on_host, types, *tensors, vmap_method=vmap_method)
-
-    # In eager mode, JAX keeps what it compiles for an operation, with the layer. It drops the program of a function.
-    found = jax.jit(values)(*tensors) if types else []
+    name, error = f"{call.name}.{method}", "the code of a layer of NumPy has no derivative."
+    takes_batches = call.layer.host_vmap == "broadcast" and method != "vmap"
+    function = HostFunction(name, on_host, types, frozenset(), error, takes_batches)
+    found = host_call_p.bind(*tensors, held=function) if types else []
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
     return [varying_over(axes, x) for x in found]
 
@@ -343,8 +345,7 @@ def run_forward(call: Any, forward: Callable[..., Any], ctx: Any, tensors: Seque
         run = _forward(call, forward, needs, [np.asarray(x) for x in tensors])
         values = as_arrays(run.values(run.tensors))
     found, tree = run.fill(tensors, values)
-    known = {id(x): y for x, y in zip(run.tensors, found, strict=True)}
-    state.must_return += [(known.get(id(x), x), *rest) for x, *rest in run.must_return]
+    state.must_return += run.missing
     state.marked += select(found, run.marked)
     state.materialize = run.materialize
     result, saved = tree.pop("output"), tree.pop(_SAVED)
@@ -369,7 +370,7 @@ def run_backward(call: Any, ctx: Any, *cotangents: Any) -> Any:
     if any(map(is_tracer, tensors)):
         known = _example_of(call, forward_needs).backward(call, needs, cotangents)
         may_move = [is_tracer(x) and has_tangent(x) for x in tensors]
-        fixed = forbid_derivative(select(tensors, may_move), lambda: once_differentiable_error(call.layer))
+        fixed = forbid_derivative(select(tensors, may_move), lambda: second_derivative_error(call.layer))
         values = _call_host(call, "backward", known, run, merge(may_move, fixed, tensors))
     else:
         known = run([np.asarray(x) for x in tensors])
