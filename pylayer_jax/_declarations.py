@@ -21,9 +21,9 @@ def check_declarations(layer: Any) -> None:
     """
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # One letter of a short name is much of it; only the value then shows that `hosts = True` is no name of a user.
-        is_flag_of_host = value is True or value == "forward"
-        near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_flag_of_host else 0.9)
+        # "hosts" differs from "host" in a fifth of its letters, and may be a name of the user. Its value tells.
+        is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
+        near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
         if near and not is_method and near[0] not in vars(layer):
             raise TypeError(

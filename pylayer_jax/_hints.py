@@ -34,7 +34,7 @@ clone: x itself, which never changes; jnp.copy(x) is a second array
 contiguous: x itself: JAX lays out arrays by itself
 detach data: jax.lax.stop_gradient(x)
 cpu cuda: nothing, or jax.device_put(x, device): JAX places arrays by itself
-numpy: np.asarray(x), outside of traced code; jax.pure_callback runs host code in traced code
+numpy: nothing, if you set host = True on the class: its methods then get NumPy arrays
 exp sqrt log tanh abs sign: of jax.numpy, as jnp.exp(x)
 sigmoid relu: of jax.nn, as jax.nn.relu(x)
 pow: x ** n
@@ -63,8 +63,9 @@ def hint(error: Exception, layer: str, method: str) -> str:
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "
-            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. Host code runs "
-            "in jax.pure_callback, which has derivatives of every order in a layer."
+            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. If the code is "
+            "NumPy or SciPy, set host = True on the class: its methods then get NumPy arrays, under jax.jit too. "
+            "jax.pure_callback runs a part of a method on the host."
         )
     if "callbacks do not support JVP" in str(error):
         return (

@@ -184,7 +184,8 @@ def stage_layer(
             raise
         raise once_differentiable_error(call.layer) or TypeError(
             f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). "
-            "Write forward with jax.numpy; or call host code by jax.pure_callback, which works at every order. "
+            "Write forward with jax.numpy; or, if it is NumPy code, set host = 'forward' on the class, or call it by "
+            "jax.pure_callback. "
             "Decorate backward with @once_differentiable if second derivatives are not meant."
         ) from error
     for const in consts:

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pylayer_jax._errors import HostBackwardError
 from pylayer_jax._jax.types import has_tangent
 from pylayer_jax._messages import plural
 
@@ -37,7 +38,10 @@ def gradients(subject: Subject) -> Cases:
 
 
 def second_order(subject: Subject) -> Cases:
-    return (yield from gradients(subject.derivative))
+    try:
+        return (yield from gradients(subject.derivative))
+    except HostBackwardError as error:
+        return f"there is none: {first_line(error).split('. ')[0]}"
 
 
 def outputs(subject: Subject) -> Cases:
