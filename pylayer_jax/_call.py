@@ -188,6 +188,8 @@ class LayerCall:
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         run = functools.partial(_host_layer.run_backward, self) if layer.host is True else backward
+        if layer.host == "forward":
+            given = _host_layer.depending_on_forward(ctx, given)
         around = surroundings()
         # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
         # `jax.custom_vjp`, and a change of `in_backward` makes JAX compile jitted functions again.

@@ -13,6 +13,12 @@ A method runs directly if its tensors are concrete. Otherwise a `host_call` runs
 types of its results: the arrays that the method returns or keeps on `ctx`, except those that are inputs. `run_forward`
 then puts the results on the context of the layer, so that hooks and all transformations treat them as they treat the
 tensors of any other layer. tests: contract/test_host_layers.py
+
+NOTE [dropped calls]
+XLA drops a call of `forward` if the program uses none of its results, as in the gradient of a linear function. Then
+nobody would notice that an object on `ctx`, or a saved input that `forward` changed in place, differs from the example,
+and `backward` would compute another gradient. So if `forward` keeps such values and no array that it computed, it also
+keeps a token, of which `backward` depends. tests: test_objects_made_from_values
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from ._messages import describe
 from ._trees import Skeleton, _Dict, contains, split
 
 _SAVED = "ctx.save_for_backward"
+_TOKEN = "_has_run"  # the attribute of ctx that holds the token of NOTE [dropped calls]
 _NEEDS = "_needs_in_forward"  # the attribute of ctx that holds the `needs_input_grad` of `forward`
 _MAX_EXAMPLES = 64  # per class, since each call may pass a new lambda
 
@@ -85,6 +92,17 @@ class _Run:
         known = [*inputs, *values]
         tensors = [known[i] for i in self.positions]
         return tensors, self.skeleton.fill(tensors, _own)
+
+    def with_token(self) -> _Run:
+        """Return the same run with one more value on `ctx`, the token."""
+        tree = self.skeleton.fill(self.tensors) | {f"ctx.{_TOKEN}": np.zeros(1, np.uint8)}
+        run = copy.copy(self)
+        run.tensors, run.skeleton = split(tree)
+        run.marked, run.positions = (
+            [*self.marked, False],
+            [*self.positions, max([self.n_inputs - 1, *self.positions]) + 1],
+        )
+        return run
 
     def forget_arrays(self) -> None:
         """Replace the arrays by arrays of the same shapes and dtypes that take no memory."""
@@ -184,8 +202,20 @@ class _Example:
         self.has_arrays = True  # until the first `backward` has used the arrays of `forward`
 
     def _run_forward(self, call: Any) -> _Run:
+        """Run `forward`, and find out whether `backward` needs its token: see NOTE [dropped calls]."""
         arrays = _on_example(call, "example", lambda: _example_arrays(call))
-        return _on_example(call, "forward", lambda: _forward(call, call.layer._forward_with_ctx(), self.needs, arrays))
+        forward, needs = call.layer._forward_with_ctx(), self.needs
+        writes = False
+        try:
+            run = _on_example(call, "forward", lambda: _forward(call, forward, needs, arrays, is_writable=False))
+        except Exception:
+            run = _on_example(call, "forward", lambda: _forward(call, forward, needs, arrays))
+            writes = True
+        kept = [i for i, name in zip(run.positions, run.names(), strict=True) if not name.startswith("output")]
+        leaves = [path for path, _ in run.skeleton.paths() if not _pretty(path).startswith("output")]
+        has_statics, has_values = len(leaves) > len(kept), any(i >= run.n_inputs for i in kept)
+        self.has_token = (has_statics or (writes and bool(kept))) and not has_values
+        return run.with_token() if self.has_token else run
 
     def backward(self, call: Any, needs: tuple[bool, ...], cotangents: Sequence[Any]) -> _Run:
         tensors, skeleton = split(cotangents)
@@ -281,8 +311,12 @@ def _example_arrays(call: Any) -> list[np.ndarray]:
 # -- methods on the host ---------------------------------------------------------------------------------------
 
 
-def _forward(call: Any, forward: Any, needs: tuple[bool, ...], originals: Sequence[np.ndarray]) -> _Run:
+def _forward(
+    call: Any, forward: Any, needs: tuple[bool, ...], originals: Sequence[np.ndarray], is_writable: bool = True
+) -> _Run:
     inputs = [np.array(x) for x in originals]
+    for x in inputs:
+        x.flags.writeable = is_writable
     state = ContextState(call.name, lambda: needs, inputs)
     ctx = call.layer._context(state)
     result = call.arguments.call("forward", forward, ctx, inputs)
@@ -292,7 +326,8 @@ def _forward(call: Any, forward: Any, needs: tuple[bool, ...], originals: Sequen
 
 
 def _backward(call: Any, needs: tuple[bool, ...], kept: dict[str, Any], cotangents: Sequence[Any]) -> _Run:
-    attributes = {name.removeprefix("ctx."): x for name, x in kept.items() if name not in ("output", _SAVED)}
+    hidden = ("output", _SAVED, f"ctx.{_TOKEN}")
+    attributes = {name.removeprefix("ctx."): x for name, x in kept.items() if name not in hidden}
     ctx = backward_context(call.layer._context, call.name, lambda: needs, lambda: kept[_SAVED], attributes)
     return _Run({"gradient": call.layer.backward(ctx, *cotangents)})
 
@@ -328,10 +363,16 @@ def run_forward(call: Any, forward: Callable[..., Any], ctx: Any, tensors: Seque
     _check_arguments(call)
     needs, state = ctx.needs_input_grad, ctx._state
     if any(map(is_tracer, tensors)):
-        run = _example_of(call, needs).forward
+        example = _example_of(call, needs)
+        run = example.forward
         known = {i for i, name in zip(run.positions, run.names(), strict=True) if name.startswith("output")}
         known |= set(range(run.n_inputs))
-        names = [name for i, name in zip(run.positions, run.names(), strict=True) if i not in known]
+        pairs = zip(run.positions, run.names(), run.tensors, strict=True)
+        names = [name for i, name, x in pairs if i not in known and has_tangent(x)]
+
+        def on_host(arrays: Sequence[np.ndarray]) -> _Run:
+            made = _forward(call, forward, needs, arrays)
+            return made.with_token() if example.has_token else made
 
         def error() -> Exception:
             return TypeError(
@@ -340,7 +381,7 @@ def run_forward(call: Any, forward: Callable[..., Any], ctx: Any, tensors: Seque
             )
 
         given = forbid_derivative(tensors, error) if names else tensors
-        values = _call_host(call, "forward", run, lambda arrays: _forward(call, forward, needs, arrays), given)
+        values = _call_host(call, "forward", run, on_host, given)
     else:
         run = _forward(call, forward, needs, [np.asarray(x) for x in tensors])
         values = as_arrays(run.values(run.tensors))
@@ -376,6 +417,16 @@ def run_backward(call: Any, ctx: Any, *cotangents: Any) -> Any:
         known = run([np.asarray(x) for x in tensors])
         values = as_arrays(known.values(known.tensors))
     return known.fill((), values)[1]["gradient"]
+
+
+def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
+    """Return the cotangents for a `backward` in JAX code, which depend on the token of `forward` if there is one."""
+    token = vars(ctx).pop(_TOKEN, None)
+    if token is None or not is_tracer(token):
+        return cotangents
+    tensors, skeleton = split(cotangents)
+    one = 1 - token[0].astype(np.int8)  # XLA does not know that the token is zero
+    return skeleton.fill([x * one.astype(x.dtype) for x in tensors])
 
 
 def run_vmap(call: Any, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:

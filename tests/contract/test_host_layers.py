@@ -366,3 +366,283 @@ def test_forward_over_reverse(name, transform):
             run()
     else:
         assert_same(run(), expected(made, FORWARD_OVER_REVERSE, transform))
+
+
+# -- examples, statics, errors --------------------------------------------------------------------
+
+
+def host_layer(forward, backward=lambda ctx, dy: dy, **members):
+    return layer(forward, backward, host=True, **members)
+
+
+def text_of(error):
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def error_of(run, *args):
+    with pytest.raises(Exception, match=".") as caught:
+        jax.block_until_ready(run(*args))
+    return text_of(caught.value)
+
+
+def VMAP(f):
+    return jax.vmap(f)
+
+
+def test_methods_run_once_on_examples_and_once_per_call():
+    runs = []
+
+    def forward(ctx, x, static):
+        runs.append("forward")
+        ctx.save_for_backward(np.exp(x))
+        return np.exp(x)
+
+    def backward(ctx, dy):
+        runs.append("backward")
+        return dy * ctx.saved_tensor()[0], None
+
+    made = host_layer(forward, backward)
+    for static, calls in (1, 2), (1, 1), (2, 2), ([], 2):
+        runs.clear()
+        jax.jit(jax.grad(lambda x, s=static: made.apply(x, s).sum()))(X).block_until_ready()
+        assert sorted(runs) == ["backward"] * calls + ["forward"] * calls
+    runs.clear()
+    jax.grad(lambda x: made.apply(x, 1).sum())(X)  # eager mode needs no example
+    assert runs == ["forward", "backward"]
+
+
+@modes
+def test_arrays_are_writable_and_own(mode):
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        x *= 2
+        return x
+
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensor()
+        x += 1
+        dy *= x
+        return dy
+
+    made, x = host_layer(forward, backward), jnp.array([0.5, -1.0, 2.0])
+    np.testing.assert_allclose(MODES[mode](lambda x: made.apply(x).sum())(x), x + 1)
+    assert x.tolist() == [0.5, -1.0, 2.0]
+
+
+def test_an_array_that_is_changed_in_place_in_some_runs_only():
+    def forward(ctx, x):
+        x[x > 100] = 100
+        ctx.save_for_backward(x)
+        return x * 2
+
+    made = host_layer(forward, lambda ctx, dy: dy * ctx.saved_tensor()[0])
+    grad = jax.jit(jax.grad(lambda x: made.apply(x).sum()))
+    np.testing.assert_allclose(grad(X), X)
+    assert "in place" in error_of(grad, X + 100)
+
+
+@pytest.mark.parametrize("host", [True, "forward"])
+@pytest.mark.parametrize("place", ["ctx", "output"])
+def test_objects_made_from_values(place, host):
+    # The gradient of the sum does not need the result of forward.
+    def forward(ctx, x):
+        count = int(np.sum(x > 0))
+        if place == "ctx":
+            ctx.info = {"count": count}
+        return (x * 2, count) if place == "output" else x * 2
+
+    made = layer(forward, lambda ctx, dy: dy * 2, host=host)
+    f = lambda x: jnp.sum(jax.tree.leaves(made.apply(x))[0] ** (1 + (place == "output")))
+    text = error_of(jax.jit(jax.grad(f)), jnp.full((4, 5), 2.0))
+    assert "ctx.info['count']" in text or "output[1]" in text
+    assert "np.asarray" in text
+
+
+def test_a_handle_is_refused_by_name_and_what_is_passed_is_not():
+    matrix = POISSON.astype(np.float64).tocsc()
+    handle = scipy.sparse.linalg.splu(matrix)
+    made = host_layer(lambda ctx, b, a: setattr(ctx, "solver", a or scipy.sparse.linalg.splu(matrix)) or b * 1,
+                      lambda ctx, dy: (ctx.solver.solve(dy.astype(float)), None))  # fmt: skip
+    run = jax.jit(jax.grad(lambda b, a: made.apply(b, a).sum()), static_argnums=1)
+    np.testing.assert_allclose(run(R3, handle), handle.solve(np.ones(3)), rtol=1e-5)
+    text = error_of(run, R3, None)
+    assert "ctx.solver" in text
+    assert "SuperLU" in text
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit, VMAP, lambda f: jax.jit(jax.grad(f))])
+def test_an_exception_keeps_its_text(mode):
+    def forward(ctx, x):
+        if np.any(np.abs(x) > 50):
+            raise ValueError("too large for the table")
+        return np.sum(x)
+
+    made = host_layer(forward, lambda ctx, dy: dy + np.zeros(2), name="Table")
+    text = error_of(mode(lambda x: made.apply(x) ** 2), jnp.full((2, 2)[: 1 + (mode is VMAP)], 99.0))
+    assert "too large for the table" in text
+    assert "Table.forward" in text
+
+
+def test_an_example_that_raises_says_how_to_give_another():
+    made = host_layer(lambda ctx, a: np.linalg.cholesky(a), name="Factor")
+    with pytest.raises(np.linalg.LinAlgError) as caught:
+        jax.jit(made.apply)(jnp.eye(3))
+    assert "Factor.forward" in text_of(caught.value)
+    assert "def example" in text_of(caught.value)
+    made.example = staticmethod(lambda a: np.eye(len(a)))
+    np.testing.assert_allclose(jax.jit(made.apply)(4 * jnp.eye(3)), 2 * jnp.eye(3))
+    made.example = staticmethod(lambda a: np.eye(2))
+    assert "float32[4, 4]" in error_of(jax.jit(made.apply), jnp.eye(4))
+
+
+def test_a_result_of_another_shape_names_both():
+    text = error_of(jax.jit(host_layer(lambda ctx, x: x[x < 50], name="Small").apply), jnp.array([1.0, 99.0]))
+    assert "Small.forward" in text
+    assert "[2]" in text
+    assert "[1]" in text
+
+
+def test_keys_and_refs_are_refused_by_name():
+    made = host_layer(lambda ctx, x, other: x)
+    for other in (jax.random.key(0), jax.new_ref(jnp.ones(2))):
+        for run in (lambda f: f, jax.jit):
+            with pytest.raises(TypeError, match="'other'"):
+                run(lambda x, other=other: made.apply(x, other))(X)
+
+
+@pytest.mark.parametrize("members", [{"forward_mode": True}, {"jvp": lambda ctx, dx: dx}])
+def test_forward_mode_is_refused(members):
+    with pytest.raises(TypeError, match="forward mode"):
+        host_layer(lambda ctx, x: x, **members)
+
+
+def test_a_second_derivative_is_refused_by_name_with_the_way():
+    made = layer(base=Conv2d, name="Blur")
+    f = lambda x: jnp.sum(jnp.sin(made.apply(x, grid(2, 2))))
+    for second in (jax.hessian(f), jax.jit(jax.hessian(f)), jax.grad(lambda x: jax.grad(f)(x).sum())):
+        with pytest.raises(RuntimeError, match=r"Blur(?s:.*)host = 'forward'"):
+            second(IMAGE)
+    decorated = layer(base=Conv2d, backward=once_differentiable(Conv2d.backward))
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        jax.jit(jax.grad(lambda x: jax.grad(lambda x: decorated.apply(x, W).sum())(x).sum()))(IMAGE)
+
+
+def test_a_saved_intermediate_is_refused_at_second_order():
+    made = layer(
+        lambda ctx, x: setattr(ctx, "slope", np.cos(x)) or np.sin(x), lambda ctx, dy: dy * ctx.slope, host="forward"
+    )
+    f = lambda x: made.apply(x).sum()
+    np.testing.assert_allclose(jax.jit(jax.grad(f))(X), jnp.cos(X), rtol=1e-6)
+    for second in (jax.jit(jax.grad(lambda x: jax.grad(f)(x).sum())), jax.hessian(f)):
+        with pytest.raises(TypeError, match=r"ctx\.slope"):
+            second(X)
+
+
+def test_closed_over_tracers_are_refused():
+    def f(x):
+        return host_layer(lambda ctx, y: y * np.sum(x)).apply(2 * x).sum()
+
+    assert "argument" in error_of(jax.grad(f), X)
+    assert "argument" in error_of(jax.jit(f), X)
+
+
+# -- types ------------------------------------------------------------------------------------------
+
+
+def test_dtypes_are_those_of_jax():
+    made = host_layer(
+        lambda ctx, x: (np.float64(1) * x, np.int64(3) + np.arange(2)), lambda ctx, a, _: np.float64(2) * a
+    )
+    for x64, dtypes in (False, ["float32", "int32"]), (True, ["float64", "int64"]):
+        with jax.enable_x64(x64):
+            x = jnp.linspace(1.0, 2.0, 3)
+            for run in (lambda f: f, jax.jit, jax.vmap):
+                assert [str(y.dtype) for y in run(made.apply)(x)] == dtypes
+            gradient = jax.jit(jax.grad(lambda x: jnp.sum(made.apply(x)[0] * x)))(x)
+            assert gradient.dtype == dtypes[0]
+            np.testing.assert_allclose(gradient, 3 * x, rtol=1e-12 if x64 else 1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint32", "float16", "bfloat16", "complex64"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_arguments_of_any_dtype(dtype, shape):
+    made = host_layer(lambda ctx, x, y: (x, y * 2, np.array(x)), lambda ctx, *d: (None, 2 * d[1]))
+    x, y = jnp.ones(shape, dtype), jnp.ones(3)
+    for run in (lambda f: f, jax.jit, lambda f: jax.vmap(f, (None, 0))):
+        same, double, copied = run(made.apply)(x, y)
+        assert (same.dtype, copied.dtype) == (x.dtype, x.dtype)
+        assert double.tolist() == [2, 2, 2]
+    assert jax.jit(jax.grad(lambda y: made.apply(x, y)[1].sum()))(y).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("mode", [lambda f: f, jax.jit])
+def test_complex_gradients_follow_the_convention_of_the_class(mode):
+    forward, backward = lambda ctx, z: setattr(ctx, "z", z) or z * z, lambda ctx, dz: 2 * ctx.z * dz
+    made = host_layer(forward, backward)
+    z = jnp.array([1 + 2j, -0.5j])
+    loss = lambda f: lambda z: jnp.abs(jnp.sum(f(z) * (1 + 1j)))
+    np.testing.assert_allclose(mode(jax.grad(loss(made.apply)))(z), jax.grad(loss(lambda z: z * z))(z), rtol=1e-5)
+
+
+# -- vmap, hooks, tools -------------------------------------------------------------------------------
+
+
+def test_broadcast_is_one_call_and_checks_shapes():
+    shapes = []
+
+    def forward(ctx, x, w):
+        shapes.append((x.shape, w.shape))
+        return x @ w if x.ndim == 2 else np.einsum("...ij,...jk->...ik", x, w)
+
+    made = host_layer(forward, lambda ctx, dy: None, host_vmap="broadcast")
+    x, w = jnp.ones((4, 5, 2, 3)), jnp.ones((3, 3))
+    for run in (lambda f: f, jax.jit):
+        shapes.clear()
+        ours = run(jax.vmap(jax.vmap(made.apply, (0, None)), (0, None)))(x, w)
+        assert ours.shape == (4, 5, 2, 3)
+        assert shapes[-1] == ((4, 5, 2, 3), (4, 5, 3, 3))
+        assert len(shapes) <= 2
+    wrong = host_layer(lambda ctx, x: np.sum(x), lambda ctx, dy: dy, host_vmap="broadcast", name="Total")
+    assert "Total.forward" in error_of(jax.jit(jax.vmap(wrong.apply)), X)
+
+
+@pytest.mark.parametrize("hooks", [cast_saved(), quantize_saved(8), save_on_cpu()])
+def test_packers_pack_what_a_host_layer_keeps(hooks):
+    ours = jax.jit(jax.grad(hooks(lambda x: jnp.sum(ForwardTanh.apply(Expm1.apply(x) * 0.1)))))(X)
+    np.testing.assert_allclose(ours, jax.grad(lambda x: jnp.sum(jnp.tanh(jnp.expm1(x) * 0.1)))(X), rtol=0.05, atol=2e-3)
+    packed = saved_tensors_report(hooks(lambda x: jnp.sum(Expm1.apply(jnp.sin(x)))), X)
+    assert "Expm1" in str(packed)
+
+
+def test_the_checkers_take_them():
+    report = check_layer(Conv2d, IMAGE, grid(2, 3))
+    assert "host" in report["second order"].message
+    assert check_layer(Running, X).passed
+    gradcheck(Solve.apply, (W + 3 * jnp.eye(3), R3))
+
+
+def test_donated_arguments():
+    run = jax.jit(jax.value_and_grad(lambda x: Expm1.apply(x * 2).sum()), donate_argnums=0)
+    np.testing.assert_allclose(run(jnp.array(X))[1], 2 * jnp.exp(2 * X), rtol=1e-5)
+
+
+def test_needs_input_grad_is_exact_in_backward():
+    seen = []
+    made = host_layer(lambda ctx, a, b: a * b, lambda ctx, dy: seen.append(ctx.needs_input_grad) or (dy, dy))
+    jax.jit(jax.grad(lambda a: made.apply(a, X).sum()))(X).block_until_ready()
+    assert set(seen) == {(True, False)}
+
+
+def test_nothing_outlives_the_class_and_its_programs():
+    def run():
+        made = type("Local", (Conv2d,), {})
+        f = lambda x: made.apply(x, W).sum()
+        for transform in (jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f)), jax.checkpoint):
+            jax.block_until_ready(transform(f)(IMAGE))
+        jax.block_until_ready(jax.vmap(f)(IMAGE[None]))
+        return weakref.ref(made)
+
+    ref = run()
+    for _ in range(4):
+        gc.collect()
+    assert ref() is None
