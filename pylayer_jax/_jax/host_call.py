@@ -60,7 +60,8 @@ def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequenc
         return host_call_p.bind(*merge(is_batched, xs, args), held=function)
 
     if is_staging():
-        values = jax.lax.map(one, batches)
+        # If JAX evaluates this in eager mode, it would keep the program of a loop, but drops that of a function.
+        values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
     else:  # JAX would compile a loop, and keep this loop, its function and all objects of the function
         results = [one([x[i] for x in batches]) for i in range(axis.size)]
         values = [jnp.stack(xs) for xs in zip(*results, strict=True)]
@@ -76,8 +77,9 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
     dtypes = [x.dtype for x in args]
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
-        # Copy the buffers, since XLA reuses their memory after the call.
-        arrays = [np.array(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
+        # Copy the buffers, since XLA reuses their memory after the call. A layer copies its inputs itself.
+        own = np.array if function.effects else np.asarray
+        arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         for out, value in zip(outs, function.run(*arrays), strict=True):
             np.asarray(out)[...] = value
 
