@@ -19,7 +19,7 @@ import scipy.sparse.linalg
 from pylayer_jax import Function, PyLayer, once_differentiable, saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
 from pylayer_jax.testing import check_layer, gradcheck
-from tests.kit.case import R3, W, X, Case, grid, ruled
+from tests.kit.case import R3, Case, W, X, grid, ruled
 from tests.kit.layers import layer
 from tests.kit.modes import MODES, modes
 from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, SECOND_ORDER, assert_same, expected, scalar
@@ -360,7 +360,10 @@ def test_second_order(name, transform):
 @pytest.mark.parametrize("transform", FORWARD_OVER_REVERSE)
 def test_forward_over_reverse(name, transform):
     made = SECOND[name]
-    run = lambda: FORWARD_OVER_REVERSE[transform](scalar(made.layer, made.linear_loss), made.args)
+
+    def run():
+        return FORWARD_OVER_REVERSE[transform](scalar(made.layer, made.linear_loss), made.args)
+
     if made.forward_over_reverse:
         with pytest.raises(TypeError, match=made.forward_over_reverse):
             run()
@@ -452,7 +455,10 @@ def test_objects_made_from_values(place, host):
         return (x * 2, count) if place == "output" else x * 2
 
     made = layer(forward, lambda ctx, dy: dy * 2, host=host)
-    f = lambda x: jnp.sum(jax.tree.leaves(made.apply(x))[0] ** (1 + (place == "output")))
+
+    def f(x):
+        return jnp.sum(jax.tree.leaves(made.apply(x))[0] ** (1 + (place == "output")))
+
     text = error_of(jax.jit(jax.grad(f)), jnp.full((4, 5), 2.0))
     assert "ctx.info['count']" in text or "output[1]" in text
     assert "np.asarray" in text
@@ -518,7 +524,10 @@ def test_forward_mode_is_refused(members):
 
 def test_a_second_derivative_is_refused_by_name_with_the_way():
     made = layer(base=Conv2d, name="Blur")
-    f = lambda x: jnp.sum(jnp.sin(made.apply(x, grid(2, 2))))
+
+    def f(x):
+        return jnp.sum(jnp.sin(made.apply(x, grid(2, 2))))
+
     for second in (jax.hessian(f), jax.jit(jax.hessian(f)), jax.grad(lambda x: jax.grad(f)(x).sum())):
         with pytest.raises(RuntimeError, match=r"Blur(?s:.*)host = 'forward'"):
             second(IMAGE)
@@ -531,7 +540,10 @@ def test_a_saved_intermediate_is_refused_at_second_order():
     made = layer(
         lambda ctx, x: setattr(ctx, "slope", np.cos(x)) or np.sin(x), lambda ctx, dy: dy * ctx.slope, host="forward"
     )
-    f = lambda x: made.apply(x).sum()
+
+    def f(x):
+        return made.apply(x).sum()
+
     np.testing.assert_allclose(jax.jit(jax.grad(f))(X), jnp.cos(X), rtol=1e-6)
     for second in (jax.jit(jax.grad(lambda x: jax.grad(f)(x).sum())), jax.hessian(f)):
         with pytest.raises(TypeError, match=r"ctx\.slope"):
@@ -580,7 +592,10 @@ def test_complex_gradients_follow_the_convention_of_the_class(mode):
     forward, backward = lambda ctx, z: setattr(ctx, "z", z) or z * z, lambda ctx, dz: 2 * ctx.z * dz
     made = host_layer(forward, backward)
     z = jnp.array([1 + 2j, -0.5j])
-    loss = lambda f: lambda z: jnp.abs(jnp.sum(f(z) * (1 + 1j)))
+
+    def loss(f):
+        return lambda z: jnp.abs(jnp.sum(f(z) * (1 + 1j)))
+
     np.testing.assert_allclose(mode(jax.grad(loss(made.apply)))(z), jax.grad(loss(lambda z: z * z))(z), rtol=1e-5)
 
 
@@ -636,7 +651,10 @@ def test_needs_input_grad_is_exact_in_backward():
 def test_nothing_outlives_the_class_and_its_programs():
     def run():
         made = type("Local", (Conv2d,), {})
-        f = lambda x: made.apply(x, W).sum()
+
+        def f(x):
+            return made.apply(x, W).sum()
+
         for transform in (jax.jit, jax.grad, lambda f: jax.jit(jax.grad(f)), jax.checkpoint):
             jax.block_until_ready(transform(f)(IMAGE))
         jax.block_until_ready(jax.vmap(f)(IMAGE[None]))
