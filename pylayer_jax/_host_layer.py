@@ -93,9 +93,9 @@ class _Run:
         tensors = [known[i] for i in self.positions]
         return tensors, self.skeleton.fill(tensors, _own)
 
-    def with_token(self) -> _Run:
+    def with_token(self, batch: tuple[int, ...] = ()) -> _Run:
         """Return the same run with one more value on `ctx`, the token."""
-        tree = self.skeleton.fill(self.tensors) | {f"ctx.{_TOKEN}": np.zeros(1, np.uint8)}
+        tree = self.skeleton.fill(self.tensors) | {f"ctx.{_TOKEN}": np.zeros((*batch, 1), np.uint8)}
         run = copy.copy(self)
         run.tensors, run.skeleton = split(tree)
         run.marked, run.positions = (
@@ -363,7 +363,7 @@ def run_forward(call: Any, forward: Callable[..., Any], ctx: Any, tensors: Seque
     _check_arguments(call)
     needs, state = ctx.needs_input_grad, ctx._state
     if any(map(is_tracer, tensors)):
-        example = _example_of(call, needs)
+        example, ndim = _example_of(call, needs), tensors[0].ndim
         run = example.forward
         known = {i for i, name in zip(run.positions, run.names(), strict=True) if name.startswith("output")}
         known |= set(range(run.n_inputs))
@@ -372,7 +372,8 @@ def run_forward(call: Any, forward: Callable[..., Any], ctx: Any, tensors: Seque
 
         def on_host(arrays: Sequence[np.ndarray]) -> _Run:
             made = _forward(call, forward, needs, arrays)
-            return made.with_token() if example.has_token else made
+            batch = arrays[0].shape[: arrays[0].ndim - ndim]
+            return made.with_token(batch) if example.has_token else made
 
         def error() -> Exception:
             return TypeError(
