@@ -34,7 +34,7 @@ clone: x itself, which never changes; jnp.copy(x) is a second array
 contiguous: x itself: JAX lays out arrays by itself
 detach data: jax.lax.stop_gradient(x)
 cpu cuda: nothing, or jax.device_put(x, device): JAX places arrays by itself
-numpy: nothing, if you set host = True on the class: its methods then get NumPy arrays
+numpy: np.asarray(x), outside of traced code; with host = True on the class, methods get NumPy arrays
 exp sqrt log tanh abs sign: of jax.numpy, as jnp.exp(x)
 sigmoid relu: of jax.nn, as jax.nn.relu(x)
 pow: x ** n
