@@ -35,7 +35,7 @@ import numpy as np
 
 from ._context import ContextState, backward_context
 from ._errors import second_derivative_error
-from ._jax.host_call import HostFunction, host_call_p
+from ._jax.host_call import HostFunction, has_x64, host_call_p
 from ._jax.identities import forbid_derivative
 from ._jax.imports import ShapedArray, eval_context
 from ._jax.masks import merge, select
@@ -352,7 +352,7 @@ def _call_host(
 
     name, error = f"{call.name}.{method}", "the code of a layer of NumPy has no derivative."
     takes_batches = call.layer.host_vmap == "broadcast" and method != "vmap"
-    function = HostFunction(name, on_host, types, frozenset(), error, takes_batches)
+    function = HostFunction(name, on_host, types, frozenset(), error, has_x64(), takes_batches)
     found = host_call_p.bind(*tensors, held=function) if types else []
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
     return [varying_over(axes, x) for x in found]

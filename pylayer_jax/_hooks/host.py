@@ -27,7 +27,7 @@ import jax
 import numpy as np
 
 from pylayer_jax._hints import hint
-from pylayer_jax._jax.host_call import HostFunction, host_call_p
+from pylayer_jax._jax.host_call import HostFunction, has_x64, host_call_p
 from pylayer_jax._jax.imports import ShapedArray, io_callback
 from pylayer_jax._jax.types import manual_axes, typeof, with_varying_axes
 
@@ -95,7 +95,7 @@ class PackSite:
         device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
         function = HostFunction(
             f"{hook} for {self._where}", lambda *args: [run(*args)], [ShapedArray(result.shape, result.dtype)],
-            _effects(f"{hook} for {self._where}"), _NO_DERIVATIVE,
+            _effects(f"{hook} for {self._where}"), _NO_DERIVATIVE, has_x64(),
         )  # fmt: skip
         (value,) = host_call_p.bind(operand, device, held=function)
         return with_varying_axes(value, typeof(device))

@@ -38,7 +38,12 @@ class HostFunction(NamedTuple):
     results: Sequence[Any]  # the types of the results
     effects: Any  # without effects, XLA may drop or repeat a call
     no_derivative: str  # the error of a derivative
+    has_x64: bool  # whether JAX has numbers of 64 bits where the call is traced; it may be lowered elsewhere
     takes_batches: bool = False  # whether `run` takes arrays with batch axes in front, as `jax.vmap` makes them
+
+
+def has_x64() -> bool:
+    return jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
 
 def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
@@ -129,7 +134,14 @@ def _lower(function: HostFunction, context: Any, *args: Any) -> Any:
     if n_devices > 1 and on_cpu:
         call = functools.partial(_on_first_device, n_devices)
         context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
-    return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
+    with jax.enable_x64(function.has_x64):
+        return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
+
+
+def _evaluate(function: HostFunction, *args: Any) -> list[Any]:
+    with jax.enable_x64(function.has_x64):
+        # Convert arguments to JAX arrays: JAX passes some constants as NumPy numbers of a dtype that JAX arrays lack.
+        return as_arrays(function.run(*(np.array(jnp.asarray(x)) for x in args)))
 
 
 def _refuse_derivative(function: HostFunction, *_: Any) -> Any:
@@ -137,8 +149,7 @@ def _refuse_derivative(function: HostFunction, *_: Any) -> Any:
 
 
 host_call_p.register(
-    # Convert arguments to JAX arrays, as JAX passes some constants as NumPy numbers of a dtype that JAX arrays lack.
-    evaluate=lambda function, *args: as_arrays(function.run(*(np.array(jnp.asarray(x)) for x in args))),
+    evaluate=_evaluate,
     abstract=lambda function, *_: (function.results, function.effects),
     jvp=_refuse_derivative,
     batch=_batch,
