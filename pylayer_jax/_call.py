@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from . import _host_layer
 from ._arguments import Arguments
 from ._context import ContextState, Kept, KeptTree, PyLayerContext, backward_context, keep
 from ._gradients import argument_tangents, match_gradients, match_tangents, warn_of_integer_outputs
@@ -131,6 +132,8 @@ class LayerCall:
         ctx = self.layer._context(state)
         try:
             with self.scope("forward", is_staged):
+                if self.layer.host:
+                    return ctx, _host_layer.run_forward(self, forward, ctx, tensors)
                 return ctx, self.arguments.call("forward", forward, ctx, tensors)
         except Exception as error:
             add_note(error, self.name, "forward")
@@ -198,6 +201,9 @@ class LayerCall:
         given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
+        run = functools.partial(_host_layer.run_backward, self) if layer.host is True else backward
+        if layer.host == "forward":
+            given = _host_layer.depending_on_forward(ctx, given)
         state = TraceState()
         # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
         # `jax.custom_vjp`, and a change of `in_backward` makes JAX compile jitted functions again.
@@ -205,9 +211,9 @@ class LayerCall:
         try:
             with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", state.is_staged):
                 if kept.has_objects:
-                    result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
+                    result = self._without_leaks(kept, functools.partial(run, ctx, *given), "backward")
                 else:
-                    result = backward(ctx, *given)
+                    result = run(ctx, *given)
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
                 raise TypeError(
@@ -303,7 +309,10 @@ class LayerCall:
 
         try:
             with self.scope("vmap", is_staging()):
-                result = arguments.call("vmap", vmap, None, tensors)
+                if self.layer.host:
+                    result = _host_layer.run_vmap(self, axis, dims, vmap, tensors)
+                else:
+                    result = arguments.call("vmap", vmap, None, tensors)
         except Exception as error:
             add_note(error, self.name, "vmap")
             raise

@@ -37,7 +37,7 @@ contiguous is_contiguous stride storage: x itself: JAX lays out arrays by itself
 detach data: jax.lax.stop_gradient(x)
 cpu cuda is_cuda get_device place: nothing, or jax.device_put(x, device): JAX places arrays by itself
 data_ptr: arrays have no address in traced code; a kernel of your own gets them by jax.ffi.ffi_call or jax.pure_callback
-numpy: np.asarray(x), outside of traced code; jax.pure_callback runs host code in traced code
+numpy: np.asarray(x), outside of traced code; with host = True on the class, methods get NumPy arrays
 exp sqrt log tanh abs sign sin cos floor ceil square: of jax.numpy, as jnp.exp(x)
 sigmoid relu softmax log_softmax: of jax.nn, as jax.nn.relu(x)
 erf rsqrt: of jax.lax, as jax.lax.rsqrt(x)
@@ -77,8 +77,9 @@ def hint(error: Exception, layer: str, method: str) -> str:
     if isinstance(error, NEEDS_VALUES):
         return (
             f"{layer}.{method} needs the values of an array that is traced, as under jax.jit. Use jnp.where or "
-            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. Host code runs "
-            "in jax.pure_callback. The layer then has derivatives of every order for which backward has them."
+            "jax.lax.cond in place of if, jnp in place of np, and a Python number in place of an array. If the code is "
+            "NumPy or SciPy, set host = True on the class: its methods then get NumPy arrays, under jax.jit too. "
+            "jax.pure_callback runs a part of a method on the host."
         )
     if isinstance(error, TypeError) and re.search(r"pylayer_jax\._.*(PyLayerContext|FunctionCtx)", str(error)):
         without = (

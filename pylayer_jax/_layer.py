@@ -63,12 +63,20 @@ class PyLayer:
             leaves a value without a name. True gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a
             pytree, the path of the tensor follows the name, as in `y['w']`. By default, saved values have no names:
             JAX treats a named tensor as a new value, which a scan would stack in addition to the tensor itself.
+        host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
+            and the other transformations. "forward" if `backward` is JAX code, so that it has a derivative. Under a
+            transformation, the methods first run on example arrays, to find the types of the results. The arrays hold
+            random numbers (and zeros for integers), or are the result of a static method `example(*args)`.
+        host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
+            at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
         generate_vmap_rule: as in torch. True says that JAX batches `forward`, which is also JAX's default behavior.
     """
 
     complex_convention: ClassVar[Literal["jax", "paddle"]] = "jax"
     forward_mode: ClassVar[bool] = False
     saved_names: ClassVar[tuple[str | None, ...] | Literal[True]] = ()
+    host: ClassVar[Literal[True, False, "forward"]] = False
+    host_vmap: ClassVar[Literal["sequential", "broadcast"]] = "sequential"
     generate_vmap_rule: ClassVar[bool] = False
     _context: ClassVar[type[PyLayerContext]] = PyLayerContext
     _torch_convention: ClassVar[bool] = False  # statics have an entry among cotangents and gradients too
@@ -201,7 +209,7 @@ def _route(application: Application, tensors: list[Any], state: TraceState) -> s
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if (takes_refs or not has_forward_mode) and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
-        raise ref_error(call) if takes_refs else NoForwardModeError(call.name)
+        raise ref_error(call) if takes_refs else NoForwardModeError(layer)
     if takes_refs:
         _check_refs(call, tensors, is_deferred)
         return "custom_vjp with Refs"

@@ -206,8 +206,8 @@ def stage_layer(
             raise
         raise once_differentiable_error(call.layer) or TypeError(
             f"{call.name}: a second derivative traces forward, which needs concrete values ({type(error).__name__}). "
-            "Write forward with jax.numpy; or call host code by jax.pure_callback, which works at each order for which "
-            "backward can be differentiated. "
+            "Write forward with jax.numpy; or, if it is NumPy code, set host = 'forward' on the class, or call it by "
+            "jax.pure_callback, which works at each order for which backward can be differentiated. "
             "Decorate backward with @once_differentiable if second derivatives are not meant."
         ) from error
     for const in consts:
@@ -283,7 +283,8 @@ class EagerLayer(RuleFunction):
         call, layer = self.call, self.call.layer
         if not any(map(is_tracer, primals)):
             return call.run_on_values(primals, needs)
-        if layer._has_setup_context() and layer._has_vmap_method() and not any(map(is_differentiated, primals)):
+        splits = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
+        if splits and not any(map(is_differentiated, primals)):
             # `forward` may be host code, which only the `vmap` of the class can batch. Compute the outputs with `vmap`;
             # then `setup_context` saves the values for `backward`, from inputs and outputs.
             values = apply(self, primals)

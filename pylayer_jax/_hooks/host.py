@@ -12,13 +12,6 @@ that was used at least once when the same device packs at the same place again: 
 value that was never used stays until the hooks are closed or the program is collected. If a compiled `backward` never
 reads a tensor (the maximum that softmax subtracts), each step would leave one more value on the host. To avoid this on
 CPU, XLA may remove a `pack` whose number is never read. tests: test_host.py
-
-NOTE [host calls]
-`io_callback` passes arrays that JAX is still copying. On CPU, the copy needs a thread of the pool in which the
-callbacks run, so a program deadlocks if many callbacks with large arrays run at once. Therefore hooks on CPU run in a
-`buffer_callback`, which reads an array in place. Other devices have separate threads for callbacks. `buffer_callback`
-does not support several devices, so a shard_map calls it on the first device and sends the result to the others.
-tests: devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations
@@ -27,18 +20,15 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator
+from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._hints import hint
-from pylayer_jax._jax.imports import ShapedArray, buffer_callback, io_callback, mlir
-from pylayer_jax._jax.masks import merge
-from pylayer_jax._jax.primitives import ObjectPrimitive
-from pylayer_jax._jax.tracers import is_staging
+from pylayer_jax._jax.host_call import HostFunction, host_call_p
+from pylayer_jax._jax.imports import ShapedArray, io_callback
 from pylayer_jax._jax.types import is_set, manual_axes, typeof, with_varying_axes
 
 from .pair import WeakTable
@@ -105,9 +95,11 @@ class PackSite:
     def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
         axes = manual_axes()  # the axes of the enclosing shard_maps, within which each device packs
         device: Any = jax.lax.axis_index(axes) if axes else np.int32(0)
-        aval = ShapedArray(result.shape, result.dtype)
-        function = _HostFunction(f"{hook} for {self._where}", run, aval, is_set("enable_x64"))
-        (value,) = _host_call_p.bind(operand, device, held=function)
+        function = HostFunction(
+            f"{hook} for {self._where}", lambda *args: [run(*args)], [ShapedArray(result.shape, result.dtype)],
+            _effects(f"{hook} for {self._where}"), _NO_DERIVATIVE, is_set("enable_x64"),
+        )  # fmt: skip
+        (value,) = host_call_p.bind(operand, device, held=function)
         return with_varying_axes(value, typeof(device))
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
@@ -148,16 +140,10 @@ class PackSite:
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
 
 
-# -- host_call: arrays -> an array, by a function of NumPy arrays --------------------------------------
-
-_host_call_p = ObjectPrimitive("host_call")
-
-
-class _HostFunction(NamedTuple):
-    name: str
-    run: Callable[..., Any]
-    result: Any  # the type of the result
-    has_x64: bool  # whether JAX has numbers of 64 bits where the hook is traced; it may be lowered elsewhere
+_NO_DERIVATIVE: Final = (
+    "a derivative goes through a hook that runs on the host, which JAX cannot differentiate. Pass differentiable=True "
+    "only for hooks that are traced (without host=True)."
+)
 
 
 @functools.cache
@@ -174,104 +160,3 @@ def _effects(name: str) -> Any:
             )
 
     return effects | {HostHook()}
-
-
-def _jvp(*_: Any) -> Any:
-    raise TypeError(
-        "a derivative goes through a hook that runs on the host, which JAX cannot differentiate. Pass "
-        "differentiable=True only for hooks that are traced (without host=True)."
-    )
-
-
-def _batch(function: _HostFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-    is_batched = [d is not None for d in dims]
-    batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
-
-    if not batches:  # if the axis has a name, perhaps no operand is batched
-        values = _host_call_p.bind(*args, held=function)
-        return values, [None] * len(values)
-
-    def one(xs: Sequence[Any]) -> Any:
-        return _host_call_p.bind(*merge(is_batched, xs, args), held=function)
-
-    if is_staging():
-        values = jax.lax.map(one, batches)
-    else:  # JAX would compile a loop, and keep this loop, its function and all objects of the function
-        results = [one([x[i] for x in batches]) for i in range(axis.size)]
-        values = [jnp.stack(xs) for xs in zip(*results, strict=True)]
-    return values, [0] * len(values)
-
-
-def _by_io_callback(function: _HostFunction, *args: Any) -> list[Any]:
-    return [io_callback(function.run, jax.ShapeDtypeStruct(function.result.shape, function.result.dtype), *args)]
-
-
-def _by_buffer_callback(function: _HostFunction, *args: Any) -> list[Any]:
-    result, dtypes = function.result, [x.dtype for x in args]
-
-    def run(_: Any, out: Any, *buffers: Any) -> None:
-        # Copy the buffers, since XLA reuses their memory after the call.
-        arrays = [np.array(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
-        np.asarray(out)[...] = function.run(*arrays)
-
-    # XLA may remove a call without a side effect, which is intended: see NOTE [host packs].
-    call = buffer_callback(run, jax.ShapeDtypeStruct(result.shape, _in_bytes(result.dtype)), has_side_effect=False)
-    return [call(*(x.astype(_in_bytes(x.dtype)) for x in args)).astype(result.dtype)]
-
-
-def _in_bytes(dtype: Any) -> Any:
-    """Return a dtype of at least one byte for the same numbers. XLA would pack several int4 numbers into one byte."""
-    if jax.dtypes.itemsize_bits(dtype) >= 8:
-        return dtype
-    return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
-
-
-def _on_first_device(n_devices: int, function: _HostFunction, *args: Any) -> list[Any]:
-    """Run the function on the first of several devices, and send its result to all devices."""
-    mesh, result = jax.sharding.get_abstract_mesh(), function.result
-    mesh = jax.sharding.AbstractMesh((n_devices,), ("device",)) if mesh.empty else mesh
-
-    def on_each(*args: Any) -> Any:
-        zeros = jnp.zeros(result.shape, _in_bytes(result.dtype))
-        value = jax.lax.cond(
-            jax.lax.axis_index(mesh.axis_names) == 0,
-            lambda: _by_buffer_callback(function, *args)[0].astype(zeros.dtype),
-            lambda: zeros,
-        )
-        if not jnp.issubdtype(value.dtype, jnp.floating):
-            return jax.lax.psum(value, mesh.axis_names).astype(result.dtype)
-        # Sum the bits: a sum of floats would lose the sign of -0.0. tests: devices/test_sharded_hooks.py
-        bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
-        bits = jax.lax.psum(bits, mesh.axis_names)
-        return jax.lax.bitcast_convert_type(bits, value.dtype).astype(result.dtype)
-
-    whole = jax.sharding.PartitionSpec()
-    return [jax.shard_map(on_each, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)]
-
-
-def _evaluate(function: _HostFunction, *args: Any) -> list[Any]:
-    with jax.enable_x64(function.has_x64):
-        # Convert arguments to JAX arrays: JAX passes some constants as NumPy numbers of a dtype that JAX arrays lack.
-        return [jnp.asarray(function.run(*(np.asarray(jnp.asarray(x)) for x in args)))]
-
-
-def _lower(function: _HostFunction, context: Any, *args: Any) -> Any:
-    module = context.module_context
-    n_devices = getattr(module.axis_context, "num_devices", 1)  # the number is 1 within a shard_map
-    on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
-    call = _by_buffer_callback if on_cpu else _by_io_callback
-    if n_devices > 1 and on_cpu:
-        call = functools.partial(_on_first_device, n_devices)
-        context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
-    with jax.enable_x64(function.has_x64):
-        return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
-
-
-_host_call_p.register(
-    evaluate=_evaluate,
-    abstract=lambda function, *_: ([function.result], _effects(function.name)),
-    jvp=_jvp,
-    batch=_batch,
-    transpose=_jvp,
-    lower=_lower,
-)

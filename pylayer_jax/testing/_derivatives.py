@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._errors import NoForwardModeError, NotLinearError, OnceDifferentiableError
+from pylayer_jax._errors import HostBackwardError, NoForwardModeError, NotLinearError, OnceDifferentiableError
 from pylayer_jax._jax.jaxprs import evaluate_part, has_equation, inner_jaxprs, is_literal, stage
 from pylayer_jax._jax.types import has_tangent
 from pylayer_jax._messages import plural
@@ -55,7 +55,10 @@ def gradients(subject: Subject) -> Cases:
 
 
 def second_order(subject: Subject) -> Cases:
-    return (yield from gradients(subject.derivative))
+    try:
+        return (yield from gradients(subject.derivative))
+    except HostBackwardError as error:
+        return f"not defined: {first_line(error).split('. ')[0]}"
 
 
 def outputs(subject: Subject) -> Cases:
@@ -495,7 +498,7 @@ def _why_not_defined(subject: Subject) -> str:
     try:
         _jvp(subject, subject.function, subject.function.values)
     except NoForwardModeError as error:
-        return f"not defined (set forward_mode = True on {first_line(error).partition(' ')[0]})"
+        return f"not defined ({error.way_out})"
     except (TypeError, RuntimeError) as error:
         # The gradients of a layer have no `jax.jvp` if `backward` is not linear, or may be differentiated only once.
         is_known = subject.base and isinstance(error, (NotLinearError, OnceDifferentiableError))

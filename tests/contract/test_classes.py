@@ -85,6 +85,14 @@ def test_members_of_another_class(base, old, new):
         ("forward_mode", "yes", "True"),
         ("forward_mode", None, "True"),
         ("saved_names", "y", "tuple"),
+        ("hosts", True, "host"),
+        ("Host", True, "host"),
+        ("hst", "forward", "host"),
+        ("host_vamp", "broadcast", "host_vmap"),
+        ("host", "backward", "forward"),
+        ("host", 1, "True"),
+        ("host_vmap", "broadcast_all", "broadcast"),
+        ("host_vmap", True, "sequential"),
     ],
 )
 def test_a_flag_of_another_name_or_kind(name, value, meant):
@@ -95,6 +103,8 @@ def test_a_flag_of_another_name_or_kind(name, value, meant):
 def test_a_helper_whose_name_is_near_that_of_a_flag():
     for name in ("forward_model", "forward_node", "saved_games"):
         check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: staticmethod(len)}))
+    for name, value in {"hosts": ["a", "b"], "post": True, "ghost": "no"}.items():
+        check_triple(type("Layer", (PyLayer,), {**TRIPLE, name: value}))
 
 
 @pytest.mark.parametrize("outer", [staticmethod, classmethod])

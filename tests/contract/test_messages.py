@@ -358,8 +358,10 @@ def test_what_the_error_says_is_in_jax(name):
 
 @pytest.mark.parametrize("run", ["jit", "vmap"])
 @pytest.mark.parametrize("use", HOST_CODE.values(), ids=HOST_CODE)
-def test_host_code_in_traced_code_is_told_of_pure_callback(use, run):
-    assert "jax.pure_callback" in said_of(run, use)
+def test_host_code_in_traced_code_is_told_of_host_layers_and_pure_callback(use, run):
+    text = said_of(run, use)
+    assert "host = True" in text
+    assert "jax.pure_callback" in text
 
 
 @pytest.mark.parametrize("run", ["grad", "jit-grad"])

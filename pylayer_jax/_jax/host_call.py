@@ -1,0 +1,154 @@
+"""A primitive that calls a function of NumPy arrays when a program runs: arrays -> arrays.
+
+    x:f32[8,3] = host_call[name=unpack_hook] token
+    y:f32[3]   = host_call[name=Erf.forward] x
+
+NOTE [host calls]
+`io_callback` and `pure_callback` pass arrays that JAX is still copying. On CPU, the copy needs a thread of the pool in
+which the callbacks run, so a program deadlocks if many callbacks with large arrays run at once: `pure_callback` with
+arrays of 16 MiB does on 4 devices of jax 0.10. Therefore functions on CPU run in a `buffer_callback`, which reads an
+array in place. Other devices have separate threads for callbacks. `buffer_callback` does not support several devices,
+so a shard_map calls it on the first device and sends the results to the others. tests: devices/test_sharded_hooks.py
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .imports import ShapedArray, buffer_callback, io_callback, mlir
+from .masks import merge
+from .primitives import ObjectPrimitive
+from .tracers import is_staging
+from .types import as_arrays
+
+host_call_p = ObjectPrimitive("host_call")
+
+
+class HostFunction(NamedTuple):
+    """A function of NumPy arrays that returns a list of NumPy arrays."""
+
+    name: str
+    run: Callable[..., Sequence[Any]]
+    results: Sequence[Any]  # the types of the results
+    effects: Any  # without effects, XLA may drop or repeat a call
+    no_derivative: str  # the error of a derivative
+    has_x64: bool  # whether JAX has numbers of 64 bits where the call is traced; it may be lowered elsewhere
+    takes_batches: bool = False  # whether `run` takes arrays with batch axes in front, as `jax.vmap` makes them
+
+
+def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
+    is_batched = [d is not None for d in dims]
+    batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
+
+    if not batches:  # if the axis has a name, perhaps no operand is batched
+        values = host_call_p.bind(*args, held=function)
+        return values, [None] * len(values)
+    if function.takes_batches:
+        results = [ShapedArray((axis.size, *t.shape), t.dtype) for t in function.results]
+        shared = [
+            jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else x for x, d in zip(args, dims, strict=True)
+        ]
+        values = host_call_p.bind(*merge(is_batched, batches, shared), held=function._replace(results=results))
+        return values, [0] * len(values)
+
+    def one(xs: Sequence[Any]) -> Any:
+        return host_call_p.bind(*merge(is_batched, xs, args), held=function)
+
+    if is_staging():
+        # If JAX evaluates this in eager mode, it would keep the program of a loop, but drops that of a function.
+        values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
+    else:  # JAX would compile a loop, and keep this loop, its function and all objects of the function
+        results = [one([x[i] for x in batches]) for i in range(axis.size)]
+        values = [jnp.stack(xs) for xs in zip(*results, strict=True)]
+    return values, [0] * len(values)
+
+
+def _by_jax_callback(function: HostFunction, *args: Any) -> list[Any]:
+    results = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in function.results]
+    return (io_callback if function.effects else jax.pure_callback)(function.run, results, *args)
+
+
+def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
+    dtypes = [x.dtype for x in args]
+
+    def run(_: Any, outs: Any, *buffers: Any) -> None:
+        # Copy the buffers, since XLA reuses their memory after the call. A layer copies its inputs itself.
+        own = np.array if function.effects else np.asarray
+        arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
+        for out, value in zip(outs, function.run(*arrays), strict=True):
+            np.asarray(out)[...] = value
+
+    # XLA may remove a call without a side effect, which is intended: see NOTE [host packs] in `_hooks/host.py`.
+    results = [jax.ShapeDtypeStruct(t.shape, _in_bytes(t.dtype)) for t in function.results]
+    values = buffer_callback(run, results, has_side_effect=False)(*(x.astype(_in_bytes(x.dtype)) for x in args))
+    return [x.astype(t.dtype) for x, t in zip(values, function.results, strict=True)]
+
+
+def _in_bytes(dtype: Any) -> Any:
+    """Return a dtype of at least one byte for the same numbers. XLA would pack several int4 numbers into one byte."""
+    if jax.dtypes.itemsize_bits(dtype) >= 8:
+        return dtype
+    return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
+
+
+def _on_first_device(n_devices: int, function: HostFunction, *args: Any) -> list[Any]:
+    """Run the function on the first of several devices, and send its results to all devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    mesh = jax.sharding.AbstractMesh((n_devices,), ("device",)) if mesh.empty else mesh
+
+    def on_each(*args: Any) -> Any:
+        zeros = [jnp.zeros(t.shape, _in_bytes(t.dtype)) for t in function.results]
+        values = jax.lax.cond(
+            jax.lax.axis_index(mesh.axis_names) == 0,
+            lambda: [x.astype(z.dtype) for x, z in zip(_by_buffer_callback(function, *args), zeros, strict=True)],
+            lambda: zeros,
+        )
+        return [sent(x).astype(t.dtype) for x, t in zip(values, function.results, strict=True)]
+
+    def sent(value: Any) -> Any:
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            return jax.lax.psum(value, mesh.axis_names)
+        # Sum the bits: a sum of floats would lose the sign of -0.0. tests: devices/test_sharded_hooks.py
+        bits = jax.lax.bitcast_convert_type(value, f"uint{8 * value.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(jax.lax.psum(bits, mesh.axis_names), value.dtype)
+
+    whole = jax.sharding.PartitionSpec()
+    return jax.shard_map(on_each, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)(*args)
+
+
+def _lower(function: HostFunction, context: Any, *args: Any) -> Any:
+    module = context.module_context
+    n_devices = getattr(module.axis_context, "num_devices", 1)  # the number is 1 within a shard_map
+    on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
+    call = _by_buffer_callback if on_cpu else _by_jax_callback
+    if n_devices > 1 and on_cpu:
+        call = functools.partial(_on_first_device, n_devices)
+        context = context.replace(avals_in=[ShapedArray(x.shape, x.dtype) for x in context.avals_in])
+    with jax.enable_x64(function.has_x64):
+        return mlir.lower_fun(functools.partial(call, function), multiple_results=True)(context, *args)
+
+
+def _evaluate(function: HostFunction, *args: Any) -> list[Any]:
+    with jax.enable_x64(function.has_x64):
+        # Convert arguments to JAX arrays: JAX passes some constants as NumPy numbers of a dtype that JAX arrays lack.
+        return as_arrays(function.run(*(np.array(jnp.asarray(x)) for x in args)))
+
+
+def _refuse_derivative(function: HostFunction, *_: Any) -> Any:
+    raise TypeError(function.no_derivative)
+
+
+host_call_p.register(
+    evaluate=_evaluate,
+    abstract=lambda function, *_: (function.results, function.effects),
+    jvp=_refuse_derivative,
+    batch=_batch,
+    transpose=_refuse_derivative,
+    lower=_lower,
+)
