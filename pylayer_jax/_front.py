@@ -14,12 +14,11 @@ import numpy as np
 
 from ._call import LayerCall, Run
 from ._errors import once_differentiable_error
-from ._jax.identities import forbid_derivative
+from ._jax.identities import as_batched_as, forbid_derivative
 from ._jax.imports import DebugInfo, SymbolicZero, eval_jaxpr
-from ._jax.jaxprs import outside_effects
 from ._jax.masks import merge, select
 from ._jax.rule_function import apply
-from ._jax.tracers import BATCHED, is_batched, is_differentiated, is_tracer
+from ._jax.tracers import is_batched, is_differentiated, is_tracer
 from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
 from ._layer_map import LayerMap
 from ._layer_rule import StagedLayer, differentiated, stage_layer
@@ -54,16 +53,13 @@ class Application:
     def evaluate(self, tensors: Sequence[Any]) -> Values:
         """Evaluate the operations of `forward`, where nothing is differentiated, and return the outputs.
 
-        JAX may run this for a batch, and later the fwd rule for the same batch. Both must batch the same outputs: see
-        NOTE [all outputs are batched]. Therefore, bind a `rule_function` if an output may have no batch axis.
+        JAX may batch these operations, and later the fwd rule. It then takes the batch axes of the fwd rule's outputs
+        from here, and would silently exchange axes of equal size if they differed. Therefore both have the batch axes
+        that NOTE [all outputs are batched] describes. tests: layers/test_transforms.py
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
-        inputs = staged.jaxpr.invars[len(consts) :]
-        batched = [v for v, x in zip(inputs, tensors, strict=True) if isinstance(x, BATCHED.tracer)]
-        if batched and (outside_effects(staged.jaxpr) or not staged.all_outputs_depend_on(batched)):
-            return self.bind(tensors)[1][: staged.n_outputs]
-        return eval_jaxpr(staged.outputs_jaxpr, (), *consts, *tensors)
+        return as_batched_as(tensors, eval_jaxpr(staged.outputs_jaxpr, (), *consts, *tensors))
 
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.

@@ -84,14 +84,6 @@ class StagedLayer(RuleFunction):
     def is_divisible(self) -> bool:
         return not self.call.layer._has_vmap_method()  # a batch of a part of `forward` could not call this method
 
-    def all_outputs_depend_on(self, inputs: Sequence[Any]) -> bool:
-        """Return whether each output that can have a tangent depends on each of the inputs."""
-        return all(
-            depends or not has_tangent(v.aval)
-            for x in inputs
-            for depends, v in zip(dependence(self.jaxpr, [x]), self.jaxpr.outvars[: self.n_outputs], strict=False)
-        )
-
     def packing(self) -> StagedLayer:
         """Return a copy of this function that packs its residuals when it is differentiated for the first time."""
         if self.call.pair is None:

@@ -108,3 +108,26 @@ class _WithTangent(RuleFunction):
 def with_tangent(tensor: Any, value: Any) -> Any:
     """Return `value` with the tangent of `tensor` as its tangent."""
     return apply(_WithTangent([typeof(tensor), typeof(value)]), (tensor, value))[0]
+
+
+class _Outputs(RuleFunction):
+    """A function of operands and outputs that returns the outputs. Its batch axes are those of a `RuleFunction`."""
+
+    name = "outputs"
+
+    def __init__(self, n_operands: int, types: tuple[Any, ...]) -> None:
+        self.n_operands, self.jaxpr = n_operands, _jaxpr_of_outputs(n_operands, types)
+
+    def mask_of_kept_operands(self) -> list[bool]:
+        return [i < self.n_operands for i in range(len(self.jaxpr.invars))]  # the operands decide about batch axes
+
+
+@functools.lru_cache(maxsize=1024)
+def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
+    return stage(lambda *xs: (xs[n_operands:], None), types, _Outputs.name)[0]
+
+
+def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
+    """Return the outputs of a function with the batch axes that they have if the function is a `RuleFunction`."""
+    values = [*operands, *outputs]
+    return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)

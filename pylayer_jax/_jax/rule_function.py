@@ -51,6 +51,10 @@ class RuleFunction:
         """Whether `jax.checkpoint` and dead code elimination may evaluate a part of the jaxpr."""
         return True
 
+    def mask_of_kept_operands(self) -> list[bool]:
+        """Return a mask of the operands that a part without some results keeps: the derivative needs all of them."""
+        return [True] * len(self.jaxpr.invars)
+
     def run(self, *args: Any) -> Values:
         """Compute the values of the function."""
         __tracebackhide__ = True

@@ -42,6 +42,9 @@ class PartialFunction(RuleFunction):
         self.whole, self.name, self.jaxpr = whole, whole.name, jaxpr.replace(debug_info=debug)
         self.n_residuals, self.positions = n_residuals, list(positions)
 
+    def mask_of_kept_operands(self) -> list[bool]:
+        return [i >= self.n_residuals for i in range(len(self.jaxpr.invars))]
+
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
         n = self.n_residuals
@@ -143,10 +146,8 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
             return [False] * len(equation.invars), None
     if not _is_divisible(function):
         return keeps_all, equation
-    # The derivative needs the operands of the whole function, so only residuals for this part can be dropped.
+    code, is_read = partial_eval.dce_jaxpr(function.jaxpr, list(used), function.mask_of_kept_operands())
     n = function.n_residuals if isinstance(function, PartialFunction) else 0
-    keeps = [i >= n for i in range(len(equation.invars))]
-    code, is_read = partial_eval.dce_jaxpr(function.jaxpr, list(used), keeps)
     positions = [i for i, is_used in enumerate(used) if is_used]
     if isinstance(function, PartialFunction):
         positions = [function.positions[i] for i in positions if i < len(function.positions)]
