@@ -166,7 +166,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     layer, state = call.layer, TraceState()
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-    call.pair = _hooks.pair_to_pack_with(tensors)
+    call.pair = _hooks.pair_to_pack_with(layer.__name__, tensors)
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if (takes_refs or not has_forward_mode) and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
@@ -201,7 +201,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
             raise call.closed_over_error() from error
     assert call.skeleton is not None
     if call.pair is not None:
-        _hooks.mark_as_computed(values)
+        _hooks.mark_as_computed(values, call.pair)
     # Remove the tangents that a custom_vjp function makes for outputs that are marked non-differentiable.
     values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
     return call.skeleton.fill(values)

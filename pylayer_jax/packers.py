@@ -33,7 +33,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._hooks.block import predicate, saved_tensors_hooks
-from ._hooks.pair import OFFSETS, SCALES, Hook, Step, key_of
+from ._hooks.pair import ErrorModel, Hook, Step, key_of
 from ._jax.tracers import is_tracer
 from ._jax.types import explicit_sharding, shard_counts
 
@@ -57,7 +57,7 @@ class _ReadyPair(saved_tensors_hooks):
             )
         return super().__new__(cls, *args, **kwargs)
 
-    def __init__(self, pack: Hook, arguments: bool, only: Only | None, keeps: int, **step: Any) -> None:
+    def __init__(self, pack: Hook, arguments: bool, only: Only | None, keeps: ErrorModel, **step: Any) -> None:
         chosen = predicate(type(self).__name__, only)
         steps = [Step(pack, _restored, only=chosen, **step)]
         self._set_up(steps, keeps=keeps, packs_arguments=bool(arguments))
@@ -91,7 +91,9 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
-        super().__init__(move, arguments, only, OFFSETS, differentiable=True, floats_only=True, is_last=True)
+        super().__init__(
+            move, arguments, only, ErrorModel.ABSOLUTE, differentiable=True, floats_only=True, is_last=True
+        )
 
 
 class _OnHost(NamedTuple):
@@ -152,7 +154,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return _pack_bits(x)
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
 
-        super().__init__(pack, arguments, only, SCALES, differentiable=True)
+        super().__init__(pack, arguments, only, ErrorModel.RELATIVE, differentiable=True)
 
 
 class _Cast(NamedTuple):
@@ -220,7 +222,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             values, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
             return _Quantized(values, low, high, bits, length, x.dtype, sharding)
 
-        super().__init__(pack, arguments, only, OFFSETS)
+        super().__init__(pack, arguments, only, ErrorModel.ABSOLUTE)
 
 
 # -- blocks along an axis, within shards -----------------------------------------------------------------
@@ -427,7 +429,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
         save = functools.partial(_File, _Folder(os.path.abspath(os.fspath(directory))))
-        super().__init__(save, arguments, only, OFFSETS, host=True, floats_only=True)
+        super().__init__(save, arguments, only, ErrorModel.ABSOLUTE, host=True, floats_only=True)
 
 
 class _Folder:
@@ -563,9 +565,11 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    A tensor has up to three names: `info.name`, `info.layer` and `info.operation`, in this order, where `info` is the
-    second argument of a predicate `only`. The first name that is a key of the dict selects the pair. The key `...`
-    (Ellipsis) selects the pair for all other tensors.
+    A tensor is known by where it comes from. Its names are `info.name`, `info.layer`, `info.operation` and those of
+    `info.inside` from the innermost, in this order, where `info` is the second argument of a predicate `only`; the
+    report prints them too. The first name that is a key of the dict selects the pair. So the class of a module selects
+    what the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
+    all other tensors.
 
     A tensor that can be computed from another saved tensor is recomputed in backward, unless this would amplify the
     errors of the least exact pair. Values from outside the block are packed if all pairs have `arguments=True`.
@@ -576,6 +580,9 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     Raises:
         TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
+
+    Warns:
+        UserWarning: if code in the block keeps tensors, and no tensor has the name of some key; once per pair.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
@@ -593,7 +600,7 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         present = [pair._pair for pair in pairs.values() if pair is not None]
         self._set_up(
             (),
-            keeps=min((pair.keeps for pair in present), default=OFFSETS),
+            keeps=min((pair.keeps for pair in present), default=ErrorModel.ABSOLUTE),
             packs_arguments=all(pair.packs_arguments for pair in present),
             by_name={key: () if pair is None else pair._pair.steps for key, pair in pairs.items()},
         )

@@ -52,7 +52,7 @@ class ObjectPrimitive(Primitive):
         """Return the parameters of a new equation that holds an object."""
         key = Jaxpr((), (), (), (), debug_info=_NO_DEBUG_INFO)
         _held_objects[key] = held
-        jaxpr = getattr(held, "jaxpr", None)
+        jaxpr = None if getattr(held, "is_opaque", False) else getattr(held, "jaxpr", None)
         return {"held": ((key,),), "name": held.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
 
     def register(
@@ -104,6 +104,8 @@ class ObjectPrimitive(Primitive):
             __tracebackhide__ = True
             return lower(_object(held), context, *args)
 
+        named_rule: Any = jvp_rule
+        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_front.py`
         self.def_impl(evaluate_rule)
         # Some jaxprs have hijax primitives (that of jnp.nonzero). Since jax 0.12, JAX calls `to_lojax` to lower these.
         self.to_lojax = evaluate_rule
