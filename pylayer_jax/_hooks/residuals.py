@@ -334,7 +334,7 @@ class UnpackedTensors(Sequence[Any]):
         arrays = [self._arrays[i] for i in positions]
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
         if present and any(map(is_staged, arrays)):
-            values = barrier([*arrays, *[self.cotangents[i] for i in present]])
+            values = barrier([*arrays, *[self.cotangents[i] for i in present]], waits=True)
             arrays = values[: len(arrays)]
             for i, cotangent in zip(present, values[len(arrays) :], strict=True):
                 self.cotangents[i] = cotangent

@@ -17,6 +17,7 @@ from .rule_function import RuleFunction, Values, apply, rule_function_p
 from .types import typeof
 
 _BARRIER = "barrier"
+_WAIT = "wait"  # a barrier that keeps operands whose results are not used
 
 
 class Identity(RuleFunction):
@@ -29,6 +30,11 @@ class Identity(RuleFunction):
 
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
         self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
+
+    @property
+    def may_drop_operands(self) -> bool:
+        """Whether JAX may drop an operand whose result no code uses."""
+        return self.name != _WAIT
 
     def of(self, types: Sequence[Any]) -> Identity:
         """Return the same function for operands of the given types."""
@@ -63,7 +69,7 @@ class Identity(RuleFunction):
 
 @functools.lru_cache(maxsize=1024)
 def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
-    values = jax.lax.optimization_barrier if name == _BARRIER else list
+    values = jax.lax.optimization_barrier if name in (_BARRIER, _WAIT) else list
     return stage(lambda *xs: (values(xs), None), types, name)[0]
 
 
@@ -84,12 +90,15 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
 partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
 
 
-def barrier(values: Sequence[Any]) -> Values:
+def barrier(values: Sequence[Any], waits: bool = False) -> Values:
     """Return the values behind a barrier. XLA uses no value before all are computed, and optimizes nothing across it.
+
+    If `waits`, XLA waits also for values whose results are not used. Else JAX may drop these values.
+    tests: test_memory_of_a_compiled_step
 
     The derivative of `jax.lax.optimization_barrier` has a second barrier, for which jax 0.10 makes zero tangents.
     """
-    return apply(Identity(_BARRIER, tuple([typeof(x) for x in values])), values)
+    return apply(Identity(_WAIT if waits else _BARRIER, tuple([typeof(x) for x in values])), values)
 
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:

@@ -141,7 +141,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         code, _ = partial_eval.dce_jaxpr(function.jaxpr, list(used))
         if not code.eqns:
             return [False] * len(equation.invars), None
-    if isinstance(function, Identity):  # each result is the operand at the same position
+    if isinstance(function, Identity) and function.may_drop_operands:  # each result is the operand at the same position
         function = function.of([v.aval for v in select(equation.outvars, used)])
         invars, outvars = select(equation.invars, used), select(equation.outvars, used)
         return list(used), _with_function(equation, function, invars=invars, outvars=outvars)
