@@ -163,7 +163,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     state = TraceState()
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-    call.pair = _hooks.pair_to_pack_with(tensors)
+    call.pair = _hooks.pair_to_pack_with(call.layer.__name__, tensors)
     application = Application(call, state.will_be_differentiated_later(tensors))
     # The trace of a block of hooks must not pack residuals of the layer's equations: the layer packs its own residuals.
     with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
@@ -179,7 +179,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
             raise call.closed_over_error() from error
     assert call.skeleton is not None
     if call.pair is not None:
-        _hooks.mark_as_computed(values)
+        _hooks.mark_as_computed(values, call.pair)
     # Remove the tangents that a custom_vjp function makes for outputs that are marked non-differentiable.
     values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
     return call.skeleton.fill(values)

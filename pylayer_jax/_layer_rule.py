@@ -342,8 +342,8 @@ def differentiated(
     packed, owners = None, list(range(kept.n_saved))  # owners[i]: the index of the tensor that array i comes from
     if packs and call.pair is not None and kept.n_saved:
         names = call.residual_names(kept, len(residuals))
-        packing = call.pair.packing(f"{call.name}, saved tensor", call.layer.__name__, names, inputs)
-        packed, arrays, outputs = packing.pack(residuals[: kept.n_saved], outputs)
+        packing = call.pair.packing(f"{call.name}, saved tensor", names, inputs)
+        packed, arrays, outputs = _hooks.pack_residuals(packing, residuals[: kept.n_saved], outputs)
         residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
     if call.layer.saved_names:
         names = _checkpoint_names(call, kept, len(run.residuals))

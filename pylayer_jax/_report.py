@@ -15,20 +15,23 @@ For this jaxpr, `outputs_of` returns the `Value` of c, whose `part` is the `Valu
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
-import os
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ._hooks import PACK_SCOPE
-from ._jax.imports import summarize
+from ._hooks import PACK_SCOPE, Mark, hooks_ignored, names_recorded, tensors_marked
+from ._jax.identities import Identity
 from ._jax.jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
 from ._jax.masks import merge, select
 from ._jax.primitives import object_of
 from ._jax.rule_function import BatchedFunction, rule_function_p
+from ._jax.source import line_of as source_line
+from ._jax.transparency import PartialFunction
 from ._jax.types import is_ref
 from ._layer_rule import StagedLayer
 from ._tables import html_table, text_table
@@ -41,14 +44,16 @@ class SavedTensor:
 
     kind: str  # "layer" if a layer saves the tensor, or "input", "copy" (of an input), "operation", "constant"
     layer: str  # the class of the layer that saves the tensor; empty if no layer saves it
-    name: str  # saved[0], a name in `saved_names` of the class, ctx.scale, or the name of an operation or input
+    name: str  # saved[0], a name in `saved_names` of the class or of `checkpoint_name`, an operation or an input
     shape: tuple[int, ...]
     dtype: str
     times: int  # the number of residuals in this row: one per iteration of a scan, or per call from one line
     bytes: int  # the size of all residuals in this row, before packing
-    packed_bytes: int  # the number of bytes that the vjp function holds for this row
+    packed_bytes: int  # the number of bytes that the vjp function holds for this row; 0 if backward recomputes it
     source: str  # the file and line of the call of `apply`, or of the operation
     note: str
+    host_bytes: int = 0  # the part of `packed_bytes` that is in host memory
+    is_recomputed: bool = False  # whether backward computes the tensor again from other rows
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -56,16 +61,22 @@ class SavedTensorsReport:
     """Result of `saved_tensors_report`: a table with one row per residual, or per group of similar residuals."""
 
     rows: list[SavedTensor]
+    total_unpacked_bytes: int  # what the vjp function of the same function would hold without any block of hooks
 
     @property
     def total_bytes(self) -> int:
-        """The number of bytes that the vjp function holds, without the inputs, which the caller holds anyway."""
-        return sum(r.packed_bytes for r in self.rows if r.kind != "input")
+        """The number of bytes that the vjp function holds on the device, without the inputs, which the caller holds."""
+        return sum(r.packed_bytes - r.host_bytes for r in self.rows if r.kind != "input")
 
     @property
-    def total_unpacked_bytes(self) -> int:
-        """The number of bytes that the vjp function would hold without packing; inputs are not counted."""
-        return sum(r.bytes for r in self.rows if r.kind != "input")
+    def host_bytes(self) -> int:
+        """The number of bytes that the vjp function holds in host memory."""
+        return sum(r.host_bytes for r in self.rows)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """The size of the tensors that are not kept, since backward computes them again from other tensors."""
+        return sum(r.bytes for r in self.rows if r.is_recomputed)
 
     @property
     def input_bytes(self) -> int:
@@ -94,7 +105,9 @@ class SavedTensorsReport:
         kept, unpacked = self.total_bytes, self.total_unpacked_bytes
         parts = {
             f"{kept:,} bytes are kept for backward": True,
-            f"{unpacked:,} before packing": unpacked != kept,
+            f"{self.host_bytes:,} in host memory": self.host_bytes,
+            f"{unpacked:,} without packing": unpacked != kept or self.recomputed_bytes,
+            f"{self.recomputed_bytes:,} are computed again": self.recomputed_bytes,
             f"beside {self.input_bytes:,} in inputs of the function": self.input_bytes,
         }
         return ", ".join(part for part, applies in parts.items() if applies)
@@ -125,9 +138,11 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     apply as in a compiled program.
 
     A row is one residual, or several residuals that differ only in their values. A residual is a tensor that a layer
-    saves, a result of a plain operation, or an input of `fun`, which exists anyway. The largest rows come first, and
-    inputs come last. A tensor that several layers save has one row. A tensor that backward computes again has no row.
-    Sizes are those of whole arrays on all devices. Under hooks with `host=True`, a row counts 4 bytes per tensor.
+    saves, a result of a plain operation, or an input of `fun`, which exists anyway. The names are those of `info`, the
+    argument of a predicate `only`, and serve as keys of `by_name`. The largest rows come first, and inputs come last. A
+    tensor that several layers save has one row. Under hooks, a tensor that backward computes again has a row of 0
+    packed bytes. Sizes are those of whole arrays on all devices. Under hooks with `host=True`, a row counts 4 bytes per
+    tensor. `fun` is traced twice, once without hooks, for `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -138,28 +153,71 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     if not any(is_float):
         raise TypeError("saved_tensors_report: none of the arguments holds a float array, so that nothing is saved.")
 
-    def residuals(*tensors: Any) -> list[Any]:
-        def run(*floats: Any) -> list[Any]:
-            args, kwargs = skeleton.fill(merge(is_float, floats, tensors))
-            return split(fun(*args, **kwargs))[0]
-
-        _, pullback = jax.vjp(run, *select(tensors, is_float))
-        return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
-
-    jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
     names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
-    inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
+
+    def rows_of(block: contextlib.AbstractContextManager[Any]) -> list[SavedTensor]:
+        def residuals(*tensors: Any) -> list[Any]:
+            def run(*floats: Any) -> list[Any]:
+                args, kwargs = skeleton.fill(merge(is_float, floats, tensors))
+                with block:
+                    return split(fun(*args, **kwargs))[0]
+
+            _, pullback = jax.vjp(run, *select(tensors, is_float))
+            return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
+
+        jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
+        inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
+        # A variable that is returned several times is kept once.
+        return _rows(dict(zip(map(id, jaxpr.outvars), outputs_of(jaxpr, inputs), strict=True)).values())
+
+    with hooks_ignored():
+        plain = rows_of(contextlib.nullcontext())
+    with tensors_marked():
+        rows = rows_of(names_recorded())
+    return SavedTensorsReport(rows, SavedTensorsReport(plain, 0).total_bytes)
+
+
+def _rows(values: Iterable[Value]) -> list[SavedTensor]:
+    """Return the rows of residuals: equal rows as one with a count, the largest first, and inputs last."""
     # Leave out residuals of size 0, whose length is the number of a run: see NOTE [several runs] in _front.py.
-    kept = dict(zip(map(id, jaxpr.outvars), outputs_of(jaxpr, inputs), strict=True))
-    arrays = [value for value in kept.values() if value.aval.size]
+    kept = [value for value in values if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to [tensor] if it is not packed
-    for array in arrays:
+    for array in kept:
         arrays_of.setdefault(array.tensor or array, []).append(array)
-    rows = [
-        dataclasses.replace(row, times=n * row.times, bytes=n * row.bytes, packed_bytes=n * row.packed_bytes)
-        for row, n in collections.Counter(map(_row, arrays_of, arrays_of.values())).items()
+    single = [
+        *map(_row, arrays_of, arrays_of.values()),
+        *[_recomputed_row(v) for v in values if v.kind == "recomputed"],
     ]
-    return SavedTensorsReport(sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes)))
+    rows = [
+        dataclasses.replace(
+            row,
+            times=n * row.times,
+            bytes=n * row.bytes,
+            packed_bytes=n * row.packed_bytes,
+            host_bytes=n * row.host_bytes,
+        )
+        for row, n in collections.Counter(single).items()
+    ]
+    return sorted(rows, key=lambda r: (r.kind == "input", -r.packed_bytes, -r.bytes))
+
+
+def _recomputed_row(value: Value) -> SavedTensor:
+    """Return the row of a tensor that backward computes again, from the result of its `Mark`."""
+    one, times = value.innermost()
+    start = one.aval.shape.index(0)
+    return SavedTensor(
+        kind="layer" if one.layer else "operation",
+        layer=one.layer,
+        name=one.name,
+        shape=(*one.aval.shape[:start], *one.aval.shape[start + 1 :]),
+        dtype=str(one.aval.dtype),
+        times=times,
+        bytes=math.prod(n for n in value.aval.shape if n) * value.aval.dtype.itemsize,
+        packed_bytes=0,
+        source=line_of(one.equations),
+        note="computed again",
+        is_recomputed=True,
+    )
 
 
 def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
@@ -173,7 +231,7 @@ def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
     notes = {
         f"the input {tensor.name}": bool(tensor.savers) and is_from_input,
         **{f"also {other}, {saved}": (other, saved) != (layer, name) for other, saved, _ in tensor.savers},
-        "in host memory": any(a.aval.memory_space == jax.memory.Space.Host for a in arrays),
+        "in host memory": any(map(_is_on_host, arrays)),
         "packed on the host": any(part.name == "host_call" for _, part, _ in parts),
     }
     return SavedTensor(
@@ -185,9 +243,14 @@ def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
         times=times * max((n_iterations for _, _, n_iterations in parts), default=len(arrays)),
         bytes=tensor.bytes * max((a.aval.size // part.aval.size for a, part, _ in parts), default=len(arrays)),
         packed_bytes=sum(a.bytes for a in arrays),
+        host_bytes=sum(a.bytes for a in arrays if _is_on_host(a)),
         source=line_of(equations),
         note="; ".join(note for note, applies in notes.items() if applies),
     )
+
+
+def _is_on_host(value: Value) -> bool:
+    return value.aval.memory_space == jax.memory.Space.Host
 
 
 # -- where values come from -----------------------------------------------------------------------
@@ -200,12 +263,13 @@ class Value:
     """A value that a program computes. If a program calls a jaxpr twice, each variable of the jaxpr has two values."""
 
     aval: Any
-    kind: str  # "input", "constant" or "operation"
-    name: str  # the name of the input or of the operation
+    kind: str  # "input", "constant" or "operation"; "recomputed" for the mark of a tensor that is not kept
+    name: str  # the name of the input or of the operation, or the name that a block has recorded
     equations: Equations = ()
     tensor: Value | None = None  # the tensor from which a pack hook computed the value
     part: Value | None = None  # the value in an inner jaxpr from which each iteration, device or branch makes a part
     times: int = 1  # the number of iterations that make a part
+    layer: str = ""  # for a mark: the layer that saved the tensor
     savers: list[tuple[str, str, Equations]] = dataclasses.field(default_factory=list)  # (layer, name, equations)
 
     @property
@@ -221,13 +285,9 @@ class Value:
 
 
 def line_of(equations: Equations) -> str:
-    """Return the innermost source line, such as `model.py:12`; lines outside installed packages are preferred."""
+    """Return the innermost source line of user code, such as `model.py:12`."""
     # The equations in a jitted function of JAX itself have no line of user code, but the equation that calls it has.
-    stacks = [summarize(e.source_info, num_frames=1000).splitlines() for e in reversed(equations)]
-    lines = [line for stack in stacks for line in reversed(stack)]  # as in /home/me/model.py:12:4 (loss)
-    own = [line for line in lines if "site-packages" not in line and "dist-packages" not in line]
-    place = (own or lines or [""])[0].rpartition(" (")[0]
-    return ":".join(os.path.basename(place).split(":")[:2])
+    return source_line([equation.source_info for equation in equations])
 
 
 def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> list[Value]:
@@ -260,6 +320,8 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     kind = "constant" if in_hook else "operation"
     results = [Value(v.aval, kind, name, equations, tensor) for v in equation.outvars]
     times = [1] * len(results)
+    if equation.primitive is rule_function_p and isinstance(object_of(equation), Identity):
+        return operands
     # A shard_map returns a scalar residual as an array with one entry per device.
     if name in _IDENTITIES or (name == "broadcast_in_dim" and results[0].aval.size == 1):
         return operands
@@ -276,14 +338,16 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
         parts = [max(values, key=is_computed) for values in zip(*branches, strict=True)]
     elif name == "shard_map":
         parts = outputs_of(inner[0], _slices(operands, inner[0].invars), equations)
-    elif equation.primitive is rule_function_p and _note_savers(equations, operands, results):
+    elif equation.primitive is rule_function_p and (
+        _note_savers(equations, operands, results) or _note_mark(equation, operands, results)
+    ):
         return results
     elif len(inner) == 1 and _shapes(inner[0].invars, inner[0].outvars) == _shapes(operands, results):
         return outputs_of(inner[0], operands, equations)  # such as a jitted function or a checkpoint
     else:
         return results
     return [
-        Value(result.aval, v.kind, v.name, v.equations, v.tensor, v, n, [*v.savers])
+        Value(result.aval, v.kind, v.name, v.equations, v.tensor, v, n, v.layer, [*v.savers])
         for result, v, n in zip(results, parts, times, strict=True)
     ]
 
@@ -299,15 +363,42 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 
 def _note_savers(equations: Equations, operands: list[Value], results: list[Value]) -> bool:
     """Record the layer that the last equation applies in `savers` of its residuals; return False without a layer."""
-    function = object_of(equations[-1])
-    while isinstance(function, BatchedFunction):
-        function, operands = function.inner, operands[function.n_consts :]
+    function, operands, values = _unwrapped(equations[-1], operands, results)
     if not isinstance(function, StagedLayer):
         return False
     layer = function.call.layer
     names = function.call.residual_names(function.kept, len(function.positions))
-    for name, residual in zip(names, function.residuals(operands[function.n_consts :], results), strict=True):
-        residual.savers.append((layer.__name__, name, equations))
+    for name, residual in zip(names, function.residuals(operands[function.n_consts :], values), strict=True):
+        if residual is not None:
+            residual.savers.append((layer.__name__, name, equations))
     for result in results:
         result.name = layer.__name__
     return True
+
+
+def _note_mark(equation: Any, operands: list[Value], results: list[Value]) -> bool:
+    """Record the name in a `Mark` as the name of its operand; return False for another function."""
+    function, operands, _ = _unwrapped(equation, operands, results)
+    if not isinstance(function, Mark):
+        return False
+    (tensor,), (result,), origin = operands, results, function.origin
+    name = origin.name or origin.operation
+    if tensor.kind == "operation" and name:
+        tensor.name = name
+    result.kind, result.layer, result.equations = "mark", origin.layer, tensor.equations
+    if function.is_recomputed:
+        result.kind, result.name = "recomputed", name
+    return True
+
+
+def _unwrapped(equation: Any, operands: list[Value], results: list[Value]) -> tuple[Any, list[Value], list[Any]]:
+    """Return the function of an equation without batches and parts, its operands, and its values (None if absent)."""
+    function, values = object_of(equation), list[Any](results)
+    while isinstance(function, (BatchedFunction, PartialFunction)):
+        if isinstance(function, BatchedFunction):
+            function, operands = function.inner, operands[function.n_consts :]
+        else:
+            found = dict(zip(function.positions, values, strict=False))
+            function, operands = function.whole, operands[function.n_residuals :]
+            values = [found.get(i) for i in range(len(function.jaxpr.outvars))]
+    return function, operands, values

@@ -33,9 +33,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._hooks.block import predicate, saved_tensors_hooks
-from ._hooks.pair import OFFSETS, SCALES, Hook, Step, key_of
+from ._hooks.pair import ErrorModel, Hook, Step, key_of
 from ._jax.tracers import is_tracer
-from ._jax.types import explicit_sharding, shard_counts
+from ._jax.types import explicit_sharding, shard_counts, unchecked
 
 Only = Callable[..., Any]
 
@@ -58,26 +58,15 @@ class _ReadyPair(saved_tensors_hooks):
         return super().__new__(cls, *args, **kwargs)
 
     def __init__(
-        self, owner: Any, values: Any, pack: Hook, arguments: bool, only: Only | None, keeps: int, **step: Any
+        self, owner: Any, values: Any, pack: Hook, arguments: bool, only: Only | None, keeps: ErrorModel, **step: Any
     ) -> None:
         chosen = predicate(type(self).__name__, only)
-        steps = [Step(_unchecked(pack), _restored, only=chosen, **step)]
+        steps = [Step(unchecked(pack), _restored, only=chosen, **step)]
         key = *values, bool(arguments), key_of(only)
         self._set_up(owner, key, steps, keeps=keeps, packs_arguments=bool(arguments))
 
 
-def _unchecked(hook: Hook) -> Hook:
-    """Return a hook in which JAX ignores NaN and infinity, and so reports them where the user's code makes them."""
-
-    @functools.wraps(hook)
-    def run(x: Any) -> Any:
-        with jax.debug_nans(False), jax.debug_infs(False):
-            return hook(x)
-
-    return run
-
-
-@_unchecked
+@unchecked
 def _restored(packed: Any) -> Any:
     return packed.restored() if isinstance(packed, (_OnHost, _Cast, _Bits, _Quantized, _File)) else packed
 
@@ -107,7 +96,7 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
             return np.asarray(x)
 
         step: dict[str, Any] = {"differentiable": True, "floats_only": True, "is_last": True}
-        super().__init__(save_on_cpu, [bool(pin_memory)], move, arguments, only, OFFSETS, **step)
+        super().__init__(save_on_cpu, [bool(pin_memory)], move, arguments, only, ErrorModel.ABSOLUTE, **step)
 
 
 class _OnHost(NamedTuple):
@@ -168,7 +157,7 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return _pack_bits(x)
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
 
-        super().__init__(cast_saved, [narrow], pack, arguments, only, SCALES, differentiable=True)
+        super().__init__(cast_saved, [narrow], pack, arguments, only, ErrorModel.RELATIVE, differentiable=True)
 
 
 class _Cast(NamedTuple):
@@ -237,7 +226,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             return _Quantized(values, low, high, bits, length, x.dtype, sharding)
 
         values = bits, block_size, rounds_stochastically
-        super().__init__(quantize_saved, values, pack, arguments, only, OFFSETS)
+        super().__init__(quantize_saved, values, pack, arguments, only, ErrorModel.ABSOLUTE)
 
 
 # -- blocks along an axis, within shards -----------------------------------------------------------------
@@ -445,7 +434,7 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
         path = os.path.abspath(os.fspath(directory))
         save = functools.partial(_File, _Folder(path))
-        super().__init__(save_on_disk, [path], save, arguments, only, OFFSETS, host=True, floats_only=True)
+        super().__init__(save_on_disk, [path], save, arguments, only, ErrorModel.ABSOLUTE, host=True, floats_only=True)
 
 
 class _Folder:
@@ -579,9 +568,11 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    A tensor has up to three names: `info.name`, `info.layer` and `info.operation`, in this order, where `info` is the
-    second argument of a predicate `only`. The first name that is a key of the dict selects the pair. The key `...`
-    (Ellipsis) selects the pair for all other tensors.
+    A tensor is known by where it comes from. Its names are `info.name`, `info.layer`, `info.operation` and those of
+    `info.inside` from the innermost, in this order, where `info` is the second argument of a predicate `only`; the
+    report prints them too. The first name that is a key of the dict selects the pair. So the class of a module selects
+    what the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
+    all other tensors.
 
     A tensor that can be computed from another saved tensor is recomputed in backward, unless this would amplify the
     errors of the least exact pair. Values from outside the block are packed if all pairs have `arguments=True`.
@@ -592,6 +583,9 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     Raises:
         TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
+
+    Warns:
+        UserWarning: if code in the block keeps tensors, and no tensor has the name of some key; once per pair.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
@@ -611,7 +605,7 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             by_name,
             (frozenset((name, pair and pair._pair.key) for name, pair in pairs.items()),),
             (),
-            keeps=min((pair.keeps for pair in present), default=OFFSETS),
+            keeps=min((pair.keeps for pair in present), default=ErrorModel.ABSOLUTE),
             packs_arguments=all(pair.packs_arguments for pair in present),
             by_name={key: () if pair is None else pair._pair.steps for key, pair in pairs.items()},
         )

@@ -15,9 +15,13 @@ from pylayer_jax._jax.tracers import current_trace, is_staging
 from .pair import Pair
 
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
+OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts what is kept without them
 
 # The innermost block of this thread. This value is part of the key of every cache of JAX: see NOTE [blocks as keys].
 active: Final = jax.make_user_context(None)
+
+# Whether `pack_residuals` marks each tensor for the report. It is part of the keys of JAX's caches too.
+is_reported: Final = jax.make_user_context(False)
 
 # The innermost block that this asyncio task entered, or inherited from the task that created it.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
@@ -41,6 +45,8 @@ class Block:
         self._thread = threading.get_ident()
         self.is_shared = not isinstance(value, str) and not is_staging()  # False: JAX caches for equal pairs only
         self.is_left = False
+        self.is_at_top = trace is None  # nothing is traced where the block was entered
+        self.is_function = False  # whether the block is the run of a decorated function
         self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations inside the block
         self._contexts: list[Any] = []
@@ -58,7 +64,7 @@ class Block:
         """Make this block the innermost block of the thread."""
         self.outer = _entered.get()
         _entered.set(self)
-        self._contexts = [active(self)]
+        self._contexts = [] if active.value is OFF else [active(self)]
         if self._trace is not None:
             self._contexts.append(set_current_trace(self._trace))
         for context in self._contexts:
@@ -73,7 +79,7 @@ class Block:
         """
         trace, contexts = self._trace, self._contexts
         self.is_left, self.value, self._trace, self._contexts = True, None, None, []
-        is_innermost = active.value is self
+        is_innermost = active.value is (self if contexts else OFF)
         is_current = trace is None or current_trace() is trace
         if _entered.get() is self:
             _entered.set(self.outer)

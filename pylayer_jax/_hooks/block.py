@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, ParamSpec, Self, TypeVar
+import warnings
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
 
+from pylayer_jax._jax.types import typeof
 from pylayer_jax._messages import plural
 
 from .active import Block, active_pair, entered_block, innermost_block
 from .host import store_of
 from .operations import enter_block
-from .pair import MOVES, Hook, Pair, Step, TensorInfo, key_of
+from .pair import ErrorModel, Hook, Origin, Pair, Step, key_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,12 +49,38 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
         raise TypeError(f"{owner}: {name} takes one argument, but {hook!r} does not.")
 
 
-def predicate(owner: str, only: Any) -> Callable[[Any, TensorInfo], Any] | None:
-    """Return a predicate of (array, info) for `only`, which may take the array alone."""
+class Predicate:
+    """The predicate `only` of a pair, as a function of an array and its origin. It records whether it was ever True."""
+
+    def __init__(self, only: Callable[..., Any]) -> None:
+        self._only = only
+        self._takes_array_alone = _takes(only, 1)
+        self.was_true = self.was_reported = False
+        self.seen: dict[str, None] = {}  # the tensors for which it was False, until it is True
+
+    def __call__(self, array: Any, origin: Origin) -> bool:
+        is_true = bool(self._only(array) if self._takes_array_alone else self._only(array, origin))
+        self.was_true |= is_true
+        if not self.was_true:
+            self.seen[f"{typeof(array)} of {', '.join(origin.keys[:2])}"] = None
+        return is_true
+
+
+def predicate(owner: str, only: Any) -> Predicate | None:
+    """Return the `Predicate` of `only`, a function of an array, or of an array and its origin."""
     if only is None:
         return None
     check_hook(owner, "only", only, 1, 2)
-    return (lambda array, _: only(array)) if _takes(only, 1) else only
+    return Predicate(only)
+
+
+_packed_keys: Final[set[int]] = set()  # hashes of the keys of the pairs that have packed a tensor
+_MOST_LISTED: Final = 30
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(sorted(names)[:_MOST_LISTED])
+    return f"{shown}, and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else shown
 
 
 def _shown(value: Any) -> str:
@@ -121,9 +149,15 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             on `close()`, or with the program. `jax.checkpoint` refuses such hooks inside, since they have effects.
         differentiable: whether the derivative of `unpack(pack(x))` in JAX is the derivative of the identity. A cast and
             a transfer have this property; rounding does not.
-        only: a predicate of an array, or of an array and its origin (`info.layer`, `info.operation`, `info.name`). It
-            may read the shape, dtype and sharding (`jax.typeof(x).sharding`) of the array. A tensor for which `only`
-            returns False is not packed: JAX keeps this tensor as without hooks.
+        only: a predicate of an array, or of an array and its origin. It may read the shape, dtype and sharding
+            (`jax.typeof(x).sharding`) of the array. `info.operation` or `info.layer` computed the tensor, `info.name`
+            is its name (`saved_names`, `checkpoint_name`), and `info.inside` are the functions, with their classes,
+            that the block has called to come to this operation, and then the `jax.named_scope`s, outermost first:
+            `("loss", "Block", "Attention")`. A tensor for which `only` returns False is not packed: JAX keeps this
+            tensor as without hooks.
+
+    Warns:
+        UserWarning: if a `with` block at top level has packed nothing, or if `only` was never True; once per pair.
 
     Raises:
         TypeError: if a hook is not callable or does not take one argument, or if a hook without `host` needs values in
@@ -147,14 +181,14 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         check_hook(owner, "unpack_hook", unpack_hook, 1)
         step = Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(owner, only))
         key = *map(key_of, (pack_hook, unpack_hook, only)), step.host, step.differentiable
-        self._set_up(saved_tensors_hooks, key, [step], keeps=MOVES, packs_arguments=True)
+        self._set_up(saved_tensors_hooks, key, [step], keeps=ErrorModel.ANY, packs_arguments=True)
 
     def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
         """Set up a pair, for the `__init__` of `owner`. Pairs of one class with equal `values` are equal.
 
         If a subclass has an `__init__` of its own, its hooks may keep a state for each pair, so no other pair is equal.
         """
-        self._was_entered = False
+        self._was_entered = self._was_reported = False
         if type(self).__init__ is owner.__init__:
             self._key = key_of(type(self)), *values
         self._pair = Pair(steps, self._key, store_of(self._key), **options)
@@ -194,6 +228,8 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
         def hooked(*args: P.args, **kwargs: P.kwargs) -> R:
             __tracebackhide__ = True
             with self:
+                if (block := entered_block(self._pair)) is not None:
+                    block.is_function = True
                 return function(*args, **kwargs)
 
         return hooked
@@ -215,8 +251,44 @@ class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and tor
             raise RuntimeError(
                 f"{type(self).__name__}: __exit__ without __enter__ in this thread. Use `with`, which calls both."
             )
+        is_idle = block.is_at_top and not block.is_function
         with contextlib.nullcontext() if kind is None else contextlib.suppress(RuntimeError):
             block.leave()
+        if kind is None:
+            for message in self._warnings(is_idle):
+                warnings.warn(message, stacklevel=3 if block.is_function else 2)
+
+    def _warnings(self, is_idle: bool) -> list[str]:
+        """Return warnings of a block in which nothing was packed, and of keys and predicates that chose no tensor.
+
+        Each is given once per pair. `is_idle`: whether the block was entered by `with` where nothing is traced.
+        """
+        pair, found = self._pair, list[str]()
+        if pair.n_packed:
+            _packed_keys.add(hash(pair.key))
+        # A program that was compiled in the block of an equal pair packs without calling the hooks.
+        if is_idle and not self._was_reported and not pair.n_packed and hash(pair.key) not in _packed_keys:
+            self._was_reported = True
+            found.append(
+                f"{self!r}. The block stands around code in which JAX differentiates nothing that the block can see: "
+                "the residuals of plain operations inside jax.grad or a jitted step. Put it into the function that "
+                "jax.grad differentiates, or decorate that function: jax.grad(pair(loss))."
+            )
+        if pair.unmatched and pair.seen:
+            keys, pair.unmatched = ", ".join(sorted(map(repr, pair.unmatched))), set[Any]()
+            found.append(
+                f"{type(self).__name__}: no tensor that code in the block keeps for backward has the name {keys}. "
+                f"The names of these tensors are {_listed(pair.seen)}. In eager mode, a loop or a jitted function is "
+                "one operation; inside jax.jit its operations have names."
+            )
+        for only in pair.predicates():
+            if only.seen and not only.was_true and not only.was_reported:
+                only.was_reported = True
+                found.append(
+                    f"{type(self).__name__}: the predicate only= was False for each tensor that code in the block "
+                    f"keeps for backward: {_listed(only.seen)}. Nothing was packed."
+                )
+        return found
 
     def close(self) -> None:
         """Drop all packed values that compiled programs hold for this pair. A backward that needs these values fails.

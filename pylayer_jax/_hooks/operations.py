@@ -1,32 +1,35 @@
-"""Packing of the residuals of plain JAX operations inside a block of hooks.
+"""The trace of a block, and the operations that it binds as functions with a rule.
 
-A block sets a new trace over the current trace, and JAX passes every operation of the block to the new trace. If JAX
-differentiates an operation, now or perhaps later, the new trace binds a `RuleFunction`, whose rule is `jax.vjp` of
-the operation with packed residuals:
+A block sets a `BlockTrace` over the current trace, and JAX passes every operation of the block to this trace. If JAX
+differentiates an operation, now or perhaps later, the trace binds an `Operation`, whose rule is `jax.vjp` of the
+operation with packed residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
 An operation is anything that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-Hooks are suspended inside an operation, so that its residuals are packed once. Only a staged scan, and a jitted
-function that contains a loop, are staged again with packing inside.
+Hooks are suspended inside an operation, so that its residuals are packed once.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import dataclasses
+import enum
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
+import numpy as np
 
 from pylayer_jax._jax.identities import is_mark, leave_mark
-from pylayer_jax._jax.imports import ShapedArray, eval_jaxpr, set_current_trace
+from pylayer_jax._jax.imports import DebugInfo, ShapedArray, current, eval_jaxpr, set_current_trace, summarize
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
     has_equation,
     inner_jaxprs,
+    is_literal,
     jaxpr_and_consts,
     scan_counts,
     stage,
@@ -60,22 +63,34 @@ from pylayer_jax._jax.tracers import (
 )
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 
-from .active import Block, active, active_pair, hooks_suspended, innermost_block
-from .derive import MOVE_NAMES, Computed, Recorder, Residual, Root, adds_a_number, is_number, small_jaxpr, with_roots
-from .pair import OFFSETS, Pair, TensorInfo, WeakTable
-from .residuals import PackedResiduals, Packing, PairOfLayer, keeps_residuals
+from .active import OFF, Block, active, active_pair, hooks_suspended, innermost_block, is_reported
+from .host import HostStore
+from .pack_array import Residual
+from .pair import ErrorModel, Origin, Pair, WeakTable
+from .residuals import (
+    MOVES,
+    PackedResiduals,
+    Packing,
+    Recorder,
+    fold,
+    is_number,
+    keeps_residuals,
+    pack_residuals,
+    recomputed,
+    small_jaxpr,
+)
 
-Bind = Callable[..., Any]
+# -- facts per operation ---------------------------------------------------------------------------------
 
 # Operations whose vjp keeps no array, so that hooks have nothing to pack.
-_WITHOUT_RESIDUALS: Final = MOVE_NAMES | frozenset(
+_WITHOUT_RESIDUALS: Final = MOVES | frozenset(
     (
         "add", "add_any", "concatenate", "convert_element_type", "device_put", "name", "neg", "new_ref", "pad", "pcast",
         "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
     )
 )  # fmt: skip
-# Operations whose result is treated as a value from outside the block if their operand is one.
-_PASSING_ON: Final = MOVE_NAMES | frozenset(
+# Operations whose results are other views of their operand: they have its origin, and come from where it comes from.
+_VIEWS: Final = MOVES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
         "stop_gradient",
@@ -83,34 +98,91 @@ _PASSING_ON: Final = MOVE_NAMES | frozenset(
 )  # fmt: skip
 _JITTED: Final = ("jit", "pjit")
 _MARK: Final = "hooks_block"  # marks staged code that enters a block while another block is open
+_PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, None)  # see NOTE [names made once]
 
-# The sources of values in a block: from outside, a constant, or computed in the block.
-OUTSIDE, CONSTANT, COMPUTED = range(3)
+
+class _Facts(NamedTuple):
+    """Properties of a jitted function. The first three are False unless it is small, as most functions of jax.numpy."""
+
+    is_view: bool  # all its equations are views, or have no tangent
+    keeps_nothing: bool  # its vjp keeps no array
+    adds_number: bool  # its result may be recomputed from its operand, if the pair has an absolute error
+    has_loop: bool
+    is_users: bool  # JAX's own functions have no source lines
+
+
+_facts: Final = WeakTable()  # jaxpr -> its facts
+
+
+def _facts_of(params: dict[str, Any]) -> _Facts:
+    key = params["jaxpr"]
+    if (facts := _facts.get(key)) is None:
+        facts = _found_facts(params)
+        _facts.put(key, facts)
+    return facts
+
+
+def _found_facts(params: dict[str, Any]) -> _Facts:
+    jaxpr, _ = jaxpr_and_consts(params["jaxpr"])
+    has_loop = has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")
+    is_users = bool(jaxpr.eqns) and bool(summarize(jaxpr.eqns[0].source_info))
+    if small_jaxpr(params) is None:
+        return _Facts(False, False, False, has_loop, is_users)
+    names = [e.primitive.name for e in jaxpr.eqns]
+    is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
+    # A division by a literal keeps this literal. It is listed only after a sum, as in `jnp.mean`: the result of a
+    # division alone may be recomputed from its operand.
+    divisions = ("div", "mul") if "reduce_sum" in names else ()
+    keeps_nothing = [
+        e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
+        for e in jaxpr.eqns
+    ]
+    adds_number = [e.primitive.name in ("add", "sub") and any(v.aval.size == 1 for v in e.invars) for e in jaxpr.eqns]
+    return _Facts(all(is_view), all(keeps_nothing), any(adds_number), has_loop, is_users)
 
 
 class Operation(RuleFunction):
-    """One operation of a block, as a `RuleFunction` whose derivative keeps packed residuals.
+    """One operation that JAX passes to the trace of a block. Its derivative keeps packed residuals.
 
-    The last operands are not operands of the operation itself. They are values from outside the block, from which
-    residuals can be recomputed.
+    The last operands, if any, are values from outside the block, from which residuals can be recomputed.
     """
 
-    def __init__(self, name: str, pair: Pair, run: Bind, stays: dict[int, Residual], names: Sequence[str]) -> None:
-        self.name = name
-        self._pair, self._run = pair, run
-        self._stays = stays  # position of an operand that is not packed -> its residual
-        self._names = names  # the name of each operand, for `only`
-        self.jaxpr = None
+    def __init__(
+        self, bind: Callable[..., Any], kind: str, name: str, params: dict[str, Any], primitive: Any = None
+    ) -> None:
+        self.bind = bind  # a function from the operands to a list of values
+        self.kind = kind  # the name of the primitive
+        self.name = name  # the name in errors, jaxprs and reports: for a jitted function, that of the function
+        self.params = params
+        self.primitive = primitive  # None for a custom rule or a shard_map, for which a trace has separate methods
+        self.is_jitted = kind in _JITTED
+        self.is_view = kind in _VIEWS or (self.is_jitted and _facts_of(params).is_view)
+
+    def set_up(self, pair: Pair, origin: Origin, origins: Sequence[Origin], stay: dict[int, Any]) -> None:
+        self.pair = pair
+        self.origin = origin
+        self.origins = origins  # the origin of each operand
+        self.stay = stay  # position of an operand that is not packed -> its residual, with positions of operands
+
+    def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
+        """Return whether the vjp keeps no array, and no other operation recomputes its result from its operands."""
+        if self.is_jitted:
+            facts = _facts_of(self.params)
+            return facts.keeps_nothing and not (facts.adds_number and model >= ErrorModel.ABSOLUTE)
+        adds_number = self.kind in ("add", "sub") and any(np.size(x) == 1 for x in args)
+        return self.kind in _WITHOUT_RESIDUALS and not (adds_number and model >= ErrorModel.ABSOLUTE)
+
+    # -- as a function with a rule -----------------------------------------------------------------------
 
     def stage(self, args: Sequence[Any]) -> Values:
         """Stage the operation, so that it can run more than once. Return the values that the operation closes over."""
-        n, types = len(self._names), [typeof(x) for x in args]
-        self.jaxpr, consts, _ = stage(lambda *args: (self._run(*args[:n]), None), types, self.name)
+        n, types = len(self.origins), [typeof(x) for x in args]
+        self.jaxpr, consts, _ = stage(lambda *args: (self.bind(*args[:n]), None), types, self.name)
         self.n_consts = len(consts)
         return consts
 
     def run(self, *args: Any) -> Values:
-        return self._run(*args[: len(self._names)]) if self.jaxpr is None else super().run(*args)
+        return self.bind(*args[: len(self.origins)]) if self.jaxpr is None else super().run(*args)
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         if self.jaxpr is None:  # JAX can call the Python function of this operation only once
@@ -127,13 +199,15 @@ class Operation(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        n = self.n_consts + len(self._names)
+        n = self.n_consts + len(self.origins)
         nonzero = [t is not None and i < n for i, t in enumerate(tangents)]
         given = select(tangents, nonzero)
         if not given:
             values = apply(self, primals)
             return values, [None] * len(values)
-        run = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
+
+        run: Any = lambda *args: self.run(*merge(nonzero, args, primals))  # noqa: E731
+        run.__fun_debug_info__ = _PLAIN_RUN
         if not keeps_residuals(given):
             with hooks_suspended():
                 values, found = jax.jvp(run, select(primals, nonzero), given)
@@ -144,34 +218,37 @@ class Operation(RuleFunction):
                 values, pullback = jax.vjp(run, *select(primals, nonzero))
             leaves, treedef = jax.tree_util.tree_flatten(pullback)
             residuals = as_arrays(leaves)  # JAX keeps some constants in internal array classes
-            packed, arrays, values = Packing(
-                self._pair,
-                f"the operation {self.name}, residual",
-                lambda i: TensorInfo(operation=self.name, name=self._name_of(residuals[i], primals)),
-                primals,
-                self._known(primals, dict(zip(map(id, leaves), residuals, strict=True))),
-                recorder.origins,
-            ).pack(residuals, values)
-        linear = _PackedPullback(self.name, packed, treedef, [typeof(x) for x in values])
+            packing = self._packing(primals, dict(zip(map(id, leaves), residuals, strict=True)), recorder)
+            packed, arrays, values = pack_residuals(packing, residuals, values)
+        linear = Pullback(self.name, packed, treedef, [typeof(x) for x in values])
         found = apply_linear(linear, arrays, given)
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
-    def _known(self, primals: Sequence[Any], array_of: dict[int, Any]) -> list[tuple[Any, Residual]]:
-        """Return the operands that are not packed, with their residuals. `array_of`: id of a leaf -> its array."""
+    def _packing(self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder) -> Packing:
+        """Return what packing has to know of this operation. `array_of`: id of a leaf of the pullback -> its array."""
         primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
-        found: list[tuple[Any, Residual]] = [(x, Root([x])) for x in primals[: self.n_consts]]
-        for i, residual in self._stays.items():
-            found.append((args[i], with_roots(residual, lambda root: Root([args[n] for n in root.arrays]))))
-        return found
+        stay: list[tuple[Any, Any]] = [(x, x) for x in primals[: self.n_consts]]
+        stay += [(args[i], fold(residual, args.__getitem__, Residual, {})) for i, residual in self.stay.items()]
+        origin_of = _origins_by_id(args, self.origins)
+        return Packing(
+            self.pair,
+            f"the operation {self.name}, residual",
+            primals,
+            lambda x, _: origin_of.get(id(x), self.origin),
+            stay,
+            recorder.equations,
+        )
 
-    def _name_of(self, residual: Any, primals: Sequence[Any]) -> str:
-        named = [n for x, n in zip(primals[self.n_consts :], self._names, strict=False) if n and x is residual]
-        return named[0] if named else ""
+
+def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
+    """Return the origin of each operand by its id. In eager mode, a tensor and the same tensor with a name are one."""
+    pairs = sorted(zip(operands, origins, strict=False), key=lambda pair: bool(pair[1].name))
+    return {id(x): origin for x, origin in pairs}
 
 
-class _PackedPullback(LinearMap):
-    """A linear map from packed residuals and tangents of the operands to tangents of the values."""
+class Pullback(LinearMap):
+    """The derivative of an operation: packed residuals, tangents of the operands -> tangents of the values."""
 
     def __init__(self, name: str, packed: PackedResiduals, pullback: Any, value_types: Sequence[Any]) -> None:
         self.name = name
@@ -184,7 +261,7 @@ class _PackedPullback(LinearMap):
     def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         unpacked = self._packed.unpack(residuals, cotangents)
-        pullback = jax.tree_util.tree_unflatten(self._pullback, list(unpacked))
+        pullback = jax.tree_util.tree_unflatten(self._pullback, unpacked.all())
         return self._call(pullback, unpacked.cotangents)
 
     def _call(self, pullback: Any, cotangents: Sequence[Any]) -> Values:
@@ -204,35 +281,127 @@ class _PackedPullback(LinearMap):
     def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types)
-        pullback = jax.tree_util.tree_unflatten(self._pullback, list(self._packed.unpack(residuals, ())))
+        pullback = jax.tree_util.tree_unflatten(self._pullback, self._packed.unpack(residuals, ()).all())
         transposed = jax.linear_transpose(lambda *cotangents: self._call(pullback, cotangents), *types)
         return list(transposed(list(tangents)))
 
 
-class _Request(NamedTuple):
-    """One operation that JAX asks the trace of a block to bind."""
-
-    bind: Bind  # a function from the operands to a list of values
-    name: str
-    shown: str  # the name in errors and jaxprs
-    params: dict[str, Any] = {}
-    primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
+# -- five outcomes ---------------------------------------------------------------------------------------
 
 
-class HooksTrace(PassThroughTrace):
+class Outcome(enum.Enum):
+    """What the trace of a block does with an operation."""
+
+    PASS_ON = "bind it in the trace below: a block inside it packs, or it closes over a Ref"
+    SUSPEND = "bind it in the trace below, with hooks suspended: JAX keeps nothing for it that hooks could pack"
+    PACK_INSIDE = "stage the body of a loop again, in a block of its own: each iteration packs"
+    RUN_ONCE = "bind it as an `Operation` that is not staged: JAX may call the function of a custom rule only once"
+    STAGE = "bind it as an `Operation` that is staged, since JAX may differentiate it later, any number of times"
+
+
+def _outcome(operation: Operation, args: Sequence[Any], pair: Pair, trace: Any) -> Outcome:
+    """Return what to do with an operation on `args`. `trace` is the trace below the trace of the block."""
+    if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
+        return Outcome.PASS_ON
+    examples = list(map(whole_batch, args))
+    kinds = {type(x) for x in examples}
+    is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
+    is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
+    has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # such as Refs and tokens
+    has_reverse_mode = operation.kind != "while"
+    if is_forward or not is_differentiable or has_others or not has_reverse_mode:
+        return Outcome.SUSPEND
+    if operation.keeps_nothing(args, pair.keeps):
+        return Outcome.SUSPEND
+    if _packs_inside(operation, examples, pair):
+        return Outcome.PACK_INSIDE
+    if operation.kind != "shard_map" and _is_differentiated_by(trace, examples):
+        return Outcome.RUN_ONCE
+    return Outcome.STAGE
+
+
+def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
+    """Return whether to pack inside a staged scan, or inside a staged jitted function with a loop.
+
+    If a scan were packed as a whole, JAX would first stack the residuals of all iterations. If the origin of a tensor
+    decides, a jitted function of the user is opened too: the functions that it calls are origins.
+    """
+    if not (operation.is_jitted or operation.kind == "scan") or not any(map(_is_staged_below, examples)):
+        return False
+    if any(map(_is_differentiated_twice, examples)):  # residuals packed within a scan have no second derivative
+        return False
+    if operation.kind == "scan":
+        return True
+    facts = _facts_of(operation.params)
+    return facts.has_loop or (pair.is_selective and facts.is_users)
+
+
+def _is_differentiated_by(trace: Any, examples: Sequence[Any]) -> bool:
+    """Return whether `trace` differentiates some of these whole batches in reverse mode."""
+    while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
+        if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
+            return True
+        trace = trace_below(trace.parent_trace)  # a trace that differentiates other values passes on the operation
+    return False
+
+
+def _is_staged_below(example: Any) -> bool:
+    """Return whether a whole batch is staged, or its primal value if reverse mode differentiates it."""
+    return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
+
+
+def _is_differentiated_twice(example: Any) -> bool:
+    """Return whether reverse mode differentiates a whole batch inside another differentiation of the same value."""
+    return isinstance(example, REVERSE.tracer) and is_differentiated(example.primal)
+
+
+def _closes_over_ref(jaxpr: Any) -> bool:
+    """Return whether a jaxpr closes over a `jax.Ref`, which is then not an operand of the equation with this jaxpr."""
+    return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
+
+
+def _holds_block(jaxpr: Any) -> bool:
+    """Return whether the code of a jaxpr entered a block of hooks."""
+    for equation in jaxpr.eqns:
+        if equation.primitive is rule_function_p and is_mark(object_of(equation), _MARK):
+            return True
+        if any(map(_holds_block, inner_jaxprs(equation.params))):
+            return True
+    return False
+
+
+# -- the trace -------------------------------------------------------------------------------------------
+
+
+class Place(enum.Enum):
+    """Where a value in a block was computed."""
+
+    OUTSIDE = 0  # before the block; or a view of such a value
+    CONSTANT = 1
+    BLOCK = 2
+
+
+class Known(NamedTuple):
+    """What the trace of a block knows of a value."""
+
+    place: Place
+    origin: Origin = Origin()
+    residual: Any = None  # for a view of a value from outside: how to recompute the view
+
+
+class BlockTrace(PassThroughTrace):
     """The trace that gets all operations in a block of hooks."""
 
-    __slots__ = ("block", "is_staging", "names", "outer", "outside", "sources")
+    __slots__ = ("block", "is_staging", "known", "outer", "source")
 
-    def __init__(self, pair: Pair) -> None:
-        current = current_trace()
-        super().__init__(trace_below(current))  # skip the traces of outer blocks: only the innermost pair applies
-        self.outer = current if isinstance(current, HooksTrace) else None
+    def __init__(self, pair: Pair, source: Any = None) -> None:
+        trace = current_trace()
+        super().__init__(trace_below(trace))  # skip the traces of outer blocks: only the innermost pair applies
+        self.outer = trace if isinstance(trace, BlockTrace) else None
+        self.source = source  # where the block was entered, if the origin of a tensor decides
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
-        self.sources = WeakTable()  # value -> CONSTANT or COMPUTED; for other values see `_source`
-        self.outside = WeakTable()  # value -> the residual that recomputes it from values from outside
-        self.names = WeakTable()  # value -> the name that `checkpoint_name` gave it
+        self.known = WeakTable()  # value -> `Known`; for other values see `what_is`
 
     @property
     def pair(self) -> Pair:
@@ -247,17 +416,14 @@ class HooksTrace(PassThroughTrace):
             found = primitive.bind(*args, **{**params, **changed})
             return found if primitive.multiple_results else [found]
 
-        name = primitive.name
-        if name == "convert_element_type" and _changes_nothing(tracers[0], **params):
+        kind = name = primitive.name
+        if kind == "convert_element_type" and _changes_nothing(tracers[0], **params):
             return tracers[0]  # in eager mode JAX would make a copy, which hooks would pack too
-        shown = name
-        if name in _JITTED or primitive is rule_function_p:
-            shown = params["name"]
-        elif name == "custom_vjp_call":
-            shown = params["call_jaxpr"].debug_info.func_name
-        values = self._process(_Request(bind, name, shown, params, primitive), tracers)
-        if name == "name":
-            self.names.put(values[0], params["name"])
+        if kind in _JITTED or primitive is rule_function_p:
+            name = params["name"]
+        elif kind == "custom_vjp_call":
+            name = params["call_jaxpr"].debug_info.func_name
+        values = self._process(Operation(bind, kind, name, params, primitive), tracers)
         return values if primitive.multiple_results else values[0]
 
     def process_custom_jvp_call(self, *args: Any, **params: Any) -> Any:
@@ -275,8 +441,8 @@ class HooksTrace(PassThroughTrace):
         def bind(*args: Any) -> Any:
             return getattr(current_trace(), method)(primitive, *functions, args, **params)
 
-        name = primitive.name
-        return self._process(_Request(bind, name, getattr(functions[0], "__name__", name)), tracers)
+        kind = primitive.name
+        return self._process(Operation(bind, kind, getattr(functions[0], "__name__", kind), {}), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         __tracebackhide__ = True
@@ -287,148 +453,154 @@ class HooksTrace(PassThroughTrace):
             result = current_trace().process_shard_map(primitive, fun, args, **params)
             return list(result.vals)
 
-        values = self._process(_Request(bind, primitive.name, primitive.name), tracers)
+        values = self._process(Operation(bind, primitive.name, primitive.name, {}), tracers)
         return result.update(values)
 
     # -- one operation -------------------------------------------------------------------------------
 
-    def _process(self, request: _Request, args: Sequence[Any]) -> Values:
+    def _process(self, operation: Operation, args: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.is_left:
                 # Hooks are suspended, an inner trace has ended, or an inner block passes on a packed operation.
-                return request.bind(*args)
+                return operation.bind(*args)
             self.block.check_task()
-            sources = list(map(self._source, args))
-            values = self._bind(request, args, sources)
-        source = _source_of_results(request, args, sources)
-        self.mark(values, source)
-        if source == OUTSIDE and request.primitive and len(values) == 1 and not self.pair.packs_arguments:
-            inputs = [x if is_number(x) else self.outside.get(x) or Root([x]) for x in args]
-            self.outside.put(values[0], Computed(request.primitive, request.params, inputs))
+            known = list(map(self.what_is, args))
+            origin = self._origin_of(operation)
+            values = self._bind(operation, args, known, origin)
+        self._record(operation, args, known, origin, values)
         return values
 
-    def _bind(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values:
+    def _bind(self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin) -> Values:
+        """Carry out the outcome for an operation."""
         __tracebackhide__ = True
-        bind, name, shown, params, _ = request
-        if [j for j in inner_jaxprs(params) if _holds_block(j) or _closes_over_ref(j)]:
-            return bind(*args)
-        kinds = {type(whole_batch(x)) for x in args}
-        is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
-        is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
-        keeps_nothing = name in _WITHOUT_RESIDUALS and not (self.pair.keeps >= OFFSETS and adds_a_number(name, args))
-        has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # such as Refs and tokens
-        keeps_nothing = keeps_nothing or name == "while"  # `while` has no reverse mode
-        if keeps_nothing or is_forward or not is_differentiable or has_others:
+        outcome = _outcome(operation, args, self.pair, self.parent_trace)
+        if outcome is Outcome.PASS_ON:
+            return operation.bind(*args)
+        if outcome is Outcome.SUSPEND:
             # Suspend the hooks: otherwise JAX would compile an eager operation again for each pair.
             with hooks_suspended():
-                return bind(*args)
-        if (inside := self._packing_inside(request, args, sources)) is not None:
-            return inside
-        stays, extra = self._what_stays(args)
-        operation = Operation(shown, self.pair, bind, stays, [self.names.get(x, "") for x in args])
-        # JAX calls the Python function of some operations only once.
-        is_run_once = self._differentiates(args) and name != "shard_map"
+                return operation.bind(*args)
+        if outcome is Outcome.PACK_INSIDE:
+            values = self._pack_inside(operation, args, known, origin)
+            if values is not None:
+                return values
+            is_run_once = _is_differentiated_by(self.parent_trace, list(map(whole_batch, args)))
+        else:
+            is_run_once = outcome is Outcome.RUN_ONCE
+        stay, extra = self._what_stays(args, known)
+        operation.set_up(self.pair, origin, [k.origin for k in known], stay)
         args = [*args, *extra]
-        consts = [] if is_run_once else operation.stage(args)
+        if is_run_once:
+            return apply(operation, args)
+        consts = operation.stage(args)
         jaxpr = operation.jaxpr
-        if jaxpr is not None and (_holds_block(jaxpr) or not any(has_tangent(v.aval) for v in jaxpr.outvars)):
+        if _holds_block(jaxpr) or not any(has_tangent(v.aval) for v in jaxpr.outvars):
             return operation.run(*consts, *args)
         return apply(operation, [*consts, *args])
 
-    def _differentiates(self, args: Sequence[Any]) -> bool:
-        """Return whether the trace below differentiates some operands, or their whole batches, in reverse mode."""
-        examples = list(map(whole_batch, args))
-        trace = self.parent_trace
-        while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
-            if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
-                return True
-            trace = trace_below(trace.parent_trace)  # a trace that differentiates other values passes on the operation
-        return False
-
-    def _packing_inside(self, request: _Request, args: Sequence[Any], sources: Sequence[int]) -> Values | None:
-        """Bind a staged scan, or a jitted function with a loop, so that each iteration packs. Else return None.
-
-        If a scan were packed as a whole, JAX would first stack the residuals of all iterations.
-        """
+    def _pack_inside(
+        self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin
+    ) -> Values | None:
+        """Bind a scan or a jitted function with its body staged again, in a block. Return None if that changes it."""
         __tracebackhide__ = True
-        bind, name, _, params, _ = request
-        if name not in ("scan", *_JITTED) or not any(map(_is_staged_below, args)):
-            return None
-        if any(map(_is_differentiated_twice, args)):  # residuals packed within a scan have no second derivative
-            return None
-        jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
-        if name != "scan" and not (has_equation(jaxpr, "scan") or has_equation(jaxpr, "while")):
-            return None
-        if name == "scan":
-            n_consts, n_carry = scan_counts(params)
-            sources = [*sources[:n_consts], *[COMPUTED] * n_carry, *sources[n_consts + n_carry :]]
+        jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])
+        if operation.kind == "scan":
+            n_consts, n_carry = scan_counts(operation.params)
+            carry = [Known(Place.BLOCK, origin)] * n_carry
+            known = [*known[:n_consts], *carry, *known[n_consts + n_carry :]]
 
         def body(*args: Any) -> tuple[list[Any], None]:
-            trace = HooksTrace(self.pair)
-            for x, source in zip(args, sources, strict=True):
-                trace.mark([x], source)
+            trace = BlockTrace(self.pair, self.source)
+            for x, k in zip(args, known, strict=True):
+                trace.mark([x], k._replace(residual=None))
             trace.block.enter()
             try:
                 return eval_jaxpr(jaxpr, consts, *args), None
             finally:
                 trace.block.leave()
 
-        hooked, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], name)
+        hooked, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], operation.kind)
         if closed_over or [v.aval for v in hooked.outvars] != [v.aval for v in jaxpr.outvars]:
             return None
-        return bind(*args, jaxpr=as_parameter(hooked))
+        return operation.bind(*args, jaxpr=as_parameter(hooked))
 
-    def _what_stays(self, args: Sequence[Any]) -> tuple[dict[int, Residual], Values]:
-        """Return residuals (with positions in place of arrays) of operands that are not packed, and extra operands."""
+    def _what_stays(self, args: Sequence[Any], known: Sequence[Known]) -> tuple[dict[int, Any], Values]:
+        """Return the residuals of the operands that are not packed, and further operands from which they follow.
+
+        In these residuals, a position among all operands takes the place of each array.
+        """
         operands = list(args)
 
-        def position(root: Root) -> Root:
-            (value,) = root.arrays
+        def position(value: Any) -> int:
             if not any(value is other for other in operands):
                 operands.append(value)
-            return Root([next(i for i, other in enumerate(operands) if other is value)])
+            return next(i for i, other in enumerate(operands) if other is value)
 
-        kept = [(i, self.outside.get(x) or Root([x])) for i, x in enumerate(args) if self.stays(x)]
-        stays = {i: with_roots(residual, position) for i, residual in kept}
-        return stays, operands[len(args) :]
+        stay = {
+            i: fold(x if k.residual is None else k.residual, position, Residual, {})
+            for i, (x, k) in enumerate(zip(args, known, strict=True))
+            if self._stays(k)
+        }
+        return stay, operands[len(args) :]
 
-    def stays(self, value: Any) -> bool:
-        """Return whether a value is not packed, no matter which operation keeps the value."""
-        source = self._source(value)
-        return source == CONSTANT or (source == OUTSIDE and not self.pair.packs_arguments)
+    def _stays(self, known: Known) -> bool:
+        """Return whether a value is not packed, no matter which operation keeps it."""
+        return known.place is Place.CONSTANT or (known.place is Place.OUTSIDE and not self.pair.packs_arguments)
 
     # -- where values come from ----------------------------------------------------------------------
 
-    def _source(self, value: Any) -> int:
-        is_constant = not is_tracer(value) if self.is_staging else is_number(value)
-        return self.sources.get(value, CONSTANT if is_constant else OUTSIDE)
+    def what_is(self, value: Any) -> Known:
+        """Return what is known of a value."""
+        known = self.known.get(value)
+        if known is None:
+            is_constant = not is_tracer(value) if self.is_staging else is_number(value)
+            return _CONSTANT if is_constant else _OUTSIDE
+        return known
 
-    def mark(self, values: Sequence[Any], source: int) -> None:
-        """Record the source of the values."""
-        if source != OUTSIDE:
+    def mark(self, values: Sequence[Any], known: Known) -> None:
+        """Record what is known of the values."""
+        if known != _OUTSIDE:
             for value in values:
-                self.sources.put(value, source)
-        if self.outer is not None:
-            self.outer.mark(values, source)
+                self.known.put(value, known)
+        if self.outer is not None and known.place is not Place.OUTSIDE:
+            self.outer.mark(values, known)
+
+    def _origin_of(self, operation: Operation) -> Origin:
+        """Return the origin of what an operation computes. Its source is recorded only if it may decide."""
+        return Origin(operation.name, source=self.source and current(), block=self.source)
+
+    def _record(
+        self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin, values: Values
+    ) -> None:
+        """Record what is known of the results of an operation."""
+        place = _place_of_results(operation, args, known)
+        if operation.is_view:
+            origin = next((k.origin for k in known if k.place is not Place.CONSTANT), origin)
+            if operation.kind == "name":
+                origin = dataclasses.replace(origin, name=operation.params["name"])
+        residual = None
+        if place is Place.OUTSIDE and operation.primitive and len(values) == 1 and not self.pair.packs_arguments:
+            residual_of = {id(x): k.residual or x for x, k in zip(args, known, strict=True) if not is_number(x)}
+            residual = recomputed(operation.primitive, operation.params, args, lambda x: residual_of.get(id(x)))
+        self.mark(values, Known(place, origin, residual))
 
 
-def _source_of_results(request: _Request, args: Sequence[Any], sources: Sequence[int]) -> int:
-    """Return the source of the results of an operation, given the sources of its operands."""
-    if not set(sources) - {CONSTANT}:
-        return CONSTANT
-    if COMPUTED in sources and OUTSIDE not in sources:
-        return COMPUTED
-    floats = [s for s, x in zip(sources, args, strict=True) if has_tangent(typeof(x))] or sources
-    if COMPUTED in floats:
-        return COMPUTED
-    if request.name in _PASSING_ON:
-        return OUTSIDE
-    opened = small_jaxpr(request.params) if request.name in _JITTED else None
-    only_moves = opened is not None and all(
-        e.primitive.name in _PASSING_ON or not any(has_tangent(v.aval) for v in e.outvars) for e in opened[0].eqns
-    )
-    return OUTSIDE if only_moves else COMPUTED
+_OUTSIDE: Final = Known(Place.OUTSIDE)
+_CONSTANT: Final = Known(Place.CONSTANT)
+
+
+def _place_of_results(operation: Operation, args: Sequence[Any], known: Sequence[Known]) -> Place:
+    """Return where the results of an operation were computed."""
+    places = [k.place for k in known]
+    if all(place is Place.CONSTANT for place in places):
+        return Place.CONSTANT
+    if Place.BLOCK in places and Place.OUTSIDE not in places:
+        return Place.BLOCK
+    floats = [place for place, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
+    if Place.BLOCK in floats:
+        return Place.BLOCK
+    return Place.OUTSIDE if operation.is_view else Place.BLOCK
 
 
 def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) -> bool:
@@ -436,47 +608,71 @@ def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) 
     return aval.dtype == new_dtype and aval.weak_type == weak_type and sharding is None
 
 
-def _closes_over_ref(jaxpr: Any) -> bool:
-    """Return whether a jaxpr closes over a `jax.Ref`, which is then not an operand of the equation with this jaxpr."""
-    return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
-
-
-def _is_staged_below(value: Any) -> bool:
-    """Return whether a value is staged, or its primal value if reverse mode differentiates the value."""
-    value = whole_batch(value)
-    return is_staged(value.primal if isinstance(value, REVERSE.tracer) else value)
-
-
-def _is_differentiated_twice(value: Any) -> bool:
-    """Return whether reverse mode differentiates a value inside another differentiation of the same value."""
-    value = whole_batch(value)
-    return isinstance(value, REVERSE.tracer) and is_differentiated(value.primal)
-
-
-def _holds_block(jaxpr: Any) -> bool:
-    """Return whether the code of a jaxpr entered a block of hooks."""
-    for equation in jaxpr.eqns:
-        if equation.primitive is rule_function_p and is_mark(object_of(equation), _MARK):
-            return True
-        if any(map(_holds_block, inner_jaxprs(equation.params))):
-            return True
-    return False
-
-
 def enter_block(pair: Pair) -> Block:
     """Enter a block of a pair, and return the block. The caller has to leave the block."""
-    if innermost_block() is not None and not isinstance(current_trace(), HooksTrace):
+    if innermost_block() is not None and not isinstance(current_trace(), BlockTrace):
         leave_mark(_MARK)  # so that no enclosing operation packs: only the innermost pair applies
-    if nothing_is_traced():
+    if active.value is OFF or nothing_is_traced():
         return Block(pair).enter()
-    return HooksTrace(pair).block.enter()
+    return BlockTrace(pair, current() if pair.is_selective else None).block.enter()
+
+
+# -- for the report --------------------------------------------------------------------------------------
+
+
+def hooks_ignored() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which blocks of hooks have no effect."""
+    return active(OFF)
+
+
+def tensors_marked() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which each kept tensor gets a `Mark`."""
+    return is_reported(True)
+
+
+@contextlib.contextmanager
+def names_recorded() -> Generator[None]:
+    """Enter a block that packs nothing and records where tensors come from, unless there is a block already."""
+    if innermost_block() is not None:
+        yield
+        return
+    block = enter_block(Pair((), ("report",), HostStore(), ErrorModel.ANY, packs_arguments=False))
+    try:
+        yield
+    finally:
+        block.leave()
 
 
 # -- layers in a block ---------------------------------------------------------------------------------
 
 
-def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
-    """Return the pair that packs the saved tensors of a layer applied here to `operands`, or None without a block.
+class LayerBlock(NamedTuple):
+    """The block in which a layer was applied: its pair, and what it knows of the layer's arguments."""
+
+    pair: Pair
+    origin: Origin
+    origins: Sequence[Origin]
+    stays: Sequence[bool]
+
+    def packing(self, owner: str, names: Sequence[str], inputs: Sequence[Any]) -> Packing:
+        """Return what packing has to know of the tensors that the layer saved; their names are in `names`."""
+        origin_of = _origins_by_id(inputs, self.origins)
+
+        def origin(tensor: Any, index: int) -> Origin:
+            own = origin_of.get(id(tensor))
+            own = own if own is not None and own.keys else self.origin
+            name = names[index] if names else ""
+            is_given = not name.startswith(("saved[", "ctx."))
+            return dataclasses.replace(
+                own, layer=own.layer or self.origin.layer, name=name if is_given or not own.name else own.name
+            )
+
+        stay = [(x, x) for x, stays in zip(inputs, self.stays, strict=False) if stays]
+        return Packing(self.pair, owner, inputs, origin, stay, {})
+
+
+def pair_to_pack_with(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | None:
+    """Return the block that packs the saved tensors of a layer applied here to `operands`, or None without a block.
 
     Raises:
         RuntimeError: if another asyncio task entered the block.
@@ -484,17 +680,19 @@ def pair_to_pack_with(operands: Sequence[Any] = ()) -> PairOfLayer | None:
     pair, trace = active_pair(), current_trace()
     if pair is None:
         return None
-    # Only the trace of the block knows which values the block has computed.
-    stays = [trace.stays(x) for x in operands] if isinstance(trace, HooksTrace) else []
-    return PairOfLayer(pair, stays)
+    if not isinstance(trace, BlockTrace):  # only the trace of the block knows which values the block has computed
+        return LayerBlock(pair, Origin(layer=layer), [], [])
+    known = list(map(trace.what_is, operands))
+    origin = Origin(layer=layer, source=trace.source and current(), block=trace.source)
+    return LayerBlock(pair, origin, [k.origin for k in known], list(map(trace._stays, known)))
 
 
-def layers_pack_themselves() -> contextlib.AbstractContextManager[None]:
+def layers_pack_themselves() -> Any:
     """Return a context for applying a layer. The trace of a block would otherwise treat the layer as an operation."""
     return set_current_trace(trace_below(current_trace()))
 
 
-def mark_as_computed(values: Sequence[Any]) -> None:
+def mark_as_computed(values: Sequence[Any], block: LayerBlock) -> None:
     """Mark the outputs of a layer as values that were computed in the block."""
-    if isinstance(trace := current_trace(), HooksTrace):
-        trace.mark(values, COMPUTED)
+    if isinstance(trace := current_trace(), BlockTrace):
+        trace.mark(values, Known(Place.BLOCK, block.origin))

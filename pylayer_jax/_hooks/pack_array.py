@@ -1,7 +1,7 @@
 """Functions that pack one tensor, and unpack the tensor.
 
-    root = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; root.arrays: bf16[8,64]
-    root.packed.unpack(root.arrays)                             # f32[8,64]
+    residual = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; residual.inputs: bf16[8,64]
+    residual.function(*residual.inputs)                             # f32[8,64]
 
 NOTE [derivatives of packed tensors]
 Derivatives of higher order treat `unpack(pack(x))` as the identity, whatever the pair does to values. Therefore, during
@@ -16,7 +16,7 @@ test_orders.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Final
 
 import jax
@@ -25,15 +25,37 @@ import numpy as np
 
 from pylayer_jax._jax.identities import forbid_derivative, with_tangent
 from pylayer_jax._jax.tracers import NEEDS_VALUES, is_active, is_differentiated, is_staged, is_tracer
-from pylayer_jax._jax.types import as_array, as_arrays, has_tangent, is_array, is_key, is_set, typeof, with_type
+from pylayer_jax._jax.types import (
+    as_array,
+    as_arrays,
+    has_tangent,
+    is_array,
+    is_key,
+    is_nan_reported,
+    is_set,
+    typeof,
+    with_type,
+)
 from pylayer_jax._messages import add_note, describe
 from pylayer_jax._trees import Skeleton, is_tensor, split
 
-from .derive import Root
 from .host import PackSite
-from .pair import Hook, Pair, Step, TensorInfo
+from .pair import Hook, Origin, Pair, Step
 
 PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
+
+
+class Residual:
+    """A tensor that backward restores, as `function(*inputs)`.
+
+    An input is an array that JAX keeps, or another residual. The function holds no array: it is a `PackedTensor`, or
+    the `Recomputed` of an equation. A tensor that is neither packed nor recomputed is its own residual.
+    """
+
+    __slots__ = ("function", "inputs")
+
+    def __init__(self, function: Callable[..., Any], inputs: Sequence[Any]) -> None:
+        self.function, self.inputs = function, inputs
 
 
 class PackedTensor:
@@ -56,9 +78,9 @@ class PackedTensor:
         self._where = where
         self._has_x64 = is_set("enable_x64")
 
-    def unpack(self, arrays: Sequence[Any]) -> Any:
+    def __call__(self, *arrays: Any) -> Any:
         """Run the unpack hooks, and return the tensor."""
-        rest = iter(arrays)
+        rest = iter(as_arrays(arrays))  # JAX may pass numbers
         original = next(rest) if self.keeps_original else None
         with jax.enable_x64(self._has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
             value = self._restored(rest)
@@ -83,15 +105,15 @@ class PackedTensor:
         return with_type(value, self._type)
 
 
-def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> Root:
-    """Pack one tensor, unless a predicate excludes the tensor."""
+def pack_tensor(pair: Pair, tensor: Any, where: str, info: Origin) -> Any:
+    """Pack one tensor, and return its residual. Return the tensor itself if the pair excludes the tensor."""
     steps = _chosen(pair.steps_for(info), tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
     if not steps:
-        return Root([tensor])
+        return tensor
     pair.n_packed[is_staged(tensor)] += 1
     arrays: list[Any] = []
     if not is_tracer(tensor):
-        return Root(arrays, _pack(pair, steps, tensor, where, info, arrays))
+        return Residual(_pack(pair, steps, tensor, where, info, arrays), arrays)
     value, keeps_original = tensor, has_tangent(tensor) and is_differentiated(tensor)
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
@@ -101,12 +123,12 @@ def pack_tensor(pair: Pair, tensor: Any, where: str, info: TensorInfo) -> Root:
     with jax.named_scope(PACK_SCOPE):
         value = as_array(value, typeof(tensor))
         packed = _pack(pair, steps, value, where, info, arrays)
-        if (is_set("debug_nans") or is_set("debug_infs")) and jnp.issubdtype(value.dtype, jnp.inexact):
+        if is_nan_reported() and jnp.issubdtype(value.dtype, jnp.inexact):
             # JAX looks for NaN among the results of a program, which hooks may hide. No unpack hook reads this number.
             # tests: test_a_nan_of_the_user_is_reported_where_it_is_without_hooks
             arrays.append(jnp.max(jnp.abs(value)))
     packed.keeps_original = keeps_original
-    return Root(arrays, packed)
+    return Residual(packed, arrays)
 
 
 def _second_derivative_error(where: str) -> TypeError:
@@ -118,14 +140,14 @@ def _second_derivative_error(where: str) -> TypeError:
     )
 
 
-def _is_chosen(only: Any, array: Any, where: str, info: TensorInfo) -> bool:
+def _is_chosen(only: Any, array: Any, where: str, info: Origin) -> bool:
     if only is None:
         return True
     with _running("only", where):
         return bool(only(array, info))
 
 
-def _chosen(steps: Sequence[Step], array: Any, where: str, info: TensorInfo, is_part: bool = False) -> Sequence[Step]:
+def _chosen(steps: Sequence[Step], array: Any, where: str, info: Origin, is_part: bool = False) -> Sequence[Step]:
     """Return the first step that packs `array`, and all later steps. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
@@ -153,7 +175,7 @@ def _pack(
     steps: Sequence[Step],
     array: Any,
     where: str,
-    info: TensorInfo,
+    info: Origin,
     arrays: list[Any],
     is_part: bool = False,
 ) -> PackedTensor:

@@ -3,31 +3,60 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import functools
 import itertools
 import threading
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pylayer_jax._jax.source import frames_between, scopes_between
 
 if TYPE_CHECKING:
     from .host import HostStore
 
 Hook = Callable[[Any], Any]
 
-# Each constant says through which code a tensor may be recomputed from a packed tensor, without a larger error.
-MOVES: Final = 0  # only code that moves values; this holds for every pair
-SCALES: Final = 1  # also code that multiplies by a number, or by one number for each row along the last axis
-OFFSETS: Final = 2  # also code that adds a number: the packing error does not depend on the size of a value
+
+class ErrorModel(enum.IntEnum):
+    """What a pair does to the values of a tensor x: how large the error e = unpack(pack(x)) - x may be.
+
+    The model says which operations on `x + e` give a result whose error is no larger than if the result were packed.
+    """
+
+    ANY = 0  # nothing is known: only operations that move values
+    RELATIVE = 1  # e is proportional to x, as for a cast: also a product with a number
+    ABSOLUTE = 2  # e depends on the other values of the row, or is 0: also a sum with a number
 
 
-class TensorInfo(NamedTuple):
-    """Origin of a tensor, for the predicate `only`. A field is empty if it is not known."""
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a tensor comes from, for the predicate `only` and for `by_name`. A field is empty if it is not known.
 
-    layer: str = ""  # the class of the layer that saved the tensor
-    operation: str = ""  # the JAX operation that has the tensor as a residual
+    The block records the origin where it binds an operation. A reshape, transpose, slice or cast of a tensor has the
+    origin of the tensor.
+    """
+
+    operation: str = ""  # the jitted function of jax.numpy, or the primitive, that computed the tensor
+    layer: str = ""  # the class of the layer that computed the tensor, or that saved it first
     name: str = ""  # the name from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
+    source: Any = dataclasses.field(default=None, repr=False, compare=False)  # JAX's source information
+    block: Any = dataclasses.field(default=None, repr=False, compare=False)  # the same, where the block was entered
+
+    @functools.cached_property
+    def inside(self) -> tuple[str, ...]:
+        """The functions, with their classes, between the block and the operation, outermost first; then the scopes."""
+        if self.source is None:
+            return ()
+        return (*frames_between(self.block, self.source), *scopes_between(self.block, self.source))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The names by which `by_name` finds the tensor, the most specific name first."""
+        return tuple(dict.fromkeys(key for key in (self.name, self.layer, self.operation, *self.inside[::-1]) if key))
 
 
 class Step(NamedTuple):
@@ -37,7 +66,7 @@ class Step(NamedTuple):
     unpack: Hook
     host: bool = False
     differentiable: bool = False  # whether `unpack(pack(x))` has the derivative of the identity
-    only: Callable[[Any, TensorInfo], Any] | None = None  # an array for which `only` returns False is not packed
+    only: Callable[[Any, Origin], Any] | None = None  # an array for which `only` returns False is not packed
     floats_only: bool = False  # whether the step packs only floats and arrays that a previous step made
     is_last: bool = False  # whether no step can follow. A step with `host` is always last
     name: str = ""  # the name of a step of a chain, for messages
@@ -84,21 +113,43 @@ class Pair:
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; it holds numbers and values, and no function
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
-    keeps: int  # one of MOVES, SCALES and OFFSETS
+    keeps: ErrorModel
     packs_arguments: bool  # whether values from outside the block are packed
-    only: Callable[[Any, TensorInfo], Any] | None = None  # the predicate that applies before all steps
+    only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:
         self.n_packed: Counter[bool] = Counter()  # the key is True for traced tensors
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
+        self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
+        self.seen: dict[str, None] = {}  # the names of the tensors that code in blocks kept, while keys are unmatched
 
-    def steps_for(self, info: TensorInfo) -> Sequence[Step]:
+    @property
+    def is_selective(self) -> bool:
+        """Whether the origin of a tensor may decide how the tensor is kept."""
+        return self.by_name is not None or self.only is not None or any(step.only for step in self.steps)
+
+    @property
+    def packs_nothing(self) -> bool:
+        """Whether the pair leaves each tensor as it is, as that of a report does."""
+        return self.by_name is None and not self.steps
+
+    def predicates(self) -> list[Any]:
+        """Return the predicates that decide about tensors, each once."""
+        steps = [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
+        return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
+
+    def steps_for(self, origin: Origin) -> Sequence[Step]:
         """Return the steps for a tensor. In `by_name`, the most specific name of the tensor applies."""
         if self.by_name is None:
             return self.steps
-        names = (info.name, info.layer, info.operation, ...)
-        return next((self.by_name[name] for name in names if name in self.by_name), ())
+        return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
+
+    def note(self, origin: Origin) -> None:
+        """Record that code in a block keeps a tensor with this origin, to warn of keys that name no tensor."""
+        if self.unmatched:
+            self.unmatched.difference_update(origin.keys)
+            self.seen.update(dict.fromkeys(origin.keys))
 
 
 _numbers = WeakTable()  # object -> its number

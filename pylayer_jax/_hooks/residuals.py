@@ -1,22 +1,37 @@
-"""Packing of all residuals of a layer or an operation, except those that are recomputed or stay unpacked.
+"""The residuals of one layer or operation: which of them backward recomputes, which are packed, and which stay.
 
-    packed, arrays, outputs = Packing(pair, "Tanh, saved tensor", ...).pack([y, 2 * y, w], [y])
+A tanh keeps y, and computes 1 - y² for backward. With a pair that bounds the error of y, `pack_residuals` gives
 
-JAX keeps `arrays` instead of the tensors, each array once. `packed` restores each tensor from these arrays.
+    residual              decision                     how it is kept
+    y                     packed                       Residual(PackedTensor, [int8 values, scales, offsets])
+    1 - y²                follows from y               Residual(Recomputed(one_minus_square), [the residual above])
+    w, from outside       stays                        w
+
+and JAX keeps the distinct arrays of the right column instead of the tensors.
+
+A `Recorder` records the equations of the forward pass. `follow` walks back from a residual through the equations that
+do not amplify the error of packing; the table `_RECOMPUTED` has a row for each of these operations. A comparison of
+floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False everywhere. tests:
+test_derived.py
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Final, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.identities import barrier
-from pylayer_jax._jax.imports import set_current_trace
+from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
+from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, stage, with_users_line
+from pylayer_jax._jax.masks import merge, select
+from pylayer_jax._jax.rule_function import RuleFunction, Values, apply
 from pylayer_jax._jax.tracers import (
+    PassThroughTrace,
     current_trace,
     is_staged,
     is_staging,
@@ -25,109 +40,376 @@ from pylayer_jax._jax.tracers import (
     trace_below,
     trace_of_primals,
 )
-from pylayer_jax._jax.types import as_arrays, is_key, is_ref
+from pylayer_jax._jax.types import as_arrays, is_key, is_ref, typeof
 
-from .active import SUSPENDED, active, hooks_suspended
-from .derive import Computed, Origin, Residual, Root, fold, follow, is_larger, is_number, with_roots
-from .pack_array import pack_tensor
-from .pair import Pair, TensorInfo, reference
+from .active import SUSPENDED, active, hooks_suspended, is_reported
+from .pack_array import PackedTensor, Residual, pack_tensor
+from .pair import ErrorModel, Origin, Pair, reference
+
+# -- the equations of the forward pass -----------------------------------------------------------------
 
 
-class _WeakResidual:
-    """A weak copy of a residual, for the table of a pair. It keeps no array and no result of a hook alive."""
+class Equation(NamedTuple):
+    """A recorded equation with one result."""
 
-    def __init__(self, residual: Residual) -> None:
-        self._trace = weakref.ref(current_trace())  # a tracer is valid only in the trace in which it was made
-        self._residual = with_roots(
-            residual, lambda root: Root(list(map(reference, root.arrays)), root.packed and weakref.ref(root.packed))
-        )
+    primitive: Any
+    params: dict[str, Any]
+    inputs: Sequence[Any]
+    value: Any
 
-    def get(self) -> Residual | None:
-        if self._trace() is not current_trace():
-            return None
-        is_alive: list[bool] = []
+    @property
+    def name(self) -> str:
+        return self.primitive.name
 
-        def strong(weak: Root) -> Root:
-            root = Root([array() for array in weak.arrays], weak.packed and weak.packed())
-            is_alive.append(
-                not any(x is None for x in root.arrays) and (weak.packed is None or root.packed is not None)
-            )
-            return root
 
-        residual = with_roots(self._residual, strong)
-        return residual if all(is_alive) else None
+class Recorder(PassThroughTrace):
+    """A trace that passes operations on to its parent, and records the equation of each single result."""
+
+    __slots__ = ("equations",)
+
+    def __init__(self, parent_trace: Any) -> None:
+        super().__init__(parent_trace)
+        self.equations: dict[int, Equation] = {}  # id of a value -> the equation that computed the value
+
+    def process_primitive(self, primitive: Any, tracers: Sequence[Any], params: dict[str, Any], /) -> Any:
+        if primitive.name == "jit" and (opened := small_jaxpr(params)) is not None:
+            jaxpr, consts = opened
+            with set_current_trace(self):
+                return eval_jaxpr(with_users_line(jaxpr), consts, *tracers)
+        with set_current_trace(self.parent_trace):
+            result = primitive.bind(*tracers, **params)
+        if not primitive.multiple_results and id(result) not in map(id, tracers):
+            self.equations[id(result)] = Equation(primitive, params, tracers, result)
+        return result
+
+
+_LONGEST_OPENED: Final = 8  # number of equations; a longer jitted function stays one operation
+
+
+def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
+    """Return the jaxpr and constants if a jitted function is small (like many of jax.numpy), otherwise None."""
+    jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
+    is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
+    return (jaxpr, consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
+
+
+# -- which equations backward may compute again ----------------------------------------------------------
+
+MOVES: Final = frozenset(
+    ("broadcast_in_dim", "copy", "copy_p", "expand_dims", "iota", "reshape", "rev", "squeeze", "transpose")
+)
+_Equations = dict[int, Equation]
+
+
+class _Row(NamedTuple):
+    """When a result may be recomputed from packed operands: for pairs with at least this error model, and if ..."""
+
+    model: ErrorModel
+    applies: Callable[[Equation, _Equations], bool] = lambda *_: True
+
+
+def _is_integer(value: Any) -> bool:
+    dtype = typeof(value).dtype
+    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
+
+
+def _of_integers(equation: Equation, _: _Equations) -> bool:
+    return all(map(_is_integer, equation.inputs))
+
+
+def _widens(equation: Equation, _: _Equations) -> bool:
+    (x,) = equation.inputs
+    return _is_integer(x) or np.can_cast(typeof(x).dtype, equation.params["new_dtype"])
+
+
+def _keeps_rows(equation: Equation, _: _Equations) -> bool:
+    """Return False for a statistic of each row of shape [..., 1]: its operand [...] would be packed across the rows."""
+    shape, shapes = np.shape(equation.value), [np.shape(x) for x in equation.inputs]
+    return not (shape and shape[-1] == 1) or all(not operand or operand[-1] == 1 for operand in shapes)
+
+
+def _with_a_number(equation: Equation, equations: _Equations) -> bool:
+    """Return whether one operand is a number, or has one number for each row along the last axis."""
+    candidates = equation.inputs[1:] if equation.name == "div" else equation.inputs
+    return any(_is_constant_along_rows(x, equations) for x in candidates)
+
+
+def _is_constant_along_rows(value: Any, equations: _Equations) -> bool:
+    shape = np.shape(value)
+    if not shape or shape[-1] == 1:
+        return True
+    equation = equations.get(id(value))
+    if equation is None or equation.name != "broadcast_in_dim":
+        return False
+    operand, dimensions = np.shape(equation.inputs[0]), equation.params["broadcast_dimensions"]
+    return not dimensions or dimensions[-1] != len(shape) - 1 or operand[-1] == 1
+
+
+def _is_low_power(equation: Equation, _: _Equations) -> bool:
+    return equation.params["y"] in (2, 3)
+
+
+_RECOMPUTED: Final[dict[str, list[_Row]]] = {
+    **{name: [_Row(ErrorModel.ANY, _keeps_rows)] for name in MOVES},
+    **{name: [_Row(ErrorModel.ANY, _of_integers)] for name in ("and", "not", "or", "xor")},
+    **{name: [_Row(ErrorModel.ANY, _of_integers)] for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+    "neg": [_Row(ErrorModel.ANY)],
+    "convert_element_type": [_Row(ErrorModel.ANY, _widens)],
+    "mul": [_Row(ErrorModel.ANY, _of_integers), _Row(ErrorModel.RELATIVE, _with_a_number)],
+    "div": [_Row(ErrorModel.RELATIVE, _with_a_number)],
+    "square": [_Row(ErrorModel.RELATIVE)],
+    "integer_pow": [_Row(ErrorModel.RELATIVE, _is_low_power)],
+    "add": [_Row(ErrorModel.ANY, _of_integers), _Row(ErrorModel.ABSOLUTE, _with_a_number)],
+    "sub": [_Row(ErrorModel.ANY, _of_integers), _Row(ErrorModel.ABSOLUTE, _with_a_number)],
+    "one_minus_square": [_Row(ErrorModel.ABSOLUTE)],
+}
+
+
+def _may_be_recomputed(equation: Equation, equations: _Equations, model: ErrorModel) -> bool:
+    return any(model >= row.model and row.applies(equation, equations) for row in _RECOMPUTED.get(equation.name, ()))
+
+
+def _follow(
+    value: Any,
+    equations: _Equations,
+    model: ErrorModel,
+    is_known: Callable[[Any], bool],
+    is_constant: Callable[[Any], bool],
+    roots: dict[int, Any],
+    steps: dict[int, Equation],
+) -> None:
+    """Add to `roots` the values from which `value` follows, and to `steps` the equations from them to `value`.
+
+    Both dicts have ids of values as keys. A known value is a root: the walk stops there.
+    """
+    if id(value) in roots or id(value) in steps or is_constant(value):
+        return
+    equation = None if is_known(value) else equations.get(id(value))
+    if equation is None or not _may_be_recomputed(equation, equations, model):
+        roots[id(value)] = value
+        return
+    for x in equation.inputs:
+        _follow(x, equations, model, is_known, is_constant, roots, steps)
+    steps[id(value)] = equation
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value is a concrete scalar, which is the same in all runs of a program."""
+    return np.ndim(value) == 0 and not is_tracer(value)
+
+
+def _is_larger(values: Sequence[Any], tensor: Any) -> bool:
+    """Return True if the total size of the values could exceed the size of the tensor."""
+
+    def n_bytes(aval: Any) -> int:
+        return aval.size * aval.dtype.itemsize
+
+    try:
+        return sum(n_bytes(aval) for aval in map(typeof, values) if aval.ndim) > n_bytes(typeof(tensor))
+    except jax.errors.InconclusiveDimensionOperation:  # symbolic dimensions of `jax.export`
+        return True
+
+
+# -- residuals as expressions ----------------------------------------------------------------------------
+
+
+class Recomputed(NamedTuple):
+    """The function of a residual that an equation recomputes, with the numbers among the operands of the equation."""
+
+    primitive: Any
+    params: dict[str, Any]
+    operands: Sequence[Any]  # numbers, and None for each input of the residual
+    is_input: Sequence[bool]
+
+    def __call__(self, *inputs: Any) -> Any:
+        result = self.primitive.bind(*merge(self.is_input, inputs, self.operands), **self.params)
+        return result[0] if self.primitive.multiple_results else result
+
+
+def recomputed(primitive: Any, params: dict[str, Any], operands: Sequence[Any], residual_of: Any) -> Residual:
+    """Return the residual of the result of an operation; `residual_of(x)` is the residual of an operand, or None."""
+    residuals = [residual_of(x) for x in operands]
+    is_input = [r is not None for r in residuals]
+    numbers = [None if is_one else x for x, is_one in zip(operands, is_input, strict=True)]
+    return Residual(Recomputed(primitive, params, numbers, is_input), select(residuals, is_input))
+
+
+# A nested function that calls itself would be a reference cycle, and hold arrays longer than needed.
+def fold(
+    residual: Any, of_array: Callable[[Any], Any], of_residual: Callable[[Any, list[Any]], Any], done: dict[int, Any]
+) -> Any:
+    """Return `of_array(x)` for an array x, and `of_residual(function, results of the inputs)` for a residual.
+
+    `done` holds results by the id of the residual, so that a residual that several others share is visited once.
+    """
+    if not isinstance(residual, Residual):
+        return of_array(residual)
+    if id(residual) not in done:
+        inputs = [fold(x, of_array, of_residual, done) for x in residual.inputs]
+        done[id(residual)] = of_residual(residual.function, inputs)
+    return done[id(residual)]
 
 
 class PackedResiduals:
-    """A recipe that restores each tensor of a layer or operation from the arrays that JAX keeps. It holds no array."""
+    """The residuals of a layer or operation, with positions in the list of arrays that JAX keeps in place of arrays."""
 
-    def __init__(self, tensors: Sequence[Residual], owners: Sequence[int]) -> None:
-        self.tensors = tensors  # the roots of these tensors have indices of arrays in place of arrays
+    def __init__(
+        self, residuals: Sequence[Any], owners: Sequence[int], reads: dict[int, list[int]], n_arrays: int
+    ) -> None:
+        self.residuals = residuals
         self.owners = owners  # for each array, the index of the (first) tensor from which it was packed
-        self.n_arrays = len(owners)
+        self.reads = reads  # id of a residual -> the positions of the arrays from which it is restored
+        self.n_arrays = n_arrays
 
     @staticmethod
-    def of(residuals: Sequence[Residual]) -> tuple[PackedResiduals, list[Any]]:
-        """Return the recipe that restores the tensors, and the distinct arrays that JAX has to keep."""
-        arrays: list[Any] = []
+    def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
+        """Return the residuals with positions, and the distinct arrays that JAX has to keep, followed by `marks`."""
+        arrays: dict[int, Any] = {}
         owners: list[int] = []
-        tensors: list[Residual] = []
-        numbers: dict[int, int] = {}
-        roots: dict[tuple[int, ...], Root] = {}
+        position: dict[int, int] = {}
+        shared: dict[Any, Residual] = {}
+        reads: dict[int, list[int]] = {}
+        done: dict[int, Any] = {}
 
-        def numbered(root: Root) -> Root:
-            for x in root.arrays:
-                if id(x) not in numbers:
-                    numbers[id(x)] = len(arrays)
-                    arrays.append(x)
-                    owners.append(len(tensors))
-            own = [numbers[id(x)] for x in root.arrays]
-            return roots.setdefault((id(root.packed), *own), Root(own, root.packed))
+        def of_array(array: Any) -> int:
+            if id(array) not in arrays:
+                position[id(array)] = len(arrays)
+                arrays[id(array)] = array
+            return position[id(array)]
 
-        for residual in residuals:
-            tensors.append(with_roots(residual, numbered))  # noqa: PERF401 - `numbered` reads the length
-        return PackedResiduals(tensors, owners), arrays
+        def of_residual(function: Any, inputs: list[Any]) -> Residual:
+            key = id(function), *[x if isinstance(x, int) else id(x) for x in inputs]
+            if key not in shared:
+                shared[key] = residual = Residual(function, inputs)
+                lists = [[x] if isinstance(x, int) else reads[id(x)] for x in inputs]
+                reads[id(residual)] = [position for positions in lists for position in positions]
+            return shared[key]
+
+        placed: list[Any] = []
+        for i, residual in enumerate(residuals):
+            placed.append(fold(residual, of_array, of_residual, done))
+            owners += [i] * (len(arrays) - len(owners))
+        kept = [*arrays.values(), *marks]
+        return PackedResiduals(placed, owners, reads, len(kept)), kept
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
         """Return the tensors, each unpacked when it is first read. In staged code XLA waits for the cotangents."""
-        return UnpackedTensors(self.tensors, arrays, cotangents)
+        return UnpackedTensors(self, arrays, cotangents)
 
 
 class UnpackedTensors(Sequence[Any]):
     """A sequence of the tensors of a layer or an operation. Each tensor is unpacked when it is first read."""
 
-    def __init__(self, tensors: Sequence[Residual], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
-        self._tensors, self._arrays = tensors, arrays
+    def __init__(self, packed: PackedResiduals, arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        self._packed, self._arrays = packed, arrays
         self.cotangents = list(cotangents)  # the barriers replace these cotangents
+        self._waiting: dict[int, Any] = {}  # position -> the array behind a barrier
         self._done: dict[int, Any] = {}  # id of a residual -> its tensor
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self._packed.residuals)
 
     def __getitem__(self, index: Any) -> Any:
-        residual = self._tensors[index]
-        if isinstance(residual, Root) and residual.packed is None:
-            return self._arrays[residual.arrays[0]]  # a tensor that is not packed needs no barrier
-        with set_current_trace(trace_below(current_trace())), hooks_suspended():
-            return fold(residual, self._unpacked, Computed.evaluate, self._done)
+        return self._tensors([self._packed.residuals[index]])[0]
 
-    def _unpacked(self, root: Root) -> Any:
-        arrays = self._waiting([self._arrays[i] for i in root.arrays])
-        return arrays[0] if root.packed is None else root.packed.unpack(as_arrays(arrays))  # JAX may pass numbers
+    def all(self) -> list[Any]:
+        """Return all tensors. They share one barrier."""
+        return self._tensors(self._packed.residuals)
 
-    def _waiting(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """Return the arrays behind a barrier, so that XLA does not read them before it has the cotangents.
+    def _tensors(self, residuals: Sequence[Any]) -> list[Any]:
+        restored = [r for r in residuals if isinstance(r, Residual)]  # the other tensors need no barrier
+        if restored:
+            with set_current_trace(trace_below(current_trace())), hooks_suspended():
+                self._wait({i: None for r in restored for i in self._packed.reads[id(r)] if i not in self._waiting})
+                for residual in restored:
+                    fold(residual, self._waiting.__getitem__, _call, self._done)
+        return [self._done[id(r)] if isinstance(r, Residual) else self._arrays[r] for r in residuals]
+
+    def _wait(self, positions: Collection[int]) -> None:
+        """Put arrays behind a barrier, so that XLA does not read them before it has the cotangents.
 
         Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
         XLA waits only if backward uses the cotangents that the barrier returns.
         """
+        arrays = [self._arrays[i] for i in positions]
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
-        if not present or not any(map(is_staged, arrays)):
-            return arrays
-        values = barrier([*arrays, *(self.cotangents[i] for i in present)])
-        for i, cotangent in zip(present, values[len(arrays) :], strict=True):
-            self.cotangents[i] = cotangent
-        return values[: len(arrays)]
+        if present and any(map(is_staged, arrays)):
+            values = barrier([*arrays, *[self.cotangents[i] for i in present]], waits=True)
+            arrays = values[: len(arrays)]
+            for i, cotangent in zip(present, values[len(arrays) :], strict=True):
+                self.cotangents[i] = cotangent
+        self._waiting |= zip(positions, arrays, strict=True)
+
+
+def _call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
+    return function(*inputs)
+
+
+# -- the tensors that a pair remembers -------------------------------------------------------------------
+
+
+class _Remembered(NamedTuple):
+    """What a pair remembers of a tensor that was kept. It keeps no array and no result of a hook alive."""
+
+    trace: Callable[[], Any]  # a tracer is valid only in the trace in which it was made
+    owner: Callable[[], Any]  # the residuals among which the tensor was kept
+    residual: Any  # an expression with weak references to arrays and to `PackedTensor`s
+    name: str  # the name of the tensor
+
+
+def _remember(pair: Pair, tensor: Any, residual: Any, owner: PackedResiduals, name: str, done: dict[int, Any]) -> None:
+    def of_residual(function: Any, inputs: list[Any]) -> Residual:
+        return Residual(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
+
+    weak = fold(residual, reference, of_residual, done)
+    pair.residuals.put(tensor, _Remembered(weakref.ref(current_trace()), weakref.ref(owner), weak, name))
+
+
+def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
+    """Return the residual of a tensor that the pair remembers, or None.
+
+    A tensor that was not packed may be packed later under a name: in eager mode, a tensor that `checkpoint_name` names
+    stays the same array.
+    """
+    found: _Remembered | None = pair.residuals.get(tensor)
+    if found is None or found.trace() is not current_trace() or found.owner() is None:
+        return None
+    if not isinstance(found.residual, Residual) and name_of() not in ("", found.name):
+        return None
+    strong: list[Any] = []  # the arrays and hooks' results, or None for each that was deleted
+
+    def of_array(weak: Any) -> Any:
+        strong.append(weak())
+        return strong[-1]
+
+    def of_residual(function: Any, inputs: list[Any]) -> Residual:
+        if isinstance(function, weakref.ref):
+            strong.append(function())
+            return Residual(strong[-1], inputs)
+        return Residual(function, inputs)
+
+    residual = fold(found.residual, of_array, of_residual, {})
+    return None if [x for x in strong if x is None] else residual
+
+
+# -- marks for the report --------------------------------------------------------------------------------
+
+
+class Mark(RuleFunction):
+    """A function that tells the report of a kept tensor x. Its result is empty: f32[0,8,4] for f32[8,4].
+
+    JAX keeps the result as a residual, so that loops and maps show in its shape: f32[3,0,8,4] for a scan of length 3.
+    """
+
+    def __init__(self, aval: Any, origin: Origin, is_recomputed: bool) -> None:
+        self.name, self.origin, self.is_recomputed = "mark", origin, is_recomputed
+        self.jaxpr, _, _ = stage(lambda x: ([jax.lax.slice_in_dim(x[None], 0, 0)], None), [aval], self.name)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        return apply(self, primals), [None]
+
+
+# -- packing ---------------------------------------------------------------------------------------------
 
 
 def keeps_residuals(tangents: Sequence[Any]) -> bool:
@@ -135,115 +417,122 @@ def keeps_residuals(tangents: Sequence[Any]) -> bool:
     return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
-@dataclasses.dataclass
-class Packing:
-    """A packer of the tensors that one layer or operation keeps. Each distinct tensor is packed once."""
+class Packing(NamedTuple):
+    """What `pack_residuals` has to know of a layer or an operation."""
 
     pair: Pair  # the pair of the block in which the layer or operation was applied
     owner: str  # the name of the owner and the kind of the tensors, for messages: "Tanh, saved tensor"
-    info: Callable[[int], TensorInfo]  # index of a tensor -> its origin, for `only`
-    operands: Sequence[Any]  # the operands of the layer or operation
-    known: Sequence[tuple[Any, Residual]]  # the tensors that are not packed, with their residuals
-    origins: dict[int, Origin]  # id of a value -> the equation that made the value, if it was recorded
-
-    def pack(self, tensors: Sequence[Any], outputs: Sequence[Any]) -> tuple[PackedResiduals, list[Any], list[Any]]:
-        """Pack the tensors. Return the recipe that restores them, the arrays that JAX has to keep, and the outputs."""
-        with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
-            if active.value is SUSPENDED:  # an enclosing operation packs the residuals
-                return *PackedResiduals.of([Root([x]) for x in tensors]), list(outputs)
-            # The keys of these tables are ids of tensors. The tensors are held, so that no other object gets these ids.
-            self._found: dict[int, tuple[Any, Residual]] = {}
-            self._unknown: dict[int, Any] = {}
-            self._unpacked = {id(tensor): residual for tensor, residual in self.known}
-            self._new: list[Root] = []  # the roots that this call has packed
-            self._is_staging = is_staging()
-            with hooks_suspended():
-                residuals = [self._residual(x, i) for i, x in enumerate(tensors)]
-                outputs = self._bind(outputs)
-            return *PackedResiduals.of(residuals), list(outputs)
-
-    def _residual(self, tensor: Any, index: int) -> Residual:
-        """Return the residual of a tensor. Pack the tensor, unless it follows from other tensors that are no larger."""
-        found = self._known(tensor) or self._derived(tensor, index)
-        if found is None:
-            (array,) = as_arrays([tensor])  # jax.grad(f)(2.0) passes a number that is no array
-            found = pack_tensor(self.pair, array, f"{self.owner} {index}", self.info(index))
-            if found.packed is not None:
-                self._new.append(found)
-        self._found[id(tensor)] = tensor, found
-        return found
-
-    def _known(self, tensor: Any) -> Residual | None:
-        if id(tensor) in self._found:
-            return self._found[id(tensor)][1]
-        if id(tensor) in self._unknown:
-            return None
-        weak = self.pair.residuals.get(tensor)
-        found = None if weak is None else weak.get()
-        if found is None:
-            found = self._unpacked.get(id(tensor))
-        if found is None and self._stays(tensor):
-            found = Root([tensor])
-        if found is None:
-            self._unknown[id(tensor)] = tensor
-        else:
-            self._found[id(tensor)] = tensor, found
-        return found
-
-    def _stays(self, tensor: Any) -> bool:
-        # A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway, and XLA
-        # would run the hooks on constants while it compiles, for seconds.
-        return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (self._is_staging and not is_tracer(tensor))
-
-    def _derived(self, tensor: Any, index: int | None = None) -> Residual | None:
-        """Return the residual of a tensor that follows from known tensors or, if `index` is given, from any tensors."""
-        is_known = lambda x: self._known(x) is not None  # noqa: E731
-        packed = {id(x) for x in (tensor, *self.operands)} - self._unpacked.keys()
-        is_constant = lambda x: id(x) not in packed and is_number(x)  # noqa: E731
-        roots: list[Any] = []
-        made: list[Origin] = []
-        follow(tensor, self.origins, is_known, is_constant, self.pair.keeps, roots, made)
-        missing = [root for root in roots if self._known(root) is None]
-        if not made or (missing and (index is None or is_larger(missing, tensor))):
-            return None
-        residuals: dict[int, Residual] = {id(root): self._residual(root, index or 0) for root in roots}
-        for primitive, params, inputs, value in made:
-            residuals[id(value)] = Computed(primitive, params, [residuals.get(id(x), x) for x in inputs])
-        return residuals[id(tensor)]
-
-    def _bind(self, outputs: Sequence[Any]) -> Sequence[Any]:
-        """Return the outputs. In staged code, a barrier around the outputs makes XLA pack before it uses the outputs.
-
-        Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late. The
-        pair remembers packed tensors, and outputs that follow from them, for other operations that keep the same
-        tensors.
-        """
-        bound = list(outputs)
-        if any(map(is_staged, [x for root in self._new for x in root.arrays])):
-            values = iter(barrier([*outputs, *(x for root in self._new for x in root.arrays)]))
-            bound = [next(values) for _ in outputs]
-            for root in self._new:
-                root.arrays[:] = [next(values) for _ in root.arrays]
-        for old, new in zip(outputs, bound, strict=True):
-            found = self._found.get(id(old))
-            residual = self._derived(old) if found is None else found[1]
-            if residual is not None:
-                self._found[id(new)] = new, residual
-        for tensor, residual in self._found.values():
-            if not isinstance(residual, Root) or residual.packed is not None:
-                self.pair.residuals.put(tensor, _WeakResidual(residual))
-        return bound
+    operands: Sequence[Any]
+    origin_of: Callable[[Any, int], Origin]  # a value and the index of the tensor that follows from it -> its origin
+    stay: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
+    equations: _Equations  # the equations of the forward pass, if they were recorded
 
 
-class PairOfLayer(NamedTuple):
-    """The pair that was active where a layer was applied, with a mask of the layer's arguments that are not packed."""
+def pack_residuals(
+    packing: Packing, tensors: Sequence[Any], outputs: Sequence[Any]
+) -> tuple[PackedResiduals, list[Any], list[Any]]:
+    """Pack the tensors that a layer or an operation keeps. Each distinct tensor is kept once, in one way.
 
-    pair: Pair
-    stays: Sequence[bool]
+    Returns:
+        The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
+    """
+    pair, owner, operands, origin_of, stay, equations = packing
+    with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
+        if active.value is SUSPENDED:  # an enclosing operation packs the residuals
+            return *PackedResiduals.of(tensors), list(outputs)
+        if pair.packs_nothing:
+            return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
+        is_program = is_staging()
+        may_vary = {id(x) for x in operands} - {id(x) for x, _ in stay}  # such a scalar is no constant
+        residual_of: dict[int, Any] = {id(x): residual for x, residual in stay}
+        to_pack: dict[int, tuple[Any, int]] = {}  # id -> a tensor, and the index of the first tensor that needs it
+        steps: dict[int, Equation] = {}  # id -> the equation that recomputes the value
+        unknown: set[int] = set()
 
-    def packing(self, owner: str, layer: str, names: Sequence[str], inputs: Sequence[Any]) -> Packing:
-        """Return the `Packing` of the tensors that the layer saved; `names` is empty if the tensors have no names."""
-        known = [(x, Root([x])) for x, stays in zip(inputs, self.stays, strict=False) if stays]
-        return Packing(
-            self.pair, owner, lambda i: TensorInfo(layer=layer, name=names[i] if names else ""), inputs, known, {}
-        )
+        def is_known(x: Any, index: int = 0) -> bool:
+            if id(x) in residual_of or id(x) in to_pack or id(x) in steps:
+                return True
+            if id(x) in unknown:
+                return False
+            found = x if _stays(x, is_program) else _recall(pair, x, lambda: origin_of(x, index).name)
+            if found is None:
+                unknown.add(id(x))
+            else:
+                residual_of[id(x)] = found
+            return found is not None
+
+        def walk(x: Any) -> tuple[dict[int, Any], dict[int, Equation]]:
+            roots: dict[int, Any] = {}
+            found: dict[int, Equation] = {}
+            is_constant = lambda y: y is not x and id(y) not in may_vary and is_number(y)  # noqa: E731
+            _follow(x, equations, pair.keeps, is_known, is_constant, roots, found)
+            return roots, found
+
+        # 1. Walk back from each tensor to the tensors that have to be packed.
+        for i, tensor in enumerate(tensors):
+            if pair.unmatched:
+                pair.note(origin_of(tensor, i))
+            if not is_known(tensor, i):
+                roots, found = walk(tensor)
+                missing = [x for x in roots.values() if not is_known(x, i)]
+                if found and missing and _is_larger(missing, tensor):
+                    missing, found = [tensor], {}
+                to_pack |= {id(x): (x, i) for x in missing}
+                steps |= found
+
+        # 2. Pack these tensors. In staged code, a barrier binds the packed arrays and the outputs together.
+        with hooks_suspended():
+            # jax.grad(f)(2.0) passes a number that is no array.
+            kept = [pack_tensor(pair, as_arrays([x])[0], f"{owner} {i}", origin_of(x, i)) for x, i in to_pack.values()]
+            kept, bound = _bind(kept, outputs)
+        residual_of |= zip(to_pack, kept, strict=True)
+
+        # 3. Backward computes the other tensors again, and so later operations find outputs that follow from them.
+        for output in outputs:
+            if not is_known(output):
+                roots, found = walk(output)
+                if all(map(is_known, roots.values())):
+                    steps |= found
+        for number, equation in steps.items():
+            residual_of[number] = recomputed(
+                equation.primitive, equation.params, equation.inputs, lambda x: residual_of.get(id(x))
+            )
+        shown = [x for x in tensors if id(x) in steps and np.ndim(x)] + [x for x, _ in to_pack.values()]
+        marks = _marks(packing, shown, steps)
+        packed, arrays = PackedResiduals.of([residual_of[id(x)] for x in tensors], marks)
+        new = [x for x, _ in to_pack.values()] + [equation.value for equation in steps.values()]
+        pairs = [(x, x) for x in new] + [(y, x) for x, y in zip(outputs, bound, strict=True) if id(x) in residual_of]
+        done: dict[int, Any] = {}
+        is_left = [n for n in to_pack if not isinstance(residual_of[n], Residual)]
+        name_of = {n: origin_of(*to_pack[n]).name for n in is_left}
+        for tensor, x in pairs:
+            _remember(pair, tensor, residual_of[id(x)], packed, name_of.get(id(x), ""), done)
+        return packed, arrays, bound
+
+
+def _marks(packing: Packing, tensors: Sequence[Any], steps: Collection[int]) -> list[Any]:
+    """Return the results of marks for these tensors, if a report is made. `steps`: ids of the recomputed tensors."""
+    if not is_reported.value:
+        return []
+    shown = {id(x): x for x in tensors if not _stays(x, is_staging())}.values()
+    return [apply(Mark(typeof(x), packing.origin_of(x, 0), id(x) in steps), [x])[0] for x in shown]
+
+
+def _stays(tensor: Any, is_program: bool) -> bool:
+    # A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway, and XLA would
+    # run the hooks on constants while it compiles, for seconds.
+    return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (is_program and not is_tracer(tensor))
+
+
+def _bind(residuals: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return residuals and outputs. In staged code they pass a barrier, so that XLA packs before it uses the outputs.
+
+    Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
+    """
+    arrays = [x for residual in residuals if isinstance(residual, Residual) for x in residual.inputs]
+    if not any(map(is_staged, arrays)):
+        return list(residuals), list(outputs)
+    values = barrier([*outputs, *arrays])
+    rest = iter(values[len(outputs) :])
+    bound = [Residual(r.function, [next(rest) for _ in r.inputs]) if isinstance(r, Residual) else r for r in residuals]
+    return bound, values[: len(outputs)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from .imports import partial_eval, set_current_trace
+from .imports import ir, lower_with_sharding_in_types, partial_eval, set_current_trace, stablehlo
 from .jaxprs import stage
 from .masks import merge, select
 from .primitives import object_of_params
@@ -16,20 +17,28 @@ from .rule_function import RuleFunction, Values, apply, rule_function_p
 from .types import typeof
 
 _BARRIER = "barrier"
+_WAIT = "wait"  # a barrier that keeps operands whose results are not used
 
 
-class _Identity(RuleFunction):
+class Identity(RuleFunction):
     """A function whose results are its operands. JAX may transpose some of the results without the others.
 
     If `error` is given, the derivative of the function raises the exception that `error` makes.
     """
 
+    is_opaque = True  # JAX would look into the jaxpr of each equation several times while it lowers a program
+
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
         self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
 
-    def of(self, types: Sequence[Any]) -> _Identity:
+    @property
+    def may_drop_operands(self) -> bool:
+        """Whether JAX may drop an operand whose result no code uses."""
+        return self.name != _WAIT
+
+    def of(self, types: Sequence[Any]) -> Identity:
         """Return the same function for operands of the given types."""
-        return _Identity(self.name, tuple(types), self.error)
+        return Identity(self.name, tuple(types), self.error)
 
     @property
     def is_divisible(self) -> bool:
@@ -47,12 +56,20 @@ class _Identity(RuleFunction):
         return list(cotangents)
 
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
-        return super().lower(context, args) if self.jaxpr.eqns else args  # lowering an empty jaxpr is slower
+        if not self.jaxpr.eqns:  # lowering an empty jaxpr is slower
+            return args
+        if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
+            return super().lower(context, args)
+        # JAX's lowering of a jaxpr with this one equation takes ten times as many calls.
+        values = stablehlo.OptimizationBarrierOp(args).results
+        if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
+            return values
+        return [lower_with_sharding_in_types(context, x, t) for x, t in zip(values, context.avals_out, strict=True)]
 
 
 @functools.lru_cache(maxsize=1024)
 def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
-    values = jax.lax.optimization_barrier if name == _BARRIER else list
+    values = jax.lax.optimization_barrier if name in (_BARRIER, _WAIT) else list
     return stage(lambda *xs: (values(xs), None), types, name)[0]
 
 
@@ -61,7 +78,7 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = object_of_params(params)
-    if not isinstance(function, _Identity) or all(unknown) or not any(unknown):
+    if not isinstance(function, Identity) or all(unknown) or not any(unknown):
         return trace.default_process_primitive(rule_function_p, tracers, params)
     known = [x.pval.get_known() for x in tracers if x.is_known()]
     apart = select(tracers, unknown)
@@ -73,27 +90,30 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
 partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
 
 
-def barrier(values: Sequence[Any]) -> Values:
+def barrier(values: Sequence[Any], waits: bool = False) -> Values:
     """Return the values behind a barrier. XLA uses no value before all are computed, and optimizes nothing across it.
+
+    If `waits`, XLA waits also for values whose results are not used. Else JAX may drop these values.
+    tests: test_memory_of_a_compiled_step
 
     The derivative of `jax.lax.optimization_barrier` has a second barrier, for which jax 0.10 makes zero tangents.
     """
-    return apply(_Identity(_BARRIER, tuple([typeof(x) for x in values])), values)
+    return apply(Identity(_WAIT if waits else _BARRIER, tuple([typeof(x) for x in values])), values)
 
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
     """Return the values unchanged. A derivative through any value raises the exception that `error` makes."""
     types = tuple([typeof(x) for x in values])
-    return apply(_Identity("forbid_derivative", types, error), values) if values else []
+    return apply(Identity("forbid_derivative", types, error), values) if values else []
 
 
 def leave_mark(name: str) -> None:
     """Add an equation without operands to the jaxpr that JAX is tracing; `is_mark` recognizes this equation."""
-    apply(_Identity(name, ()), ())
+    apply(Identity(name, ()), ())
 
 
 def is_mark(function: object, name: str) -> bool:
-    return isinstance(function, _Identity) and function.name == name
+    return isinstance(function, Identity) and function.name == name
 
 
 class _WithTangent(RuleFunction):

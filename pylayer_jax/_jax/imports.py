@@ -22,6 +22,8 @@ from jax.extend.core import (
     unmapped_aval,
 )
 from jax.extend.linear_util import wrap_init
+from jax.extend.mlir import ir, lower_with_sharding_in_types
+from jax.extend.mlir.dialects import stablehlo
 from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.lax import convert_element_type_p
@@ -46,12 +48,15 @@ __all__ = [
     "eval_jaxpr",
     "get_opaque_trace_state",
     "io_callback",
+    "ir",
     "jaxprs_in_params",
+    "lower_with_sharding_in_types",
     "mlir",
     "partial_eval",
     "primal_dtype_to_tangent_dtype",
     "register_exclusion",
     "set_current_trace",
+    "stablehlo",
     "summarize",
     "take_current_trace",
     "unmapped_aval",

@@ -54,7 +54,7 @@ class ObjectPrimitive(Primitive):
         holder = _Holder("pylayer_jax", "held object", None, None)
         holder.held = held
         key = Jaxpr((), (), (), (), debug_info=holder)
-        jaxpr = getattr(held, "jaxpr", None)
+        jaxpr = None if getattr(held, "is_opaque", False) else getattr(held, "jaxpr", None)
         return {"held": ((key,),), "name": held.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
 
     def register(
@@ -106,6 +106,8 @@ class ObjectPrimitive(Primitive):
             __tracebackhide__ = True
             return lower(_object(held), context, *args)
 
+        named_rule: Any = jvp_rule
+        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_front.py`
         self.def_impl(evaluate_rule)
         # Some jaxprs have hijax primitives (that of jnp.nonzero). Since jax 0.12, JAX calls `to_lojax` to lower these.
         self.to_lojax = evaluate_rule
@@ -116,6 +118,9 @@ class ObjectPrimitive(Primitive):
         batching.fancy_primitive_batchers[self] = batch_rule
         # Each equation holds a different object, so JAX could never reuse a cached lowering.
         mlir.register_lowering(self, lower_rule, cacheable=False)
+
+
+_NO_DEBUG_INFO = DebugInfo("pylayer_jax", "a rule of a primitive", None, None)
 
 
 class _Holder(DebugInfo):

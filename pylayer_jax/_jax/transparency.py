@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from .identities import forbid_derivative
+from .identities import Identity, forbid_derivative
 from .imports import DebugInfo, eval_jaxpr, partial_eval
 from .jaxprs import is_literal, jaxpr_and_consts, stage, uses_own_refs
 from .masks import select
@@ -144,6 +144,10 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         code, _ = partial_eval.dce_jaxpr(function.jaxpr, list(used))
         if not code.eqns:
             return [False] * len(equation.invars), None
+    if isinstance(function, Identity) and function.may_drop_operands:  # each result is the operand at the same position
+        function = function.of([v.aval for v in select(equation.outvars, used)])
+        invars, outvars = select(equation.invars, used), select(equation.outvars, used)
+        return list(used), _with_function(equation, function, invars=invars, outvars=outvars)
     if not _is_divisible(function):
         return keeps_all, equation
     code, is_read = partial_eval.dce_jaxpr(function.jaxpr, list(used), function.mask_of_kept_operands())

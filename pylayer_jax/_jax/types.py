@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import numpy as np
 from .imports import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
 
 typeof = jax.typeof
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def tangent_type(aval: Any) -> Any:
@@ -34,6 +36,24 @@ def _dtype_has_tangent(dtype: Any) -> bool:
 def is_set(flag: str) -> bool:
     """Return whether a flag of JAX, such as "enable_x64", is set here."""
     return getattr(jax.config, f"jax_{flag}")
+
+
+def is_nan_reported() -> bool:
+    """Return whether JAX reports each NaN, or each infinity, of a result."""
+    return is_set("debug_nans") or is_set("debug_infs")
+
+
+def unchecked(function: F) -> F:
+    """Return a function in which JAX ignores NaN and infinity, and so reports them where the user's code makes them."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        if not is_nan_reported():
+            return function(*args)
+        with jax.debug_nans(False), jax.debug_infs(False):
+            return function(*args)
+
+    return cast(F, run)
 
 
 def is_array(value: object) -> bool:

@@ -238,7 +238,7 @@ def test_annotations_stay():
 
 def test_the_docstring_is_that_of_forward():
     assert Scaled.apply.__doc__ == OwnBackward.apply.__doc__ == "Multiply `x` by `scale`."
-    assert OfClass.apply.__doc__ == "Of a class."
+    assert OfClass.apply.__doc__ == "Multiply by an attribute of the class."
     assert Split.apply.__doc__ == "Raise `x` to the power `n`."
     for without in (PyLayer, Tanh, OwnForward, Function):
         assert without.apply.__doc__.startswith("Run the ")

@@ -63,7 +63,7 @@ def test_the_rows_of_plain_operations():
     def loss(x):
         return jnp.sum(jnp.where(x > 0, jnp.sin(x) ** 2, 3.0))
 
-    for around, dtypes in ((lambda f: f, {"cos": "float32", "gt": "bool"}), (cast_saved(), {"cos": "float32"})):
+    for around, dtypes in ((lambda f: f, {"sin": "float32", "gt": "bool"}), (cast_saved(), {"sin": "float32"})):
         operations = {r.name: r for r in saved_tensors_report(around(loss), X).rows if r.kind == "operation"}
         assert dtypes.items() <= {name: row.dtype for name, row in operations.items()}.items()
         assert {r.source for r in operations.values()} == {f"test_report.py:{loss.__code__.co_firstlineno + 1}"}
@@ -77,7 +77,7 @@ def test_equal_rows_are_one_with_a_count():
 
     report = saved_tensors_report(model, X, W)
     assert [(r.name, r.times, r.bytes) for r in report.rows] == [
-        ("cos", 24, 24 * SIZE),
+        ("sin", 24, 24 * SIZE),
         ("saved[0]", 24, 24 * SIZE),
         ("args[0]", 1, SIZE),
         ("args[1]", 1, W.nbytes),
@@ -90,7 +90,7 @@ def test_the_largest_rows_are_first_and_inputs_last(around):
     *rows, last = saved_tensors_report(f, X, W).rows
     sizes = [row.packed_bytes for row in rows]
     assert sizes == sorted(sizes, reverse=True)
-    assert len(set(sizes)) == 3
+    assert len(set(sizes)) >= 3
     assert [row.kind == "input" for row in (*rows, last)] == [False] * len(rows) + [True]
 
 
@@ -173,7 +173,7 @@ def test_types_alone_and_keywords_and_statics():
 
     tree = {"x": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
     report = saved_tensors_report(loss, tree, "text", scale=jnp.float32(2.0))
-    assert {r.name for r in report.rows} == {"saved[0]", "cos", "args[0]['x']", "kwargs['scale']"}
+    assert {r.name for r in report.rows} == {"saved[0]", "sin", "args[0]['x']", "kwargs['scale']"}
     assert report.total_bytes == 2 * SIZE
 
 
@@ -301,9 +301,11 @@ def test_what_is_packed_on_the_host(name, mode, tmp_path):
         packed = [row for row in report.rows if row.note]
         assert {(row.layer, row.name) for row in packed} >= {("Tanh", "saved[0]"), ("ForwardTanh", "saved[0]")}
         assert report.input_bytes == 0
-        assert "computed again" not in str(report)
-    assert cpu.total_bytes == sum(row.bytes for row in cpu.rows if "in host memory" in row.note)
-    assert cpu.total_bytes <= plain.total_bytes + plain.input_bytes  # what follows from a packed tensor is not kept
+    assert cpu.total_bytes == 0
+    assert cpu.host_bytes == sum(row.bytes for row in cpu.rows if "in host memory" in row.note)
+    # What follows from a packed tensor is not kept.
+    assert cpu.host_bytes <= cpu.total_unpacked_bytes + plain.input_bytes
+    assert cpu.total_unpacked_bytes == plain.total_bytes
     assert all("host" in row.note for row in disk.rows if row.dtype == "float32")
     assert disk.total_bytes < 200
     assert disk.total_unpacked_bytes == cpu.total_unpacked_bytes

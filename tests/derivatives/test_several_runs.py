@@ -12,7 +12,7 @@ import pytest
 
 from pylayer_jax import PyLayer, saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
-from tests.hooks.spy import in_block
+from tests.hooks.spy import IDLE, in_block
 from tests.kit.layers import Multiply, Tanh, bits, layer
 from tests.kit.threads import in_threads
 
@@ -139,6 +139,7 @@ def test_threads_that_save_to_one_directory(many_switches, tmp_path):
     assert in_threads(8, work) == []
 
 
+@IDLE
 @pytest.mark.timeout(60)
 def test_hooks_on_the_host_that_are_collected_at_any_line(many_switches, tmp_path):
     # The finalizer of a pair runs in whatever thread, and at whatever line, the last reference to it goes.

@@ -18,7 +18,7 @@ from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import save_on_disk
 from tests.kit.layers import Tanh, layer
 
-from .spy import GRADIENTS, TRANSFORMS, Held, in_block, tanh_slope, tanh_sum, without_hooks
+from .spy import GRADIENTS, IDLE, TRANSFORMS, Held, in_block, tanh_slope, tanh_sum, without_hooks
 
 X = jnp.array([[0.2, -0.4, 0.9], [0.5, 0.1, -0.7]])
 
@@ -251,6 +251,7 @@ def test_errors_come_out_of_a_compiled_program(unpack, got):
             jax.block_until_ready(differentiate(hooks(tanh_sum))(X))
 
 
+@IDLE
 def test_a_pair_on_disk_that_is_collected_leaves_no_folder(tmp_path):
     with save_on_disk(tmp_path):
         assert len(os.listdir(tmp_path)) == 1

@@ -22,6 +22,12 @@ from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save
 
 from .spy import X, counted_step, tanh_sum
 
+# Some blocks stand around `jax.grad`, where hooks see no plain operation; some functions have no tensor of each name.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*0 tensors packed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:by_name. no tensor:UserWarning"),
+]
+
 
 def is_matrix(x):
     return x.ndim > 1

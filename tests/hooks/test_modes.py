@@ -16,6 +16,8 @@ from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save
 from tests.kit.case import grid
 from tests.kit.layers import Tanh
 
+pytestmark = pytest.mark.filterwarnings("ignore:by_name. no tensor:UserWarning")  # not each function has a `sin`
+
 X = grid(8, 32)
 
 

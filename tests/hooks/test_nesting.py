@@ -15,7 +15,7 @@ from tests.kit.layers import Multiply, bits, layer
 from tests.kit.modes import STAGED
 from tests.kit.threads import in_threads
 
-from .spy import GRADIENTS, A, B, Spy, X, in_block, tanh_sum
+from .spy import GRADIENTS, IDLE, A, B, Spy, X, in_block, tanh_sum
 
 
 def test_the_innermost_pair_alone_applies():
@@ -132,6 +132,7 @@ def test_one_hooks_object_in_many_threads():
     assert spy.counts() == (8, 8)
 
 
+@IDLE
 def test_disabled_hooks():
     hooks = bits()
     with disable_saved_tensors_hooks("no hooks here"), pytest.raises(RuntimeError, match=r"^no hooks here$"), hooks:

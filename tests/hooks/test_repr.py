@@ -12,6 +12,8 @@ import pytest
 from pylayer_jax import saved_tensors_hooks
 from pylayer_jax.packers import cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
 
+from .spy import IDLE
+
 
 def twice(x):
     return x * 2
@@ -30,6 +32,7 @@ class Scaled(saved_tensors_hooks):
         super().__init__(lambda x: x * scale, lambda x: x / scale)
 
 
+@IDLE
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda hooks: pickle.loads(pickle.dumps(hooks))])
 @pytest.mark.parametrize(
     ("make", "text"),

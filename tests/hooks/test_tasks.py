@@ -12,7 +12,7 @@ import pytest
 from pylayer_jax import disable_saved_tensors_hooks
 from tests.kit.layers import Square, bits
 
-from .spy import Spy, X, tanh_sum
+from .spy import IDLE, Spy, X, tanh_sum
 
 
 def layer_gradient():
@@ -71,6 +71,7 @@ def test_a_block_of_another_task_is_an_error(use):
     assert_no_block_is_open()
 
 
+@IDLE
 def test_a_block_of_its_own_while_another_task_waits_in_one():
     spy = Spy()
 

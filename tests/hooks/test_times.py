@@ -9,9 +9,10 @@ import pytest
 
 from tests.kit.layers import Multiply, Tanh, layer
 
-from .spy import A, B, Spy, X, in_block, tanh_sum
+from .spy import IDLE, A, B, Spy, X, in_block, tanh_sum
 
 
+@IDLE
 def test_nothing_happens_without_differentiation():
     spy = Spy()
     f = in_block(spy.hooks, lambda a, b: Multiply.apply(a, b) * a)
@@ -45,6 +46,7 @@ def test_an_output_that_a_layer_and_the_next_operation_keep_is_packed_once(forwa
         assert spy.counts()[0] == 2  # the output, and 2 x
 
 
+@IDLE
 def test_the_pair_at_the_call_counts_not_the_one_at_the_differentiation():
     inner, outer = Spy(), Spy()
     f = jax.jit(in_block(inner.hooks, tanh_sum))

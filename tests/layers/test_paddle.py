@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.hooks.spy import IDLE
 from tests.kit.oracle import MODES, Ours, Paddle, Row, Table, X, Y, Z, compare
 from tests.layers.agree import HOOKS, SHARED, noting_what_is_saved, product
 from tests.layers.differ import DIFFERENCES
 
 from .after_paddle import PORTS
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, IDLE]
 CASES = Table(SHARED + HOOKS)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
+from tests.hooks.spy import IDLE
 from tests.kit.oracle import Ours, Row, Table, Torch, X, Y, Z, compare
 from tests.layers.agree import (
     HOOKS,
@@ -20,7 +21,7 @@ from tests.layers.differ import DIFFERENCES
 
 from .after_torch import PORTS, f32, layers, ported
 
-pytestmark = pytest.mark.frameworks
+pytestmark = [pytest.mark.frameworks, IDLE]
 CASES = Table(SHARED + HOOKS)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.hooks.spy import IDLE
 from tests.kit.layers import Tanh, bits
 from tests.kit.modes import STAGED
 from tests.kit.transforms import (
@@ -99,6 +100,7 @@ def without_what_is_slow(*names):
     return lambda transform, case: transform not in SLOW | COVERED and case in names
 
 
+@IDLE
 @pytest.mark.parametrize("place", ["inside", "around"])
 @each_pair(*REVERSE, where=without_what_is_slow("DoubledTanh", "SavedIntermediate", "Trees"))
 def test_under_hooks(table, transform, case, place):
@@ -116,6 +118,7 @@ def test_under_hooks(table, transform, case, place):
         assert re.search(r"(second_order|hessian).*(scan|cond|remat)", transform)
 
 
+@IDLE
 @each_pair(FIRST_ORDER, FORWARD, where=without_what_is_slow("DoubledTanh"))
 def test_forward_mode_under_hooks(table, transform, case, monkeypatch):
     ours, hooks = case.in_forward_mode(monkeypatch), bits()

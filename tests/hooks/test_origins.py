@@ -1,0 +1,180 @@
+"""Tensors are chosen by where they come from: class, name, operation, layer; and a choice of nothing warns."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from pylayer_jax import saved_tensors_report
+from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu
+from tests.kit.layers import Multiply, Tanh
+from tests.kit.modes import EAGER_AND_JIT
+
+from .spy import in_block, noting
+
+T, W = 32, 64
+X = jnp.linspace(-1.0, 1.0, T * W).reshape(T, W)
+PARAMETERS = {name: jnp.eye(W) * 0.3 + 0.01 for name in ("q", "k", "v", "o", "m")}
+
+
+class Attention:
+    """Its output has a name, before or after it is reshaped."""
+
+    def __init__(self, named):
+        self.named = named
+
+    def __call__(self, p, x):
+        q, k, v = x @ p["q"], x @ p["k"], x @ p["v"]
+        scores = jax.nn.softmax(q @ k.T)
+        o = (scores @ v).reshape(T, 2, -1)
+        if self.named == "before":
+            o = checkpoint_name(o, "attended").reshape(T, W)
+        else:
+            o = checkpoint_name(o.reshape(T, W), "attended")
+        return o @ p["o"]
+
+
+class Block:
+    def __init__(self, named):
+        self.attention = Attention(named)
+
+    def __call__(self, p, x):
+        x = x + self.attention(p, x)
+        with jax.named_scope("feed_forward"):
+            return x + Tanh.apply(x @ p["m"]) * 2.0
+
+
+def loss_of(named="before", n=2):
+    block = Block(named)
+
+    def loss(p, x):
+        for _ in range(n):
+            x = block(p, x)
+        return jnp.sum(x**2)
+
+    return loss
+
+
+def numbers(packed, f, mode):
+    """The gradient in a block that packs what a key names, and the shapes of the packed tensors."""
+    got, want = (mode(jax.grad(g))(PARAMETERS, X) for g in (packed(f), f))
+    for name in PARAMETERS:
+        np.testing.assert_allclose(got[name], want[name], rtol=2e-3, atol=1e-3)  # float32; equal with x64
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("named", ["before", "after"])
+@pytest.mark.parametrize("key", ["Attention", "attended", "exp", "Tanh", "feed_forward", "loss"])
+def test_each_key_names_tensors(key, named, mode):
+    kept, rest = [], []
+    f = loss_of(named)
+    numbers(by_name({key: noting(kept, differentiable=True), ...: None}), f, mode)
+    numbers(by_name({key: None, ...: noting(rest, differentiable=True)}), f, mode)
+    shapes = {"Attention": None, "attended": {(T, W)}, "exp": {(T, T)}, "Tanh": {(T, W)}, "feed_forward": None}
+    assert kept
+    assert shapes.get(key) in (None, set(kept))
+    assert len(kept) == {"attended": 2, "exp": 2, "Tanh": 2}.get(key, len(kept))
+    assert rest
+
+
+def test_a_class_in_a_staged_scan_and_in_a_jitted_function():
+    block = Block("before")
+
+    def scanned(p, x):
+        return jnp.sum(jax.lax.scan(lambda c, _: (block(p, c), None), x, None, length=3)[0] ** 2)
+
+    for f in (scanned, jax.jit(loss_of())):
+        for key in ("Attention", "attended", "Tanh"):
+            kept = []
+            numbers(by_name({key: noting(kept, differentiable=True), ...: None}), f, jax.jit)
+            assert kept
+
+
+@EAGER_AND_JIT
+def test_a_predicate_gets_the_functions_around(mode):
+    seen = set()
+
+    def only(x, info):
+        seen.add((info.operation, info.layer, info.name, info.inside))
+        return True
+
+    mode(jax.grad(noting([], only=only)(loss_of(n=1))))(PARAMETERS, X)
+    assert ("matmul", "", "attended", ("loss", "Block", "Attention")) in seen
+    assert ("exp", "", "", ("loss", "Block", "Attention")) in seen
+    assert ("", "Tanh", "saved[0]", ("loss", "Block", "feed_forward")) in seen
+
+
+@EAGER_AND_JIT
+def test_a_tensor_is_decided_once(mode):
+    # Both the exponential and the product keep the result of the exponential.
+    f = lambda x: jnp.sum(jnp.exp(x) * x)  # noqa: E731
+    for key, other, n in (("exp", "multiply", 1), ("multiply", "exp", 0)):
+        kept = []
+        with pytest.warns(UserWarning, match="multiply"):  # the product keeps nothing of its own
+            mode(jax.grad(by_name({key: noting(kept), other: None})(f)))(X)
+        assert len(kept) == n
+    plain = saved_tensors_report(f, X)
+    cast = saved_tensors_report(by_name({"exp": cast_saved(), ...: None})(f), X)
+    assert (plain.total_bytes, cast.total_bytes) == (X.nbytes, X.nbytes // 2)
+
+
+@EAGER_AND_JIT
+def test_an_input_of_a_layer_has_its_own_origin_and_counts_as_the_layers(mode):
+    f = lambda x: jnp.sum(Multiply.apply(jnp.exp(x) * 3.0, jnp.sin(x)))  # noqa: E731
+    for key in ("Multiply", "multiply", "sin"):
+        kept = []
+        mode(jax.grad(by_name({key: noting(kept), ...: None})(f)))(X)
+        assert kept
+
+
+def twice(run):
+    run()
+    run()
+
+
+# -- what warns -----------------------------------------------------------------------------------
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("decorate", [True, False])
+def test_a_key_that_names_nothing_warns_once_and_lists_names(decorate, mode):
+    pair = by_name({"Atention": save_on_cpu(), "exp": save_on_cpu(), ...: None})
+    f = pair(loss_of()) if decorate else in_block(pair, loss_of())
+    with pytest.warns(UserWarning, match=r"Atention") as caught:
+        twice(lambda: mode(jax.grad(f))(PARAMETERS, X))
+    (warning,) = caught
+    text = str(warning.message)
+    assert all(name in text for name in ("Attention", "attended", "Tanh", "feed_forward"))
+    assert "'exp'" not in text
+
+
+@EAGER_AND_JIT
+def test_a_predicate_that_is_never_true_warns_once(mode):
+    pair = quantize_saved(8, only=lambda x, info: info.layer == "Tahn")
+    with pytest.warns(UserWarning, match="only") as caught:
+        twice(lambda: mode(jax.grad(pair(loss_of())))(PARAMETERS, X))
+    assert len(caught) == 1
+    assert "Tanh" in str(caught[0].message)
+
+
+def test_a_block_at_top_level_that_packs_nothing_warns_once():
+    step = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2)))
+    hooked = in_block(quantize_saved(8, block_size=24), step)  # no equal pair has packed in another test
+    with pytest.warns(UserWarning, match=r"jax\.grad") as caught:
+        twice(lambda: hooked(X))
+    assert len(caught) == 1
+
+
+def test_what_does_not_warn():
+    layers = jax.jit(jax.grad(lambda x: jnp.sum(Tanh.apply(x))))
+    with cast_saved():
+        layers(X)
+    with cast_saved():  # an equal pair: JAX does not call its hooks again
+        layers(X)
+    cast_saved()(lambda x: jnp.sum(jnp.sin(x)))(X)  # a loss without its gradient
+    by_name({"sin": cast_saved()})(lambda x: jnp.sum(x))(X)  # nothing is kept
+    with pytest.raises(KeyError), cast_saved():
+        raise KeyError
