@@ -7,8 +7,7 @@ from ._compare_programs import compare_programs
 from ._context import PyLayerContext
 from ._function import Function, FunctionCtx
 from ._hooks import disable_saved_tensors_hooks, saved_tensors_hooks
-from ._layer import PyLayer
-from ._once_differentiable import once_differentiable
+from ._layer import PyLayer, once_differentiable
 from ._report import saved_tensors_report
 
 __version__ = "0.4.0"

@@ -14,15 +14,13 @@ import jax.numpy as jnp
 
 from . import _host_layer
 from ._arguments import Arguments
-from ._context import ContextState, Kept, KeptTree, PyLayerContext, backward_context, keep
+from ._context import ContextState, Outputs, PyLayerContext, ResidualTree, SavedContext, backward_context, keep
 from ._gradients import argument_tangents, match_gradients, match_tangents, warn_of_integer_outputs
-from ._jax.imports import eval_jaxpr
 from ._jax.jaxprs import stage
-from ._jax.primitives import batch_axis_to_front
-from ._jax.tracers import TraceState, is_active, is_differentiated, is_staging, is_tracer
+from ._jax.rule_function import batch_axis_to_front
+from ._jax.traces import TraceState, eval_jaxpr, is_active, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array
 from ._messages import add_note, closed_over, describe, held_by, innermost, plural, source_of, tensors_in
-from ._outputs import Outputs
 from ._trees import Skeleton, contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -35,10 +33,10 @@ in_backward: Final = jax.make_user_context(False)
 _null_context: Final = contextlib.nullcontext()
 
 
-class Run(NamedTuple):
+class ForwardResult(NamedTuple):
     """Result of running `forward`: the state of the context without arrays, the outputs, and the residuals."""
 
-    kept: Kept
+    kept: SavedContext
     outputs: list[Any]
     residuals: list[Any]
 
@@ -75,7 +73,7 @@ class LayerCall:
         # In eager mode, JAX compiles each operation separately and ignores name scopes.
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
-    def residual_names(self, kept: Kept, n_residuals: int) -> list[str]:
+    def residual_names(self, kept: SavedContext, n_residuals: int) -> list[str]:
         """Return a name for each residual, for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
         given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
         return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
@@ -84,14 +82,14 @@ class LayerCall:
 
     def run_forward(
         self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
-    ) -> Run:
+    ) -> ForwardResult:
         """Run `self.layer.forward`, or the argument `forward` in its place, and collect the residuals.
 
         `needs` has one bool per tensor; `ctx.needs_input_grad` is made from `needs` and has one bool per argument.
         """
         __tracebackhide__ = True
         ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
-        run = Run(*keep(ctx, result, self.layer))
+        run = ForwardResult(*keep(ctx, result, self.layer))
         self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
         return run
 
@@ -104,7 +102,7 @@ class LayerCall:
         kept, outputs, _ = keep(ctx, result, self.layer)
         return kept.outputs.skeleton.fill(outputs)
 
-    def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> Run:
+    def run_on_values(self, tensors: Sequence[Any], needs: Sequence[bool]) -> ForwardResult:
         """Run `forward` on concrete values; `forward` must not close over a value that is being differentiated.
 
         Raises:
@@ -169,7 +167,7 @@ class LayerCall:
         if any(is_differentiated(x) for value in closed_over(self.layer.backward).values() for x in tensors_in(value)):
             raise self.closed_over_error("backward")
 
-    def warn_of_integer_outputs(self, kept: Kept, needs: Sequence[bool]) -> None:
+    def warn_of_integer_outputs(self, kept: SavedContext, needs: Sequence[bool]) -> None:
         """Warn if a differentiated layer has only integer outputs; `needs` has one bool per tensor."""
         warn_of_integer_outputs(self.layer, kept.outputs, self.arguments, needs)
 
@@ -177,7 +175,7 @@ class LayerCall:
 
     def run_backward(
         self,
-        kept: Kept,
+        kept: SavedContext,
         residuals: Sequence[Any],
         needs: Sequence[bool],
         cotangents: Sequence[Any],
@@ -226,7 +224,7 @@ class LayerCall:
         return _conjugated(gradients) if is_conjugated else gradients
 
     def run_jvp(
-        self, kept: Kept, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
+        self, kept: SavedContext, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
         """Run `jvp` and return one tangent per differentiable output; `tangents` has one per tensor of the call."""
         __tracebackhide__ = True
@@ -245,7 +243,11 @@ class LayerCall:
         return match_tangents(result, kept.outputs, self.name)
 
     def _context(
-        self, needs: Sequence[bool], residuals: Sequence[Any], saved: KeptTree | None, attributes: dict[str, KeptTree]
+        self,
+        needs: Sequence[bool],
+        residuals: Sequence[Any],
+        saved: ResidualTree | None,
+        attributes: dict[str, ResidualTree],
     ) -> Any:
         return backward_context(
             self.layer._context,
@@ -255,7 +257,7 @@ class LayerCall:
             {name: tree.fill(residuals) for name, tree in attributes.items()},
         )
 
-    def _without_leaks(self, kept: Kept, run: Callable[[], Any], method: str) -> Any:
+    def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
         """Return `run()`, which calls a method; raise an error if it uses a tracer of a trace that has ended.
 
         `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX takes such a
@@ -274,7 +276,7 @@ class LayerCall:
             raise self._leak_error(kept, method)
         return skeleton.fill(eval_jaxpr(jaxpr, (), *consts))
 
-    def _leak_error(self, kept: Kept, method: str) -> ValueError:
+    def _leak_error(self, kept: SavedContext, method: str) -> ValueError:
         trees = {"ctx.save_for_backward": kept.saved, "ctx.save_for_forward": kept.saved_for_jvp}
         trees |= {f"ctx.{name}": tree for name, tree in kept.attributes.items()}
         names = [

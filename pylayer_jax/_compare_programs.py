@@ -28,10 +28,9 @@ import jax
 import jax.numpy as jnp
 
 from ._jax.jaxprs import inner_jaxprs
-from ._jax.masks import merge, select
+from ._jax.rule_function import merge, select
 from ._messages import describe
-from ._report import saved_tensors_report
-from ._tables import html_table, text_table
+from ._report import html_table, saved_tensors_report, text_table
 from ._trees import is_tensor, split
 
 _BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

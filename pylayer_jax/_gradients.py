@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ._arguments import Argument, Arguments
+from ._context import Outputs
 from ._jax.types import (
     as_array,
     as_arrays,
@@ -24,7 +25,6 @@ from ._jax.types import (
     zeros_of,
 )
 from ._messages import describe, innermost, plural, source_of
-from ._outputs import Outputs
 from ._trees import LEAF, Skeleton, is_tensor, unboxed
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
@@ -42,7 +42,7 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
         gradients: list[Any] = [None] * len(needs)
         for argument, entry in _pair(result, arguments, needs, layer._torch_convention):
             if any(needs[argument.span]):
-                gradients[argument.span] = _fit_argument(entry, argument, arguments, needs)
+                gradients[argument.span] = _coerce_argument(entry, argument, arguments, needs)
     except ValueError as error:
         error.add_note(f"Defined here: {source_of(f'{arguments.layer}.backward', layer.backward)}.")
         raise
@@ -89,7 +89,7 @@ def _pair(
     return [(a, e) for a, e in zip(passed, entries, strict=True) if a.skeleton.size]
 
 
-def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needs: Sequence[bool]) -> list[Any]:
+def _coerce_argument(entry: Any, argument: Argument, arguments: Arguments, needs: Sequence[bool]) -> list[Any]:
     where, skeleton, span = f"{arguments.layer}.backward, gradient of ", argument.skeleton, argument.span
     found = [entry] if skeleton is LEAF else _flatten_like(skeleton, entry, f"{where}{argument.name!r}")
 
@@ -97,7 +97,9 @@ def _fit_argument(entry: Any, argument: Argument, arguments: Arguments, needs: S
         return f"{where}{argument.name + skeleton.tensor_paths()[i]!r}"
 
     rows = enumerate(zip(found, arguments.types[span], needs[span], strict=True))
-    return [fit(leaf, aval, lambda i=i: place(i), is_gradient=True) if need else None for i, (leaf, aval, need) in rows]
+    return [
+        coerce(leaf, aval, lambda i=i: place(i), is_gradient=True) if need else None for i, (leaf, aval, need) in rows
+    ]
 
 
 def _flatten_like(skeleton: Skeleton, entry: Any, where: str) -> list[Any]:
@@ -187,7 +189,7 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
         found += _flatten_like(group, entry, f"{layer}.jvp, tangent of output {i}")
     rows = zip(found, outputs.types, outputs.skeleton.tensor_paths(), outputs.has_tangent, strict=True)
     return [
-        fit(tangent, tangent_type(aval), lambda path=path: f"{layer}.jvp, tangent of output{path}")
+        coerce(tangent, tangent_type(aval), lambda path=path: f"{layer}.jvp, tangent of output{path}")
         for tangent, aval, path, can_have_one in rows
         if can_have_one
     ]
@@ -196,7 +198,7 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 # -- one array -----------------------------------------------------------------------------------------------
 
 
-def fit(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
+def coerce(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
     """Return `value` with the dtype and shape of `aval`, and varying over the same mesh axes; None stays None.
 
     If `is_gradient`, `value` may have a shape to which `aval.shape` broadcasts: then it is summed, as in torch. Every

@@ -34,14 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._context import ContextState, backward_context
-from ._errors import second_derivative_error
 from ._jax.host_call import HostFunction, host_call_p
-from ._jax.identities import forbid_derivative
-from ._jax.imports import ShapedArray, eval_context
-from ._jax.masks import merge, select
-from ._jax.tracers import NEEDS_VALUES, is_tracer
+from ._jax.rule_function import forbid_derivative, merge, select
+from ._jax.traces import NEEDS_VALUES, ShapedArray, eval_context, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over
-from ._messages import describe
+from ._messages import describe, second_derivative_error
 from ._trees import Skeleton, _Dict, contains, split
 
 _SAVED = "ctx.save_for_backward"
@@ -353,7 +350,7 @@ def _call_host(
     name, error = f"{call.name}.{method}", "the code of a layer of NumPy has no derivative."
     takes_batches = call.layer.host_vmap == "broadcast" and method != "vmap"
     function = HostFunction(name, on_host, types, frozenset(), error, is_set("enable_x64"), takes_batches)
-    found = host_call_p.bind(*tensors, held=function) if types else []
+    found = host_call_p.bind(*tensors, payload=function) if types else []
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
     return [varying_over(axes, x) for x in found]
 

@@ -3,23 +3,203 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
+import functools
+import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
 import jax
 
 from . import _hooks
-from ._apply import Apply
 from ._arguments import bind, call_of_apply
 from ._call import LayerCall, in_backward
-from ._context import PyLayerContext
-from ._declarations import check_declarations
-from ._errors import NoForwardModeError
-from ._front import Application, front_of, ref_error
-from ._jax.identities import forbid_derivative
-from ._jax.rule_function import apply
-from ._jax.tracers import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
+from ._context import PyLayerContext, backward_context
+from ._custom_vjp import TracedCall, custom_vjp_of, ref_error
+from ._jax.rule_function import apply, forbid_derivative, merge, select
+from ._jax.traces import TraceState, is_differentiated, is_in_forward_mode, is_tracer, is_unknown, nothing_is_traced
+from ._jax.types import has_tangent
 from ._layer_rule import EagerLayer
+from ._messages import NoForwardModeError, OnceDifferentiableError, describe
+from ._trees import split
+
+# -- checks the flags of a layer class when the class is defined -----------------------------------------------
+
+
+_FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "host", "host_vmap", "saved_names")
+
+
+def check_declarations(layer: Any) -> None:
+    """Raise an error for flags with invalid values or misspelled names.
+
+    Raises:
+        TypeError: for a misspelled flag, for a `forward_mode`, `saved_names`, `host` or `host_vmap` of the wrong type
+            or value, and for forward mode together with `host`.
+        ValueError: for an unknown `complex_convention`.
+        RuntimeError: for a class with both `generate_vmap_rule` and a `vmap` method.
+    """
+    name = layer.__qualname__
+    for member, value in vars(layer).items():
+        # "hosts" differs from "host" in a fifth of its letters, and may be a name of the user. Its value tells.
+        is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
+        near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
+        is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
+        if near and not is_method and near[0] not in vars(layer):
+            raise TypeError(
+                f"{name}.{member}: a layer has no such attribute, and {near[0]} is not set. Did you mean {near[0]}?"
+            )
+    if not isinstance(layer.forward_mode, bool):
+        raise TypeError(f"{name}.forward_mode: expected True or False, got {describe(layer.forward_mode)}.")
+    if layer.complex_convention not in ("jax", "paddle"):
+        raise ValueError(f"{name}.complex_convention: expected 'jax' or 'paddle', got {layer.complex_convention!r}.")
+    for flag, values in {"host": (True, False, "forward"), "host_vmap": ("sequential", "broadcast")}.items():
+        found = getattr(layer, flag)
+        if not any(found is x or (isinstance(found, str) and found == x) for x in values):
+            raise TypeError(f"{name}.{flag}: expected {' or '.join(map(repr, values))}, got {describe(found)}.")
+    if layer.host and (layer.forward_mode or layer._jvp_method() is not None):
+        given = "forward_mode = True" if layer.forward_mode else "a jvp method"
+        raise TypeError(
+            f"{name} has {given} and host = {layer.host!r}, but a layer of NumPy has no forward mode. Remove {given}, "
+            "and use reverse mode: jax.grad, jax.vjp, jax.jacrev."
+        )
+    if layer.generate_vmap_rule and layer._has_vmap_method():
+        raise RuntimeError(
+            f"{name} has both generate_vmap_rule = True and a vmap method. Remove vmap to let JAX batch forward, or "
+            "set generate_vmap_rule = False to have vmap called."
+        )
+    names = layer.saved_names
+    if names is not True and not (isinstance(names, tuple) and all(isinstance(x, (str, type(None))) for x in names)):
+        raise TypeError(
+            f"{name}.saved_names: expected True, or a tuple with a string or None for each saved value; got {names!r}."
+        )
+
+
+# -- the decorator `once_differentiable`, for a `backward` that must not be differentiated ---------------------
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def once_differentiable(backward: Method) -> Method:
+    """Mark a `backward` that has no derivative: then a second derivative raises an error.
+
+        >>> class Once(Tanh):
+        ...     @staticmethod
+        ...     @once_differentiable
+        ...     def backward(ctx, dy):
+        ...         return Tanh.backward(ctx, dy)
+        >>> try:
+        ...     jax.grad(jax.grad(Once.apply))(0.0)
+        ... except RuntimeError:
+        ...     print("no second derivative")
+        no second derivative
+
+    Use the decorator for a `backward` in host code, or for a `backward` whose derivative would be wrong.
+
+    Raises:
+        RuntimeError: if a second derivative goes through the decorated `backward`.
+    """
+    if isinstance(backward, (staticmethod, classmethod)):
+        found: Any = type(backward)(once_differentiable(backward.__func__))
+        return found
+
+    def second_derivative_error() -> OnceDifferentiableError:
+        return OnceDifferentiableError(
+            f"{backward.__qualname__} is marked @once_differentiable, but a second derivative goes through it. "
+            "Remove the decorator if backward is made of differentiable operations."
+        )
+
+    def forbid(tree: Any) -> Any:
+        tensors, skeleton = split(tree)
+        may_move = [is_tracer(x) and has_tangent(x) for x in tensors]
+        forbidden = forbid_derivative(select(tensors, may_move), second_derivative_error)
+        return skeleton.fill(merge(may_move, forbidden, tensors)) if forbidden else tree
+
+    @functools.wraps(backward)
+    def guarded(*args: Any) -> Any:
+        __tracebackhide__ = True
+        first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
+        # Forbid differentiation of the inputs, not of the outputs: JAX raises the error before any host code runs.
+        ctx = args[first]
+        state, attributes = ctx._state, dict(vars(ctx))
+        saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))
+        ctx = backward_context(type(ctx), state.layer, state.needs, lambda: saved, attributes)
+        return backward(*args[:first], ctx, *cotangents)
+
+    decorated: Any = guarded
+    decorated.undecorated = backward
+    decorated.second_derivative_error = second_derivative_error
+    return decorated
+
+
+# -- the descriptor behind `PyLayer.apply`: each class has one `apply` object, with the signature of its `forward`
+#
+# NOTE [types of apply] Type checkers derive the types of `apply` from `forward`, through the overloads of
+# `Apply.__get__`. The first parameter of `forward` is the context, unless a subclass defines `setup_context`. The
+# overloads distinguish the two cases by the parameters of `setup_context`: `Function.setup_context` takes any number
+# of arguments, and an override takes three.
+
+
+P = ParamSpec("P")
+R = TypeVar("R", covariant=True)
+
+
+class _Layer(Protocol[P, R]):
+    @property
+    def forward(self) -> Callable[Concatenate[Any, P], R]: ...
+
+
+class _FunctionWithContext(Protocol[P, R]):
+    @property
+    def forward(self) -> Callable[Concatenate[Any, P], R]: ...
+    @property
+    def setup_context(self) -> Callable[[Any, Any, Any, Any], Any]: ...
+
+
+class _FunctionWithSetup(Protocol[P, R]):
+    @property
+    def forward(self) -> Callable[P, R]: ...
+    @property
+    def setup_context(self) -> Callable[[Any, Any, Any], Any]: ...
+
+
+class Apply(classmethod):
+    """A class method that returns the same object at each access, so that `jax.jit(Tanh.apply)` compiles only once.
+
+    The object has the signature, the types and the docstring of `forward`, without the context parameter.
+    """
+
+    def __init__(self, method: Any) -> None:
+        super().__init__(method.__func__)
+        self._code = method.__func__.__code__
+        self._name = f"_bound_{method.__func__.__qualname__}"  # unique, since an override may call this `apply`
+
+    @overload
+    def __get__(self, instance: Any, owner: type[_FunctionWithContext[P, R]]) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, instance: Any, owner: type[_FunctionWithSetup[P, R]]) -> Callable[P, R]: ...
+    @overload
+    def __get__(self, instance: Any, owner: type[_Layer[P, R]]) -> Callable[P, R]: ...
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        owner = type(instance) if owner is None else owner
+        bound = owner.__dict__.get(self._name)
+        # A class made from the members of another class, e.g. by unpickling, also contains `bound` of the other class.
+        if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
+            bound = types.MethodType(self._function_of(owner), owner)
+            setattr(owner, self._name, bound)
+        return bound
+
+    def _function_of(self, owner: Any) -> Callable[..., Any]:
+        """Return a copy of the function of this class method, with the signature and docstring of `owner.forward`."""
+        shared: Any = self.__func__
+        function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
+        function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
+        # `inspect.signature` follows `__wrapped__`, and drops the first parameter of a bound method, here the context.
+        function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
+        defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
+        is_own = not isinstance(defined_in.get(shared.__name__), Apply)
+        function.__doc__ = (forward.__doc__ if is_own else None) or shared.__doc__
+        return function
 
 
 class PyLayer:
@@ -164,17 +344,17 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
     call.pair = _hooks.pair_to_pack_with(call.layer.__name__, tensors)
-    application = Application(call, state.will_be_differentiated_later(tensors))
+    traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
     # The trace of a block of hooks must not pack residuals of the layer's equations: the layer packs its own residuals.
     with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
         try:
-            route = _route(application, tensors, state)
+            route = _route(traced_call, tensors, state)
             if route == "staged":
-                _, values = application.bind(tensors, packs=True)
+                _, values = traced_call.bind(tensors, packs=True)
             elif route == "eager":
                 values = apply(EagerLayer(call), tensors)
             else:
-                values = front_of(call.layer, takes_refs=route == "custom_vjp with Refs")(application, *tensors)
+                values = custom_vjp_of(call.layer, takes_refs=route == "custom_vjp with Refs")(traced_call, *tensors)
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
     assert call.skeleton is not None
@@ -185,7 +365,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     return call.skeleton.fill(values)
 
 
-def _route(application: Application, tensors: list[Any], state: TraceState) -> str:
+def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> str:
     """Return which function JAX applies for a call of a layer: see NOTE [orders] in `_layer_rule.py`.
 
     | situation                                                     | route                                          |
@@ -204,7 +384,7 @@ def _route(application: Application, tensors: list[Any], state: TraceState) -> s
         TypeError: for forward mode of a class without forward mode, and for a Ref that is differentiated or batched.
     """
     __tracebackhide__ = True
-    call, layer, is_deferred = application.call, application.call.layer, application.is_deferred
+    call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = call.arguments.ref_mask is not None
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
     if (takes_refs or not has_forward_mode) and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
@@ -219,7 +399,7 @@ def _route(application: Application, tensors: list[Any], state: TraceState) -> s
         or layer._has_vmap_method()
         or state.is_forward_over_reverse
         or has_unknown_trace
-        or (is_deferred and (call.pair is not None or application.stage(tensors)[1]))
+        or (is_deferred and (call.pair is not None or traced_call.stage(tensors)[1]))
     ):
         return "custom_vjp"
     return "staged" if state.is_staged or has_unknown_trace else "eager"

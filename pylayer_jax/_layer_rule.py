@@ -31,30 +31,188 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+
 from . import _hooks
-from ._call import LayerCall, Run
-from ._context import Kept
-from ._errors import once_differentiable_error
-from ._jax.imports import checkpoint_name, partial_eval, set_current_trace
+from ._call import ForwardResult, LayerCall
+from ._context import Outputs, SavedContext
 from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables_read, with_checkpoint_names
 from ._jax.linearity import transpose_jaxpr
-from ._jax.masks import scatter, select
-from ._jax.primitives import vmap_over
-from ._jax.rule_function import RuleFunction, UnstagedBatch, apply, apply_linear
-from ._jax.tracers import NEEDS_VALUES, is_differentiated, is_tracer, trace_of_primals
-from ._jax.types import as_arrays, has_tangent, is_ref, typeof, varying_axes, varying_over
-from ._layer_map import CodeMap, LayerMap
-from ._outputs import Outputs
+from ._jax.rule_function import (
+    LinearMap,
+    RuleFunction,
+    UnstagedBatch,
+    apply,
+    apply_linear,
+    merge,
+    scatter,
+    select,
+    vmap_over,
+)
+from ._jax.traces import (
+    NEEDS_VALUES,
+    checkpoint_name,
+    is_differentiated,
+    is_tracer,
+    partial_eval,
+    set_current_trace,
+    trace_of_primals,
+)
+from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, varying_axes, varying_over, zeros_of
+from ._messages import NotLinearError, add_note, once_differentiable_error
 from ._trees import contains
 
+# -- the linear maps of a layer: the derivatives of its outputs and of other tensors that `forward` computes and saves
+
+
 Values = list[Any]
+
+
+class LayerMap(LinearMap):
+    """The derivative of a layer: residuals, tangents of inputs in mask `needs` -> tangents of differentiable outputs.
+
+    Let B be the pullback (the layer's `backward`, linear in the cotangents c), and r the residuals. The map is the
+    transpose of B,
+
+        c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
+
+    or the `jvp` of the class, if the class defines `jvp`. Reverse mode transposes the map, which gives B again. Thus
+    reverse mode just calls `backward`, which need not be linear. Only forward mode evaluates B^T, and needs a linear B.
+    """
+
+    nonlinearity = "a layer whose saved tensors depend on them"
+
+    def __init__(
+        self, call: LayerCall, kept: SavedContext, n_residuals: int, needs: Sequence[bool], packed: Any = None
+    ) -> None:
+        self.call, self.kept, self.n_residuals, self.packed = call, kept, n_residuals, packed
+        self.needs = list(needs)  # one bool per input: whether the input has a tangent
+        self.name = call.name
+        self.types = [tangent_type(t) for t in select(kept.outputs.types, kept.outputs.has_tangent)]
+
+    def gradients(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
+        """Return one gradient per input from one cotangent per output."""
+        __tracebackhide__ = True
+        unpacked = self._unpacked(residuals, cotangents)
+        return self.call.run_backward(self.kept, unpacked, self.needs, cotangents, is_transposed)
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any], is_transposed: bool = False) -> Values:
+        __tracebackhide__ = True
+        full = scatter(cotangents, self.kept.outputs.has_tangent)
+        return select(self.gradients(residuals, full, is_transposed), self.needs)
+
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        if self.call.layer._jvp_method() is not None:
+            unpacked, given = self._unpacked(residuals, ()), scatter(tangents, self.needs)
+            pushed = self.call.run_jvp(self.kept, unpacked, self.needs, given)
+        else:
+            pushed = self._evaluate_by_transposing(residuals, tangents)
+        return [zeros_of(a) if t is None else t for a, t in zip(self.types, pushed, strict=True)]
+
+    def _evaluate_by_transposing(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        name = self.call.name
+
+        def nonzero_gradients(*cotangents: Any) -> tuple[Values, list[bool]]:
+            __tracebackhide__ = True
+            gradients = self.transpose(residuals, cotangents, is_transposed=True)
+            nonzero = [g is not None for g in gradients]
+            return select(gradients, nonzero), nonzero
+
+        try:
+            jaxpr, consts, nonzero = stage(nonzero_gradients, self.types, f"backward of {name}")
+            args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
+            return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
+        except Exception as error:
+            # Without forward mode, this is a second derivative, and the error about second derivatives has priority.
+            if not self.call.layer.forward_mode:
+                self.check_derivative()
+            if getattr(error, "__notes__", None):  # a method of the user raised the error
+                raise
+            message = next(iter(str(error).splitlines()), "")
+            if not isinstance(error, NotLinearError):
+                message = f"{name}.backward cannot be transposed by JAX ({type(error).__name__}: {message})."
+            raise NotLinearError(
+                f"{message} Forward mode, and forward over reverse as in jax.hessian, transpose a backward that is "
+                f"linear in its cotangents. Give {name} a static jvp(ctx, *tangents), or use reverse mode: jax.grad, "
+                "jax.jacrev, jax.jacrev(jax.grad(f))."
+            ) from error
+
+    def check_derivative(self) -> None:
+        __tracebackhide__ = True
+        # JAX transposes the undecorated `backward`, which does not raise the error of @once_differentiable.
+        if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
+            raise error
+
+    def _unpacked(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        if self.packed is None:
+            return residuals
+        n = self.packed.n_arrays
+        return _Unpacked(self.packed.unpack(residuals[:n], cotangents), self.kept.n_saved, residuals[n:])
+
+
+class _Unpacked(Sequence[Any]):
+    """The residuals of a layer; the first `n_packed` residuals are unpacked when they are read."""
+
+    def __init__(self, packed: Sequence[Any], n_packed: int, rest: Sequence[Any]) -> None:
+        self.packed, self.n_packed, self.rest = packed, n_packed, rest
+
+    def __len__(self) -> int:
+        return self.n_packed + len(self.rest)
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.packed[i] if i < self.n_packed else self.rest[i - self.n_packed]
+
+
+class CodeMap(LinearMap):
+    """The derivative of part of a jaxpr: values of the variables `given`, nonzero tangents -> tangents of `wanted`.
+
+    The map is the derivative of the saved tensors that are neither inputs nor outputs of `forward`. A first derivative
+    calls neither `push` nor `pull`, so code that JAX can differentiate only in one mode has a first derivative too.
+    """
+
+    nonlinearity = "the code of a forward whose values depend on them"
+
+    def __init__(self, name: str, jaxpr: Any, given: list[Any], nonzero: list[bool], wanted: list[Any]) -> None:
+        self.name, self.jaxpr, self.given, self.nonzero, self.wanted = name, jaxpr, given, nonzero, wanted
+        self.n_residuals = len(given)
+        self.types = [tangent_type(v.aval) for v in wanted]
+
+    def _code(self, residuals: Sequence[Any], wanted: list[Any]) -> tuple[Callable[..., Values], Values]:
+        def code(*moving: Any) -> Values:
+            known = dict(zip(self.given, merge(self.nonzero, moving, residuals), strict=True))
+            return evaluate_part(self.jaxpr, known, wanted)
+
+        return code, select(residuals, self.nonzero)
+
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        code, moving = self._code(residuals, self.wanted)
+        with self._noting_errors():
+            return list(jax.jvp(code, moving, list(tangents))[1])
+
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        __tracebackhide__ = True
+        used = [c is not None for c in cotangents]
+        code, moving = self._code(residuals, select(self.wanted, used))
+        with self._noting_errors():
+            return list(jax.vjp(code, *moving)[1](select(cotangents, used)))
+
+    @contextlib.contextmanager
+    def _noting_errors(self) -> Any:
+        try:
+            yield
+        except Exception as error:
+            add_note(error, self.name, "forward")
+            raise
 
 
 class StagedLayer(RuleFunction):
     """`forward` as a jaxpr with the derivative of the class: consts, inputs -> outputs, intermediates."""
 
     def __init__(
-        self, call: LayerCall, jaxpr: Any, n_consts: int, kept: Kept, positions: list[int], unnamed: Any
+        self, call: LayerCall, jaxpr: Any, n_consts: int, kept: SavedContext, positions: list[int], unnamed: Any
     ) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts, self.positions = call, kept, jaxpr, n_consts, positions
         self.name = call.name
@@ -105,7 +263,7 @@ class StagedLayer(RuleFunction):
         if any(t is not None for t in tangents[:n]):
             raise self.call.closed_over_error()
         values = apply(self, primals)
-        run = Run(self.kept, values[: self.n_outputs], self.residuals(primals[n:], values))
+        run = ForwardResult(self.kept, values[: self.n_outputs], self.residuals(primals[n:], values))
         outputs, of_outputs = _outputs_and_tangents(self.call, run, primals[n:], tangents[n:], packs)
         of_code = self._code_tangents(primals, tangents, values, of_outputs)
         return [*outputs, *values[self.n_outputs :]], [*of_outputs, *of_code]
@@ -165,7 +323,7 @@ def stage_layer(
     __tracebackhide__ = True
     axes_of_output: dict[int, frozenset[Any]] = {}
 
-    def forward(*inputs: Any) -> tuple[Values, tuple[Kept, list[int]]]:
+    def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
         __tracebackhide__ = True
         needs = call.arguments.can_get_gradient([True] * len(inputs))
         if axes_of_output:
@@ -213,7 +371,7 @@ def stage_layer(
     return StagedLayer(call, jaxpr, len(consts), kept, positions, unnamed), consts
 
 
-def _names_of_variables(call: LayerCall, jaxpr: Any, kept: Kept, positions: Sequence[int]) -> dict[Any, str]:
+def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positions: Sequence[int]) -> dict[Any, str]:
     """Map each variable that `forward` computes, and saves under a name, to this name."""
     if not call.layer.saved_names or call.layer._has_vmap_method():
         return {}
@@ -261,7 +419,7 @@ class EagerLayer(RuleFunction):
         packs = _hooks.keeps_residuals(tangents)
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
-            run = self._run_apart(primals, [t is not None for t in tangents])
+            run = self._run_unstaged(primals, [t is not None for t in tangents])
         if run is None:
             staged, consts = stage_layer(self.call, [typeof(x) for x in primals], primals)
             n = staged.n_outputs
@@ -269,7 +427,7 @@ class EagerLayer(RuleFunction):
             return values[:n], found[:n]
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
-    def _run_apart(self, primals: Values, needs: list[bool]) -> Run | None:
+    def _run_unstaged(self, primals: Values, needs: list[bool]) -> ForwardResult | None:
         """Run `forward` without staging; return None if `forward` has to be staged."""
         __tracebackhide__ = True
         call, layer = self.call, self.call.layer
@@ -318,7 +476,7 @@ class EagerBatch(UnstagedBatch):
 
 
 def _outputs_and_tangents(
-    call: LayerCall, run: Run, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
+    call: LayerCall, run: ForwardResult, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
 ) -> tuple[Values, Values]:
     """Return the outputs of a run, and the tangents of the outputs, from the tangents of the inputs."""
     __tracebackhide__ = True
@@ -332,7 +490,7 @@ def _outputs_and_tangents(
 
 
 def differentiated(
-    call: LayerCall, run: Run, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
+    call: LayerCall, run: ForwardResult, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
 ) -> tuple[LayerMap, Values, Values]:
     """Return the linear map of a run of `forward`, the outputs of the run, and the residuals of the linear map."""
     __tracebackhide__ = True
@@ -353,7 +511,7 @@ def differentiated(
     return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
 
 
-def _checkpoint_names(call: LayerCall, kept: Kept, n_tensors: int) -> list[str]:
+def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
     """Return the name of each residual for the policies of `jax.checkpoint`, from `saved_names`, or an empty string."""
     given, layer = call.layer.saved_names, call.layer.__name__
     if not given:

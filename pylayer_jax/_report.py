@@ -17,25 +17,49 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import html
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._hooks import PACK_SCOPE, Mark, hooks_ignored, names_recorded, tensors_marked
-from ._jax.identities import Identity
 from ._jax.jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
-from ._jax.masks import merge, select
-from ._jax.primitives import object_of
-from ._jax.rule_function import BatchedFunction, rule_function_p
-from ._jax.source import line_of as source_line
-from ._jax.transparency import PartialFunction
+from ._jax.jaxprs import line_of as source_line
+from ._jax.rule_function import BatchedFunction, Identity, PartialFunction, merge, payload_of, rule_function_p, select
 from ._jax.types import is_ref
 from ._layer_rule import StagedLayer
-from ._tables import html_table, text_table
 from ._trees import is_tensor, split
+
+# -- renders a table as text, and as HTML for a notebook -------------------------------------------------------
+
+
+def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], caption: str) -> str:
+    """Return a table as lines of text, with the caption below; the columns named in `right` are aligned to the right.
+
+    >>> print(text_table(["name", "bytes"], [["x", "1"], ["weights", "1,024"]], right=["bytes"], caption="two tensors"))
+    name     bytes
+    x            1
+    weights  1,024
+    two tensors
+    """
+    table = [titles, *rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    justify = [str.rjust if title in right else str.ljust for title in titles]
+    lines = ["  ".join(f(cell, n) for f, cell, n in zip(justify, row, widths, strict=True)) for row in table]
+    return "\n".join([*map(str.rstrip, lines), caption])
+
+
+def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
+    """Return a table as HTML, with all text escaped."""
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+    head, body = line("th", titles), "".join(line("td", row) for row in rows)
+    return f"<table><caption>{html.escape(caption)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +344,7 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     kind = "constant" if in_hook else "operation"
     results = [Value(v.aval, kind, name, equations, tensor) for v in equation.outvars]
     times = [1] * len(results)
-    if equation.primitive is rule_function_p and isinstance(object_of(equation), Identity):
+    if equation.primitive is rule_function_p and isinstance(payload_of(equation), Identity):
         return operands
     # A shard_map returns a scalar residual as an array with one entry per device.
     if name in _IDENTITIES or (name == "broadcast_in_dim" and results[0].aval.size == 1):
@@ -393,7 +417,7 @@ def _note_mark(equation: Any, operands: list[Value], results: list[Value]) -> bo
 
 def _unwrapped(equation: Any, operands: list[Value], results: list[Value]) -> tuple[Any, list[Value], list[Any]]:
     """Return the function of an equation without batches and parts, its operands, and its values (None if absent)."""
-    function, values = object_of(equation), list[Any](results)
+    function, values = payload_of(equation), list[Any](results)
     while isinstance(function, (BatchedFunction, PartialFunction)):
         if isinstance(function, BatchedFunction):
             function, operands = function.inner, operands[function.n_consts :]

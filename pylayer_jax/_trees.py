@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
@@ -227,3 +228,29 @@ def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skel
     leaves = [[*tensors, *skeleton.statics()] for tensors, skeleton in (before, after)]
     same = len(leaves[0]) == len(leaves[1]) and all(a is b for a, b in zip(*leaves, strict=True))
     return not same or not before[1].has_structure_of(after[1])
+
+
+class WeakTable:
+    """A table whose keys are objects. The table compares keys by identity, and keeps no key alive."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[Callable[[], Any], Any]] = {}
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        entry = self._entries.get(id(key))
+        return entry[1] if entry is not None and entry[0]() is key else default
+
+    def put(self, key: Any, value: Any) -> None:
+        number, entries = id(key), self._entries
+        try:
+            entries[number] = weakref.ref(key, lambda _: entries.pop(number, None)), value
+        except TypeError:  # some numbers of JAX allow no weak references
+            return
+
+    def drop(self, key: Any) -> None:
+        self._entries.pop(id(key), None)
+
+    def __len__(self) -> int:
+        return len(self._entries)

@@ -33,8 +33,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._hooks.block import predicate, saved_tensors_hooks
-from ._hooks.pair import ErrorModel, Hook, Step, key_of
-from ._jax.tracers import is_tracer
+from ._hooks.pack import ErrorModel, Hook, Step, key_of
+from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, shard_counts, unchecked
 
 Only = Callable[..., Any]

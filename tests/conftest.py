@@ -38,7 +38,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--require-ecosystem",
         action="store_true",
-        help="fail where flax, equinox or another library of tests/around is absent, instead of skipping",
+        help="fail where flax, equinox or another library of tests/integrations is absent, instead of skipping",
     )
 
 
@@ -52,7 +52,7 @@ def pytest_configure(config):
 # Tests of promises that the library does not keep yet, by reason. Remove the line of a test that passes.
 KNOWN_GAPS = {
     "a block around an implicit derivative of a fixed point is refused": [
-        "around/test_solvers.py::test_implicit_gradients[spy-fixed-point]",
+        "integrations/test_solvers.py::test_implicit_gradients[spy-fixed-point]",
     ],
 }
 

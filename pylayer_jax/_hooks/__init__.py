@@ -42,7 +42,7 @@ from .operations import (
     pair_to_pack_with,
     tensors_marked,
 )
-from .pack_array import PACK_SCOPE
+from .pack import PACK_SCOPE
 from .residuals import Mark, keeps_residuals, pack_residuals
 
 __all__ = [

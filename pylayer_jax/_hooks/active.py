@@ -9,10 +9,9 @@ from typing import Any, Final
 
 import jax
 
-from pylayer_jax._jax.imports import set_current_trace
-from pylayer_jax._jax.tracers import current_trace, is_staging
+from pylayer_jax._jax.traces import current_trace, is_staging, set_current_trace
 
-from .pair import Pair
+from .pack import Pair
 
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
 OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts what is kept without them

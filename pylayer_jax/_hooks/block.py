@@ -17,7 +17,7 @@ from pylayer_jax._messages import plural
 from .active import Block, active_pair, entered_block, innermost_block
 from .host import store_of
 from .operations import enter_block
-from .pair import ErrorModel, Hook, Origin, Pair, Step, key_of
+from .pack import ErrorModel, Hook, Origin, Pair, Step, key_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -89,7 +89,7 @@ def _shown(value: Any) -> str:
     return " ".join(repr(value).split()) if name is None else str(name)
 
 
-class _MadeWith:
+class _RemembersInitArguments:
     """A base class whose instances remember the arguments of `__init__`, also in a subclass.
 
     `__new__` is in a separate class, since `inspect.signature` prefers `__new__` if a class has both methods.
@@ -105,7 +105,7 @@ class _MadeWith:
         return self
 
 
-class saved_tensors_hooks(_MadeWith):  # noqa: N801 - the name in Paddle and torch
+class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in Paddle and torch
     """Pack the tensors that are saved for backward inside a block or a function, and unpack them for backward.
 
         >>> def pack(x):

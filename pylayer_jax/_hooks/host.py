@@ -26,12 +26,11 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from pylayer_jax._hints import hint
 from pylayer_jax._jax.host_call import HostFunction, host_call_p
-from pylayer_jax._jax.imports import ShapedArray, io_callback
+from pylayer_jax._jax.traces import ShapedArray, io_callback
 from pylayer_jax._jax.types import is_set, manual_axes, typeof, with_varying_axes
-
-from .pair import WeakTable
+from pylayer_jax._messages import hint
+from pylayer_jax._trees import WeakTable
 
 # Python may collect an object at any line, and the finalizer of a packed object may close a pair of hooks. Therefore
 # all stores share one reentrant lock, so that no deadlock is possible.
@@ -56,8 +55,8 @@ class HostStore:
         with _lock:
             self._owners.drop(hooks)
             for site in [] if len(self._owners) else list(self.sites):
-                dropped.append(site.held)
-                site.held, site.used = {}, {}
+                dropped.append(site.payload)
+                site.payload, site.used = {}, {}
         del dropped  # release the values outside the lock, since their finalizers may run any code
 
 
@@ -78,7 +77,7 @@ class PackSite:
         self._pack, self._unpack, self._where = pack, unpack, where
         self._type = typeof(tensor)
         self._n_packed = 0
-        self.held: dict[int, Any] = {}  # number -> result of the pack hook
+        self.payload: dict[int, Any] = {}  # number -> result of the pack hook
         self.used: dict[int, set[int]] = {}  # device -> the numbers that the device has unpacked
         self._store = store  # the site keeps its store alive, so that a later equal pair can close the store
         with _lock:
@@ -99,23 +98,23 @@ class PackSite:
             f"{hook} for {self._where}", lambda *args: [run(*args)], [ShapedArray(result.shape, result.dtype)],
             _effects(f"{hook} for {self._where}"), _NO_DERIVATIVE, is_set("enable_x64"),
         )  # fmt: skip
-        (value,) = host_call_p.bind(operand, device, held=function)
+        (value,) = host_call_p.bind(operand, device, payload=function)
         return with_varying_axes(value, typeof(device))
 
     def _put(self, tensor: Any, device: Any) -> np.uint32:
         with self._naming("pack_hook", int(device)):
             packed = self._pack(np.require(tensor, requirements="W"))  # a copy, if JAX holds the memory
         with _lock:
-            dropped = [self.held.pop(number, None) for number in self.used.pop(int(device), ())]
+            dropped = [self.payload.pop(number, None) for number in self.used.pop(int(device), ())]
             number, self._n_packed = self._n_packed, (self._n_packed + 1) % 2**32
-            self.held[number] = packed
+            self.payload[number] = packed
         del dropped  # release the values outside the lock, since their finalizers may run any code
         return np.uint32(number)
 
     def _get(self, token: Any, device: Any) -> np.ndarray:
         number = int(token)
         with _lock:
-            is_held, packed = number in self.held, self.held.get(number)
+            is_held, packed = number in self.payload, self.payload.get(number)
             self.used.setdefault(int(device), set()).add(number)
         if not is_held:
             raise RuntimeError(
@@ -133,7 +132,7 @@ class PackSite:
             yield
         except Exception as error:
             with _lock:
-                self.used.setdefault(device, set()).update(self.held)
+                self.used.setdefault(device, set()).update(self.payload)
             # XLA passes on the text and the traceback of an exception, but not its notes and causes.
             advice = hint(error, "", hook)
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"

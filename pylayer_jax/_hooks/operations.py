@@ -23,8 +23,6 @@ from typing import Any, Final, NamedTuple
 import jax
 import numpy as np
 
-from pylayer_jax._jax.identities import is_mark, leave_mark
-from pylayer_jax._jax.imports import DebugInfo, ShapedArray, current, eval_jaxpr, set_current_trace, summarize
 from pylayer_jax._jax.jaxprs import (
     as_parameter,
     has_equation,
@@ -34,8 +32,6 @@ from pylayer_jax._jax.jaxprs import (
     scan_counts,
     stage,
 )
-from pylayer_jax._jax.masks import merge, scatter, select
-from pylayer_jax._jax.primitives import object_of
 from pylayer_jax._jax.rule_function import (
     LinearMap,
     RuleFunction,
@@ -43,30 +39,42 @@ from pylayer_jax._jax.rule_function import (
     Values,
     apply,
     apply_linear,
+    is_mark,
+    leave_mark,
+    merge,
+    payload_of,
     rule_function_p,
+    scatter,
+    select,
 )
-from pylayer_jax._jax.tracers import (
+from pylayer_jax._jax.traces import (
     BATCHED,
     FORWARD,
     REVERSE,
     STAGED,
+    DebugInfo,
     PassThroughTrace,
+    ShapedArray,
+    current,
     current_trace,
+    eval_jaxpr,
     is_differentiated,
     is_staged,
     is_staging,
     is_tracer,
     nothing_is_traced,
+    set_current_trace,
+    summarize,
     trace_below,
     trace_of_primals,
     whole_batch,
 )
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
+from pylayer_jax._trees import WeakTable
 
 from .active import OFF, Block, active, active_pair, hooks_suspended, innermost_block, is_reported
 from .host import HostStore
-from .pack_array import Residual
-from .pair import ErrorModel, Origin, Pair, WeakTable
+from .pack import ErrorModel, Origin, Pair, Residual
 from .residuals import (
     MOVES,
     PackedResiduals,
@@ -258,7 +266,7 @@ class Pullback(LinearMap):
         self._pullback = pullback  # the treedef of the function that `jax.vjp` returned
         self._value_types = value_types
 
-    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         unpacked = self._packed.unpack(residuals, cotangents)
         pullback = jax.tree_util.tree_unflatten(self._pullback, unpacked.all())
@@ -278,7 +286,7 @@ class Pullback(LinearMap):
             )
         return list(found)
 
-    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types)
         pullback = jax.tree_util.tree_unflatten(self._pullback, self._packed.unpack(residuals, ()).all())
@@ -363,7 +371,7 @@ def _closes_over_ref(jaxpr: Any) -> bool:
 def _holds_block(jaxpr: Any) -> bool:
     """Return whether the code of a jaxpr entered a block of hooks."""
     for equation in jaxpr.eqns:
-        if equation.primitive is rule_function_p and is_mark(object_of(equation), _MARK):
+        if equation.primitive is rule_function_p and is_mark(payload_of(equation), _MARK):
             return True
         if any(map(_holds_block, inner_jaxprs(equation.params))):
             return True

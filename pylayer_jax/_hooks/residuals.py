@@ -25,26 +25,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.identities import barrier
-from pylayer_jax._jax.imports import eval_jaxpr, set_current_trace
 from pylayer_jax._jax.jaxprs import inner_jaxprs, is_inlinable, jaxpr_and_consts, stage, with_users_line
-from pylayer_jax._jax.masks import merge, select
-from pylayer_jax._jax.rule_function import RuleFunction, Values, apply
-from pylayer_jax._jax.tracers import (
+from pylayer_jax._jax.rule_function import RuleFunction, Values, apply, barrier, merge, select
+from pylayer_jax._jax.traces import (
     PassThroughTrace,
     current_trace,
+    eval_jaxpr,
     is_staged,
     is_staging,
     is_tracer,
     is_unknown,
+    set_current_trace,
     trace_below,
     trace_of_primals,
 )
 from pylayer_jax._jax.types import as_arrays, is_key, is_ref, typeof
 
 from .active import SUSPENDED, active, hooks_suspended, is_reported
-from .pack_array import PackedTensor, Residual, pack_tensor
-from .pair import ErrorModel, Origin, Pair, reference
+from .pack import ErrorModel, Origin, PackedTensor, Pair, Residual, pack_tensor, reference
 
 # -- the equations of the forward pass -----------------------------------------------------------------
 

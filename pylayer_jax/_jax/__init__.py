@@ -10,5 +10,3 @@
 - `transparency` registers the rules by which checkpoints, dead code elimination and `checkify` see a function's code.
 - `linearity` proves that a jaxpr is linear.
 """
-
-from . import transparency as transparency  # registers its rules

@@ -21,10 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .imports import ShapedArray, buffer_callback, io_callback, mlir
-from .masks import merge
-from .primitives import ObjectPrimitive
-from .tracers import is_staging
+from .rule_function import ObjectPrimitive, merge
+from .traces import ShapedArray, buffer_callback, io_callback, is_staging, mlir
 from .types import as_arrays
 
 host_call_p = ObjectPrimitive("host_call")
@@ -47,18 +45,18 @@ def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequenc
     batches = [jnp.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True) if d is not None]
 
     if not batches:  # if the axis has a name, perhaps no operand is batched
-        values = host_call_p.bind(*args, held=function)
+        values = host_call_p.bind(*args, payload=function)
         return values, [None] * len(values)
     if function.takes_batches:
         results = [ShapedArray((axis.size, *t.shape), t.dtype) for t in function.results]
         shared = [
             jnp.broadcast_to(x, (axis.size, *x.shape)) if d is None else x for x, d in zip(args, dims, strict=True)
         ]
-        values = host_call_p.bind(*merge(is_batched, batches, shared), held=function._replace(results=results))
+        values = host_call_p.bind(*merge(is_batched, batches, shared), payload=function._replace(results=results))
         return values, [0] * len(values)
 
     def one(xs: Sequence[Any]) -> Any:
-        return host_call_p.bind(*merge(is_batched, xs, args), held=function)
+        return host_call_p.bind(*merge(is_batched, xs, args), payload=function)
 
     if is_staging():
         # If JAX evaluates this in eager mode, it would keep the program of a loop, but drops that of a function.

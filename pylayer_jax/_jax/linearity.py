@@ -22,11 +22,9 @@ from typing import Any, Final
 import jax
 import numpy as np
 
-from .imports import eval_jaxpr
 from .jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
-from .masks import merge, scatter, select
-from .primitives import object_of
-from .rule_function import linear_map_p, rule_function_p
+from .rule_function import linear_map_p, merge, payload_of, rule_function_p, scatter, select
+from .traces import eval_jaxpr
 from .types import full_cotangent, has_tangent
 
 Kind = str
@@ -179,7 +177,7 @@ def _scatter(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _linear_map(equation: Any, operands: list[Kind]) -> list[Kind]:
-    linear = object_of(equation)
+    linear = payload_of(equation)
     n = linear.n_residuals
     residuals = _combine(operands[:n], linear.nonlinearity)
     kind = residuals if residuals != CONSTANT else _sum(linear.name, operands[n:])
@@ -188,7 +186,7 @@ def _linear_map(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 def _rule_function(equation: Any, operands: list[Kind]) -> list[Kind]:
     # If `backward` applies another layer, JAX transposes that layer's `forward`, so this `forward` has to be linear.
-    function = object_of(equation)
+    function = payload_of(equation)
     return [
         k if k in _KNOWN or k in operands else f"{k}, in {function.name}"
         for k in evaluate_kinds(function.jaxpr, operands)

@@ -24,17 +24,219 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
-from .imports import eval_jaxpr, mlir
-from .jaxprs import has_equation, lower_jaxpr, operations, outside_effects, stage
-from .masks import merge, scatter, select
-from .primitives import ObjectPrimitive, batch_axis_to_front, vmap_over
-from .tracers import current_trace, is_batched
-from .types import has_tangent, mapped_type, tangent_type, typeof, zeros_of
+from .jaxprs import (
+    has_equation,
+    is_literal,
+    jaxpr_and_consts,
+    lower_jaxpr,
+    operations,
+    outside_effects,
+    stage,
+    uses_own_refs,
+)
+from .traces import (
+    DebugInfo,
+    Jaxpr,
+    Primitive,
+    ad,
+    batching,
+    current_trace,
+    eval_jaxpr,
+    ir,
+    is_batched,
+    lower_with_sharding_in_types,
+    mlir,
+    partial_eval,
+    set_current_trace,
+    stablehlo,
+)
+from .types import has_tangent, mapped_type, tangent_type, typeof, with_varying_axes, zeros_of
+
+# -- functions for lists of values with masks of the same length, which the rules of primitives use ------------
+
+
+def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
+    """Return the values at the positions where the mask is True."""
+    return [x for x, is_set in zip(values, mask, strict=True) if is_set]
+
+
+def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
+    """Return a list that has the values, in order, where the mask is True, and None elsewhere."""
+    return merge(mask, values, [None] * len(mask))
+
+
+def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
+    """Return a copy of `full` that has the values of `if_set`, in order, where the mask is True."""
+    rest = iter(if_set)
+    return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]
+
+
+# -- primitives whose equations hold a Python object, and functions for batch axes -----------------------------
+
+
+is_undefined = ad.is_undefined_primal  # marks the operands for which a transpose rule must produce cotangents
+
+
+class ObjectPrimitive(Primitive):
+    """A primitive with several results. Each equation holds one Python object, which lives as long as the equation.
+
+    NOTE [payloads]
+    JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
+    parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
+    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr whose debug info has the Python
+    object. (A table from jaxprs to objects would keep an object that refers to its own equation, as a hook does that
+    stores a tracer: hooks/test_identity.py.) The empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it.
+    tests: test_memory.py
+
+    The jaxpr of the Python object, if it has one, is another parameter, in which JAX finds properties such as the
+    devices of a mesh.
+
+    NOTE [call_jaxpr]
+    The jaxpr of a `rule_function` is named `call_jaxpr`, so that `checkify` checks its operations. For an equation with
+    this parameter, `checkify` binds the primitive to error values and operands, with a function in `subfuns` that
+    computes error values and results. tests: derivatives/test_checkify.py
+    """
+
+    # Evaluates code that `checkify` made from the jaxpr of a payload: see NOTE [call_jaxpr].
+    evaluate_checked: Callable[..., list[Any]]
+
+    def __init__(self, name: str, jaxpr_name: str = "jaxpr") -> None:
+        super().__init__(name)
+        self.multiple_results = True
+        self.jaxpr_name = jaxpr_name  # the parameter for the jaxpr of the payload
+
+    def bind(self, *args: Any, payload: Any, subfuns: Sequence[Any] = (), **params: Any) -> Any:
+        __tracebackhide__ = True
+        if subfuns:
+            return self.evaluate_checked(_payload(payload), *subfuns, *args)
+        if type(payload) is not tuple:  # a tuple is the key of an equation that JAX binds again
+            return super().bind(*args, **self.params_of(payload))
+        return super().bind(*args, payload=payload, **params)
+
+    def params_of(self, payload: Any) -> dict[str, Any]:
+        """Return the parameters of a new equation that holds an object."""
+        holder = _PayloadHolder("pylayer_jax", "payload", None, None)
+        holder.payload = payload
+        key = Jaxpr((), (), (), (), debug_info=holder)
+        jaxpr = None if getattr(payload, "is_opaque", False) else getattr(payload, "jaxpr", None)
+        return {"payload": ((key,),), "name": payload.name} | ({} if jaxpr is None else {self.jaxpr_name: jaxpr})
+
+    def register(
+        self,
+        *,
+        evaluate: Callable[..., Any],
+        abstract: Callable[..., Any],
+        jvp: Callable[..., Any],
+        batch: Callable[..., Any],
+        transpose: Callable[..., Any],
+        lower: Callable[..., Any],
+    ) -> None:
+        """Enter the rules into the tables of `jax.interpreters`. Each rule gets the payload as its first argument.
+
+        In the rules, a None tangent or cotangent means zero. The JVP rule is `jvp(payload, primals, tangents) ->
+        values, tangents`. In `transpose(payload, args, cotangents) -> cotangents`, each argument that needs a cotangent
+        is None.
+        JAX calls `batch(payload, axis, args, dims) -> values, dims` if an operand is batched or the axis has a name.
+        """
+
+        def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            given = [None if type(t) is ad.Zero else t for t in tangents]
+            values, found = jvp(_payload(payload), primals, given)
+            return values, [
+                ad.Zero(tangent_type(typeof(v))) if t is None else t for v, t in zip(values, found, strict=True)
+            ]
+
+        def transpose_rule(cotangents: Sequence[Any], *args: Any, payload: Any, **_: Any) -> list[Any]:
+            __tracebackhide__ = True
+            given = [None if type(c) is ad.Zero else c for c in cotangents]
+            found = transpose(_payload(payload), [None if is_undefined(x) else x for x in args], given)
+            return [
+                (ad.Zero(x.aval) if c is None else c) if is_undefined(x) else None
+                for c, x in zip(found, args, strict=True)
+            ]
+
+        def batch_rule(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, payload: Any, **params: Any) -> Any:
+            __tracebackhide__ = True
+            if all(d is None for d in dims) and not is_named(axis):
+                values = self.bind(*args, payload=payload, **params)
+                return values, [None] * len(values)
+            return batch(_payload(payload), axis, args, dims)
+
+        def evaluate_rule(*args: Any, payload: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            return evaluate(_payload(payload), *args)
+
+        def lower_rule(context: Any, *args: Any, payload: Any, **_: Any) -> Any:
+            __tracebackhide__ = True
+            return lower(_payload(payload), context, *args)
+
+        named_rule: Any = jvp_rule
+        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_front.py`
+        self.def_impl(evaluate_rule)
+        # Some jaxprs have hijax primitives (that of jnp.nonzero). Since jax 0.12, JAX calls `to_lojax` to lower these.
+        self.to_lojax = evaluate_rule
+        self.def_effectful_abstract_eval(lambda *types, payload, **_: abstract(_payload(payload), *types))
+        ad.primitive_jvps[self] = jvp_rule
+        ad.primitive_transposes[self] = transpose_rule
+        # The "fancy" table passes the axis name to batching rules; collectives inside a layer need this name.
+        batching.fancy_primitive_batchers[self] = batch_rule
+        # Each equation holds a different object, so JAX could never reuse a cached lowering.
+        mlir.register_lowering(self, lower_rule, cacheable=False)
+
+
+_NO_DEBUG_INFO = DebugInfo("pylayer_jax", "a rule of a primitive", None, None)
+
+
+class _PayloadHolder(DebugInfo):
+    payload: Any
+
+
+def _payload(key: Any) -> Any:
+    return key[0][0].debug_info.payload
+
+
+def payload_of(equation: Any) -> Any:
+    """Return the object that an equation of an `ObjectPrimitive` holds."""
+    return payload_of_params(equation.params)
+
+
+def payload_of_params(params: dict[str, Any]) -> Any:
+    return _payload(params["payload"])
+
+
+# -- batch axes --------------------------------------------------------------------------------------
+
+
+def is_named(axis: Any) -> bool:
+    """Return whether the batch axis of a batching rule has a name, which collectives may use."""
+    return type(axis.name) is not object
+
+
+def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+    """Apply `jax.vmap` to `function`, over the batch axis that a batching rule got."""
+    return jax.vmap(
+        function,
+        in_axes=in_axes,
+        out_axes=out_axes,
+        axis_name=axis.name,
+        axis_size=axis.size,
+        spmd_axis_name=axis.spmd_name,
+    )
+
+
+def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
+    """Move the batch axis of `value` from `dim` to the front. If `dim` is None, repeat `value` there."""
+    moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
+    # A value that all examples share does not vary over the mesh axes of `spmd_axis_name`, but the batch has to vary.
+    return moved if dim is not None else with_varying_axes(moved, mapped_type(axis, typeof(value)))
+
 
 Values = list[Any]
 
@@ -191,7 +393,7 @@ class UnstagedBatch(BatchedFunction):
 def apply(function: RuleFunction, operands: Sequence[Any]) -> Values:
     """Apply a function to its operands, under all active transformations."""
     __tracebackhide__ = True
-    return rule_function_p.bind(*operands, held=function)
+    return rule_function_p.bind(*operands, payload=function)
 
 
 # -- rule_function: operands -> values ----------------------------------------------------------------
@@ -248,11 +450,11 @@ class LinearMap:
     types: Sequence[Any]  # types of the results
     nonlinearity = "it is not linear in its residuals"  # follows "as" in the error of a failed proof
 
-    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         """Compute the tangents of the results."""
         raise NotImplementedError
 
-    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         """Compute cotangents of the tangents from cotangents of the results. A None cotangent means zero."""
         raise NotImplementedError
 
@@ -269,13 +471,13 @@ class BatchedMap(LinearMap):
         self.n_residuals = inner.n_residuals
         self.types = [mapped_type(axis, t) for t in inner.types]
 
-    def push(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
+    def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        return vmap_over(self.axis, self.inner.push, (self.dims, 0), 0)(list(residuals), list(tangents))
+        return vmap_over(self.axis, self.inner.evaluate, (self.dims, 0), 0)(list(residuals), list(tangents))
 
-    def pull(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+    def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        return vmap_over(self.axis, self.inner.pull, (self.dims, 0), 0)(list(residuals), list(cotangents))
+        return vmap_over(self.axis, self.inner.transpose, (self.dims, 0), 0)(list(residuals), list(cotangents))
 
     def check_derivative(self) -> None:
         self.inner.check_derivative()
@@ -284,12 +486,12 @@ class BatchedMap(LinearMap):
 def apply_linear(linear: LinearMap, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
     """Apply a linear map to residuals and tangents, under all active transformations."""
     __tracebackhide__ = True
-    return linear_map_p.bind(*residuals, *tangents, held=linear)
+    return linear_map_p.bind(*residuals, *tangents, payload=linear)
 
 
-def _push(linear: LinearMap, *args: Any) -> Values:
+def _evaluate_linear(linear: LinearMap, *args: Any) -> Values:
     __tracebackhide__ = True
-    return linear.push(args[: linear.n_residuals], args[linear.n_residuals :])
+    return linear.evaluate(args[: linear.n_residuals], args[linear.n_residuals :])
 
 
 def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
@@ -299,11 +501,11 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
     if any(nonzero[:n]):
         linear.check_derivative()
 
-        def push(*moving: Any) -> Values:
+        def evaluate(*moving: Any) -> Values:
             __tracebackhide__ = True
-            return _push(linear, *merge(nonzero, moving, primals))
+            return _evaluate_linear(linear, *merge(nonzero, moving, primals))
 
-        return jax.jvp(push, select(primals, nonzero), select(tangents, nonzero))
+        return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
     # The map is linear in its tangents. Bind the map again for their tangents, so that reverse mode can transpose it.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
@@ -315,7 +517,7 @@ def _transpose_linear(linear: LinearMap, args: Sequence[Any], cotangents: Sequen
     n = linear.n_residuals
     if all(c is None for c in cotangents):
         return [None] * len(args)
-    return [*[None] * n, *linear.pull(args[:n], cotangents)]
+    return [*[None] * n, *linear.transpose(args[:n], cotangents)]
 
 
 def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Sequence[Any]) -> tuple[Values, list[Any]]:
@@ -330,14 +532,324 @@ def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Seque
 
 def _lower_linear(linear: LinearMap, context: Any, *args: Any) -> Any:
     __tracebackhide__ = True
-    return mlir.lower_fun(functools.partial(_push, linear), multiple_results=True)(context, *args)
+    return mlir.lower_fun(functools.partial(_evaluate_linear, linear), multiple_results=True)(context, *args)
 
 
 linear_map_p.register(
-    evaluate=_push,
+    evaluate=_evaluate_linear,
     abstract=lambda linear, *_: (list(linear.types), frozenset()),
     jvp=_jvp_linear,
     batch=_batch_linear,
     transpose=_transpose_linear,
     lower=_lower_linear,
 )
+
+
+# -- functions that return operands unchanged, but change how a JAX transformation treats these operands -------
+
+
+_BARRIER = "barrier"
+_WAIT = "wait"  # a barrier that keeps operands whose results are not used
+
+
+class Identity(RuleFunction):
+    """A function whose results are its operands. JAX may transpose some of the results without the others.
+
+    If `error` is given, the derivative of the function raises the exception that `error` makes.
+    """
+
+    is_opaque = True  # JAX would look into the jaxpr of each equation several times while it lowers a program
+
+    def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
+        self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
+
+    @property
+    def may_drop_operands(self) -> bool:
+        """Whether JAX may drop an operand whose result no code uses."""
+        return self.name != _WAIT
+
+    def of(self, types: Sequence[Any]) -> Identity:
+        """Return the same function for operands of the given types."""
+        return Identity(self.name, tuple(types), self.error)
+
+    @property
+    def is_divisible(self) -> bool:
+        return False  # the results of a part would not be its operands
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        if self.error is not None:
+            raise self.error()
+        return apply(self, primals), list(tangents)
+
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, list[Any]]:
+        return self.of(types), [], list(dims)
+
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return list(cotangents)
+
+    def lower(self, context: Any, args: Sequence[Any]) -> Any:
+        if not self.jaxpr.eqns:  # lowering an empty jaxpr is slower
+            return args
+        if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
+            return super().lower(context, args)
+        # JAX's lowering of a jaxpr with this one equation takes ten times as many calls.
+        values = stablehlo.OptimizationBarrierOp(args).results
+        if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
+            return values
+        return [lower_with_sharding_in_types(context, x, t) for x, t in zip(values, context.avals_out, strict=True)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
+    values = jax.lax.optimization_barrier if name in (_BARRIER, _WAIT) else list
+    return stage(lambda *xs: (values(xs), None), types, name)[0]
+
+
+def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
+    """Bind an identity of the unknown operands only: JAX transposes it, and known operands would not be linear."""
+    __tracebackhide__ = True
+    unknown = [not tracer.is_known() for tracer in tracers]
+    function = payload_of_params(params)
+    if not isinstance(function, Identity) or all(unknown) or not any(unknown):
+        return trace.default_process_primitive(rule_function_p, tracers, params)
+    known = [x.pval.get_known() for x in tracers if x.is_known()]
+    apart = select(tracers, unknown)
+    with set_current_trace(trace):
+        bound = apply(function.of([x.aval for x in apart]), apart)
+    return merge(unknown, bound, merge([not u for u in unknown], known, tracers))
+
+
+partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
+
+
+def barrier(values: Sequence[Any], waits: bool = False) -> Values:
+    """Return the values behind a barrier. XLA uses no value before all are computed, and optimizes nothing across it.
+
+    If `waits`, XLA waits also for values whose results are not used. Else JAX may drop these values.
+    tests: test_memory_of_a_compiled_step
+
+    The derivative of `jax.lax.optimization_barrier` has a second barrier, for which jax 0.10 makes zero tangents.
+    """
+    return apply(Identity(_WAIT if waits else _BARRIER, tuple([typeof(x) for x in values])), values)
+
+
+def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
+    """Return the values unchanged. A derivative through any value raises the exception that `error` makes."""
+    types = tuple([typeof(x) for x in values])
+    return apply(Identity("forbid_derivative", types, error), values) if values else []
+
+
+def leave_mark(name: str) -> None:
+    """Add an equation without operands to the jaxpr that JAX is tracing; `is_mark` recognizes this equation."""
+    apply(Identity(name, ()), ())
+
+
+def is_mark(function: object, name: str) -> bool:
+    return isinstance(function, Identity) and function.name == name
+
+
+class _WithTangent(RuleFunction):
+    def __init__(self, types: Sequence[Any]) -> None:
+        self.name = "with_tangent"
+        self.jaxpr, _, _ = stage(lambda _, value: ([value], None), types, self.name)
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        return apply(self, primals), [tangents[0]]
+
+
+def with_tangent(tensor: Any, value: Any) -> Any:
+    """Return `value` with the tangent of `tensor` as its tangent."""
+    return apply(_WithTangent([typeof(tensor), typeof(value)]), (tensor, value))[0]
+
+
+class _Outputs(RuleFunction):
+    """A function of operands and outputs that returns the outputs. Its batch axes are those of a `RuleFunction`."""
+
+    name = "outputs"
+
+    def __init__(self, n_operands: int, types: tuple[Any, ...]) -> None:
+        self.n_operands, self.jaxpr = n_operands, _jaxpr_of_outputs(n_operands, types)
+
+    def mask_of_kept_operands(self) -> list[bool]:
+        return [i < self.n_operands for i in range(len(self.jaxpr.invars))]  # the operands decide about batch axes
+
+
+@functools.lru_cache(maxsize=1024)
+def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
+    return stage(lambda *xs: (xs[n_operands:], None), types, _Outputs.name)[0]
+
+
+def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
+    """Return the outputs of a function with the batch axes that they have if the function is a `RuleFunction`."""
+    values = [*operands, *outputs]
+    return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)
+
+
+# -- rules with which JAX looks into a `rule_function`: checkpoints, dead code, and `checkify` -----------------
+#
+# `jax.checkpoint` saves some values of a function and computes the others again for the backward pass. Its policy
+# decides about each operation. This module divides a `rule_function` with these operations into two, as JAX divides a
+# jitted function. With a policy that saves matrix products,
+#
+#     c = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
+#
+# becomes an equation of the forward pass and one of the backward pass:
+#
+#     c, d = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
+#     c    = rule_function[call_jaxpr={ c = tanh d }] d a b
+#
+# Both have the derivative of the whole function with respect to its own operands, which therefore are operands of
+# both. The residual `d` has no tangent, since its value follows from the operands. tests:
+# derivatives/test_checkpoint.py
+
+
+class PartialFunction(RuleFunction):
+    """Part of a function: other equations for some of its values, with the derivative of the whole function.
+
+    The operands are `n_residuals` values that another part computes, and then the operands of the whole function. The
+    results are values of the whole function, at `positions`, and then residuals for another part.
+    """
+
+    def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
+        debug = DebugInfo("pylayer_jax", f"part of {whole.name}", None, None)
+        self.whole, self.name, self.jaxpr = whole, whole.name, jaxpr.replace(debug_info=debug)
+        self.n_residuals, self.positions = n_residuals, list(positions)
+
+    def mask_of_kept_operands(self) -> list[bool]:
+        return [i >= self.n_residuals for i in range(len(self.jaxpr.invars))]
+
+    def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        __tracebackhide__ = True
+        n = self.n_residuals
+        values = apply(self, primals)
+        if all(t is None for t in tangents[n:]):
+            return values, [None] * len(values)
+        _, found = self.whole.rule(primals[n:], tangents[n:])
+        return values, [*[found[i] for i in self.positions], *[None] * (len(values) - len(self.positions))]
+
+    def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
+        return self.whole.transpose_code(self.jaxpr, args, cotangents)
+
+
+def _is_divisible(function: RuleFunction) -> bool:
+    return function.is_divisible and not uses_own_refs(function.jaxpr)
+
+
+def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any:
+    """Return a copy of an equation that holds another function."""
+    return equation.replace(params=rule_function_p.params_of(function), effects=function.jaxpr.effects, **changes)
+
+
+# -- jax.checkpoint ------------------------------------------------------------------------------------
+
+
+def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
+    """Divide an equation, as rules of `partial_eval_jaxpr_custom_rules` do.
+
+    Returns:
+        The equation of the forward pass, the equation of the backward pass, two masks of the results (known only in the
+        backward pass; computed in the backward pass), and the variables that the backward pass needs from the forward
+        pass.
+    """
+    function = payload_of(equation)
+    if any(unknown) or not _is_divisible(function):
+        return _keep_whole(saveable, any(unknown), instantiated, equation)
+    known, staged, unknown_out, instantiated_out, residuals = _divide_jitted(
+        saveable, unknown, instantiated, equation, function.jaxpr
+    )
+    code, _ = jaxpr_and_consts(known.params["jaxpr"])
+    first = PartialFunction(function, code, 0, range(len(equation.outvars)))
+    forward = _with_function(equation, first, invars=known.invars, outvars=known.outvars)
+    if not any(instantiated_out):
+        missing = _variables(equation.invars, [not i for i in instantiated])
+        return forward, None, unknown_out, instantiated_out, missing
+    # JAX may leave an equation here that computes a saved value. Without it, a name in `forward` spares this operation.
+    code, _ = jaxpr_and_consts(staged.params["jaxpr"])
+    code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
+    read = select(staged.invars, is_read)
+    code = code.replace(invars=[*code.invars, *function.jaxpr.invars])
+    positions = [i for i, is_set in enumerate(instantiated_out) if is_set]
+    second = PartialFunction(function, code, len(read), positions)
+    backward = _with_function(equation, second, invars=[*read, *equation.invars], outvars=staged.outvars)
+    return forward, backward, unknown_out, instantiated_out, [v for v in residuals if v in backward.invars]
+
+
+def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any, jaxpr: Any) -> Any:
+    """Divide an equation of the same code in a jitted function, by JAX's own rule."""
+    with equation.ctx.manager, jax.disable_jit(False):
+        jitted = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
+        outer, _, _ = stage(lambda *args: (jitted(*args), None), [v.aval for v in equation.invars], "jit")
+    (call,) = outer.eqns
+    call = call.replace(invars=equation.invars, outvars=equation.outvars, source_info=equation.source_info)
+    return partial_eval.partial_eval_jaxpr_custom_rules[call.primitive](saveable, unknown, instantiated, call)
+
+
+def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
+    """Save all results of an equation, or compute it again as a whole."""
+    n = len(equation.outvars)
+    operands = _variables(equation.invars, [not i for i in instantiated])
+    if is_unknown:
+        return None, equation, [True] * n, [True] * n, operands
+    is_saved = saveable(equation.primitive, *[v.aval for v in equation.invars], **equation.params) is True
+    if is_saved or equation.effects:
+        return equation, None, [False] * n, [False] * n, []
+    return equation, equation, [False] * n, [True] * n, operands
+
+
+def _variables(atoms: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
+    return [a for a in select(atoms, mask) if not is_literal(a)]
+
+
+partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
+
+
+# -- dead code -----------------------------------------------------------------------------------------
+
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """Return the operands that an equation with fewer results uses, and this equation; None if all code is dead."""
+    equation = rest[-1]  # since jax 0.12, a mask of the operands comes before
+    keeps_all = [True] * len(equation.invars)
+    if used and all(used):
+        return keeps_all, equation
+    function = payload_of(equation)
+    if not any(used):
+        code, _ = partial_eval.dce_jaxpr(function.jaxpr, list(used))
+        if not code.eqns:
+            return [False] * len(equation.invars), None
+    if isinstance(function, Identity) and function.may_drop_operands:  # each result is the operand at the same position
+        function = function.of([v.aval for v in select(equation.outvars, used)])
+        invars, outvars = select(equation.invars, used), select(equation.outvars, used)
+        return list(used), _with_function(equation, function, invars=invars, outvars=outvars)
+    if not _is_divisible(function):
+        return keeps_all, equation
+    code, is_read = partial_eval.dce_jaxpr(function.jaxpr, list(used), function.mask_of_kept_operands())
+    n = function.n_residuals if isinstance(function, PartialFunction) else 0
+    positions = [i for i, is_used in enumerate(used) if is_used]
+    if isinstance(function, PartialFunction):
+        positions = [function.positions[i] for i in positions if i < len(function.positions)]
+        function = function.whole
+    part = PartialFunction(function, code, sum(is_read[:n]), positions)
+    invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
+    return list(is_read), _with_function(equation, part, invars=invars, outvars=outvars)
+
+
+partial_eval.dce_rules[rule_function_p] = _drop_unused
+
+
+# -- checkify ------------------------------------------------------------------------------------------
+
+
+def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
+    __tracebackhide__ = True
+
+    def error() -> Exception:
+        return TypeError(
+            f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations "
+            "of forward. Differentiate first, as in checkify(jax.grad(jax.grad(f)))."
+        )
+
+    return forbid_derivative(checked.call_wrapped(*args), error)
+
+
+rule_function_p.evaluate_checked = _evaluate_checked

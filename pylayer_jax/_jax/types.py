@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .imports import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
+from .traces import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtype_to_tangent_dtype, unmapped_aval
 
 typeof = jax.typeof
 

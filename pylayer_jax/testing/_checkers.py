@@ -12,9 +12,8 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
-from pylayer_jax._errors import OnceDifferentiableError
 from pylayer_jax._jax.types import is_ref
-from pylayer_jax._messages import plural
+from pylayer_jax._messages import OnceDifferentiableError, plural
 
 from . import _consistency, _derivatives
 from ._subject import (

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from pylayer_jax._jax.jaxprs import stage
 from pylayer_jax._jax.linearity import why_not_linear
-from pylayer_jax._jax.tracers import NEEDS_VALUES, is_tracer
+from pylayer_jax._jax.traces import NEEDS_VALUES, is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._messages import plural
 

@@ -20,10 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._errors import HostBackwardError, NoForwardModeError, NotLinearError, OnceDifferentiableError
 from pylayer_jax._jax.jaxprs import evaluate_part, has_equation, inner_jaxprs, is_literal, stage
 from pylayer_jax._jax.types import has_tangent
-from pylayer_jax._messages import plural
+from pylayer_jax._messages import HostBackwardError, NoForwardModeError, NotLinearError, OnceDifferentiableError, plural
 from pylayer_jax._report import line_of
 
 from ._subject import (

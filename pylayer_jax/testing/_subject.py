@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pylayer_jax._jax.tracers import is_tracer
+from pylayer_jax._jax.traces import is_tracer
 from pylayer_jax._jax.types import has_tangent, is_key
 from pylayer_jax._trees import is_tensor, split
 

@@ -37,8 +37,8 @@ def second_derivative() -> Any:
     xs = jnp.linspace(-2.4, 2.4, 121)
     curves = {
         "PyLayer": ("`PyLayer`", "-"),
-        "custom_vjp as documented": ("`custom_vjp`, documented", ":"),
-        "custom_vjp, fwd rule computes again": ("`custom_vjp`, computes again", "--"),
+        "custom_vjp as documented": ("`custom_vjp`, fwd calls f", ":"),
+        "custom_vjp, fwd rule computes again": ("`custom_vjp`, fwd inlines f", "--"),
     }
     for axes, example in zip(figure.subplots(1, 2), EXAMPLES, strict=True):
         for label, (column, style) in curves.items():

@@ -1,7 +1,7 @@
 """The same custom gradients in each way that JAX, equinox, torch and Paddle have for them.
 
-notebooks/beside.md compares the ways in a table. `COLUMNS` has one function for each column, which returns a `Way`;
-tests/documents/test_beside.py computes every cell from it.
+notebooks/comparison.md compares the ways in a table. `COLUMNS` has one function for each column, which returns a `Way`;
+tests/documents/test_comparison.py computes every cell from it.
 """
 
 from __future__ import annotations
@@ -329,8 +329,8 @@ def equinox() -> Way:
 
 COLUMNS: dict[str, Callable[[], Way]] = {
     "`PyLayer`": pylayer,
-    "`custom_vjp`, documented": lambda: _custom_vjp(again=False),
-    "`custom_vjp`, computes again": lambda: _custom_vjp(again=True),
+    "`custom_vjp`, fwd calls f": lambda: _custom_vjp(again=False),
+    "`custom_vjp`, fwd inlines f": lambda: _custom_vjp(again=True),
     "`custom_jvp`": custom_jvp,
     "hijax": hijax,
     "equinox": equinox,

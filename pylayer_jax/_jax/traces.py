@@ -14,8 +14,71 @@ from typing import Any, Final, NamedTuple
 
 import jax
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray, Trace, Tracer, eval_context, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+from jax.experimental import io_callback
+from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import (
+    ClosedJaxpr,
+    DebugInfo,
+    Jaxpr,
+    Literal,
+    Primitive,
+    get_opaque_trace_state,
+    jaxprs_in_params,
+    primal_dtype_to_tangent_dtype,
+    set_current_trace,
+    take_current_trace,
+    unmapped_aval,
+)
+from jax.extend.linear_util import wrap_init
+from jax.extend.mlir import ir, lower_with_sharding_in_types
+from jax.extend.mlir.dialects import stablehlo
+from jax.extend.source_info_util import current, register_exclusion, summarize
+from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.lax import convert_element_type_p
 
-from .imports import Trace, Tracer, eval_context, get_opaque_trace_state, take_current_trace
+# -- this module imports every name of JAX that may move between versions. Lint forbids these imports in other modules
+#
+# The rest of the package uses `jax`, `jax.numpy`, `jax.lax`, `jax.tree_util`, `jax.errors` and this subpackage.
+
+
+__all__ = [
+    "ClosedJaxpr",
+    "DebugInfo",
+    "Jaxpr",
+    "Literal",
+    "Primitive",
+    "ShapedArray",
+    "SymbolicZero",
+    "Trace",
+    "Tracer",
+    "ad",
+    "batching",
+    "buffer_callback",
+    "checkpoint_name",
+    "convert_element_type_p",
+    "current",
+    "eval_context",
+    "eval_jaxpr",
+    "get_opaque_trace_state",
+    "io_callback",
+    "ir",
+    "jaxprs_in_params",
+    "lower_with_sharding_in_types",
+    "mlir",
+    "partial_eval",
+    "primal_dtype_to_tangent_dtype",
+    "register_exclusion",
+    "set_current_trace",
+    "stablehlo",
+    "summarize",
+    "take_current_trace",
+    "unmapped_aval",
+    "wrap_init",
+]
+
 
 # JAX raises these exceptions if traced code needs a concrete value.
 NEEDS_VALUES = (
@@ -40,7 +103,7 @@ def current_trace() -> Any:
         return trace
 
 
-def learn(what: str, look: Callable[[Any], Any]) -> Any:
+def discover(what: str, probe: Callable[[Any], Any]) -> Any:
     """Call `look` with a staged array, and return the result.
 
     Raises:
@@ -50,7 +113,7 @@ def learn(what: str, look: Callable[[Any], Any]) -> Any:
     try:
         # A traced function may import this package, so leave the trace of this function first.
         with eval_context(), jax.disable_jit(False):
-            jax.eval_shape(lambda x: found.append(look(x)), jax.ShapeDtypeStruct((1,), np.float32))
+            jax.eval_shape(lambda x: found.append(probe(x)), jax.ShapeDtypeStruct((1,), np.float32))
         return found[0]
     except Exception as error:
         raise ImportError(
@@ -59,7 +122,7 @@ def learn(what: str, look: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def expect(condition: bool, found: object) -> None:
+def check(condition: bool, found: object) -> None:
     if not condition:
         raise TypeError(f"found {found}")
 
@@ -67,21 +130,21 @@ def expect(condition: bool, found: object) -> None:
 def _classes_of(name: str, transform: Callable[[Any, Any], object], value_below: str | None = None) -> TransformClasses:
     """Learn the classes of a transformation. The attribute `value_below` of a tracer is the transformed value."""
 
-    def look(x: Any) -> TransformClasses:
+    def probe(x: Any) -> TransformClasses:
         outer, found = current_trace(), set[TransformClasses]()
 
         def transformed(y: Any) -> Any:
             trace = current_trace()
-            expect(y._trace is trace and trace.parent_trace is outer, f"{type(trace)}, not within {outer}")
-            expect(value_below is None or getattr(y, value_below) is x, f"another {value_below} of {type(y)}")
+            check(y._trace is trace and trace.parent_trace is outer, f"{type(trace)}, not within {outer}")
+            check(value_below is None or getattr(y, value_below) is x, f"another {value_below} of {type(y)}")
             found.add(TransformClasses(type(y), type(trace)))
             return y
 
         transform(transformed, x)
-        expect(len(found) == 1, found or "no call of the function")
+        check(len(found) == 1, found or "no call of the function")
         return found.pop()
 
-    return learn(f"the tracers and traces of {name}", look)
+    return discover(f"the tracers and traces of {name}", probe)
 
 
 with eval_context():
@@ -97,23 +160,23 @@ PARTIAL = _classes_of("jax.linear_transpose", lambda f, x: jax.linear_transpose(
 def _sharding_of_jit(x: Any) -> type[Any]:
     (equation,) = jax.make_jaxpr(jax.jit(lambda y: y))(x).eqns
     (sharding,) = equation.params["out_shardings"]
-    expect(not isinstance(sharding, jax.sharding.Sharding), sharding)
+    check(not isinstance(sharding, jax.sharding.Sharding), sharding)
     return type(sharding)
 
 
-UNSPECIFIED_SHARDING = learn("the shardings of a jitted function that places nothing", _sharding_of_jit)
+UNSPECIFIED_SHARDING = discover("the shardings of a jitted function that places nothing", _sharding_of_jit)
 
 
 def _check_classes(x: Any) -> None:
     kinds = (STAGED, BATCHED, FORWARD, REVERSE, PARTIAL)
     for classes in ([k.tracer for k in kinds], [EVAL_TRACE, *(k.trace for k in kinds)]):
-        expect(all(sum(issubclass(c, other) for other in classes) == 1 for c in classes), classes)
+        check(all(sum(issubclass(c, other) for other in classes) == 1 for c in classes), classes)
     found: list[Any] = []
     jax.vmap(lambda y: found.append((current_trace().axis_data.name, y.batch_dim)), axis_name="i")(x)
-    expect(found == [("i", 0)], found)
+    check(found == [("i", 0)], found)
 
 
-learn("classes that tell transformations apart, and the axis of jax.vmap", _check_classes)
+discover("classes that tell transformations apart, and the axis of jax.vmap", _check_classes)
 
 
 # -- values ------------------------------------------------------------------------------------------
@@ -174,7 +237,7 @@ class PassThroughTrace(Trace):
         self.parent_trace = parent_trace
         self.requires_low = parent_trace.requires_low
         # flax.nnx compares `_weakref` to see whether a value belongs to the current transformation. This trace
-        # transforms nothing, so it has the `_weakref` of its parent. tests/around/test_flax_nnx.py
+        # transforms nothing, so it has the `_weakref` of its parent. tests/integrations/test_flax_nnx.py
         if hasattr(parent_trace, "_weakref"):
             self._weakref = parent_trace._weakref
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.around.blocks import NO_BLOCK, assert_close, library, steep
+from tests.integrations.blocks import NO_BLOCK, assert_close, library, steep
 from tests.kit.layers import Square, Steep, SteepBothWays, Tanh
 
 slow = pytest.mark.slow

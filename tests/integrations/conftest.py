@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from tests.around import blocks as libraries
-from tests.around.blocks import Block
+from tests.integrations import blocks as libraries
+from tests.integrations.blocks import Block
 
 
 def pytest_configure(config):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from pylayer_jax import PyLayer
-from tests.around.blocks import applied, assert_close, doubled, library
+from tests.integrations.blocks import applied, assert_close, doubled, library
 
 eqx = library("equinox")
 

@@ -8,7 +8,7 @@ import pytest
 from jax.experimental import sparse
 
 from pylayer_jax import PyLayer
-from tests.around.blocks import assert_close
+from tests.integrations.blocks import assert_close
 from tests.kit.layers import layer
 from tests.kit.modes import EAGER_AND_JIT
 

@@ -1,4 +1,4 @@
-"""notebooks/beside.md: every cell of its table is what running the code gives."""
+"""notebooks/comparison.md: every cell of its table is what running the code gives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def table(page: Path) -> dict[tuple[str, str], str]:
     return {(row, column): cell for row, *each in cells for column, cell in zip(columns, each, strict=True)}
 
 
-BESIDE, README = table(ROOT / "notebooks" / "beside.md"), table(ROOT / "README.md")
+BESIDE, README = table(ROOT / "notebooks" / "comparison.md"), table(ROOT / "README.md")
 
 
 def shown(x: Any) -> str:

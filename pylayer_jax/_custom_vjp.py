@@ -12,22 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._call import LayerCall, Run
-from ._errors import once_differentiable_error
-from ._jax.identities import as_batched_as, forbid_derivative
-from ._jax.imports import DebugInfo, SymbolicZero, eval_jaxpr
-from ._jax.masks import merge, select
-from ._jax.rule_function import apply
-from ._jax.tracers import is_batched, is_differentiated, is_tracer
+from ._call import ForwardResult, LayerCall
+from ._jax.rule_function import apply, as_batched_as, forbid_derivative, merge, select
+from ._jax.traces import DebugInfo, SymbolicZero, eval_jaxpr, is_batched, is_differentiated, is_tracer
 from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
-from ._layer_map import LayerMap
-from ._layer_rule import StagedLayer, differentiated, stage_layer
-from ._messages import source_of
+from ._layer_rule import LayerMap, StagedLayer, differentiated, stage_layer
+from ._messages import once_differentiable_error, source_of
 
 Values = list[Any]
 
 
-class Application:
+class TracedCall:
     """One application of a layer: a pytree node without leaves, which is the first argument of the front."""
 
     __slots__ = ("call", "is_deferred", "maps", "staged")
@@ -71,34 +66,34 @@ class Application:
         return staged, apply(staged.packing() if packs else staged, [*consts, *tensors])
 
 
-jax.tree_util.register_static(Application)
+jax.tree_util.register_static(TracedCall)
 
 
-def _primal(application: Application, *tensors: Any) -> tuple[Any, ...]:
+def _primal(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
-    if not application.is_deferred and not any(map(is_tracer, tensors)):
-        return tuple(application.call.run_on_values(as_arrays(tensors), [False] * len(tensors)).outputs)
-    return tuple(application.evaluate(tensors))
+    if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
+        return tuple(traced_call.call.run_on_values(as_arrays(tensors), [False] * len(tensors)).outputs)
+    return tuple(traced_call.evaluate(tensors))
 
 
-def _fwd(application: Application, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     __tracebackhide__ = True
-    call = application.call
+    call = traced_call.call
     tensors = [p.value for p in primals]
     needs = [p.perturbed for p in primals]
-    if not application.is_deferred and not any(map(is_tracer, tensors)):
+    if not traced_call.is_deferred and not any(map(is_tracer, tensors)):
         tensors = as_arrays(tensors)  # jax.grad(f)(2.0) passes a Python number, not an array
         run = call.run_on_values(tensors, call.arguments.can_get_gradient(needs))
     else:
-        if application.is_deferred:
+        if traced_call.is_deferred:
             call.check_closure_of_backward()
-        staged, values = application.bind(tensors, in_rule=True)
-        run = Run(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
-    return _remember(application, run, tensors, needs)
+        staged, values = traced_call.bind(tensors, in_rule=True)
+        run = ForwardResult(staged.kept, values[: staged.n_outputs], staged.residuals(tensors, values))
+    return _remember(traced_call, run, tensors, needs)
 
 
 def _remember(
-    application: Application, run: Run, inputs: Sequence[Any], needs: list[bool]
+    traced_call: TracedCall, run: ForwardResult, inputs: Sequence[Any], needs: list[bool]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the results of the fwd rule, and append the linear map of this run to `application.maps`.
 
@@ -107,25 +102,25 @@ def _remember(
     rule. The runs differ: hooks may return other objects, and `forward` may keep other values of a Ref. Therefore each
     run has a number, which the fwd rule returns as the length of an empty residual. tests: test_several_runs.py
     """
-    linear, outputs, residuals = differentiated(application.call, run, inputs, needs, packs=True)
-    maps = application.maps
+    linear, outputs, residuals = differentiated(traced_call.call, run, inputs, needs, packs=True)
+    maps = traced_call.maps
     if maps and maps[0].n_residuals != linear.n_residuals:
         raise ValueError(
-            f"{application.call.name} kept {maps[0].n_residuals} arrays for backward the first time that JAX traced it "
+            f"{traced_call.call.name} kept {maps[0].n_residuals} arrays for backward the first time that JAX traced it "
             f"here, and {linear.n_residuals} the next time. forward, and hooks that pack, have to keep as many each "
             "time; or differentiate inside jit: jax.jit(jax.grad(f))."
         )
     maps.append(linear)
-    number = [np.zeros((len(maps) - 1, 0), np.bool)] if application.is_deferred else []
-    return tuple(outputs), (application, *residuals, *number)
+    number = [np.zeros((len(maps) - 1, 0), np.bool)] if traced_call.is_deferred else []
+    return tuple(outputs), (traced_call, *residuals, *number)
 
 
 def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
     __tracebackhide__ = True
-    application, arrays = residuals[0], residuals[1:]
-    number = arrays[-1].shape[0] if application.is_deferred else 0
+    traced_call, arrays = residuals[0], residuals[1:]
+    number = arrays[-1].shape[0] if traced_call.is_deferred else 0
     given = [None if _is_symbolic_zero(c) else c for c in cotangents]
-    gradients = application.maps[number].gradients(arrays[: application.maps[number].n_residuals], given)
+    gradients = traced_call.maps[number].gradients(arrays[: traced_call.maps[number].n_residuals], given)
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
         # Also batch a gradient that depends on no cotangent, so that JAX sums the gradient over the examples: see
@@ -146,14 +141,14 @@ def _is_symbolic_zero(cotangent: Any) -> bool:
 # of this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`.
 
 
-def _primal_with_ref(application: Application, *tensors: Any) -> tuple[Any, ...]:
+def _primal_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
     __tracebackhide__ = True
-    return tuple(application.call.run_forward(as_arrays(tensors), [False] * len(tensors)).outputs)
+    return tuple(traced_call.call.run_forward(as_arrays(tensors), [False] * len(tensors)).outputs)
 
 
-def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+def _fwd_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     __tracebackhide__ = True
-    call = application.call
+    call = traced_call.call
     tensors = tuple(as_arrays(tensors))
     needs = call.arguments.can_get_gradient([True] * len(tensors))
 
@@ -169,7 +164,7 @@ def _fwd_with_ref(application: Application, *tensors: Any) -> tuple[tuple[Any, .
     arrays = [not is_ref(x) for x in residuals]
     outputs = forbid_derivative(outputs, error)
     residuals = merge(arrays, forbid_derivative(select(residuals, arrays), error), residuals)
-    return _remember(application, Run(kept, outputs, residuals), tensors, needs)
+    return _remember(traced_call, ForwardResult(kept, outputs, residuals), tensors, needs)
 
 
 def ref_error(call: LayerCall) -> TypeError:
@@ -182,20 +177,20 @@ def ref_error(call: LayerCall) -> TypeError:
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
 # Fronts are not class attributes: a class made from the members of another class would share that class's fronts.
-_fronts: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
+_custom_vjps: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
-def front_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
+def custom_vjp_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
     """Return the front of a class, a cached `jax.custom_vjp` function (application, *tensors) -> outputs."""
-    fronts = _fronts.setdefault(layer, {})
-    if takes_refs not in fronts:
+    functions = _custom_vjps.setdefault(layer, {})
+    if takes_refs not in functions:
         name, source = layer.__qualname__, source_of(layer.__qualname__, layer.forward)
         rules = (_primal_with_ref, _fwd_with_ref, _bwd) if takes_refs else (_primal, _fwd, _bwd)
         primal, fwd, bwd = (_named_copy(rule, name, source) for rule in rules)
-        front = jax.custom_vjp(primal)
-        front.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)
-        fronts.setdefault(takes_refs, front)  # another thread may have made the front meanwhile
-    return fronts[takes_refs]
+        function = jax.custom_vjp(primal)
+        function.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)
+        functions.setdefault(takes_refs, function)  # another thread may have made the front meanwhile
+    return functions[takes_refs]
 
 
 def _named_copy(function: Any, name: str, source: str) -> Any:

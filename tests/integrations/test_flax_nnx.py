@@ -8,7 +8,7 @@ import pytest
 
 from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import cast_saved, quantize_saved
-from tests.around.blocks import applied, assert_close, doubled, library, steep
+from tests.integrations.blocks import applied, assert_close, doubled, library, steep
 from tests.kit.layers import Steep
 
 nnx = library("flax.nnx")

@@ -7,8 +7,8 @@ import pytest
 
 from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import by_name, quantize_saved
-from tests.around.blocks import library
 from tests.hooks.spy import noting
+from tests.integrations.blocks import library
 from tests.kit.modes import EAGER_AND_JIT
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:flax")
