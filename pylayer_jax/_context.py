@@ -1,4 +1,4 @@
-"""The context object `ctx`, and the values that one run of `forward` keeps on `ctx` for `backward`."""
+"""The outputs of `forward`, the context object `ctx`, and the values that one run of `forward` keeps for `backward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `jax.custom_vjp` function of each class, called its *front*: see NOTE [orders] in `_layer_rule.py`."""
+"""The `jax.custom_vjp` function of each class: see NOTE [orders] in `_layer_rule.py`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Values = list[Any]
 
 
 class TracedCall:
-    """One application of a layer: a pytree node without leaves, which is the first argument of the front."""
+    """One application of a layer: a pytree node without leaves, the first argument of the custom_vjp function."""
 
     __slots__ = ("call", "is_deferred", "maps", "staged")
 
@@ -136,8 +136,8 @@ def _is_symbolic_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
-# A call that takes a Ref uses a separate front. This front has no symbolic zeros: with symbolic zeros, JAX would not
-# recognize that a residual of the fwd rule is an argument Ref. This front does not stage `forward`, since an equation
+# A call that takes a Ref uses a separate custom_vjp function. It has no symbolic zeros: with these, JAX would not
+# recognize that a residual of the fwd rule is an argument Ref. It does not stage `forward`, since an equation
 # of this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`.
 
 
@@ -176,12 +176,12 @@ def ref_error(call: LayerCall) -> TypeError:
 
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-# Fronts are not class attributes: a class made from the members of another class would share that class's fronts.
+# These are not class attributes: a class made from the members of another class would share that class's functions.
 _custom_vjps: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
 def custom_vjp_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]]:
-    """Return the front of a class, a cached `jax.custom_vjp` function (application, *tensors) -> outputs."""
+    """Return the cached `jax.custom_vjp` function of a class: (traced_call, *tensors) -> outputs."""
     functions = _custom_vjps.setdefault(layer, {})
     if takes_refs not in functions:
         name, source = layer.__qualname__, source_of(layer.__qualname__, layer.forward)

@@ -1,4 +1,4 @@
-"""`PyLayer` and its `apply`."""
+"""`PyLayer`: the flags of a class, `once_differentiable`, `apply`, and the routes that a call may take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._layer_rule import EagerLayer
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
 
-# -- checks the flags of a layer class when the class is defined -----------------------------------------------
+# -- the flags of a class -----------------------------------------------------------------------------------
 
 
 _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "host", "host_vmap", "saved_names")
@@ -74,7 +74,7 @@ def check_declarations(layer: Any) -> None:
         )
 
 
-# -- the decorator `once_differentiable`, for a `backward` that must not be differentiated ---------------------
+# -- once_differentiable ------------------------------------------------------------------------------------
 
 
 Method = TypeVar("Method", bound=Callable[..., Any])

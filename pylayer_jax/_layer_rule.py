@@ -4,7 +4,7 @@ NOTE [orders]
 For a second derivative, JAX differentiates the body of the fwd rule of a `jax.custom_vjp` function. In this package,
 this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second derivative uses the layer's rule again:
 
-    front(application, x)                         one jax.custom_vjp function per class, in `_front.py`
+    custom_vjp function(traced_call, x)           one jax.custom_vjp function per class, in `_custom_vjp.py`
       fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr with a recording context
             residuals = entries of [x, y, intermediates]
       bwd   `backward`, from the residuals and the cotangents
@@ -20,8 +20,9 @@ last position has the rule. An output that is marked non-differentiable is a con
 intermediate: its derivative is the derivative of the equations that compute the tensor.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
-`forward` is not staged, and sees concrete values. The front is not used where JAX allows no custom_vjp function: for a
-class with forward mode, within a `backward` (which JAX may transpose), and in the other cases of `_apply_traced`.
+`forward` is not staged, and sees concrete values. The custom_vjp function is not used where JAX allows none: for a
+class with forward mode, within a `backward` (which JAX may transpose), and in the other cases of `_route` in
+`_layer.py`.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class CodeMap(LinearMap):
     """The derivative of part of a jaxpr: values of the variables `given`, nonzero tangents -> tangents of `wanted`.
 
     The map is the derivative of the saved tensors that are neither inputs nor outputs of `forward`. A first derivative
-    calls neither `push` nor `pull`, so code that JAX can differentiate only in one mode has a first derivative too.
+    calls neither `evaluate` nor `transpose`. So code that JAX can differentiate in one mode only has one.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
@@ -405,7 +406,7 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
 
 
 class EagerLayer(RuleFunction):
-    """A layer without a front in eager mode, as a function inputs -> outputs: `forward` sees concrete values."""
+    """A layer in eager mode, as a function inputs -> outputs without a custom_vjp: `forward` sees concrete values."""
 
     def __init__(self, call: LayerCall) -> None:
         self.call, self.name = call, call.name

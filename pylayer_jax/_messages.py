@@ -1,4 +1,7 @@
-"""Formats values, counts and source locations for messages; lists the variables that a function closes over."""
+"""What users read in errors: values, counts and source lines, notes and hints on exceptions, and error classes.
+
+This module also lists the variables that a function closes over.
+"""
 
 from __future__ import annotations
 

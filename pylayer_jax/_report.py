@@ -203,7 +203,7 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _rows(values: Iterable[Value]) -> list[SavedTensor]:
     """Return the rows of residuals: equal rows as one with a count, the largest first, and inputs last."""
-    # Leave out residuals of size 0, whose length is the number of a run: see NOTE [several runs] in _front.py.
+    # Leave out residuals of size 0, whose length is the number of a run: see NOTE [several runs] in _custom_vjp.py.
     kept = [value for value in values if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to [tensor] if it is not packed
     for array in kept:

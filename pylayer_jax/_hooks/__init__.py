@@ -23,10 +23,10 @@
 
 The modules, each using those above it:
 
-- `pair` defines a pair of hooks, with one step or more, the key that compares pairs, and the `Origin` of a tensor.
+- `pack` defines a pair of hooks, the key that compares pairs, and the `Origin` of a tensor; it packs and unpacks one
+  tensor (sentence 8).
 - `host` runs hooks on the host, and holds their results for compiled programs.
 - `active` finds the blocks of hooks that are open in this thread.
-- `pack_array` packs and unpacks one tensor (sentence 8).
 - `residuals` decides about all residuals of a layer or an operation (sentences 6 to 10).
 - `operations` defines the trace of a block and the operations that it binds (sentences 1 to 5).
 - `block` defines `saved_tensors_hooks`.

@@ -2,8 +2,8 @@
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
 tangents. A rule that applies the same function to its primals is used at every order. A `LinearMap` computes the
-tangents. A `LinearMap` has two Python functions, which JAX calls only when it needs them: `push` in forward mode, and
-`pull` in reverse mode. This is the jaxpr of a layer that saves its output, and whose `backward` is `pull`:
+tangents. A `LinearMap` has two Python functions, which JAX calls only when it needs them: `evaluate` in forward mode,
+and `transpose` in reverse mode. This is the jaxpr of a layer that saves its output; `transpose` calls its `backward`:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
@@ -58,7 +58,7 @@ from .traces import (
 )
 from .types import has_tangent, mapped_type, tangent_type, typeof, with_varying_axes, zeros_of
 
-# -- functions for lists of values with masks of the same length, which the rules of primitives use ------------
+# -- lists of values with masks of the same length ---------------------------------------------------------
 
 
 def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
@@ -77,7 +77,7 @@ def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> l
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]
 
 
-# -- primitives whose equations hold a Python object, and functions for batch axes -----------------------------
+# -- primitives whose equations hold a Python object ---------------------------------------------------------
 
 
 is_undefined = ad.is_undefined_primal  # marks the operands for which a transpose rule must produce cotangents
@@ -178,7 +178,7 @@ class ObjectPrimitive(Primitive):
             return lower(_payload(payload), context, *args)
 
         named_rule: Any = jvp_rule
-        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_front.py`
+        named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_custom_vjp.py`
         self.def_impl(evaluate_rule)
         # Some jaxprs have hijax primitives (that of jnp.nonzero). Since jax 0.12, JAX calls `to_lojax` to lower these.
         self.to_lojax = evaluate_rule
@@ -524,7 +524,7 @@ def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Seque
     __tracebackhide__ = True
     n = linear.n_residuals
     # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples. If
-    # the axis has a name, repeat every tangent: `push` may use the axis, for example if `backward` sums over it.
+    # the axis has a name, repeat every tangent: `evaluate` may use the axis, for example if `backward` sums over it.
     tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
     values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
     return values, [0] * len(values)
@@ -545,7 +545,7 @@ linear_map_p.register(
 )
 
 
-# -- functions that return operands unchanged, but change how a JAX transformation treats these operands -------
+# -- functions that return operands unchanged, but change how JAX transforms them ------------------------------
 
 
 _BARRIER = "barrier"
@@ -685,10 +685,10 @@ def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
     return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)
 
 
-# -- rules with which JAX looks into a `rule_function`: checkpoints, dead code, and `checkify` -----------------
+# -- rules with which JAX looks into a rule_function ---------------------------------------------------------
 #
 # `jax.checkpoint` saves some values of a function and computes the others again for the backward pass. Its policy
-# decides about each operation. This module divides a `rule_function` with these operations into two, as JAX divides a
+# decides about each operation. `_divide` makes two of a `rule_function` with these operations, as JAX divides a
 # jitted function. With a policy that saves matrix products,
 #
 #     c = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b

@@ -1,6 +1,6 @@
-"""The active traces of JAX, and the tracers that these traces make.
+"""The names of JAX that may move, the active traces of JAX, and the tracers that these traces make.
 
-JAX gives the classes of traces and tracers no public names. Therefore this module learns the classes at import. It
+JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. It
 transforms a function (for example with `jax.vmap`) that records the classes of its argument and of the current trace.
 The function runs in `jax.eval_shape`, which compiles nothing and starts no backend. If a class is unexpected, the
 import fails.
@@ -39,9 +39,10 @@ from jax.extend.source_info_util import current, register_exclusion, summarize
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.lax import convert_element_type_p
 
-# -- this module imports every name of JAX that may move between versions. Lint forbids these imports in other modules
+# -- names of JAX that may move between versions ----------------------------------------------------------
 #
-# The rest of the package uses `jax`, `jax.numpy`, `jax.lax`, `jax.tree_util`, `jax.errors` and this subpackage.
+# Lint forbids these imports in other modules. The rest of the package uses `jax`, `jax.numpy`, `jax.lax`,
+# `jax.tree_util`, `jax.errors` and this subpackage.
 
 
 __all__ = [
@@ -88,7 +89,7 @@ NEEDS_VALUES = (
 )
 
 
-# -- classes, learned at import -------------------------------------------------------------------
+# -- classes, discovered at import -------------------------------------------------------------------
 
 
 class TransformClasses(NamedTuple):
