@@ -73,12 +73,7 @@ def _pair(
     elif len(entries) <= len(slots) and not any(any(needs[a.span]) for a in slots[len(entries) :]):
         return list(zip(slots, entries, strict=False))
     if len(entries) != len(passed):
-        of_slots = f"{len(slots)}, one per argument that holds a tensor ({', '.join(a.name for a in slots)}), or "
-        raise ValueError(
-            f"{arguments.layer}.backward returned {plural(len(entries), 'gradient', 'gradients')}; expected "
-            f"{'' if torch_convention else of_slots}{len(passed)}, one per argument passed "
-            f"({', '.join(arguments.names())}). None is a zero gradient."
-        )
+        raise ValueError(_wrong_count(len(entries), slots, arguments, torch_convention))
     for argument, entry in zip(passed, entries, strict=True):
         is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
         if entry is not None and not argument.skeleton.size and not is_number:
@@ -170,6 +165,19 @@ def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize
         for t, a in zip(tangents, arguments.types, strict=True)
     ]
     return arguments.per_argument(full)
+
+
+def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, torch_convention: bool) -> str:
+    """Return the text of the error about the number of gradients that `backward` returned."""
+    of_all = list(arguments.names())
+    names = of_all if torch_convention else [a.name for a in slots]
+    kind = "argument" if torch_convention else "tensor argument"
+    problem = f"missing: {', '.join(names[count:])}" if count < len(names) else f"{count - len(names)} too many"
+    or_all = f" One for each argument passed ({', '.join(of_all)}) is right too." if of_all != names else ""
+    return (
+        f"{arguments.layer}.backward returned {plural(count, 'gradient', 'gradients')} for "
+        f"{plural(len(names), kind, kind + 's')} ({', '.join(names)}); {problem}.{or_all} None is a zero gradient."
+    )
 
 
 def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
