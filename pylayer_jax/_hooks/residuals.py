@@ -39,7 +39,7 @@ from pylayer_jax._jax.traces import (
     trace_below,
     trace_of_primals,
 )
-from pylayer_jax._jax.types import as_arrays, is_key, is_ref, typeof
+from pylayer_jax._jax.types import as_arrays, has_tangent, is_key, is_nan_reported, is_ref, typeof, unchecked
 
 from .active import SUSPENDED, active, hooks_suspended, is_reported
 from .pack import ErrorModel, Origin, PackedTensor, Pair, Residual, pack_tensor, reference
@@ -219,6 +219,7 @@ class Recomputed(NamedTuple):
     operands: Sequence[Any]  # numbers, and None for each input of the residual
     is_input: Sequence[bool]
 
+    @unchecked
     def __call__(self, *inputs: Any) -> Any:
         result = self.primitive.bind(*merge(self.is_input, inputs, self.operands), **self.params)
         return result[0] if self.primitive.multiple_results else result
@@ -496,7 +497,8 @@ def pack_residuals(
                 equation.primitive, equation.params, equation.inputs, lambda x: residual_of.get(id(x))
             )
         shown = [x for x in tensors if id(x) in steps and np.ndim(x)] + [x for x, _ in to_pack.values()]
-        marks = _marks(packing, shown, steps)
+        hidden = [x for x in shown if isinstance(residual_of[id(x)], Residual)]
+        marks = [*_marks(packing, shown, steps), *_largest(hidden)]
         packed, arrays = PackedResiduals.of([residual_of[id(x)] for x in tensors], marks)
         new = [x for x, _ in to_pack.values()] + [equation.value for equation in steps.values()]
         pairs = [(x, x) for x in new] + [(y, x) for x, y in zip(outputs, bound, strict=True) if id(x) in residual_of]
@@ -514,6 +516,18 @@ def _marks(packing: Packing, tensors: Sequence[Any], steps: Collection[int]) -> 
         return []
     shown = {id(x): x for x in tensors if not _stays(x, is_staging())}.values()
     return [apply(Mark(typeof(x), packing.origin_of(x, 0), id(x) in steps), [x])[0] for x in shown]
+
+
+def _largest(tensors: Sequence[Any]) -> list[Any]:
+    """Return the largest absolute value of each traced tensor, for JAX to keep, if JAX reports NaN or infinity.
+
+    JAX looks for NaN among the results of a program, and the tensors are not among these. Backward reads no such value.
+    tests: hooks/test_modes.py
+    """
+    if not is_nan_reported():
+        return []
+    traced = [jax.lax.stop_gradient(x) for x in tensors if is_tracer(x) and has_tangent(x)]
+    return [jnp.max(jnp.abs(x)) for x in traced]
 
 
 def _stays(tensor: Any, is_program: bool) -> bool:

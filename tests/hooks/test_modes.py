@@ -160,6 +160,29 @@ def test_a_nan_of_the_user_is_reported_where_it_is_without_hooks(f, flag, packer
         assert where(RUNS[run](PACKERS[packer][0](tmp_path)(f)), X) == where(RUNS[run](f), X)
 
 
+def makes_nan_of_a_packed_infinity(x):
+    large = jnp.exp(1e4 * (1 + 0 * jnp.sin(x[0])))  # 8 bits restore it as NaN, from which backward broadcasts it again
+    return jnp.sum(jnp.outer(jnp.exp(jnp.sin(x[0])), large))
+
+
+@pytest.mark.parametrize("run", [jax.grad, lambda f: jax.grad(lambda x: jnp.sum(jax.vmap(f)(x[:, None])))])
+def test_a_nan_is_not_reported_where_a_tensor_is_recomputed(run):
+    f = makes_nan_of_a_packed_infinity
+    with jax.debug_nans(True):
+        assert where(run(quantize_saved(8)(f)), X)[0] == where(run(f), X)[0]
+
+
+def makes_infinity(x):
+    return jnp.sum(jnp.arctan(jnp.tanh(x) * 1e30 * 1e30))  # 8 bits pack the tanh, which is finite
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+def test_an_infinity_in_a_recomputed_tensor_is_reported(packer, tmp_path):
+    with jax.debug_infs(True):
+        found = where(jax.grad(jax.jit(PACKERS[packer][0](tmp_path)(makes_infinity))), X)
+        assert found == where(jax.grad(jax.jit(makes_infinity)), X)
+
+
 def test_a_block_of_nan_is_packed_without_infinity():
     x = X.at[0].set(jnp.nan)
     with jax.debug_infs(True):
