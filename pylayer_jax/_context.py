@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._jax.traces import current_trace, has_named_axis, is_active, is_staging, is_tracer
+from ._jax.traces import STAGED, current_trace, has_named_axis, is_active, is_staging, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_array, is_ref, typeof, zeros_of
 from ._messages import closed_over, describe, innermost, tensors_in
 from ._trees import LEAF, Skeleton, contains, is_tensor, is_tensor_or_ref, split
@@ -405,7 +405,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
         if len(rest.leaves) > len(found):
             _refuse_closures(rest, name, state.layer)
             # In eager mode, an object holds concrete arrays.
-            kept.has_objects = kept.has_objects or (is_staging() and any(map(_may_hold_arrays, rest.statics())))
+            if isinstance(trace, STAGED.trace) and not kept.has_objects:
+                kept.has_objects = any(map(_may_hold_arrays, rest.statics()))
         found = [output_of.get(id(x), x) for x in found] if output_of else found
         for tensor in found:
             if is_tracer(tensor) and tensor._trace is not trace and not is_active(tensor):
