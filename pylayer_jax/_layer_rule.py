@@ -226,10 +226,15 @@ class StagedLayer(RuleFunction):
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
         self.given = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
         self.intermediates = results[self.n_outputs :]  # the variables that are computed from `given`
-        self.outputs_jaxpr = unnamed  # computes only the outputs
-        if self.intermediates:
-            used = [True] * self.n_outputs + [False] * len(self.intermediates)
-            self.outputs_jaxpr, _ = partial_eval.dce_jaxpr(unnamed, used, instantiate=True)
+        self._unnamed = unnamed
+
+    @property
+    def outputs_jaxpr(self) -> Any:
+        """The part of the jaxpr that computes the outputs, without intermediates and the names of `saved_names`."""
+        if not self.intermediates:
+            return self._unnamed
+        used = [True] * self.n_outputs + [False] * len(self.intermediates)
+        return partial_eval.dce_jaxpr(self._unnamed, used, instantiate=True)[0]
 
     def _of_given(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
         """Return the values (or tangents, or batch axes) of the variables in `given`."""

@@ -15,7 +15,7 @@ README = ROOT / "README.md"
 NOTEBOOKS = ROOT / "notebooks"
 PAGES = [README, ROOT / "CHANGELOG.md", ROOT / "tests" / "README.md"]
 PAGES += sorted([*NOTEBOOKS.rglob("*.md"), *(ROOT / ".github").glob("*.md")])
-WITH_CODE = [README, *(NOTEBOOKS / f"{name}.md" for name in ("guide", "beside", "built", "packing"))]
+WITH_CODE = [README, *(NOTEBOOKS / f"{name}.md" for name in ("guide", "comparison", "architecture", "packing"))]
 
 
 MORE = re.compile(r"\.\.\. and (\d+) more lines")
