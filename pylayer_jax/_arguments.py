@@ -16,7 +16,10 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 
 
 class Argument:
-    """Name, skeleton and tensor positions of one argument; a *slot* is an argument with a tensor that is not a Ref."""
+    """Name, skeleton and tensor positions of one argument.
+
+    A *slot* is an argument for which `backward` returns a gradient: it holds a tensor that is not a Ref.
+    """
 
     __slots__ = ("name", "skeleton", "span")
 
@@ -231,5 +234,5 @@ def _read_declared(layer: Any, forward: Callable[..., Any]) -> _Declared:
     if layer._has_setup_context():  # then `bind` has to add the defaults, which `setup_context` gets too
         required = len(parameters) - 1
     if any(p.kind is kinds.KEYWORD_ONLY and p.default is kinds.empty for p in parameters):
-        required = sys.maxsize
+        required = sys.maxsize  # then `bind` never skips `signature.bind`, which raises the error
     return _Declared(signature, tuple(p.name for p in plain), required)

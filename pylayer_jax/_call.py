@@ -49,7 +49,7 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """One call of a layer: the class, the arguments without tensors, and the active pair of hooks."""
+    """One call of a layer: the class, the arguments without tensors, and the block of hooks around the call."""
 
     __slots__ = ("arguments", "layer", "marked", "name", "pair", "skeleton")
 
@@ -57,7 +57,8 @@ class LayerCall:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # JAX may run a fwd rule after the `with` block of the hooks has ended, so the call holds the pair of hooks.
+        # JAX may run a fwd rule after the `with` block of the hooks has ended. So the call holds a `LayerBlock`, which
+        # has the pair of hooks; or None outside a block.
         self.pair: Any = None
         # The skeleton of the outputs, and the indices of non-differentiable outputs. Running `forward` sets both.
         self.skeleton: Skeleton | None = None
@@ -260,10 +261,10 @@ class LayerCall:
     def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
         """Return `run()`, which calls a method; raise an error if it uses a tracer of a trace that has ended.
 
-        `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX takes such a
-        tracer as a constant, and fails when it lowers the program, with an error that does not name the layer. This
-        method stages the method alone if the context has such objects, and looks at its constants.
-        tests: contract/test_context.py
+        `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX treats such a
+        tracer as a constant, and fails when it lowers the program, with an error that does not name the layer.
+        Therefore, if the context has such objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose
+        constants are checked. tests: contract/test_context.py
         """
         __tracebackhide__ = True
         try:

@@ -8,8 +8,8 @@ The table is made in three steps:
 
 1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. A program that fails, or
    returns no scalar, fails here, before XLA spends minutes on the others.
-2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA gives memory and
-   operations.
+2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA reports the
+   memory and the operations.
 3. The compiled gradients run, once for the errors, and then in turn for the times.
 """
 
@@ -44,12 +44,12 @@ class ComparedProgram:
     """One row of a comparison: the gradient of one program."""
 
     name: str
-    temp_bytes: int | None  # temporary memory of the compiled gradient, by XLA; None where XLA does not tell
-    held_bytes: int  # what the function that `jax.vjp` returns holds beside its inputs
-    operations: float | None  # floating-point operations, by XLA; None where XLA does not tell
+    temp_bytes: int | None  # temporary memory of the compiled gradient, by XLA; None if XLA does not report it
+    held_bytes: int  # the bytes that the vjp function holds, without the inputs of the program
+    operations: float | None  # floating-point operations, by XLA; None if XLA does not report them
     has_loop: bool  # whether the gradient has a loop: XLA counts the operations in the body of a loop once
-    trace_seconds: float  # JAX: tracing and lowering, once inner jitted functions are in its caches
-    compile_seconds: float  # XLA
+    trace_seconds: float  # of JAX, for tracing and lowering, when its caches have the inner jitted functions
+    compile_seconds: float  # of XLA
     step_seconds: tuple[float, ...]  # of the compiled gradient, one entry per round; empty if it did not run
     error: float | None  # 2-norm of the difference to the first program's gradient, relative to the first
 
@@ -139,8 +139,8 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
         >>> [row.name for row in comparison.rows]
         ['plain', '8 bits']
 
-    `programs` maps names to functions (or layers) that take `args` and return a scalar. The gradient is taken in all
-    float arrays among `args`, which may be any pytrees; integer arrays, keys and statics such as Python numbers are
+    `programs` maps names to functions (or layers) that take `args` and return a scalar. The gradient is with respect
+    to all float arrays in `args`, which may be any pytrees; integer arrays, keys and statics such as Python numbers are
     passed as they are. If an array is data, use `jax.lax.stop_gradient` of it in the programs. `rounds` is how often
     the step is timed; 0 leaves out the times. If `args` holds a `jax.ShapeDtypeStruct`, nothing is run, so that times
     and errors are left out.
@@ -217,7 +217,7 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
 
 
 def _check(programs: Any, rounds: int) -> None:
-    """Check the arguments of `compare_programs`, other than those of the programs.
+    """Check `programs` and `rounds`, the arguments of `compare_programs` that are not passed to the programs.
 
     Raises:
         TypeError: if `programs` is not a mapping from names to functions.
@@ -270,7 +270,7 @@ def _noted(name: Any) -> Generator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-    """A compiled gradient, with what JAX and XLA tell about it."""
+    """A compiled gradient, with its measured times and with what XLA reports: memory and operations."""
 
     run: Callable[..., Any]
     trace_seconds: float
@@ -307,7 +307,7 @@ def _has_loop(jaxpr: Any) -> bool:
 
 
 def _errors(steps: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
-    """Run each step once; return the errors of the gradients beside that of the first step."""
+    """Run each step once. Return the error of each gradient, relative to the gradient of the first step."""
     errors: dict[Any, float] = {}
     first: Any = None
     for name, step in steps.items():
@@ -315,7 +315,7 @@ def _errors(steps: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
             gradient = step()
         first = gradient if first is None else first
         differences, squares = (math.fsum(map(float, sums)) for sums in _sums_of_squares(gradient, first))
-        # The gradient of a constant program is zero.
+        # If the first gradient is zero, as for a constant program, the error is infinite or zero.
         errors[name] = math.sqrt(differences / squares) if squares else math.inf if differences else 0.0
     return errors
 
@@ -325,7 +325,7 @@ def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[
     """Return the sums of squares of `got - first` and of `first`, for each array."""
 
     def widened(x: Any) -> Any:
-        return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x  # bfloat16, whose sums are not exact
+        return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x  # sums in bfloat16 would be inexact
 
     def sum_of_squares(x: Any) -> Any:
         return jnp.sum(jnp.square(jnp.abs(x)))
@@ -339,7 +339,7 @@ def _step_seconds(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[A
     seconds: dict[Any, list[float]] = {name: [] for name in steps}
     repeats = {name: math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for name, step in steps.items() if rounds}
     for i in range(rounds):
-        # In every other round the order is reversed, so that no step always follows the same one.
+        # Reverse the order in every other round, so that a step does not always run after the same other step.
         for name in list(steps) if i % 2 else reversed(list(steps)):
             seconds[name].append(_seconds(steps[name], repeats[name]))
     return seconds

@@ -19,16 +19,16 @@ from ._jax.types import as_arrays, has_tangent, is_array, is_ref, typeof, zeros_
 from ._messages import closed_over, describe, innermost, tensors_in
 from ._trees import LEAF, Skeleton, contains, is_tensor, is_tensor_or_ref, split
 
-# -- the outputs of `forward`: their structure, their types, and the cotangents that fit them ------------------
+# -- outputs of `forward` -------------------------------------------------------------------------------------
 
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
 def with_tensor(result: Any) -> Any:
-    """Return the result of `forward`, with its Python numbers as arrays if it holds no tensor but has a named axis.
+    """Return the result of `forward`, with its numbers as arrays if it holds no tensor and `vmap` has a named axis.
 
-    `jax.lax.psum(2.0, "i")` of a number that all examples share is a Python number in eager `jax.vmap`.
+    In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` of a number that all examples share is a Python number.
     tests: contract/test_vmap.py
     """
     if is_tensor(result) or (isinstance(result, tuple) and any(map(is_tensor, result))):
@@ -123,8 +123,9 @@ class ContextState:
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
-        # Pairs of a NumPy value that a `forward` without context returned, and the JAX array that is the output. The
-        # value itself, which `setup_context` may know by another name than `output`, means the output too.
+        # If `forward` takes no context: the pairs of a NumPy value that it returned and the JAX array that is the
+        # output. `setup_context` gets the array as `output`. If it saves the NumPy value, which it may also find
+        # elsewhere, the array is saved instead.
         self.returned: list[tuple[Any, Any]] = []
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
@@ -134,7 +135,7 @@ class ContextState:
         self.materialize = True
 
     def as_output(self, value: Any) -> Any:
-        """Return the output that a NumPy value returned by `forward` became, or any other value itself."""
+        """Return the JAX array that replaces a NumPy value which `forward` returned, or any other value itself."""
         return next((output for original, output in self.returned if original is value), value)
 
     def read_saved(self) -> tuple[Any, ...] | None:
@@ -186,8 +187,9 @@ class PyLayerContext:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
         A pytree is one entry, and leaves that are not arrays stay unchanged. A `jax.Ref` argument is saved as a
-        reference: `backward` reads the content that the Ref has when `backward` runs. A second derivative treats a
-        saved input as the input, a saved output by the rule of the layer, and other tensors by the code of `forward`.
+        reference: `backward` reads the content that the Ref has when `backward` runs. In a second derivative,
+        a saved input has the derivative of the input, and a saved output the derivative that `backward` defines. JAX
+        differentiates the code of `forward` for other saved tensors.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -338,7 +340,10 @@ def _copy_container(static: Any) -> Any:
 
 
 class SavedContext:
-    """Everything that one run of `forward` keeps for `backward`, except the arrays. `==` compares identities."""
+    """Everything that one run of `forward` keeps for `backward`, except the arrays.
+
+    Two instances are equal only if they are the same object.
+    """
 
     __slots__ = (
         "attributes",
@@ -358,7 +363,7 @@ class SavedContext:
         self.n_saved = 0  # the number of residuals from save_for_backward, which come first
         self.saved_for_jvp: ResidualTree | None = None  # from save_for_forward; None if `jvp` gets `saved`
         self.attributes: dict[str, ResidualTree] = {}
-        self.has_names = False  # whether the names of `saved_names` stand in the staged code of `forward`
+        self.has_names = False  # whether the jaxpr of `forward` has the names of `saved_names`
         self.has_objects = False  # True if a kept object may hold arrays, although it is no pytree
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
@@ -377,13 +382,13 @@ class SavedContext:
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:
-    """Return the `Kept` object, the outputs and the residuals of a `forward` that has returned `result`.
+    """Return the `SavedContext`, the outputs and the residuals of a `forward` that has returned `result`.
 
     A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
     since hooks pack only saved tensors.
     """
     state = ctx._state
-    if not hasattr(result, "dtype"):  # a single array needs no look
+    if not hasattr(result, "dtype"):  # a single array is the usual case
         result = with_tensor(result)
     tensors, outputs, skeleton = Outputs.of(state.layer, result)
     for value, call, advice in state.must_return:
@@ -398,13 +403,13 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
     output_of = _numpy_outputs(state, tensors, outputs)
     residuals: list[Any] = []
     indices: dict[int, int] = {}
-    trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None  # this trace has not ended
+    trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None  # of the inputs: it is active
 
     def keep_value(value: Any, name: str) -> ResidualTree:
         found, rest = split(value, is_tensor_or_ref)
         if len(rest.leaves) > len(found):
             _refuse_closures(rest, name, state.layer)
-            # In eager mode, an object holds concrete arrays.
+            # In eager mode there is nothing to check: an object holds concrete arrays, which stay valid.
             if isinstance(trace, STAGED.trace) and not kept.has_objects:
                 kept.has_objects = any(map(_may_hold_arrays, rest.statics()))
         found = [output_of.get(id(x), x) for x in found] if output_of else found
@@ -454,7 +459,7 @@ _PLAIN = (
 
 
 def _may_hold_arrays(static: Any) -> bool:
-    """Return whether an object that is no pytree may hold arrays. Functions are looked into; other objects are not."""
+    """Return whether an object that is no pytree may hold arrays: by the closure of a function, else by the type."""
     if isinstance(static, _PLAIN):
         return False
     if isinstance(innermost(static), types.FunctionType) and not isinstance(static, types.MethodType):

@@ -23,7 +23,10 @@ Values = list[Any]
 
 
 class TracedCall:
-    """One application of a layer: a pytree node without leaves, the first argument of the custom_vjp function."""
+    """One application of a layer, which is the first argument of the custom_vjp function.
+
+    JAX treats an instance as a pytree without leaves.
+    """
 
     __slots__ = ("call", "is_deferred", "maps", "staged")
 
@@ -48,9 +51,10 @@ class TracedCall:
     def evaluate(self, tensors: Sequence[Any]) -> Values:
         """Evaluate the operations of `forward`, where nothing is differentiated, and return the outputs.
 
-        JAX may batch these operations, and later the fwd rule. It then takes the batch axes of the fwd rule's outputs
-        from here, and would silently exchange axes of equal size if they differed. Therefore both have the batch axes
-        that NOTE [all outputs are batched] describes. tests: layers/test_transforms.py
+        JAX may batch these operations, and later batch the fwd rule. It assumes that the outputs of the fwd rule have
+        the same batch axes as the outputs of these operations; if they differed, JAX would silently exchange axes of
+        equal size. Therefore both have the batch axes of NOTE [all outputs are batched] in `_jax/rule_function.py`.
+        tests: layers/test_transforms.py
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
@@ -95,7 +99,7 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
 def _remember(
     traced_call: TracedCall, run: ForwardResult, inputs: Sequence[Any], needs: list[bool]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the results of the fwd rule, and append the linear map of this run to `application.maps`.
+    """Return the results of the fwd rule, and append the linear map of this run to `traced_call.maps`.
 
     NOTE [several runs]
     JAX may run the fwd rule of one application several times, and then passes the treedef of the last run to each bwd
@@ -124,7 +128,8 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
         # Also batch a gradient that depends on no cotangent, so that JAX sums the gradient over the examples: see
-        # NOTE [all outputs are batched]. JAX cannot index a single entry along an explicit mesh axis.
+        # NOTE [all outputs are batched] in `_jax/rule_function.py`. JAX cannot index a single entry along an explicit
+        # mesh axis.
         has_entry = batched.size and explicit_sharding(batched) is None
         is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
         gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
@@ -136,9 +141,12 @@ def _is_symbolic_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
 
+# -- calls with a Ref --------------------------------------------------------------------------------------
+#
 # A call that takes a Ref uses a separate custom_vjp function. It has no symbolic zeros: with these, JAX would not
-# recognize that a residual of the fwd rule is an argument Ref. It does not stage `forward`, since an equation
-# of this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`.
+# recognize that a residual of the fwd rule is an argument Ref. It does not stage `forward`, since the primitives of
+# this package cannot write to a Ref. A second derivative is an error: it would differentiate the code of `forward`,
+# and ignore `backward`.
 
 
 def _primal_with_ref(traced_call: TracedCall, *tensors: Any) -> tuple[Any, ...]:
@@ -189,7 +197,7 @@ def custom_vjp_of(layer: Any, takes_refs: bool) -> Callable[..., tuple[Any, ...]
         primal, fwd, bwd = (_named_copy(rule, name, source) for rule in rules)
         function = jax.custom_vjp(primal)
         function.defvjp(fwd, bwd, symbolic_zeros=not takes_refs)
-        functions.setdefault(takes_refs, function)  # another thread may have made the front meanwhile
+        functions.setdefault(takes_refs, function)  # another thread may have made the function meanwhile
     return functions[takes_refs]
 
 
@@ -199,7 +207,7 @@ def _named_copy(function: Any, name: str, source: str) -> Any:
     NOTE [names made once]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives the names of
     functions and arguments for error messages. This work takes a fifth of the time to trace a layer. Therefore each
-    copy has the signature and the names as attributes. JAX is only slower if it does not read `__fun_debug_info__`.
+    copy has the signature and the names as attributes. If JAX stops reading `__fun_debug_info__`, tracing is slower.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name

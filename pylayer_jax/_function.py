@@ -158,7 +158,7 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
         if not layer.host and not all(map(is_array, tensors)):  # a NumPy output would be a constant in `setup_context`
-            # One array for each object: if `forward` returns an object twice, the last position carries the rule.
+            # One array for each object: if `forward` returns an object twice, the last position has the rule.
             arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
             output = skeleton.fill([arrays[id(x)] for x in tensors])
             ctx._state.returned = [(x, arrays[id(x)]) for x in tensors if not is_array(x)]

@@ -120,7 +120,7 @@ def _warn_of_missing_return(layer: Any, name: str) -> None:
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
     """Warn that no gradient flows back through a differentiated layer, since all its outputs are integers or bools.
 
-    torch raises an error. Nothing is said of outputs that `forward` marked as non-differentiable.
+    torch raises an error in this case. If `forward` marked all outputs as non-differentiable, there is no warning.
     """
     if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
         return
@@ -203,7 +203,7 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
     ]
 
 
-# -- one array -----------------------------------------------------------------------------------------------
+# -- one gradient or tangent ---------------------------------------------------------------------------------
 
 
 def coerce(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:

@@ -7,18 +7,19 @@
         def forward(ctx, x):                        b:f32[3] = host_call[name=Erf.forward] a
             ctx.save_for_backward(x)              in (b,) }
             return scipy.special.erf(x)
-                                                The saved x is the operand a, so that it is not a result.
+                                                The saved x is the operand a, so it is not a result.
 
-A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method, and an `_Example` gives the
-types of its results: the arrays that the method returns or keeps on `ctx`, except those that are inputs. `run_forward`
-then puts the results on the context of the layer, so that hooks and all transformations treat them as they treat the
-tensors of any other layer. tests: contract/test_host_layers.py
+A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method when the program runs, and
+an `_Example` gives the types of its results: the arrays that the method returns or keeps on `ctx`, except those that
+are inputs. `run_forward` then puts the results on the context of the layer, so that hooks and all transformations treat
+them as they treat the tensors of any other layer. tests: contract/test_host_layers.py
 
 NOTE [dropped calls]
-XLA drops a call of `forward` if the program uses none of its results, as in the gradient of a linear function. Then
-nobody would notice that an object on `ctx`, or a saved input that `forward` changed in place, differs from the example,
-and `backward` would compute another gradient. So if `forward` keeps such values and no array that it computed, it also
-keeps a token, of which `backward` depends. tests: test_objects_made_from_values
+XLA drops a call of `forward` if the program uses none of its results, as in the gradient of a linear function. Then the
+call cannot check that an object on `ctx`, or a saved input that `forward` changed in place, is the same as in the run
+on example arrays; if it differs, `backward` computes a wrong gradient. So if `forward` keeps such values, and keeps no
+array that it computed, then `forward` has one more result, the token, on which `backward` depends.
+tests: test_objects_made_from_values
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ class _Run:
     def __init__(
         self, tree: dict[str, Any], state: ContextState | None = None, originals: Sequence[np.ndarray] = ()
     ) -> None:
-        """`originals` are the inputs as they were before the method ran, which may have changed its own copies."""
+        """`originals` are the inputs before the method ran. The method got copies, which it may have changed."""
         self.tensors, self.skeleton = split(tree)
         inputs, marked, copies = (state.inputs, state.marked, state.numpy_copies) if state else ((), (), ())
         self.materialize = state is None or state.materialize
         self.n_inputs = len(inputs)
         self.marked = [contains(marked, x) for x in self.tensors]
-        # Values that `forward` has to return, and did not: then the context of the layer raises the error.
+        # Values that `forward` marked and did not return. The layer's own context raises the error about them.
         self.missing = [x for x in state.must_return if not contains(self.tensors, x[0])] if state else []
-        # The position of each tensor in [inputs, values]. An array that the method changed in place, after it got or
-        # saved the array, is a value of its own: a saved input has the derivative of the input.
+        # The position of each tensor in [inputs, values]. A tensor at the position of an input has the derivative of
+        # the input. Therefore an input that the method changed in place counts as a value, and so does a saved copy
+        # whose content differs from the input.
         self.positions: list[int] = []
         contents = list(originals)
         position_of = {id(x): i for i, x in enumerate(inputs)}
@@ -196,7 +198,7 @@ class _Example:
         self.needs = needs
         self.forward = self._run_forward(call)
         self.backwards: dict[Any, _Run] = {}
-        self.has_arrays = True  # until the first `backward` has used the arrays of `forward`
+        self.has_arrays = True  # False after the first run of `backward`, which drops the arrays of `forward`
 
     def _run_forward(self, call: Any) -> _Run:
         """Run `forward`, and find out whether `backward` needs its token: see NOTE [dropped calls]."""
@@ -228,12 +230,12 @@ class _Example:
         return self.backwards[key]
 
 
-# The values refer to the class only if the class is itself an argument, or kept on ctx.
+# An example refers to its class, and so keeps the class alive, only if the class is an argument or is kept on ctx.
 _examples: weakref.WeakKeyDictionary[type, dict[Any, _Example]] = weakref.WeakKeyDictionary()
 
 
 def _example_of(call: Any, needs: tuple[bool, ...]) -> _Example:
-    """Return the example for the class and the arguments of a call; make one if statics cannot be hashed."""
+    """Return the example for the class and the arguments of a call. Cache it if the statics can be hashed."""
     types = [(t.shape, t.dtype) for t in call.arguments.types]
     statics = [(a.name, x) for a in call.arguments.arguments for x in _parts(a.skeleton)]
     key = (needs, *types, *((name, type(x), repr(x) if isinstance(x, (float, complex)) else x) for name, x in statics))
@@ -332,7 +334,7 @@ def _backward(call: Any, needs: tuple[bool, ...], kept: dict[str, Any], cotangen
 def _call_host(
     call: Any, method: str, example: _Run, run: Callable[[Sequence[np.ndarray]], _Run], tensors: Sequence[Any]
 ) -> list[Any]:
-    """Return the values of a run of a method that JAX makes when the program runs."""
+    """Bind a `host_call` that runs a method when the program runs, and return the values of this run."""
     types, ndim = example.types(), tensors[0].ndim
 
     def on_host(*arrays: Any) -> list[np.ndarray]:
@@ -392,7 +394,7 @@ def run_forward(call: Any, forward: Callable[..., Any], ctx: Any, tensors: Seque
         ctx.save_for_backward(*saved)
     for name, value in tree.items():
         setattr(ctx, name.removeprefix("ctx."), value)
-    if call.layer.host is True:  # a `backward` in JAX code sees only what `forward` kept
+    if call.layer.host is True:  # `backward` in JAX code would see this attribute
         setattr(ctx, _NEEDS, needs)
     return result
 
@@ -418,7 +420,7 @@ def run_backward(call: Any, ctx: Any, *cotangents: Any) -> Any:
 
 
 def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
-    """Return the cotangents for a `backward` in JAX code, which depend on the token of `forward` if there is one."""
+    """Return the cotangents for a `backward` in JAX code, made to depend on the token of `forward`, if any."""
     token = vars(ctx).pop(_TOKEN, None)
     if token is None or not is_tracer(token):
         return cotangents

@@ -1,4 +1,4 @@
-"""`PyLayer`: the flags of a class, `once_differentiable`, `apply`, and the routes that a call may take."""
+"""Defines `PyLayer`, its `apply` and `once_differentiable`. `_route` chooses the function that JAX sees for a call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ._layer_rule import EagerLayer
 from ._messages import NoForwardModeError, OnceDifferentiableError, describe
 from ._trees import split
 
-# -- the flags of a class -----------------------------------------------------------------------------------
+# -- flags of a class --------------------------------------------------------------------------------------
 
 
 _FLAGS = ("complex_convention", "forward_mode", "generate_vmap_rule", "host", "host_vmap", "saved_names")
@@ -40,7 +40,8 @@ def check_declarations(layer: Any) -> None:
     """
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # "hosts" differs from "host" in a fifth of its letters, and may be a name of the user. Its value tells.
+        # "hosts" has a similarity of only 0.89 to "host", and may be an attribute of the user's own. Therefore a name
+        # that is this dissimilar counts as misspelled only if its value is one that the flag `host` takes.
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -132,7 +133,7 @@ def once_differentiable(backward: Method) -> Method:
     return decorated
 
 
-# -- the descriptor behind `PyLayer.apply`: each class has one `apply` object, with the signature of its `forward`
+# -- the descriptor of `apply` ------------------------------------------------------------------------------
 #
 # NOTE [types of apply] Type checkers derive the types of `apply` from `forward`, through the overloads of
 # `Apply.__get__`. The first parameter of `forward` is the context, unless a subclass defines `setup_context`. The
@@ -249,7 +250,8 @@ class PyLayer:
             random numbers (and zeros for integers), or are the result of a static method `example(*args)`.
         host_vmap: how `jax.vmap` runs a layer with `host`: "sequential", the default, calls the methods for one example
             at a time. "broadcast" calls them once, with arrays that have the batch axes in front.
-        generate_vmap_rule: as in torch. True says that JAX batches `forward`, which is also JAX's default behavior.
+        generate_vmap_rule: a flag of torch. JAX batches `forward` by default, so True has one effect: the class may
+            not also define `vmap`.
     """
 
     complex_convention: ClassVar[Literal["jax", "paddle"]] = "jax"
@@ -259,7 +261,7 @@ class PyLayer:
     host_vmap: ClassVar[Literal["sequential", "broadcast"]] = "sequential"
     generate_vmap_rule: ClassVar[bool] = False
     _context: ClassVar[type[PyLayerContext]] = PyLayerContext
-    _torch_convention: ClassVar[bool] = False  # statics have an entry among cotangents and gradients too
+    _torch_convention: ClassVar[bool] = False  # whether cotangents and gradients have entries for statics too
 
     if not TYPE_CHECKING:  # hidden from type checkers, which then report calls such as Tanh(x)
 
@@ -366,7 +368,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
 
 
 def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> str:
-    """Return which function JAX applies for a call of a layer: see NOTE [orders] in `_layer_rule.py`.
+    """Return the route of a call, which names the function that JAX applies: see NOTE [orders] in `_layer_rule.py`.
 
     | situation                                                     | route                                          |
     |---------------------------------------------------------------|------------------------------------------------|
@@ -409,7 +411,7 @@ _NO_HOOKS = contextlib.nullcontext()
 
 
 def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Raise an error for a Ref with differentiated content, and for a class with `vmap`, which JAX would not call.
+    """Raise an error for a Ref whose content is differentiated, and for a class with `vmap`, which JAX would ignore.
 
     Raises:
         TypeError: during this call, or later when JAX differentiates a staged call.
@@ -417,5 +419,7 @@ def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
     refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask or (), strict=True) if is_one]
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
-    if is_deferred:  # check when JAX differentiates the call; the compiled program does not read the Ref here
+    if is_deferred:
+        # Raise the error when JAX differentiates the call. The results of these reads of the Ref are unused, so the
+        # compiled program does not contain them.
         forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

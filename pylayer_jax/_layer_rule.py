@@ -63,7 +63,7 @@ from ._jax.types import as_arrays, has_tangent, is_ref, tangent_type, typeof, va
 from ._messages import NotLinearError, add_note, once_differentiable_error
 from ._trees import contains
 
-# -- the linear maps of a layer: the derivatives of its outputs and of other tensors that `forward` computes and saves
+# -- linear maps -------------------------------------------------------------------------------------------------
 
 
 Values = list[Any]
@@ -142,7 +142,7 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # JAX transposes the undecorated `backward`, which does not raise the error of @once_differentiable.
+        # Without this check there would be no error: JAX transposes the `backward` inside @once_differentiable.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -169,8 +169,9 @@ class _Unpacked(Sequence[Any]):
 class CodeMap(LinearMap):
     """The derivative of part of a jaxpr: values of the variables `given`, nonzero tangents -> tangents of `wanted`.
 
-    The map is the derivative of the saved tensors that are neither inputs nor outputs of `forward`. A first derivative
-    calls neither `evaluate` nor `transpose`. So code that JAX can differentiate in one mode only has one.
+    The map is the derivative of the saved tensors that are neither inputs nor outputs of `forward`. `evaluate` calls
+    `jax.jvp`, and `transpose` calls `jax.vjp`, so code that has only one of these modes works in this mode. A first
+    derivative calls neither method.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
@@ -219,7 +220,8 @@ class StagedLayer(RuleFunction):
         self.name = call.name
         self.unpacked: StagedLayer | None = None  # if this function packs: the same function without packing
         self.n_outputs = len(kept.outputs.types)
-        # `with_rule`: outputs with tangents from the rule; intermediates that depend on these outputs use the tangents.
+        # `with_rule`: the outputs whose tangents come from the rule. The tangent of an intermediate that is computed
+        # from such an output depends on the output's tangent.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
         inputs = set(jaxpr.invars)
@@ -327,7 +329,7 @@ def stage_layer(
         TypeError: if `forward` needs concrete values, but an outer transformation differentiates some of the `tensors`.
     """
     __tracebackhide__ = True
-    axes_of_output: dict[int, frozenset[Any]] = {}
+    axes_of_output: dict[int, frozenset[Any]] = {}  # see `_missing_axes`; if there are any, `forward` is staged again
 
     def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
         __tracebackhide__ = True
@@ -336,7 +338,8 @@ def stage_layer(
             axes = frozenset[Any]().union(*axes_of_output.values())
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, needs)
-        # Each staged input is a distinct tracer, even if the caller passed one array twice.
+        # Each staged input is a distinct tracer, even if the caller passed one array twice. So `id` finds the position
+        # of a residual in [inputs, outputs, intermediates]; an output that is also an input has the input's position.
         values = list(outputs)
         position = {id(x): len(inputs) + i for i, x in enumerate(outputs)}
         position |= {id(x): i for i, x in enumerate(inputs)}
@@ -392,11 +395,11 @@ def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positio
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     """Return a dict from the index of an output to the mesh axes over which the output has to vary, but does not.
 
-    An output has to vary over an axis if some inputs vary over the axis, and the output depends on none of these.
-
-    Within a shard_map, JAX sums the cotangent of an output that does not vary over the devices, and the gradient of a
-    varying input would be computed from the sum: see NOTE [all outputs are batched]. An output that `forward` reduces
-    over the axis depends on varying inputs, and stays the same on all devices. tests: devices/test_shard_map.py
+    Within a shard_map, JAX sums the cotangent of an output that does not vary over an axis, over the devices along this
+    axis. `backward` would then compute the gradients of varying inputs from the sum: see NOTE [all outputs are batched]
+    in `_jax/rule_function.py`. Therefore an output is made to vary over an axis if some inputs vary over it and the
+    output depends on none of these. An output that depends on such inputs, and that `forward` reduced over the axis,
+    stays the same on all devices. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
@@ -476,7 +479,7 @@ class EagerBatch(UnstagedBatch):
         return values
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        if all(d is None for d in dims):  # staging shows whether the layer uses a named axis
+        if all(d is None for d in dims):  # stage the layer: only its jaxpr shows whether it uses the axis by name
             return RuleFunction.batch(self, axis, dims, types)
         return EagerBatch(self, axis, dims), [], None
 
@@ -492,7 +495,7 @@ def _outputs_and_tangents(
     return outputs, scatter(pushed, run.kept.outputs.has_tangent)
 
 
-# -- residuals: packed by hooks, named for checkpoints -----------------------------------------------------------
+# -- packing and naming of residuals -----------------------------------------------------------------------------
 
 
 def differentiated(

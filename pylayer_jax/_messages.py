@@ -1,4 +1,4 @@
-"""What users read in errors: values, counts and source lines, notes and hints on exceptions, and error classes.
+"""Makes the texts of errors: values, counts, source lines, notes and hints. Defines error classes.
 
 This module also lists the variables that a function closes over.
 """
@@ -59,7 +59,7 @@ def closed_over(function: Any) -> dict[str, Any]:
     defaults = getattr(inner, "__defaults__", None) or ()
     values |= dict(zip(names[len(names) - len(defaults) :], defaults, strict=False))
     values |= getattr(inner, "__kwdefaults__", None) or {}
-    while isinstance(function, functools.partial):  # a partial of a partial is one partial, unless it has attributes
+    while isinstance(function, functools.partial):  # Python merges nested partials, unless the inner one has attributes
         bound = [*names, *(f"argument {i}" for i in range(len(names), len(function.args)))]
         values |= dict(zip(bound, function.args, strict=False)) | function.keywords
         function = function.func
@@ -67,7 +67,7 @@ def closed_over(function: Any) -> dict[str, Any]:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the names and values that one look into a function (`scale`) or another object (`.scale`) shows."""
+    """Return the values that a function closes over, by name, and the attributes of an object, such as `.scale`."""
     found = closed_over(value) if callable(value) else {}
     owner: Any = getattr(value, "__self__", value)  # the object of a bound method
     if isinstance(owner, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
@@ -105,7 +105,7 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
             " If it uses a traced value from elsewhere (a closure, a global, an object kept on ctx), pass that value "
             "as an argument of forward, or keep it with ctx.save_for_backward or as ctx.name = array."
         )
-    notes = [*getattr(error, "__notes__", ())]  # a copy: JAX adds notes of its own, and `add_note` appends to that list
+    notes = [*getattr(error, "__notes__", ())]  # a copy without the note that is added below
     if note in notes:
         return
     error.add_note(note)
@@ -113,7 +113,7 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
         error.add_note(advice)
 
 
-# -- hints for errors in code that uses a name from torch or Paddle, or that needs the concrete value of a tracer
+# -- hints -----------------------------------------------------------------------------------------------------
 
 
 # The most used names of torch and Paddle. Each line has names, a colon, and the same operation written in JAX.
@@ -241,7 +241,7 @@ def _hint_for_attribute(error: AttributeError) -> str:
     return f"An array takes no attributes under jit: keep it on the context, ctx.{name} = value." if written else ""
 
 
-# -- exceptions that several modules of the package raise ------------------------------------------------------
+# -- exceptions ------------------------------------------------------------------------------------------------
 
 
 __all__ = [

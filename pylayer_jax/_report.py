@@ -3,7 +3,7 @@
 The second half of this module finds the origin of each value in a jaxpr, also if an inner jaxpr computes the value:
 
     { lambda ; a:f32[8]. let                                 a: an input
-        b:f32[8] c:f32[3,8] = scan[                          c: three times its part e
+        b:f32[8] c:f32[3,8] = scan[                          c: three parts e, one per iteration
           length=3 jaxpr={ lambda ; d:f32[8]. let
               e:f32[8] = rule_function[name=Tanh] d          e: an operation, saved[0] of the layer Tanh
             in (e, e) } ] a
@@ -33,7 +33,7 @@ from ._jax.types import is_ref
 from ._layer_rule import StagedLayer
 from ._trees import is_tensor, split
 
-# -- renders a table as text, and as HTML for a notebook -------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------------------
 
 
 def text_table(titles: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str], caption: str) -> str:
@@ -85,7 +85,7 @@ class SavedTensorsReport:
     """Result of `saved_tensors_report`: a table with one row per residual, or per group of similar residuals."""
 
     rows: list[SavedTensor]
-    total_unpacked_bytes: int  # what the vjp function of the same function would hold without any block of hooks
+    total_unpacked_bytes: int  # the bytes that the vjp function would hold without any block of hooks
 
     @property
     def total_bytes(self) -> int:
@@ -162,11 +162,11 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     apply as in a compiled program.
 
     A row is one residual, or several residuals that differ only in their values. A residual is a tensor that a layer
-    saves, a result of a plain operation, or an input of `fun`, which exists anyway. The names are those of `info`, the
-    argument of a predicate `only`, and serve as keys of `by_name`. The largest rows come first, and inputs come last. A
-    tensor that several layers save has one row. Under hooks, a tensor that backward computes again has a row of 0
-    packed bytes. Sizes are those of whole arrays on all devices. Under hooks with `host=True`, a row counts 4 bytes per
-    tensor. `fun` is traced twice, once without hooks, for `total_unpacked_bytes`.
+    saves, a result of a plain operation, or an input of `fun`, which exists anyway. Hooks use the same names: a
+    predicate `only` gets them in `info`, and `by_name` takes them as keys. The largest rows come first, and inputs come
+    last. A tensor that several layers save has one row. Under hooks, a tensor that backward computes again has a row of
+    0 packed bytes. Sizes are those of whole arrays on all devices. Under hooks with `host=True`, a row counts 4 bytes
+    per tensor. `fun` is traced twice, once without hooks, for `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -228,7 +228,7 @@ def _rows(values: Iterable[Value]) -> list[SavedTensor]:
 def _recomputed_row(value: Value) -> SavedTensor:
     """Return the row of a tensor that backward computes again, from the result of its `Mark`."""
     one, times = value.innermost()
-    start = one.aval.shape.index(0)
+    start = one.aval.shape.index(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
     return SavedTensor(
         kind="layer" if one.layer else "operation",
         layer=one.layer,
@@ -248,7 +248,8 @@ def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
     """Return the row of a tensor that is packed as `arrays`."""
     is_packed, is_from_input = arrays != [tensor], tensor.kind == "input"
     one, times = tensor.innermost()
-    # Each iteration packs its tensor, and each device packs its shard. An unpacked tensor may have several copies.
+    # The row counts a packed tensor once per iteration that packs it, and adds the shards that devices pack. It counts
+    # an unpacked tensor once per copy that JAX keeps.
     parts = [(a, *a.innermost()) for a in arrays if a is not tensor]
     layer, name, equations = (*tensor.savers, ("", tensor.name, tensor.equations))[0]
     is_input = is_from_input and tensor.part is None and not is_packed
@@ -277,7 +278,7 @@ def _is_on_host(value: Value) -> bool:
     return value.aval.memory_space == jax.memory.Space.Host
 
 
-# -- where values come from -----------------------------------------------------------------------
+# -- origins of values ----------------------------------------------------------------------------
 
 Equations = tuple[Any, ...]  # from the outermost equation to the innermost; each holds the jaxpr of the next equation
 
@@ -291,8 +292,8 @@ class Value:
     name: str  # the name of the input or of the operation, or the name that a block has recorded
     equations: Equations = ()
     tensor: Value | None = None  # the tensor from which a pack hook computed the value
-    part: Value | None = None  # the value in an inner jaxpr from which each iteration, device or branch makes a part
-    times: int = 1  # the number of iterations that make a part
+    part: Value | None = None  # the value in the inner jaxpr of a scan, shard_map or cond from which JAX makes it
+    times: int = 1  # the number of iterations, each of which computes one `part`
     layer: str = ""  # for a mark: the layer that saved the tensor
     savers: list[tuple[str, str, Equations]] = dataclasses.field(default_factory=list)  # (layer, name, equations)
 
@@ -328,9 +329,9 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> l
     return read(jaxpr.outvars)
 
 
-# The results of these primitives equal their operands. If a program needs a result and its operand, JAX keeps both.
+# The results of these primitives equal their operands. If both are residuals, JAX keeps two copies.
 _IDENTITIES = frozenset(("name", "optimization_barrier", "pcast", "pvary", "reduce_precision", "stop_gradient"))
-# A `cond` returns the residuals of all branches. A branch uses these primitives to fill the residuals of others.
+# A `cond` returns the residuals of all branches. Each branch makes those of the other branches by these primitives.
 _FILLED = ("broadcast_in_dim", "empty2")
 
 
@@ -338,7 +339,7 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     equation = equations[-1]
     name, inner = equation.primitive.name, inner_jaxprs(equation.params)
     in_hook = any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations)
-    # A pack hook may also read constants and the index of the device: the tensor is its largest operand.
+    # A pack hook may also read constants and the index of the device: the tensor is its largest other operand.
     tensors = [v.tensor or v for v in operands] if in_hook else []
     tensor = max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=None)
     kind = "constant" if in_hook else "operation"
@@ -386,7 +387,7 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 
 
 def _note_savers(equations: Equations, operands: list[Value], results: list[Value]) -> bool:
-    """Record the layer that the last equation applies in `savers` of its residuals; return False without a layer."""
+    """Add the layer that the last equation applies to `savers` of each residual. Return False if it applies none."""
     function, operands, values = _unwrapped(equations[-1], operands, results)
     if not isinstance(function, StagedLayer):
         return False
@@ -401,7 +402,7 @@ def _note_savers(equations: Equations, operands: list[Value], results: list[Valu
 
 
 def _note_mark(equation: Any, operands: list[Value], results: list[Value]) -> bool:
-    """Record the name in a `Mark` as the name of its operand; return False for another function."""
+    """Give the operand of a `Mark` the name that the mark holds. Return False if the equation has no `Mark`."""
     function, operands, _ = _unwrapped(equation, operands, results)
     if not isinstance(function, Mark):
         return False
@@ -416,7 +417,10 @@ def _note_mark(equation: Any, operands: list[Value], results: list[Value]) -> bo
 
 
 def _unwrapped(equation: Any, operands: list[Value], results: list[Value]) -> tuple[Any, list[Value], list[Any]]:
-    """Return the function of an equation without batches and parts, its operands, and its values (None if absent)."""
+    """Return the function inside the batched and partial functions of an equation, its operands, and its values.
+
+    A value that the equation does not compute is None.
+    """
     function, values = payload_of(equation), list[Any](results)
     while isinstance(function, (BatchedFunction, PartialFunction)):
         if isinstance(function, BatchedFunction):

@@ -246,7 +246,7 @@ class WeakTable:
         number, entries = id(key), self._entries
         try:
             entries[number] = weakref.ref(key, lambda _: entries.pop(number, None)), value
-        except TypeError:  # some numbers of JAX allow no weak references
+        except TypeError:  # a number that JAX passes may allow no weak references
             return
 
     def drop(self, key: Any) -> None:

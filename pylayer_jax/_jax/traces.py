@@ -1,4 +1,4 @@
-"""The names of JAX that may move, the active traces of JAX, and the tracers that these traces make.
+"""The names of JAX that may move to other modules, the active traces of JAX, and the tracers that these traces make.
 
 JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. It
 transforms a function (for example with `jax.vmap`) that records the classes of its argument and of the current trace.
@@ -105,10 +105,10 @@ def current_trace() -> Any:
 
 
 def discover(what: str, probe: Callable[[Any], Any]) -> Any:
-    """Call `look` with a staged array, and return the result.
+    """Call `probe` with a staged array, and return the result.
 
     Raises:
-        ImportError: if `look` fails; the message names the versions of JAX that were tested.
+        ImportError: if `probe` fails; the message names the versions of JAX that were tested.
     """
     found: list[Any] = []
     try:
@@ -129,7 +129,7 @@ def check(condition: bool, found: object) -> None:
 
 
 def _classes_of(name: str, transform: Callable[[Any, Any], object], value_below: str | None = None) -> TransformClasses:
-    """Learn the classes of a transformation. The attribute `value_below` of a tracer is the transformed value."""
+    """Learn the classes of a transformation. `value_below` names the attribute of a tracer that holds the value `x`."""
 
     def probe(x: Any) -> TransformClasses:
         outer, found = current_trace(), set[TransformClasses]()
@@ -200,7 +200,7 @@ def whole_batch(value: Any) -> Any:
 
 
 def is_unknown(value: Any) -> bool:
-    """Return whether a value, or its whole batch, is unknown in the partial evaluation that finds a linear function."""
+    """Return whether a value, or its whole batch, is unknown in a partial evaluation, as in `jax.linear_transpose`."""
     value = whole_batch(value)
     return isinstance(value, PARTIAL.tracer) and not value.is_known()
 
@@ -288,8 +288,9 @@ class TraceState:
 
         vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual"]
 
-    A trace that makes a jaxpr separates two times: traces inside it transform the operations now, and JAX transforms
-    the jaxpr later. The last three attributes are about the former, or about all traces if no trace makes a jaxpr.
+    Traces inside the innermost staging trace transform the operations now. Traces outside it transform the operations
+    later, when its jaxpr is complete. The attributes `has_unknown_trace`, `is_forward_mode` and `differentiations` are
+    about the traces inside it, or about all traces if no trace makes a jaxpr.
     """
 
     def __init__(self) -> None:
@@ -333,7 +334,7 @@ def is_staging() -> bool:
 def has_named_axis() -> bool:
     """Return whether an active `jax.vmap` has an axis with a name, which collectives may use."""
     traces = [trace for trace in TraceState().traces if isinstance(trace, BATCHED.trace)]
-    return any(type(trace.axis_data.name) is not object for trace in traces)  # as `is_named` in `primitives`
+    return any(type(trace.axis_data.name) is not object for trace in traces)  # as `is_named` in `rule_function`
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:

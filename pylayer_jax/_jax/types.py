@@ -44,7 +44,7 @@ def is_nan_reported() -> bool:
 
 
 def unchecked(function: F) -> F:
-    """Return a function in which JAX ignores NaN and infinity, and so reports them where the user's code makes them."""
+    """Return `function` without JAX's checks for NaN and infinity, so that only the user's own code has them."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:

@@ -256,7 +256,7 @@ def _progress() -> Generator[Callable[[str], None]]:
     is_terminal = not is_test and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     handle: Any = None  # the handle of a display in a notebook
     if not is_test and type(sys.stdout).__module__.startswith("ipykernel"):
-        # The file of a notebook holds only the last state of a display, but all lines that are printed.
+        # A notebook file stores every printed line, but only the last state of a display.
         handle = importlib.import_module("IPython.display").display({"text/plain": ""}, raw=True, display_id=True)
 
     def show(line: str) -> None:

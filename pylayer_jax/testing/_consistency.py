@@ -112,7 +112,7 @@ def linear(subject: Subject) -> Cases:
 
 
 def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
-    """Return cases with the gradients for other cotangents, and the gradients that follow from linearity."""
+    """Return cases with the gradients for other cotangents; linearity gives the expected gradients."""
     pull = function.vjp(w)
     grads, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
     found: dict[str, tuple[Any, Any]] = {}

@@ -67,8 +67,8 @@ def outputs(subject: Subject) -> Cases:
 def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
     """Yield the cases at the values of the user, at random values, and at much larger and much smaller values.
 
-    The random values are the first ones for which all derivatives are computed. Second derivatives are not checked at
-    the larger and smaller values, as this would take long.
+    The random values are the first ones that the function accepts and for which its results are finite. Second
+    derivatives are not checked at the larger and smaller values, as this would take long.
     """
     sentence = yield from beside(subject)
     derivatives = beside is not _outputs_beside_reference
@@ -82,8 +82,10 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
             accepted.append(values)
             described.append(how)
             break
-    # Where a layer saturates, a step of the size of 1 may leave the saturated region, and gradients are much smaller
-    # than their rounding errors: see "small scale" in tests/checkers/wrong_layers.py.
+    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore `sizes` permits errors
+    # that are small relative to the results at the given values. A step that is relative to 1 may also leave the
+    # saturated region, so at large values `least_size` is 0, and each step is relative to the entry alone.
+    # See "small scale" in tests/checkers/wrong_layers.py.
     sizes = {name: largest(x) for name, x in subject.results.items()} if derivatives else {}
     for factor in () if subject.base else _FAR:
         values, how = [scaled(factor, x) for x in subject.function.values], f"{factor:g} times the given ones"
@@ -102,7 +104,7 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
 def _cases_at(
     subject: Subject, values: Sequence[Any], beside: Callable[[Subject], Cases], **options: Any
 ) -> tuple[list[Case], str]:
-    """Return the cases at other values, with other `options`; or no case, and why the function refuses these values."""
+    """Return the cases at other values with other `options`; or no case, and the reason, if the values are refused."""
     derivatives = beside is not _outputs_beside_reference
     try:
         other = subject.at(values, dataclasses.replace(subject.options, **options))
@@ -187,7 +189,8 @@ def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
 # -- branches that no value takes -----------------------------------------------------------------
 
 # An operation may choose between its operands for each entry, as those of `jnp.where` and `jnp.clip` do. For each such
-# operation, this table has a function from the equation and its operands to a mask of each choice.
+# operation, this table has a function from the equation and its operands to one mask per choice: True for the entries
+# that take the choice.
 _Masks = dict[str, Any]
 _CHOICES: dict[str, Callable[..., _Masks]] = {
     "select_n": lambda e, which, *_: _cases_of(which, len(e.invars) - 1),
@@ -241,9 +244,11 @@ def _never_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
 def _choices(
     jaxpr: Any, inputs: Sequence[Any], depends: Sequence[bool], within: tuple[Any, ...] = ()
 ) -> tuple[list[tuple[str, _Masks]], list[tuple[Any, bool]]]:
-    """Evaluate a jaxpr. Return its choices that depend on some inputs, and its outputs, each with whether it does.
+    """Evaluate a jaxpr; `depends` has one bool per input, which is False if the input depends on constants only.
 
-    A choice is a pair of an operation with its source line, such as "max at layers.py:12", and masks without axes.
+    Return the choices that depend on the other inputs, and for each output a pair (output, whether it depends on them).
+    A choice is a pair of an operation with its source line, such as "max at layers.py:12", and a dict from each
+    branch to a scalar: whether any entry takes it.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
     dependent = {v for v, does in zip(jaxpr.invars, depends, strict=True) if does}
@@ -286,8 +291,9 @@ def _is_guard(equation: Any) -> bool:
 
 
 def _is_followed(equation: Any, result: Any) -> bool:
-    """Return whether a later choice by this result may be a branch of the layer."""
-    # JAX itself compares an index that was computed from values with 0. Only the index of a `cond` is a branch.
+    """Return whether a choice that depends on this result may be a branch of the layer."""
+    # An integer is not followed, because JAX itself compares each index with 0. The index of a `cond` is an exception:
+    # JAX converts it from a bool.
     is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 

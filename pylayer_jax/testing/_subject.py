@@ -244,7 +244,7 @@ Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradien
 
 
 class MismatchError(AssertionError):
-    """An error about arrays that differ. Only checkers raise this error; user code raises a plain AssertionError."""
+    """An error about arrays that differ. Only checkers raise it, so it differs from an AssertionError of the user."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,7 +357,7 @@ class Options:
     seed: int = 0
     float64: bool = True
     least_size: float = 1.0  # the step of smaller entries is relative to this size
-    sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # of results at other values
+    sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # of results at the given values
 
 
 class Subject:
@@ -395,7 +395,7 @@ class Subject:
 
     @functools.cached_property
     def cotangents(self) -> Cotangents:
-        """Random cotangents of all outputs that have a gradient, or, beside a reference, of all float outputs."""
+        """Random cotangents of all outputs that have a gradient, or of all float outputs if there is a reference."""
         rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
         if self.base is None and self.reference is None and cotangents:
