@@ -90,7 +90,8 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            # No process can read an array that is spread over several processes. Constants of JAX are on no device.
+            # NumPy cannot read an array that is spread over several processes. A constant of an internal array class of
+            # JAX is on no device, and has no attribute `committed`.
             if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
@@ -104,7 +105,8 @@ class _OnHost(NamedTuple):
     placed: bool  # True for traced and committed arrays, which are restored by a transfer instead of by NumPy
 
     def restored(self) -> Any:
-        # A transfer would commit the array to its device. JAX makes an uncommitted array from a NumPy array.
+        # A transfer would commit an array that was not committed to a device. For such an array return a NumPy array,
+        # from which JAX makes an uncommitted array.
         return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 
@@ -229,7 +231,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         super().__init__(quantize_saved, values, pack, arguments, only, ErrorModel.ABSOLUTE)
 
 
-# -- blocks along an axis, within shards -----------------------------------------------------------------
+# -- blocks of values ------------------------------------------------------------------------------------
 
 
 def _block_length(x: Any, largest: int) -> int:
@@ -376,7 +378,7 @@ def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     def finite_or(value: jax.Array, end: float) -> jax.Array:
         return jnp.where(jnp.isfinite(value), value, end)
 
-    # This is one reduction with two results. For two reductions, XLA would compute and keep the operand twice.
+    # With two reductions, XLA would compute and keep the operand twice. So this is one reduction with two results.
     return jax.lax.reduce(
         (x, x),
         (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
@@ -402,7 +404,7 @@ def _dequantize(
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
     x = values.astype(low.dtype)
     half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
-    # A rounding error must not lead out of the range of the block: positive values must stay positive, for example.
+    # A rounding error could lead out of the range of the block, and make a positive value negative. Therefore clamp.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
     x = jnp.where(values == 2**bits - 1, nan, x)
     return _joined(x, x.ndim - 2, sharding).astype(dtype)

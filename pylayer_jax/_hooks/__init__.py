@@ -1,34 +1,41 @@
 """Saved-tensor hooks, which pack the residuals of layers and of JAX operations.
 
-    with quantize_saved(8):             the block            its trace binds             JAX keeps
-        y = jnp.tanh(x @ w)             matmul x w           rule_function[matmul]       x, w (from outside: they stay)
-                                        tanh h               rule_function[tanh]         q, s  (y as int8, with scales)
+    with quantize_saved(8):             code                 its trace binds             JAX keeps
+        y = jnp.tanh(x @ w)             matmul x w           rule_function[matmul]       x, w (from outside: not packed)
+                                        tanh h               rule_function[tanh]         q, s (8-bit y, scales)
     backward                            y = unpack(q, s), then 1 - y² from y; both wait for the cotangent of tanh
 
-1. A block sets a `BlockTrace` over JAX's current trace, and JAX passes each operation inside the block to it.
-2. For each value the trace records where it comes from: its place (outside the block, a constant, computed in the
-   block), and its origin (operation, layer, name, source line), which views such as a reshape or a cast carry on.
-3. A pure function names one of five outcomes for an operation: pass it on, if a block inside it packs; suspend the
-   hooks, if JAX keeps nothing for it; pack inside, for each iteration of a staged loop; run it once, or stage it.
-4. With the last two outcomes, the trace binds an `Operation`, a function with a rule, which holds the pair of hooks.
-5. The rule applies `jax.vjp` to the operation, and records the equations of the forward pass; each array in the
-   pullback that `jax.vjp` returns is a residual.
-6. A residual stays as it is if it comes from outside or is constant, or if the origin does not select a pair for it.
-7. It is recomputed if it follows from other residuals by equations that do not amplify the error of the pair.
-8. Else it is packed; the pair remembers it weakly, so that another operation that keeps the same tensor finds it.
-9. JAX keeps the packed arrays, each once, as residuals of a `Pullback`, a linear map of tangents; in staged code a
-   barrier makes XLA pack before it uses the outputs.
-10. When JAX transposes the linear map, backward restores the residuals from these arrays, behind a barrier with the
-    cotangents, and calls the pullback; a layer does the same with its own saved tensors, each when it is first read.
+A *pair* is a pack hook and an unpack hook with their options; a *block* is the code inside `with pair:`.
 
-The modules, each using those above it:
+1. When a block is entered, a `BlockTrace` becomes JAX's current trace, so JAX passes each operation of the block to it.
+2. For each value, the trace records its place (outside the block, constant, or computed in the block) and its origin
+   (operation, layer, name, source line). A view of a value, such as a reshape or a cast, has the origin of the value.
+3. The function `_outcome` chooses what the trace does with an operation: bind it unchanged, since a block inside it
+   packs; bind it with hooks suspended, since its vjp keeps nothing to pack; stage the body of a loop again, so that
+   each iteration packs; or bind it as an `Operation`, either unstaged (it runs once) or staged.
+4. An `Operation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
+5. Its rule calls `jax.vjp` on the operation, and records the equations of the forward pass. Each array in the function
+   that `jax.vjp` returns is a residual.
+6. A residual is not packed if it is constant, if it comes from outside the block (unless the pair packs arguments), or
+   if the predicate `only` or the keys of `by_name` exclude its origin.
+7. A residual is recomputed in backward if it can be computed from other residuals by equations that do not amplify the
+   packing error.
+8. Every other residual is packed. The pair holds the result by weak references, so that another operation with the
+   same residual finds and reuses it.
+9. JAX keeps each packed array once, as a residual of a `Pullback`, which is a linear map of tangents. In staged code,
+   an optimization barrier makes XLA pack before it uses the outputs of the operation.
+10. When JAX transposes the linear map, `Pullback` restores the residuals from the packed arrays and calls the function
+    that `jax.vjp` returned. In staged code, a barrier makes XLA wait for the cotangents before it unpacks. A layer
+    packs and restores its saved tensors in the same way, but restores each tensor only when `backward` reads it.
 
+The modules, each of which imports only modules above it:
+
+- `host` runs hooks on the host, and holds their results for compiled programs.
 - `pack` defines a pair of hooks, the key that compares pairs, and the `Origin` of a tensor; it packs and unpacks one
   tensor (sentence 8).
-- `host` runs hooks on the host, and holds their results for compiled programs.
 - `active` finds the blocks of hooks that are open in this thread.
-- `residuals` decides about all residuals of a layer or an operation (sentences 6 to 10).
-- `operations` defines the trace of a block and the operations that it binds (sentences 1 to 5).
+- `residuals` decides for each residual whether it is packed, recomputed or neither, and restores it (6 to 10).
+- `operations` defines the trace of a block and the operations that it binds (sentences 1 to 5, and `Pullback`).
 - `block` defines `saved_tensors_hooks`.
 """
 

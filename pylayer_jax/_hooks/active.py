@@ -14,7 +14,7 @@ from pylayer_jax._jax.traces import current_trace, is_staging, set_current_trace
 from .pack import Pair
 
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
-OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts what is kept without them
+OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts residuals without hooks
 
 # The innermost block of this thread. This value is part of the key of every cache of JAX: see NOTE [blocks as keys].
 active: Final = jax.make_user_context(None)
@@ -30,12 +30,17 @@ class Block:
     """One entry into a `with` block of hooks.
 
     NOTE [blocks as keys]
-    JAX's caches keep blocks as keys for as long as they like. Therefore a block that was left holds the key of its pair
-    instead of the pair, and no hook. Blocks of equal pairs are equal, so a function that was traced with other hooks is
-    traced again. So are blocks of one thread in which no traced code has asked for the pair: what JAX cached in one of
-    them (each operation of eager mode) holds for all of them, and a new pair compiles nothing again. Traced code asks
-    for the pair by `active_pair`, before JAX caches the code. JAX lets a thread wait for what another thread traces
-    under an equal key, before it is known whether this code will ask; hence "of one thread". tests: test_identity.py
+    JAX's caches have the current block as a part of their keys, and may keep it forever. If a block held its hooks,
+    the caches would keep the hooks alive. Therefore a block that was left holds the key of its pair, but not the pair.
+
+    Two blocks are equal, so that JAX reuses what it traced in the other one, in two cases. First, if their pairs are
+    equal: a function that was traced with other hooks is traced again. Second, if both belong to one thread and
+    `is_shared` is True for both: they were entered outside of staged code, and no code staged in them has called
+    `active_pair`. What JAX cached in such a block (each operation of eager mode) does not depend on the pair, so a new
+    pair compiles nothing again. Staged code that depends on the pair calls `active_pair` before JAX caches this code.
+
+    The second case does not hold across threads. JAX lets a thread wait while another thread traces code under an equal
+    key, and it is not yet known whether this code will call `active_pair`. tests: hooks/test_identity.py
     """
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
@@ -45,7 +50,7 @@ class Block:
         self.is_shared = not isinstance(value, str) and not is_staging()  # False: JAX caches for equal pairs only
         self.is_left = False
         self.is_at_top = trace is None  # nothing is traced where the block was entered
-        self.is_function = False  # whether the block is the run of a decorated function
+        self.is_function = False  # whether a decorated function entered the block
         self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations inside the block
         self._contexts: list[Any] = []
@@ -57,7 +62,7 @@ class Block:
         return both_shared or self._key == other._key
 
     def __hash__(self) -> int:
-        return 0  # any two blocks may be equal
+        return 0  # blocks with different keys are equal while both are shared
 
     def enter(self) -> Block:
         """Make this block the innermost block of the thread."""

@@ -50,13 +50,13 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
 
 
 class Predicate:
-    """The predicate `only` of a pair, as a function of an array and its origin. It records whether it was ever True."""
+    """The predicate `only` of a pair, as a function of an array and its origin. Records whether it was ever True."""
 
     def __init__(self, only: Callable[..., Any]) -> None:
         self._only = only
         self._takes_array_alone = _takes(only, 1)
         self.was_true = self.was_reported = False
-        self.seen: dict[str, None] = {}  # the tensors for which it was False, until it is True
+        self.seen: dict[str, None] = {}  # tensors for which it was False, until it is True
 
     def __call__(self, array: Any, origin: Origin) -> bool:
         is_true = bool(self._only(array) if self._takes_array_alone else self._only(array, origin))
@@ -134,7 +134,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. Tensors that only a second
     derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
     differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Forward mode
-    works in a block; in staged code it may read tensors that were packed and unpacked.
+    works in a block; in staged code, JAX may compute its tangents from tensors that were packed and unpacked.
 
     A block belongs to its thread, so leave the block before each `await`. A copied or unpickled pair is a new pair.
 
@@ -145,14 +145,15 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
             before. It runs when `backward` reads its saved tensors, perhaps several times for one pack. The package
             restores the weak type and the sharding.
         host: whether both hooks run on the host, also in compiled programs. On several devices, such a program gathers
-            each tensor. A result of `pack_hook` is dropped when the same place packs again after the result was used,
-            on `close()`, or with the program. `jax.checkpoint` refuses such hooks inside, since they have effects.
+            each tensor. The host drops a result of `pack_hook` that was unpacked when the same place in the program
+            packs again, and drops all results on `close()` or when JAX deletes the program. A block of such hooks
+            inside `jax.checkpoint` is an error, since `jax.checkpoint` allows no effects.
         differentiable: whether the derivative of `unpack(pack(x))` in JAX is the derivative of the identity. A cast and
             a transfer have this property; rounding does not.
         only: a predicate of an array, or of an array and its origin. It may read the shape, dtype and sharding
             (`jax.typeof(x).sharding`) of the array. `info.operation` or `info.layer` computed the tensor, `info.name`
-            is its name (`saved_names`, `checkpoint_name`), and `info.inside` are the functions, with their classes,
-            that the block has called to come to this operation, and then the `jax.named_scope`s, outermost first:
+            is its name (`saved_names`, `checkpoint_name`), and `info.inside` names the functions (and their classes)
+            through which the block called the operation, and then the `jax.named_scope`s, each outermost first:
             `("loss", "Block", "Attention")`. A tensor for which `only` returns False is not packed: JAX keeps this
             tensor as without hooks.
 
@@ -186,7 +187,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
         """Set up a pair, for the `__init__` of `owner`. Pairs of one class with equal `values` are equal.
 
-        If a subclass has an `__init__` of its own, its hooks may keep a state for each pair, so no other pair is equal.
+        If a subclass has its own `__init__`, the hooks of each pair may keep a state, so no other pair is equal.
         """
         self._was_entered = self._was_reported = False
         if type(self).__init__ is owner.__init__:

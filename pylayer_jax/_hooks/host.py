@@ -1,17 +1,19 @@
 """Hooks that run on the host whenever a program runs, and stores that hold their results for compiled programs.
 
-A pack hook with `host=True` gets a NumPy array. The host holds the result, and the program keeps its number:
+A pack hook with `host=True` gets a NumPy array. The host holds its result, and the program keeps a number, the token,
+by which the host finds the result:
 
     token:uint32[] = host_call[name=pack_hook] x:f32[8,3]
     x:f32[8,3]     = host_call[name=unpack_hook] token
 
 NOTE [host packs]
-XLA passes the number to `unpack` once, several times if JAX moved the packing of an unchanging tensor out of a loop, or
-never if `backward` does not run. The host cannot know which use is the last. Therefore the host drops a packed value
-that was used at least once when the same device packs at the same place again: then a new forward pass has begun. A
-value that was never used stays until the hooks are closed or the program is collected. If a compiled `backward` never
-reads a tensor (the maximum that softmax subtracts), each step would leave one more value on the host. To avoid this on
-CPU, XLA may remove a `pack` whose number is never read. tests: test_host.py
+A program calls the unpack hook with a token once; or several times, if JAX moved the packing of a loop-invariant tensor
+out of the loop; or never, if `backward` does not run. The host cannot know which call is the last. Therefore the host
+drops the packed values that were unpacked at least once when the same device packs at the same `PackSite` again: then a
+new forward pass has begun. A value that was never unpacked stays until the hooks are closed or the program is deleted.
+If a compiled `backward` never reads a tensor (the maximum that softmax subtracts), each run of the program would leave
+one more value on the host. To avoid this on CPU, XLA may remove a call of the pack hook whose token no code reads.
+tests: hooks/test_host.py
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class HostStore:
 
     def __init__(self) -> None:
         self.sites: weakref.WeakSet[PackSite] = weakref.WeakSet()
-        self._owners = WeakTable()  # equal pairs are different owners
+        self._owners = WeakTable()  # the hooks that are not closed yet; equal pairs are different owners
 
     def add_owner(self, hooks: Any) -> None:
         """Keep all packed values until `hooks` is closed."""
@@ -64,12 +66,13 @@ _stores: weakref.WeakValueDictionary[Any, HostStore] = weakref.WeakValueDictiona
 
 
 def store_of(key: Any) -> HostStore:
+    """Return the store that all pairs with this key share."""
     with _lock:
         return _stores.get(key) or _stores.setdefault(key, HostStore())
 
 
 class PackSite:
-    """A place in a program where one tensor is packed, once per execution or once per iteration of a loop."""
+    """One call of a pack hook in a program, which runs once per execution, or once per iteration of a loop."""
 
     def __init__(
         self, store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], tensor: Any, where: str
@@ -77,18 +80,18 @@ class PackSite:
         self._pack, self._unpack, self._where = pack, unpack, where
         self._type = typeof(tensor)
         self._n_packed = 0
-        self.payload: dict[int, Any] = {}  # number -> result of the pack hook
-        self.used: dict[int, set[int]] = {}  # device -> the numbers that the device has unpacked
+        self.payload: dict[int, Any] = {}  # token -> result of the pack hook
+        self.used: dict[int, set[int]] = {}  # device -> the tokens that the device has unpacked
         self._store = store  # the site keeps its store alive, so that a later equal pair can close the store
         with _lock:
             store.sites.add(self)
 
     def token(self, tensor: Any) -> jax.Array:
-        """Pack a traced tensor on the host, and return the number of the packed value."""
+        """Pack a traced tensor on the host, and return the token of the packed value."""
         return self._call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor)
 
     def restored(self, token: Any) -> jax.Array:
-        """Unpack the packed value with a traced number on the host, and return the tensor."""
+        """Unpack on the host the packed value that a traced token names, and return the tensor."""
         return self._call("unpack_hook", self._get, self._type, token)
 
     def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:
@@ -127,7 +130,7 @@ class PackSite:
 
     @contextlib.contextmanager
     def _naming(self, hook: str, device: int) -> Generator[None]:
-        """Name the hook and the tensor in an exception. Mark all packed values as used, since the execution failed."""
+        """Name the hook and the tensor in an exception. Let the next run drop all packed values."""
         try:
             yield
         except Exception as error:
@@ -147,7 +150,8 @@ _NO_DERIVATIVE: Final = (
 
 @functools.cache
 def _effects(name: str) -> Any:
-    # JAX must not remove, repeat or move the call. The effect that forbids this has no public name.
+    # Without an effect, JAX could remove, repeat or move the call in a jaxpr. The effect of `io_callback` forbids this,
+    # but has no public name. (On CPU, XLA may still remove the call: see NOTE [host packs].)
     effects = jax.make_jaxpr(lambda: io_callback(lambda: None, None))().effects
     kind: Any = type(next(iter(effects)))
 

@@ -1,15 +1,15 @@
 """The trace of a block, and the operations that it binds as functions with a rule.
 
-A block sets a `BlockTrace` over the current trace, and JAX passes every operation of the block to this trace. If JAX
-differentiates an operation, now or perhaps later, the trace binds an `Operation`, whose rule is `jax.vjp` of the
-operation with packed residuals:
+A block makes a `BlockTrace` JAX's current trace, so JAX passes every operation of the block to it. If JAX
+differentiates an operation now, or may do so later, the trace binds an `Operation`. Its rule calls `jax.vjp` on the
+operation and packs the residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
-An operation is anything that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-Hooks are suspended inside an operation, so that its residuals are packed once.
+An operation is any equation that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
+Hooks are suspended while an `Operation` runs, so that its residuals are packed once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ _WITHOUT_RESIDUALS: Final = MOVES | frozenset(
         "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
     )
 )  # fmt: skip
-# Operations whose results are other views of their operand: they have its origin, and come from where it comes from.
+# Operations whose results are views of their operand. A view has the origin of the operand, and usually its `Place`.
 _VIEWS: Final = MOVES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
@@ -114,9 +114,9 @@ class _Facts(NamedTuple):
 
     is_view: bool  # all its equations are views, or have no tangent
     keeps_nothing: bool  # its vjp keeps no array
-    adds_number: bool  # its result may be recomputed from its operand, if the pair has an absolute error
+    adds_number: bool  # it adds a number: backward may recompute its result if the pair's error is absolute
     has_loop: bool
-    is_users: bool  # JAX's own functions have no source lines
+    is_users: bool  # the user's code defines it: JAX's own functions have no source lines
 
 
 _facts: Final = WeakTable()  # jaxpr -> its facts
@@ -138,8 +138,9 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         return _Facts(False, False, False, has_loop, is_users)
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
-    # A division by a literal keeps this literal. It is listed only after a sum, as in `jnp.mean`: the result of a
-    # division alone may be recomputed from its operand.
+    # The vjp of a division by a literal keeps only this literal. But a division alone has to become an `Operation`, so
+    # that its result can be recomputed from its operand. Therefore it counts as keeping nothing only beside a sum, as
+    # in `jnp.mean`.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -170,10 +171,10 @@ class Operation(RuleFunction):
         self.pair = pair
         self.origin = origin
         self.origins = origins  # the origin of each operand
-        self.stay = stay  # position of an operand that is not packed -> its residual, with positions of operands
+        self.stay = stay  # position of an operand that is not packed -> its residual, as from `_what_stays`
 
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
-        """Return whether the vjp keeps no array, and no other operation recomputes its result from its operands."""
+        """Return whether the vjp keeps no array, and the result need not be recomputed from operands in backward."""
         if self.is_jitted:
             facts = _facts_of(self.params)
             return facts.keeps_nothing and not (facts.adds_number and model >= ErrorModel.ABSOLUTE)
@@ -183,7 +184,7 @@ class Operation(RuleFunction):
     # -- as a function with a rule -----------------------------------------------------------------------
 
     def stage(self, args: Sequence[Any]) -> Values:
-        """Stage the operation, so that it can run more than once. Return the values that the operation closes over."""
+        """Stage the operation to `self.jaxpr`, so that it can run more than once. Return its closed-over values."""
         n, types = len(self.origins), [typeof(x) for x in args]
         self.jaxpr, consts, _ = stage(lambda *args: (self.bind(*args[:n]), None), types, self.name)
         self.n_consts = len(consts)
@@ -198,7 +199,7 @@ class Operation(RuleFunction):
         return super().batch(axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return cotangents of the operands that are None. JAX calls this to transpose code around a block."""
+        """Return cotangents of the operands that are None. `jax.linear_transpose` of code with a block calls this."""
         missing = [x is None for x in args]
         types = [v.aval for v in self.jaxpr.invars]
         given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, self.jaxpr.outvars, strict=True)]
@@ -233,7 +234,7 @@ class Operation(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
     def _packing(self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder) -> Packing:
-        """Return what packing has to know of this operation. `array_of`: id of a leaf of the pullback -> its array."""
+        """Return the arguments of `pack_residuals`. `array_of`: id of a leaf of the pullback -> its JAX array."""
         primals = [array_of.get(id(x), x) for x in primals]
         args = primals[self.n_consts :]
         stay: list[tuple[Any, Any]] = [(x, x) for x in primals[: self.n_consts]]
@@ -250,13 +251,13 @@ class Operation(RuleFunction):
 
 
 def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
-    """Return the origin of each operand by its id. In eager mode, a tensor and the same tensor with a name are one."""
+    """Return the origins by ids of operands. Prefer one with a name: eager `checkpoint_name` returns its operand."""
     pairs = sorted(zip(operands, origins, strict=False), key=lambda pair: bool(pair[1].name))
     return {id(x): origin for x, origin in pairs}
 
 
 class Pullback(LinearMap):
-    """The derivative of an operation: packed residuals, tangents of the operands -> tangents of the values."""
+    """The derivative of an operation: packed residuals, tangents of the operands -> tangents of the results."""
 
     def __init__(self, name: str, packed: PackedResiduals, pullback: Any, value_types: Sequence[Any]) -> None:
         self.name = name
@@ -308,7 +309,7 @@ class Outcome(enum.Enum):
 
 
 def _outcome(operation: Operation, args: Sequence[Any], pair: Pair, trace: Any) -> Outcome:
-    """Return what to do with an operation on `args`. `trace` is the trace below the trace of the block."""
+    """Return what to do with an operation on `args`. `trace` is the trace below the `BlockTrace`."""
     if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
@@ -331,8 +332,9 @@ def _outcome(operation: Operation, args: Sequence[Any], pair: Pair, trace: Any) 
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
     """Return whether to pack inside a staged scan, or inside a staged jitted function with a loop.
 
-    If a scan were packed as a whole, JAX would first stack the residuals of all iterations. If the origin of a tensor
-    decides, a jitted function of the user is opened too: the functions that it calls are origins.
+    If the residuals of a scan were packed after the scan, JAX would first stack those of all iterations. If `only` or
+    `by_name` selects tensors by their origin, pack inside a jitted function of the user too, since the origin names
+    operations inside this function.
     """
     if not (operation.is_jitted or operation.kind == "scan") or not any(map(_is_staged_below, examples)):
         return False
@@ -354,7 +356,7 @@ def _is_differentiated_by(trace: Any, examples: Sequence[Any]) -> bool:
 
 
 def _is_staged_below(example: Any) -> bool:
-    """Return whether a whole batch is staged, or its primal value if reverse mode differentiates it."""
+    """Return whether a whole batch is staged; if reverse mode differentiates it, whether its primal is staged."""
     return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
 
 
@@ -385,16 +387,16 @@ class Place(enum.Enum):
     """Where a value in a block was computed."""
 
     OUTSIDE = 0  # before the block; or a view of such a value
-    CONSTANT = 1
-    BLOCK = 2
+    CONSTANT = 1  # a concrete number; in staged code, any concrete array
+    BLOCK = 2  # in the block, from values that are not all constant
 
 
 class Known(NamedTuple):
-    """What the trace of a block knows of a value."""
+    """The record that a `BlockTrace` has of a value."""
 
     place: Place
     origin: Origin = Origin()
-    residual: Any = None  # for a view of a value from outside: how to recompute the view
+    residual: Any = None  # for a view of a value from outside: a `Residual` that recomputes the view
 
 
 class BlockTrace(PassThroughTrace):
@@ -406,7 +408,7 @@ class BlockTrace(PassThroughTrace):
         trace = current_trace()
         super().__init__(trace_below(trace))  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = trace if isinstance(trace, BlockTrace) else None
-        self.source = source  # where the block was entered, if the origin of a tensor decides
+        self.source = source  # source information of the block's entry, if `only` or `by_name` needs it
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
         self.known = WeakTable()  # value -> `Known`; for other values see `what_is`
@@ -470,7 +472,7 @@ class BlockTrace(PassThroughTrace):
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.is_left:
-                # Hooks are suspended, an inner trace has ended, or an inner block passes on a packed operation.
+                # Hooks are suspended, an inner block is active, or JAX restored this trace after its block was left.
                 return operation.bind(*args)
             self.block.check_task()
             known = list(map(self.what_is, args))
@@ -486,7 +488,8 @@ class BlockTrace(PassThroughTrace):
         if outcome is Outcome.PASS_ON:
             return operation.bind(*args)
         if outcome is Outcome.SUSPEND:
-            # Suspend the hooks: otherwise JAX would compile an eager operation again for each pair.
+            # JAX's caches depend on the block, so JAX would compile an eager operation again for each pair. With
+            # suspended hooks, all pairs share one compiled operation.
             with hooks_suspended():
                 return operation.bind(*args)
         if outcome is Outcome.PACK_INSIDE:
@@ -510,7 +513,10 @@ class BlockTrace(PassThroughTrace):
     def _pack_inside(
         self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin
     ) -> Values | None:
-        """Bind a scan or a jitted function with its body staged again, in a block. Return None if that changes it."""
+        """Bind a scan or a jitted function with its body staged again, in a block.
+
+        Return None if the new body closes over values or has results of other types.
+        """
         __tracebackhide__ = True
         jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])
         if operation.kind == "scan":
@@ -534,9 +540,9 @@ class BlockTrace(PassThroughTrace):
         return operation.bind(*args, jaxpr=as_parameter(hooked))
 
     def _what_stays(self, args: Sequence[Any], known: Sequence[Known]) -> tuple[dict[int, Any], Values]:
-        """Return the residuals of the operands that are not packed, and further operands from which they follow.
+        """Return the residuals of the operands that are not packed, and further operands, which these residuals read.
 
-        In these residuals, a position among all operands takes the place of each array.
+        In the residuals, each array is replaced by its position among all operands. The keys are positions too.
         """
         operands = list(args)
 
@@ -559,7 +565,7 @@ class BlockTrace(PassThroughTrace):
     # -- where values come from ----------------------------------------------------------------------
 
     def what_is(self, value: Any) -> Known:
-        """Return what is known of a value."""
+        """Return the record of a value. A value without a record is constant or from outside the block."""
         known = self.known.get(value)
         if known is None:
             is_constant = not is_tracer(value) if self.is_staging else is_number(value)
@@ -567,7 +573,7 @@ class BlockTrace(PassThroughTrace):
         return known
 
     def mark(self, values: Sequence[Any], known: Known) -> None:
-        """Record what is known of the values."""
+        """Make `known` the record of the values, in outer blocks too."""
         if known != _OUTSIDE:
             for value in values:
                 self.known.put(value, known)
@@ -575,13 +581,13 @@ class BlockTrace(PassThroughTrace):
             self.outer.mark(values, known)
 
     def _origin_of(self, operation: Operation) -> Origin:
-        """Return the origin of what an operation computes. Its source is recorded only if it may decide."""
+        """Return the origin of an operation's results. It has source information if a pair needs it."""
         return Origin(operation.name, source=self.source and current(), block=self.source)
 
     def _record(
         self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin, values: Values
     ) -> None:
-        """Record what is known of the results of an operation."""
+        """Record the place, the origin and the residual of the results of an operation."""
         place = _place_of_results(operation, args, known)
         if operation.is_view:
             origin = next((k.origin for k in known if k.place is not Place.CONSTANT), origin)
@@ -599,7 +605,11 @@ _CONSTANT: Final = Known(Place.CONSTANT)
 
 
 def _place_of_results(operation: Operation, args: Sequence[Any], known: Sequence[Known]) -> Place:
-    """Return where the results of an operation were computed."""
+    """Return where the results of an operation were computed.
+
+    A view of values from outside is from outside too, even if the block computed its integer operands, such as the
+    start indices of `dynamic_slice`. The result of another operation on values from outside is computed in the block.
+    """
     places = [k.place for k in known]
     if all(place is Place.CONSTANT for place in places):
         return Place.CONSTANT
@@ -651,19 +661,19 @@ def names_recorded() -> Generator[None]:
         block.leave()
 
 
-# -- layers in a block ---------------------------------------------------------------------------------
+# -- layers in a block -----------------------------------------------------------------------------------
 
 
 class LayerBlock(NamedTuple):
-    """The block in which a layer was applied: its pair, and what it knows of the layer's arguments."""
+    """The block in which a layer was applied: its pair, and its records of the layer's tensors."""
 
     pair: Pair
-    origin: Origin
-    origins: Sequence[Origin]
-    stays: Sequence[bool]
+    origin: Origin  # the origin of the tensors that the layer computes
+    origins: Sequence[Origin]  # the origin of each input
+    stays: Sequence[bool]  # a mask of the inputs that are not packed
 
     def packing(self, owner: str, names: Sequence[str], inputs: Sequence[Any]) -> Packing:
-        """Return what packing has to know of the tensors that the layer saved; their names are in `names`."""
+        """Return the arguments of `pack_residuals` for the tensors that the layer saved; `names` has their names."""
         origin_of = _origins_by_id(inputs, self.origins)
 
         def origin(tensor: Any, index: int) -> Origin:
@@ -696,7 +706,7 @@ def pair_to_pack_with(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | 
 
 
 def layers_pack_themselves() -> Any:
-    """Return a context for applying a layer. The trace of a block would otherwise treat the layer as an operation."""
+    """Return a context in which the current `BlockTrace` does not treat a layer as an operation and pack it too."""
     return set_current_trace(trace_below(current_trace()))
 
 

@@ -1,4 +1,10 @@
-"""Pairs of hooks (a chain of pairs is one pair with several steps), and tables that do not keep their keys alive."""
+"""A pair of hooks, the origin of a tensor, and functions that pack and unpack one tensor.
+
+    residual = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; residual.inputs: bf16[8,64]
+    residual.function(*residual.inputs)                             # f32[8,64]
+
+A pair has one step (a pack hook and an unpack hook), or several steps if `chain` made it.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +49,15 @@ Hook = Callable[[Any], Any]
 
 
 class ErrorModel(enum.IntEnum):
-    """What a pair does to the values of a tensor x: how large the error e = unpack(pack(x)) - x may be.
+    """A bound on the packing error e = unpack(pack(x)) - x of a tensor x.
 
-    The model says which operations on `x + e` give a result whose error is no larger than if the result were packed.
+    The bound decides which operations backward may apply to `x + e` to recompute their results: those after which the
+    error is no larger than if the result itself were packed. A larger number allows more operations.
     """
 
-    ANY = 0  # nothing is known: only operations that move values
+    ANY = 0  # no bound is known: only operations that move or negate values, or compute with integers
     RELATIVE = 1  # e is proportional to x, as for a cast: also a product with a number
-    ABSOLUTE = 2  # e depends on the other values of the row, or is 0: also a sum with a number
+    ABSOLUTE = 2  # e depends on the range of the values along the last axis, or is 0: also a sum with a number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +72,11 @@ class Origin:
     layer: str = ""  # the class of the layer that computed the tensor, or that saved it first
     name: str = ""  # the name from `saved_names` or `jax.ad_checkpoint.checkpoint_name`
     source: Any = dataclasses.field(default=None, repr=False, compare=False)  # JAX's source information
-    block: Any = dataclasses.field(default=None, repr=False, compare=False)  # the same, where the block was entered
+    block: Any = dataclasses.field(default=None, repr=False, compare=False)  # source information of the block's entry
 
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
-        """The functions, with their classes, between the block and the operation, outermost first; then the scopes."""
+        """Names of the functions (and classes) called between the block and the operation, then of the named scopes."""
         if self.source is None:
             return ()
         return (*frames_between(self.block, self.source), *scopes_between(self.block, self.source))
@@ -87,14 +94,14 @@ class Step(NamedTuple):
     unpack: Hook
     host: bool = False
     differentiable: bool = False  # whether `unpack(pack(x))` has the derivative of the identity
-    only: Callable[[Any, Origin], Any] | None = None  # an array for which `only` returns False is not packed
+    only: Callable[[Any, Origin], Any] | None = None  # the step does not pack an array for which `only` is False
     floats_only: bool = False  # whether the step packs only floats and arrays that a previous step made
     is_last: bool = False  # whether no step can follow. A step with `host` is always last
     name: str = ""  # the name of a step of a chain, for messages
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to an array, or a strong reference to a number of JAX that allows no weak references."""
+    """Return a weak reference to an array, or a strong one to a number in a class of JAX without weak references."""
     try:
         return weakref.ref(value)
     except TypeError:
@@ -103,12 +110,12 @@ def reference(value: Any) -> Callable[[], Any]:
 
 @dataclasses.dataclass(eq=False)
 class Pair:
-    """A sequence of steps that pack a tensor one after another."""
+    """The hooks of one `saved_tensors_hooks`: a sequence of steps, each of which packs the result of the one before."""
 
     steps: Sequence[Step]
-    key: Any  # equal for equal pairs; it holds numbers and values, and no function
+    key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
-    keeps: ErrorModel
+    keeps: ErrorModel  # the bound on the packing error
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
@@ -117,7 +124,7 @@ class Pair:
         self.n_packed: Counter[bool] = Counter()  # the key is True for traced tensors
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
-        self.seen: dict[str, None] = {}  # the names of the tensors that code in blocks kept, while keys are unmatched
+        self.seen: dict[str, None] = {}  # names of kept tensors, recorded while keys are unmatched
 
     @property
     def is_selective(self) -> bool:
@@ -126,7 +133,7 @@ class Pair:
 
     @property
     def packs_nothing(self) -> bool:
-        """Whether the pair leaves each tensor as it is, as that of a report does."""
+        """Whether the pair leaves each tensor as it is, as the pair of `names_recorded` does."""
         return self.by_name is None and not self.steps
 
     def predicates(self) -> list[Any]:
@@ -170,28 +177,27 @@ def key_of(value: Any) -> Any:
     return number
 
 
-# -- functions that pack one tensor, and unpack the tensor -----------------------------------------------------
+# -- packing and unpacking one tensor ------------------------------------------------------------------------
 #
-#     residual = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; residual.inputs: bf16[8,64]
-#     residual.function(*residual.inputs)                             # f32[8,64]
-#
-# NOTE [derivatives of packed tensors] Derivatives of higher order treat `unpack(pack(x))` as the identity, whatever
-# the pair does to values. Therefore, during an outer differentiation, JAX keeps the tensor beside its packed form.
-# JAX needs the tensor for its tangent only and never reads its value, so XLA drops the tensor from a compiled
-# program. If a program is staged now and differentiated later (the body of a scan, `jax.grad` of `jax.jit`), this
-# module cannot know whether a derivative of higher order follows. To keep the tensor would cost the memory that
-# packing saves, so the tensor is not kept. A second derivative then differentiates the hooks themselves if the pair
-# is `differentiable`, and is an error otherwise. tests: test_orders.py
+# NOTE [derivatives of packed tensors]
+# Derivatives of higher order treat `unpack(pack(x))` as the identity, whatever the pair does to values. Therefore,
+# during an outer differentiation, JAX keeps the tensor beside its packed form. JAX needs the tensor for its tangent
+# only and never reads its value, so XLA drops the tensor from a compiled program. If a program is staged now and
+# differentiated later (the body of a scan, `jax.grad` of `jax.jit`), this module cannot know whether a derivative of
+# higher order follows. To keep the tensor would cost the memory that packing saves, so the tensor is not kept. A
+# second derivative then differentiates the hooks themselves if the pair is `differentiable`, and is an error
+# otherwise. tests: hooks/test_orders.py
 
 
 PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks in traced code
 
 
 class Residual:
-    """A tensor that backward restores, as `function(*inputs)`.
+    """An expression `function(*inputs)`, with which backward restores a tensor.
 
-    An input is an array that JAX keeps, or another residual. The function holds no array: it is a `PackedTensor`, or
-    the `Recomputed` of an equation. A tensor that is neither packed nor recomputed is its own residual.
+    An input is an array that JAX keeps, or another `Residual`. The function holds no array: it is a `PackedTensor`, or
+    the `Recomputed` of an equation. For a tensor that is neither packed nor recomputed, the array itself takes the
+    place of the `Residual`.
     """
 
     __slots__ = ("function", "inputs")
@@ -201,22 +207,23 @@ class Residual:
 
 
 class PackedTensor:
-    """A recipe that restores one packed tensor from the arrays that JAX keeps. The recipe holds none of these arrays.
+    """Function that restores one packed tensor from the arrays that JAX keeps. It holds none of these arrays.
 
-    The next step of the pair may have packed some arrays in the result of the pack hook.
+    If a later step of the pair packed an array in the result of the pack hook, another `PackedTensor`, in `_parts`,
+    restores this array first.
     """
 
     def __init__(
         self, array: Any, unpack: Hook, skeleton: Skeleton, parts: Sequence[PackedTensor | None], where: str
     ) -> None:
-        self.keeps_original = False  # if True, the first array is the tensor itself, for its tangent
+        self.keeps_original = False  # if True, the first array is the tensor itself, kept for its tangent
         self._is_numpy = not is_array(array)
         self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
         # JAX may place an uncommitted array on any device, so its sharding is not restored.
         self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
         self._unpack = unpack
         self._skeleton = skeleton  # the structure of the result of the pack hook
-        self._parts = parts  # for each array in that result: how the next step packed it, or None
+        self._parts = parts  # for each array in that result: its `PackedTensor`, or None if it was not packed again
         self._where = where
         self._has_x64 = is_set("enable_x64")
 
@@ -248,7 +255,7 @@ class PackedTensor:
 
 
 def pack_tensor(pair: Pair, tensor: Any, where: str, info: Origin) -> Any:
-    """Pack one tensor, and return its residual. Return the tensor itself if the pair excludes the tensor."""
+    """Pack one tensor, and return its `Residual`. Return the tensor itself if the pair does not pack it."""
     steps = _chosen(pair.steps_for(info), tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
     if not steps:
         return tensor
@@ -330,7 +337,7 @@ def _pack(
             return False
         offered = later if is_tracer(leaf) == is_tracer(array) else ()
         steps_of[id(leaf)] = _chosen(offered, leaf, where, info, is_part or leaf is not array)
-        # A NumPy array stays on the host. The array is released with the vjp function, like every other object.
+        # A NumPy array stays on the host, as a part of the skeleton, and is released with the vjp function.
         return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
 
     leaves, skeleton = split(packed, is_kept)

@@ -1,18 +1,19 @@
 """The residuals of one layer or operation: which of them backward recomputes, which are packed, and which stay.
 
-A tanh keeps y, and computes 1 - y² for backward. With a pair that bounds the error of y, `pack_residuals` gives
+The vjp of tanh computes 1 - y² in the forward pass and keeps it. In a block of `quantize_saved(8)`, for which
+`Pair.keeps` is `ErrorModel.ABSOLUTE`, `pack_residuals` keeps the values of `jnp.tanh(x @ w)` thus:
 
-    residual              decision                     how it is kept
-    y                     packed                       Residual(PackedTensor, [int8 values, scales, offsets])
-    1 - y²                follows from y               Residual(Recomputed(one_minus_square), [the residual above])
-    w, from outside       stays                        w
+    value                 decision                     how it is kept
+    y                     packed                       Residual(PackedTensor, [8-bit values, lows, highs])
+    1 - y²                recomputed from y            Residual(Recomputed(one_minus_square), [the residual above])
+    w, from outside       not packed                   w
 
-and JAX keeps the distinct arrays of the right column instead of the tensors.
+JAX keeps the distinct arrays of the right column instead of the tensors.
 
-A `Recorder` records the equations of the forward pass. `follow` walks back from a residual through the equations that
-do not amplify the error of packing; the table `_RECOMPUTED` has a row for each of these operations. A comparison of
+A `Recorder` records the equations of the forward pass. `_follow` walks back from a residual through the equations that
+do not amplify the packing error; the table `_RECOMPUTED` has an entry for each of these operations. A comparison of
 floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False everywhere. tests:
-test_derived.py
+hooks/test_derived.py
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Equation(NamedTuple):
 
 
 class Recorder(PassThroughTrace):
-    """A trace that passes operations on to its parent, and records the equation of each single result."""
+    """A trace that passes operations on to its parent, and records the equation of each operation with one result."""
 
     __slots__ = ("equations",)
 
@@ -85,13 +86,13 @@ _LONGEST_OPENED: Final = 8  # number of equations; a longer jitted function stay
 
 
 def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and constants if a jitted function is small (like many of jax.numpy), otherwise None."""
+    """Return the jaxpr and constants of a jitted function if it is small (like many of jax.numpy), otherwise None."""
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
     return (jaxpr, consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
 
 
-# -- which equations backward may compute again ----------------------------------------------------------
+# -- equations that backward recomputes ------------------------------------------------------------------
 
 MOVES: Final = frozenset(
     ("broadcast_in_dim", "copy", "copy_p", "expand_dims", "iota", "reshape", "rev", "squeeze", "transpose")
@@ -100,9 +101,9 @@ _Equations = dict[int, Equation]
 
 
 class _Row(NamedTuple):
-    """When a result may be recomputed from packed operands: for pairs with at least this error model, and if ..."""
+    """A condition under which backward may recompute an operation's result from packed operands."""
 
-    model: ErrorModel
+    model: ErrorModel  # the least error model of the pair
     applies: Callable[[Equation, _Equations], bool] = lambda *_: True
 
 
@@ -121,7 +122,11 @@ def _widens(equation: Equation, _: _Equations) -> bool:
 
 
 def _keeps_rows(equation: Equation, _: _Equations) -> bool:
-    """Return False for a statistic of each row of shape [..., 1]: its operand [...] would be packed across the rows."""
+    """Return False if an operation adds a last axis of length 1, as from [8] (a statistic of 8 rows) to [8, 1].
+
+    An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In [8, 1], each
+    value is a row of its own.
+    """
     shape, shapes = np.shape(equation.value), [np.shape(x) for x in equation.inputs]
     return not (shape and shape[-1] == 1) or all(not operand or operand[-1] == 1 for operand in shapes)
 
@@ -176,9 +181,10 @@ def _follow(
     roots: dict[int, Any],
     steps: dict[int, Equation],
 ) -> None:
-    """Add to `roots` the values from which `value` follows, and to `steps` the equations from them to `value`.
+    """Find values from which backward can recompute `value`, and the equations that do this, in their order.
 
-    Both dicts have ids of values as keys. A known value is a root: the walk stops there.
+    The values are added to `roots`, and the equations to `steps`; the keys of both dicts are ids of values. The walk
+    back stops at a root: a value for which `is_known` is True, or that no recorded equation may recompute.
     """
     if id(value) in roots or id(value) in steps or is_constant(value):
         return
@@ -212,11 +218,11 @@ def _is_larger(values: Sequence[Any], tensor: Any) -> bool:
 
 
 class Recomputed(NamedTuple):
-    """The function of a residual that an equation recomputes, with the numbers among the operands of the equation."""
+    """Function of a `Residual` that applies an operation of the forward pass again. It holds constant operands."""
 
     primitive: Any
     params: dict[str, Any]
-    operands: Sequence[Any]  # numbers, and None for each input of the residual
+    operands: Sequence[Any]  # the constant operands, and None for each input of the residual
     is_input: Sequence[bool]
 
     @unchecked
@@ -226,7 +232,10 @@ class Recomputed(NamedTuple):
 
 
 def recomputed(primitive: Any, params: dict[str, Any], operands: Sequence[Any], residual_of: Any) -> Residual:
-    """Return the residual of the result of an operation; `residual_of(x)` is the residual of an operand, or None."""
+    """Return a `Residual` that recomputes an operation's result.
+
+    `residual_of(x)` is the residual of an operand x, or None for a constant operand.
+    """
     residuals = [residual_of(x) for x in operands]
     is_input = [r is not None for r in residuals]
     numbers = [None if is_one else x for x, is_one in zip(operands, is_input, strict=True)]
@@ -250,7 +259,10 @@ def fold(
 
 
 class PackedResiduals:
-    """The residuals of a layer or operation, with positions in the list of arrays that JAX keeps in place of arrays."""
+    """The residuals of a layer or an operation, as expressions without arrays.
+
+    Each array is replaced by its position in the list of arrays that JAX keeps.
+    """
 
     def __init__(
         self, residuals: Sequence[Any], owners: Sequence[int], reads: dict[int, list[int]], n_arrays: int
@@ -262,7 +274,7 @@ class PackedResiduals:
 
     @staticmethod
     def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
-        """Return the residuals with positions, and the distinct arrays that JAX has to keep, followed by `marks`."""
+        """Replace arrays by positions. Return the result, and the distinct arrays for JAX to keep, with `marks`."""
         arrays: dict[int, Any] = {}
         owners: list[int] = []
         position: dict[int, int] = {}
@@ -292,7 +304,7 @@ class PackedResiduals:
         return PackedResiduals(placed, owners, reads, len(kept)), kept
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
-        """Return the tensors, each unpacked when it is first read. In staged code XLA waits for the cotangents."""
+        """Return the tensors, each unpacked when it is first read. In staged code, XLA first waits for `cotangents`."""
         return UnpackedTensors(self, arrays, cotangents)
 
 
@@ -348,10 +360,10 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 class _Remembered(NamedTuple):
-    """What a pair remembers of a tensor that was kept. It keeps no array and no result of a hook alive."""
+    """A pair's record of how a tensor was kept. It keeps no array and no result of a hook alive."""
 
     trace: Callable[[], Any]  # a tracer is valid only in the trace in which it was made
-    owner: Callable[[], Any]  # the residuals among which the tensor was kept
+    owner: Callable[[], Any]  # the `PackedResiduals` of the layer or operation that kept the tensor
     residual: Any  # an expression with weak references to arrays and to `PackedTensor`s
     name: str  # the name of the tensor
 
@@ -367,8 +379,8 @@ def _remember(pair: Pair, tensor: Any, residual: Any, owner: PackedResiduals, na
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual of a tensor that the pair remembers, or None.
 
-    A tensor that was not packed may be packed later under a name: in eager mode, a tensor that `checkpoint_name` names
-    stays the same array.
+    Return None too for a tensor that was not packed and has a new name since, which may select it in `by_name`: in
+    eager mode, `checkpoint_name` returns the same array.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -395,9 +407,9 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 
 
 class Mark(RuleFunction):
-    """A function that tells the report of a kept tensor x. Its result is empty: f32[0,8,4] for f32[8,4].
+    """A function by which the report finds a tensor x that is kept. Its result is empty: f32[0,8,4] for f32[8,4].
 
-    JAX keeps the result as a residual, so that loops and maps show in its shape: f32[3,0,8,4] for a scan of length 3.
+    JAX keeps the result as a residual, whose shape shows scans and `jax.vmap`: f32[3,0,8,4] for a scan of length 3.
     """
 
     def __init__(self, aval: Any, origin: Origin, is_recomputed: bool) -> None:
@@ -417,12 +429,12 @@ def keeps_residuals(tangents: Sequence[Any]) -> bool:
 
 
 class Packing(NamedTuple):
-    """What `pack_residuals` has to know of a layer or an operation."""
+    """The arguments of `pack_residuals` that describe a layer or an operation."""
 
     pair: Pair  # the pair of the block in which the layer or operation was applied
-    owner: str  # the name of the owner and the kind of the tensors, for messages: "Tanh, saved tensor"
+    owner: str  # the name of the layer or operation and the kind of the tensors, for messages: "Tanh, saved tensor"
     operands: Sequence[Any]
-    origin_of: Callable[[Any, int], Origin]  # a value and the index of the tensor that follows from it -> its origin
+    origin_of: Callable[[Any, int], Origin]  # a value, the index of the tensor that needs it -> the value's origin
     stay: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
     equations: _Equations  # the equations of the forward pass, if they were recorded
 
@@ -442,7 +454,7 @@ def pack_residuals(
         if pair.packs_nothing:
             return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
         is_program = is_staging()
-        may_vary = {id(x) for x in operands} - {id(x) for x, _ in stay}  # such a scalar is no constant
+        may_vary = {id(x) for x in operands} - {id(x) for x, _ in stay}  # a scalar among these is no constant
         residual_of: dict[int, Any] = {id(x): residual for x, residual in stay}
         to_pack: dict[int, tuple[Any, int]] = {}  # id -> a tensor, and the index of the first tensor that needs it
         steps: dict[int, Equation] = {}  # id -> the equation that recomputes the value
@@ -475,7 +487,7 @@ def pack_residuals(
                 roots, found = walk(tensor)
                 missing = [x for x in roots.values() if not is_known(x, i)]
                 if found and missing and _is_larger(missing, tensor):
-                    missing, found = [tensor], {}
+                    missing, found = [tensor], {}  # packing the tensor itself takes less memory
                 to_pack |= {id(x): (x, i) for x in missing}
                 steps |= found
 
@@ -486,7 +498,8 @@ def pack_residuals(
             kept, bound = _bind(kept, outputs)
         residual_of |= zip(to_pack, kept, strict=True)
 
-        # 3. Backward computes the other tensors again, and so later operations find outputs that follow from them.
+        # 3. Record how backward recomputes the other tensors, and each output that can be recomputed from residuals: a
+        #    later operation that keeps this output finds the record.
         for output in outputs:
             if not is_known(output):
                 roots, found = walk(output)
@@ -521,8 +534,9 @@ def _marks(packing: Packing, tensors: Sequence[Any], steps: Collection[int]) -> 
 def _largest(tensors: Sequence[Any]) -> list[Any]:
     """Return the largest absolute value of each traced tensor, for JAX to keep, if JAX reports NaN or infinity.
 
-    JAX looks for NaN among the results of a program, and the tensors are not among these. Backward reads no such value.
-    tests: hooks/test_modes.py
+    JAX looks for NaN among the results of a program. Packed and recomputed tensors are not among these results, so JAX
+    would not report their NaN. With the largest value of each tensor as a further residual, JAX does. Backward reads
+    none of these values. tests: hooks/test_modes.py
     """
     if not is_nan_reported():
         return []
@@ -531,8 +545,8 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _stays(tensor: Any, is_program: bool) -> bool:
-    # A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway, and XLA would
-    # run the hooks on constants while it compiles, for seconds.
+    # A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway. If they were
+    # packed, XLA would evaluate the hooks on them while it compiles, for seconds.
     return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (is_program and not is_tracer(tensor))
 
 

@@ -4,11 +4,12 @@
     y:f32[3]   = host_call[name=Erf.forward] x
 
 NOTE [host calls]
-`io_callback` and `pure_callback` pass arrays that JAX is still copying. On CPU, the copy needs a thread of the pool in
-which the callbacks run, so a program deadlocks if many callbacks with large arrays run at once: `pure_callback` with
-arrays of 16 MiB does on 4 devices of jax 0.10. Therefore functions on CPU run in a `buffer_callback`, which reads an
-array in place. Other devices have separate threads for callbacks. `buffer_callback` does not support several devices,
-so a shard_map calls it on the first device and sends the results to the others. tests: devices/test_sharded_hooks.py
+`io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, the copy needs a thread
+of the pool in which the callbacks run, so a program deadlocks if many callbacks with large arrays run at once: in jax
+0.10, `pure_callback` with arrays of 16 MiB on 4 devices. Therefore, on CPU, functions run in a `buffer_callback`, which
+reads an array in place. Other devices have separate threads for callbacks. `buffer_callback` does not support several
+devices, so a shard_map calls it on the first device and sends the results to the others. tests:
+devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class HostFunction(NamedTuple):
     run: Callable[..., Sequence[Any]]
     results: Sequence[Any]  # the types of the results
     effects: Any  # without effects, XLA may drop or repeat a call
-    no_derivative: str  # the error of a derivative
-    has_x64: bool  # whether JAX has numbers of 64 bits where the call is traced; it may be lowered elsewhere
+    no_derivative: str  # the message of the error that a derivative raises
+    has_x64: bool  # `jax_enable_x64` where the call is traced; where JAX lowers it, the flag may differ
     takes_batches: bool = False  # whether `run` takes arrays with batch axes in front, as `jax.vmap` makes them
 
 
@@ -59,9 +60,10 @@ def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequenc
         return host_call_p.bind(*merge(is_batched, xs, args), payload=function)
 
     if is_staging():
-        # If JAX evaluates this in eager mode, it would keep the program of a loop, but drops that of a function.
+        # JAX may evaluate the staged code in eager mode later. It would then keep the compiled program of `jax.lax.map`
+        # forever, but drops that of a jitted function together with the function.
         values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
-    else:  # JAX would compile a loop, and keep this loop, its function and all objects of the function
+    else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with the function and all objects that it holds
         results = [one([x[i] for x in batches]) for i in range(axis.size)]
         values = [jnp.stack(xs) for xs in zip(*results, strict=True)]
     return values, [0] * len(values)
@@ -76,7 +78,8 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
     dtypes = [x.dtype for x in args]
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
-        # Copy the buffers, since XLA reuses their memory after the call. A layer copies its inputs itself.
+        # A function may keep its arrays, but XLA reuses the memory of the buffers after the call, so copy them. A host
+        # layer, whose function has no effects, copies its inputs itself.
         own = np.array if function.effects else np.asarray
         arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         for out, value in zip(outs, function.run(*arrays), strict=True):
@@ -122,7 +125,7 @@ def _on_first_device(n_devices: int, function: HostFunction, *args: Any) -> list
 
 def _lower(function: HostFunction, context: Any, *args: Any) -> Any:
     module = context.module_context
-    n_devices = getattr(module.axis_context, "num_devices", 1)  # the number is 1 within a shard_map
+    n_devices = getattr(module.axis_context, "num_devices", 1)  # 1 within a shard_map
     on_cpu = tuple(context.platforms or module.platforms) == ("cpu",)
     call = _by_buffer_callback if on_cpu else _by_jax_callback
     if n_devices > 1 and on_cpu:

@@ -1,4 +1,4 @@
-"""Functions that stage a Python function to a jaxpr, and that inspect, evaluate and lower jaxprs."""
+"""Functions that stage, inspect, evaluate and lower jaxprs, and that read the source information of equations."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def stage(
 
 def jaxpr_and_consts(parameter: Any) -> tuple[Any, Sequence[Any]]:
     """Return the jaxpr and the constants of one parameter of an equation."""
-    return getattr(parameter, "jaxpr", parameter), parameter.consts  # since jax 0.12 both jaxprs are of one class
+    return getattr(parameter, "jaxpr", parameter), parameter.consts  # since jax 0.12, `Jaxpr` and `ClosedJaxpr` are one
 
 
 def as_parameter(jaxpr: Any) -> Any:
@@ -164,10 +164,11 @@ def _values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
 
 
 def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
-    """Return a copy of a jaxpr in which `jax.checkpoint` knows some variables by a name.
+    """Return a copy of a jaxpr in which `checkpoint_name` is applied to the variables in `name_of`.
 
-    The name stands right after the equation that computes the variable, and all later equations read the named value.
-    If a policy saves this value, no equation before the name has to run again. tests: derivatives/test_checkpoint.py
+    The name follows the equation that computes the variable, and all later equations read the named value. If a policy
+    of `jax.checkpoint` saves this value, no equation before the name has to run again in backward. tests:
+    derivatives/test_checkpoint.py
     """
 
     def named(*args: Any) -> tuple[list[Any], None]:
@@ -198,7 +199,7 @@ def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> 
     return equations[::-1], read
 
 
-# -- Refs that a jaxpr makes and freezes --------------------------------------------------------------
+# -- Refs and lowering ---------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -208,7 +209,7 @@ def _effects_of_own_refs() -> frozenset[Any]:
 
 
 def uses_own_refs(jaxpr: Any) -> bool:
-    """Return whether a jaxpr makes Refs, which end with it."""
+    """Return whether a jaxpr makes Refs of its own, by `jax.new_ref`."""
     return bool(jaxpr.effects & _effects_of_own_refs())
 
 
@@ -240,7 +241,7 @@ def lower_jaxpr(context: Any, jaxpr: Any, *args: Any) -> Any:
     return out
 
 
-# -- functions that read JAX's source information: the functions and the named scopes in which an operation was bound
+# -- source information --------------------------------------------------------------------------------
 
 
 _FRAME: Final = re.compile(r"(?P<file>.*?):(?P<line>\d+)(:\d+)? \((?P<function>.*)\)")
@@ -260,7 +261,7 @@ def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
 
 
 def frames_between(outer: Any, inner: Any) -> list[str]:
-    """Return the names of the functions that code at `outer` has called to come to `inner`, outermost first.
+    """Return the names of the functions on the call stack of `inner`, below the stack of `outer`, outermost first.
 
     A method has two names: the class that defines the method, and the method, unless its name is like `__call__`.
     """
@@ -284,9 +285,10 @@ def scopes_between(outer: Any, inner: Any) -> list[str]:
 
 
 def line_of(sources: Sequence[Any]) -> str:
-    """Return the innermost line, such as `model.py:12`, of source information from the outermost to the innermost.
+    """Return the innermost line of the user's code, such as `model.py:12`, or "" if there is none.
 
-    Lines outside of installed packages are preferred.
+    `sources` has the source information of nested equations, outermost first. A line outside of installed packages is
+    preferred.
     """
     frames = [frame for source in reversed(sources) for frame in reversed(_frames(source))]
     own = [f for f in frames if "site-packages" not in f["file"] and "dist-packages" not in f["file"]]

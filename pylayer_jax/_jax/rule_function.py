@@ -1,9 +1,10 @@
 """Two primitives: a function with its own rule for derivatives, and a linear map with its own transpose.
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
-tangents. A rule that applies the same function to its primals is used at every order. A `LinearMap` computes the
-tangents. A `LinearMap` has two Python functions, which JAX calls only when it needs them: `evaluate` in forward mode,
-and `transpose` in reverse mode. This is the jaxpr of a layer that saves its output; `transpose` calls its `backward`:
+tangents. If the rule applies the same `RuleFunction` to its primals, JAX uses the rule again when it differentiates the
+result. A rule computes tangents by a `LinearMap`. This has two Python functions, which JAX calls only when it needs
+them: `evaluate` in forward mode, and `transpose` in reverse mode. This is the jaxpr of a layer that saves its output;
+the `transpose` of its linear map calls `backward`:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
@@ -58,7 +59,7 @@ from .traces import (
 )
 from .types import has_tangent, mapped_type, tangent_type, typeof, with_varying_axes, zeros_of
 
-# -- lists of values with masks of the same length ---------------------------------------------------------
+# -- lists with masks ----------------------------------------------------------------------------------
 
 
 def select(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
@@ -72,12 +73,12 @@ def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """Return a copy of `full` that has the values of `if_set`, in order, where the mask is True."""
+    """Return a copy of `full` in which the values of `if_set`, in order, replace those where the mask is True."""
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]
 
 
-# -- primitives whose equations hold a Python object ---------------------------------------------------------
+# -- primitives with a Python object -------------------------------------------------------------------
 
 
 is_undefined = ad.is_undefined_primal  # marks the operands for which a transpose rule must produce cotangents
@@ -90,9 +91,10 @@ class ObjectPrimitive(Primitive):
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
     parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
     caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr whose debug info has the Python
-    object. (A table from jaxprs to objects would keep an object that refers to its own equation, as a hook does that
-    stores a tracer: hooks/test_identity.py.) The empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it.
-    tests: test_memory.py
+    object. The empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
+
+    A weak table from jaxprs to objects would not do. If an object refers to its own equation, as a hook that stores a
+    tracer does, the table would keep the object, and with it its own key, alive forever. tests: hooks/test_identity.py
 
     The jaxpr of the Python object, if it has one, is another parameter, in which JAX finds properties such as the
     devices of a mesh.
@@ -103,7 +105,7 @@ class ObjectPrimitive(Primitive):
     computes error values and results. tests: derivatives/test_checkify.py
     """
 
-    # Evaluates code that `checkify` made from the jaxpr of a payload: see NOTE [call_jaxpr].
+    # A function that evaluates the code that `checkify` made from the jaxpr of a payload: see NOTE [call_jaxpr].
     evaluate_checked: Callable[..., list[Any]]
 
     def __init__(self, name: str, jaxpr_name: str = "jaxpr") -> None:
@@ -115,7 +117,7 @@ class ObjectPrimitive(Primitive):
         __tracebackhide__ = True
         if subfuns:
             return self.evaluate_checked(_payload(payload), *subfuns, *args)
-        if type(payload) is not tuple:  # a tuple is the key of an equation that JAX binds again
+        if type(payload) is not tuple:  # a tuple is the parameter of an equation that JAX binds again
             return super().bind(*args, **self.params_of(payload))
         return super().bind(*args, payload=payload, **params)
 
@@ -254,7 +256,10 @@ class RuleFunction:
         return True
 
     def mask_of_kept_operands(self) -> list[bool]:
-        """Return a mask of the operands that a part without some results keeps: the derivative needs all of them."""
+        """Return a mask of the operands that stay operands if JAX drops unused results with their equations.
+
+        The rule differentiates the whole function, which needs all of its operands.
+        """
         return [True] * len(self.jaxpr.invars)
 
     def run(self, *args: Any) -> Values:
@@ -288,7 +293,7 @@ class RuleFunction:
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
         """Return the batched function, the values that it closes over (its first operands), and its out axes.
 
-        If the out axes are None, every value has its batch axis in front.
+        The out axes are a list with the batch axis of each value, or None if every value has its batch axis in front.
         """
         __tracebackhide__ = True
         batched = BatchedFunction(self, axis, dims)
@@ -371,7 +376,7 @@ class BatchedFunction(RuleFunction):
         values, found = rule(list(primals[n:]), moving)
         if self.out_dims == 0:
             return values, found
-        # A value that all examples share, such as a sum over the axis, is that of the first example.
+        # A value that is not batched, such as a sum over the axis, has the same tangent in each example.
         pairs = zip(found, self.out_dims, strict=True)
         return values, [t if t is None or d is not None else t[0] for t, d in pairs]
 
@@ -448,7 +453,7 @@ class LinearMap:
     name: str
     n_residuals: int
     types: Sequence[Any]  # types of the results
-    nonlinearity = "it is not linear in its residuals"  # follows "as" in the error of a failed proof
+    nonlinearity = "it is not linear in its residuals"  # the reason, after "as", in an error of `linearity.py`
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         """Compute the tangents of the results."""
@@ -545,7 +550,7 @@ linear_map_p.register(
 )
 
 
-# -- functions that return operands unchanged, but change how JAX transforms them ------------------------------
+# -- identities ----------------------------------------------------------------------------------------
 
 
 _BARRIER = "barrier"
@@ -553,12 +558,15 @@ _WAIT = "wait"  # a barrier that keeps operands whose results are not used
 
 
 class Identity(RuleFunction):
-    """A function whose results are its operands. JAX may transpose some of the results without the others.
+    """A function that returns its operands unchanged, and affects only how JAX or XLA transforms code.
 
-    If `error` is given, the derivative of the function raises the exception that `error` makes.
+    If JAX has to transpose it for some operands only, `_partial_eval` makes an identity of these operands alone. If
+    `error` is given, the derivative of the function raises the exception that `error` makes.
     """
 
-    is_opaque = True  # JAX would look into the jaxpr of each equation several times while it lowers a program
+    # JAX looks into the jaxprs among the parameters of an equation several times while it lowers a program. To save
+    # this time, the jaxpr of an identity is not among the parameters.
+    is_opaque = True
 
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
         self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
@@ -606,7 +614,7 @@ def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Bind an identity of the unknown operands only: JAX transposes it, and known operands would not be linear."""
+    """Bind an identity of the unknown operands only: JAX transposes it, but not with respect to known operands."""
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = payload_of_params(params)
@@ -625,10 +633,11 @@ partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
 def barrier(values: Sequence[Any], waits: bool = False) -> Values:
     """Return the values behind a barrier. XLA uses no value before all are computed, and optimizes nothing across it.
 
-    If `waits`, XLA waits also for values whose results are not used. Else JAX may drop these values.
-    tests: test_memory_of_a_compiled_step
+    If `waits`, XLA waits also for values whose results are not used. Otherwise JAX may drop these values.
+    tests: `test_memory_of_a_compiled_step` in hooks/test_packers.py
 
-    The derivative of `jax.lax.optimization_barrier` has a second barrier, for which jax 0.10 makes zero tangents.
+    In jax 0.10, the JVP rule of `jax.lax.optimization_barrier` puts all tangents behind a second barrier, and makes
+    arrays of zeros for the tangents that are zero. The rule of an `Identity` passes the tangents on.
     """
     return apply(Identity(_WAIT if waits else _BARRIER, tuple([typeof(x) for x in values])), values)
 
@@ -663,7 +672,7 @@ def with_tangent(tensor: Any, value: Any) -> Any:
 
 
 class _Outputs(RuleFunction):
-    """A function of operands and outputs that returns the outputs. Its batch axes are those of a `RuleFunction`."""
+    """A function of operands and outputs that returns the outputs, batched as NOTE [all outputs are batched] says."""
 
     name = "outputs"
 
@@ -671,7 +680,7 @@ class _Outputs(RuleFunction):
         self.n_operands, self.jaxpr = n_operands, _jaxpr_of_outputs(n_operands, types)
 
     def mask_of_kept_operands(self) -> list[bool]:
-        return [i < self.n_operands for i in range(len(self.jaxpr.invars))]  # the operands decide about batch axes
+        return [i < self.n_operands for i in range(len(self.jaxpr.invars))]  # they decide whether outputs are batched
 
 
 @functools.lru_cache(maxsize=1024)
@@ -680,16 +689,16 @@ def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
 
 
 def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
-    """Return the outputs of a function with the batch axes that they have if the function is a `RuleFunction`."""
+    """Return the outputs of a function, batched under `jax.vmap` as those of a `RuleFunction` of these operands are."""
     values = [*operands, *outputs]
     return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)
 
 
-# -- rules with which JAX looks into a rule_function ---------------------------------------------------------
+# -- parts of a function -------------------------------------------------------------------------------------
 #
 # `jax.checkpoint` saves some values of a function and computes the others again for the backward pass. Its policy
-# decides about each operation. `_divide` makes two of a `rule_function` with these operations, as JAX divides a
-# jitted function. With a policy that saves matrix products,
+# decides which results of operations are saved. `_divide` divides a `rule_function` into two by this policy, as JAX
+# divides a jitted function. With a policy that saves matrix products,
 #
 #     c = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
 #
@@ -698,16 +707,16 @@ def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
 #     c, d = rule_function[call_jaxpr={ d = dot_general a b; c = tanh d }] a b
 #     c    = rule_function[call_jaxpr={ c = tanh d }] d a b
 #
-# Both have the derivative of the whole function with respect to its own operands, which therefore are operands of
-# both. The residual `d` has no tangent, since its value follows from the operands. tests:
-# derivatives/test_checkpoint.py
+# Each part has the derivative of the whole function with respect to `a` and `b`. Therefore `a` and `b` are operands of
+# both parts, although the code of the second reads only `d`. The residual `d` has no tangent, since its value follows
+# from `a` and `b`. tests: derivatives/test_checkpoint.py
 
 
 class PartialFunction(RuleFunction):
-    """Part of a function: other equations for some of its values, with the derivative of the whole function.
+    """A function that computes some values of another function, `whole`, and has the derivative of `whole`.
 
     The operands are `n_residuals` values that another part computes, and then the operands of the whole function. The
-    results are values of the whole function, at `positions`, and then residuals for another part.
+    results are the values of the whole function at `positions`, and then residuals for another part.
     """
 
     def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
@@ -763,7 +772,8 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     if not any(instantiated_out):
         missing = _variables(equation.invars, [not i for i in instantiated])
         return forward, None, unknown_out, instantiated_out, missing
-    # JAX may leave an equation here that computes a saved value. Without it, a name in `forward` spares this operation.
+    # JAX's rule may leave an equation in the backward part although its result is saved and no equation reads it again.
+    # Remove it, or backward would compute a value again that `forward` names and the policy saves.
     code, _ = jaxpr_and_consts(staged.params["jaxpr"])
     code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
     read = select(staged.invars, is_read)
@@ -807,8 +817,12 @@ partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Return the operands that an equation with fewer results uses, and this equation; None if all code is dead."""
-    equation = rest[-1]  # since jax 0.12, a mask of the operands comes before
+    """Drop the results that are not `used`, as `partial_eval.dce_rules` do.
+
+    Returns:
+        A mask of the operands that the smaller equation uses, and this equation, or None if no code is left.
+    """
+    equation = rest[-1]  # since jax 0.12, JAX passes a mask of the operands before the equation
     keeps_all = [True] * len(equation.invars)
     if used and all(used):
         return keeps_all, equation
