@@ -341,7 +341,12 @@ FIRST = {name: transform for name, transform in FIRST_ORDER.items() if name != "
 SECOND = {name: found for name, found in CASES.items() if found.kind.host == "forward"}
 
 
-@pytest.mark.parametrize("name", CASES)
+def first_in_the_core(names, count):
+    """Return the names, of which only the first `count` run in a bare `python -m pytest`."""
+    return [pytest.param(n, marks=() if i < count else pytest.mark.slow) for i, n in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", first_in_the_core(CASES, 2))
 @pytest.mark.parametrize("transform", FIRST)
 def test_first_order(name, transform):
     made = CASES[name]
@@ -349,7 +354,7 @@ def test_first_order(name, transform):
     assert_same(ours, expected(made, FIRST_ORDER, transform))
 
 
-@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("name", first_in_the_core(SECOND, 1))
 @pytest.mark.parametrize("transform", SECOND_ORDER)
 def test_second_order(name, transform):
     made = SECOND[name]
@@ -357,7 +362,7 @@ def test_second_order(name, transform):
     assert_same(ours, expected(made, SECOND_ORDER, transform))
 
 
-@pytest.mark.parametrize("name", SECOND)
+@pytest.mark.parametrize("name", first_in_the_core(SECOND, 1))
 @pytest.mark.parametrize("transform", FORWARD_OVER_REVERSE)
 def test_forward_over_reverse(name, transform):
     made = SECOND[name]

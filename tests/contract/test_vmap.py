@@ -492,7 +492,7 @@ GRADIENTS_OF_SHARED = {
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("way", [*SHARED, *GRADIENTS_OF_SHARED])
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("name", ["psum", *(pytest.param(n, marks=pytest.mark.slow) for n in [*COLLECTIVES][1:])])
 @pytest.mark.parametrize("forward_mode", [False, True], ids=["", "forward mode"])
 def test_a_collective_of_a_value_that_all_examples_share(mode, name, way, forward_mode):
     of, y = (SHARED | GRADIENTS_OF_SHARED)[way], jnp.float32(0.7)
