@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._call import ForwardResult, LayerCall
+from ._jax.jaxprs import evaluate_jaxpr
 from ._jax.rule_function import apply, as_batched_as, forbid_derivative, merge, select
-from ._jax.traces import DebugInfo, SymbolicZero, eval_jaxpr, is_batched, is_differentiated, is_tracer
+from ._jax.traces import DebugInfo, SymbolicZero, is_batched, is_differentiated, is_tracer
 from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
 from ._layer_rule import LayerMap, StagedLayer, differentiated, stage_layer
 from ._messages import once_differentiable_error, source_of
@@ -58,7 +59,7 @@ class TracedCall:
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
-        return as_batched_as(tensors, eval_jaxpr(staged.outputs_jaxpr, (), *consts, *tensors))
+        return as_batched_as(tensors, evaluate_jaxpr(staged.outputs_jaxpr, *consts, *tensors))
 
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.

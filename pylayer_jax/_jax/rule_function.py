@@ -32,7 +32,7 @@ from typing import Any
 import jax
 
 from .jaxprs import (
-    has_equation,
+    evaluate_jaxpr,
     is_literal,
     jaxpr_and_consts,
     lower_jaxpr,
@@ -265,13 +265,7 @@ class RuleFunction:
     def run(self, *args: Any) -> Values:
         """Compute the values of the function."""
         __tracebackhide__ = True
-        try:
-            return eval_jaxpr(self.jaxpr, (), *args)
-        except NotImplementedError:
-            # JAX cannot evaluate a custom_vjp function with symbolic zeros within an eager shard_map.
-            if not has_equation(self.jaxpr, "shard_map"):
-                raise
-            return jax.jit(lambda *args: eval_jaxpr(self.jaxpr, (), *args))(*args)
+        return evaluate_jaxpr(self.jaxpr, *args)
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Compute the values and their tangents. A None tangent means zero; at least one tangent is not None."""

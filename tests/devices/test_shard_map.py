@@ -90,6 +90,13 @@ def test_an_output_that_no_varying_argument_reaches_has_a_cotangent_on_each_devi
     assert_same(derivatives(sharded(f, (ROWS, ALL, ROWS))), derivatives(jax.vmap(f, (0, None, 0))))
 
 
+def test_a_layer_within_the_shard_map_of_a_batched_layer_in_eager_mode():
+    inner = layer(jnp.sin, lambda x, dy: dy * jnp.cos(x), plain=True)
+    outer = layer(mapped(inner.apply), lambda x, dy: dy * jnp.cos(x), plain=True)
+    xs = jnp.arange(8.0).reshape(2, 4)
+    assert_same(jax.vmap(outer.apply)(xs), jnp.sin(xs))
+
+
 # -- JAX finds the devices of a mesh within layers and within operations of a block ----------------
 
 
