@@ -328,14 +328,15 @@ class ResidualTree:
     def fill(self, residuals: Sequence[Any]) -> Any:
         """Return the value in new containers, so that a change by one run of `backward` does not affect another run."""
         # JAX passes some constant residuals as NumPy arrays.
-        return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), _copy_container)
+        return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), copy_container)
 
 
 # Mutable containers that may be leaves of a pytree.
 _CONTAINERS = (dict, set, collections.deque, bytearray)
 
 
-def _copy_container(static: Any) -> Any:
+def copy_container(static: Any) -> Any:
+    """Return a copy of a mutable container that is a leaf of a pytree, so that runs do not share it."""
     return copy.copy(static) if isinstance(static, _CONTAINERS) else static
 
 

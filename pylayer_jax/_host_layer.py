@@ -24,7 +24,6 @@ tests: test_objects_made_from_values
 
 from __future__ import annotations
 
-import collections
 import copy
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._context import ContextState, backward_context
+from ._context import ContextState, backward_context, copy_container
 from ._jax.host_call import HostFunction, host_call_p
 from ._jax.rule_function import forbid_derivative, merge, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, eval_context, is_tracer
@@ -90,7 +89,7 @@ class _Run:
         """Return the tensors and the tree of this run, as JAX arrays."""
         known = [*inputs, *values]
         tensors = [known[i] for i in self.positions]
-        return tensors, self.skeleton.fill(tensors, _own)
+        return tensors, self.skeleton.fill(tensors, copy_container)
 
     def with_token(self, batch: tuple[int, ...] = ()) -> _Run:
         """Return the same run with one more value on `ctx`, the token."""
@@ -155,11 +154,6 @@ def _has_same_bits(x: Any, y: Any) -> bool:
     return np.array_equal(ours, others)
 
 
-def _own(static: Any) -> Any:
-    """Return a copy of a mutable container that is a leaf of a pytree, so that runs do not share it."""
-    return copy.copy(static) if isinstance(static, (dict, set, collections.deque, bytearray)) else static
-
-
 def _parts(skeleton: Skeleton) -> list[Any]:
     """Return all nodes and leaves of a skeleton, to compare or hash them."""
     found: list[Any] = [skeleton.treedef]
@@ -221,7 +215,7 @@ class _Example:
         key = (needs, *_parts(skeleton))
         if key not in self.backwards:
             forward = self.forward if self.has_arrays else self._run_forward(call)
-            tree = forward.skeleton.fill([np.array(x) for x in forward.tensors], _own)
+            tree = forward.skeleton.fill([np.array(x) for x in forward.tensors], copy_container)
             given = skeleton.fill(_drawn([typeof(x) for x in tensors]))
             self.backwards[key] = _on_example(call, "backward", lambda: _backward(call, needs, tree, given))
             self.has_arrays = False
@@ -406,7 +400,7 @@ def run_backward(call: Any, ctx: Any, *cotangents: Any) -> Any:
     tensors, skeleton = split(({_SAVED: ctx.saved_tensor(), **attributes}, cotangents))
 
     def run(arrays: Sequence[np.ndarray]) -> _Run:
-        return _backward(call, needs, *skeleton.fill([np.array(x) for x in arrays], _own))
+        return _backward(call, needs, *skeleton.fill([np.array(x) for x in arrays], copy_container))
 
     if any(map(is_tracer, tensors)):
         known = _example_of(call, forward_needs).backward(call, needs, cotangents)
