@@ -51,6 +51,7 @@ from .traces import (
     eval_jaxpr,
     ir,
     is_batched,
+    is_named,
     lower_with_sharding_in_types,
     mlir,
     partial_eval,
@@ -214,11 +215,6 @@ def payload_of_params(params: dict[str, Any]) -> Any:
 
 
 # -- batch axes --------------------------------------------------------------------------------------
-
-
-def is_named(axis: Any) -> bool:
-    """Return whether the batch axis of a batching rule has a name, which collectives may use."""
-    return type(axis.name) is not object
 
 
 def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: Any) -> Callable[..., Any]:

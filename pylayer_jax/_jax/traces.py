@@ -331,10 +331,15 @@ def is_staging() -> bool:
     return TraceState().is_staged
 
 
+def is_named(axis: Any) -> bool:
+    """Return whether the batch axis of a batching rule has a name, which collectives may use."""
+    return type(axis.name) is not object
+
+
 def has_named_axis() -> bool:
     """Return whether an active `jax.vmap` has an axis with a name, which collectives may use."""
     traces = [trace for trace in TraceState().traces if isinstance(trace, BATCHED.trace)]
-    return any(type(trace.axis_data.name) is not object for trace in traces)  # as `is_named` in `rule_function`
+    return any(is_named(trace.axis_data) for trace in traces)
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:
