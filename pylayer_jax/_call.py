@@ -51,15 +51,14 @@ class VmapInfo(NamedTuple):
 class LayerCall:
     """One call of a layer: the class, the arguments without tensors, and the block of hooks around the call."""
 
-    __slots__ = ("arguments", "layer", "marked", "name", "pair", "skeleton")
+    __slots__ = ("arguments", "block", "layer", "marked", "name", "skeleton")
 
     def __init__(self, layer: Any, arguments: Arguments) -> None:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # JAX may run a fwd rule after the `with` block of the hooks has ended. So the call holds a `LayerBlock`, which
-        # has the pair of hooks; or None outside a block.
-        self.pair: Any = None
+        # The `LayerBlock` around the call, or None. JAX may run a fwd rule after the block has ended.
+        self.block: Any = None
         # The skeleton of the outputs, and the indices of non-differentiable outputs. Running `forward` sets both.
         self.skeleton: Skeleton | None = None
         self.marked: frozenset[int] = frozenset()

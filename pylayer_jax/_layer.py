@@ -345,10 +345,10 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     state = TraceState()
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-    call.pair = _hooks.pair_to_pack_with(call.layer.__name__, tensors)
+    call.block = _hooks.layer_block(call.layer.__name__, tensors)
     traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
     # The trace of a block of hooks must not pack residuals of the layer's equations: the layer packs its own residuals.
-    with _NO_HOOKS if call.pair is None else _hooks.layers_pack_themselves():
+    with _NO_HOOKS if call.block is None else _hooks.layers_pack_themselves():
         try:
             route = _route(traced_call, tensors, state)
             if route == "staged":
@@ -360,8 +360,8 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
     assert call.skeleton is not None
-    if call.pair is not None:
-        _hooks.mark_as_computed(values, call.pair)
+    if call.block is not None:
+        _hooks.mark_as_computed(values, call.block)
     # Remove the tangents that a custom_vjp function makes for outputs that are marked non-differentiable.
     values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
     return call.skeleton.fill(values)
@@ -401,7 +401,7 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
         or layer._has_vmap_method()
         or state.is_forward_over_reverse
         or has_unknown_trace
-        or (is_deferred and (call.pair is not None or traced_call.stage(tensors)[1]))
+        or (is_deferred and (call.block is not None or traced_call.stage(tensors)[1]))
     ):
         return "custom_vjp"
     return "staged" if state.is_staged or has_unknown_trace else "eager"

@@ -252,7 +252,7 @@ class StagedLayer(RuleFunction):
 
     def packing(self) -> StagedLayer:
         """Return a copy of this function that packs its residuals when it is differentiated for the first time."""
-        if self.call.pair is None:
+        if self.call.block is None:
             return self
         copied = copy.copy(self)
         copied.unpacked = self
@@ -507,10 +507,10 @@ def differentiated(
     if not any(kept.outputs.has_tangent):
         call.warn_of_integer_outputs(kept, needs)
     packed, owners = None, list(range(kept.n_saved))  # owners[i]: the index of the tensor that array i comes from
-    if packs and call.pair is not None and kept.n_saved:
+    if packs and call.block is not None and kept.n_saved:
         names = call.residual_names(kept, len(residuals))
-        packing = call.pair.packing(f"{call.name}, saved tensor", names, inputs)
-        packed, arrays, outputs = _hooks.pack_residuals(packing, residuals[: kept.n_saved], outputs)
+        owner, tensors = f"{call.name}, saved tensor", residuals[: kept.n_saved]
+        packed, arrays, outputs = call.block.pack(owner, names, inputs, tensors, outputs)
         residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
     if call.layer.saved_names:
         names = _checkpoint_names(call, kept, len(run.residuals))

@@ -58,12 +58,12 @@ class _ReadyPair(saved_tensors_hooks):
         return super().__new__(cls, *args, **kwargs)
 
     def __init__(
-        self, owner: Any, values: Any, pack: Hook, arguments: bool, only: Only | None, keeps: ErrorModel, **step: Any
+        self, owner: Any, values: Any, pack: Hook, arguments: bool, only: Only | None, model: ErrorModel, **step: Any
     ) -> None:
         chosen = predicate(type(self).__name__, only)
         steps = [Step(unchecked(pack), _restored, only=chosen, **step)]
         key = *values, bool(arguments), key_of(only)
-        self._set_up(owner, key, steps, keeps=keeps, packs_arguments=bool(arguments))
+        self._set_up(owner, key, steps, error_model=model, packs_arguments=bool(arguments))
 
 
 @unchecked
@@ -554,7 +554,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             chain,
             (*[pair._pair.key for pair in pairs], key_of(only)),
             steps,
-            keeps=min(pair._pair.keeps for pair in pairs),
+            error_model=min(pair._pair.error_model for pair in pairs),
             packs_arguments=all(pair._pair.packs_arguments for pair in pairs),
             only=predicate("chain", only),
         )
@@ -607,7 +607,7 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
             by_name,
             (frozenset((name, pair and pair._pair.key) for name, pair in pairs.items()),),
             (),
-            keeps=min((pair.keeps for pair in present), default=ErrorModel.ABSOLUTE),
+            error_model=min((pair.error_model for pair in present), default=ErrorModel.ABSOLUTE),
             packs_arguments=all(pair.packs_arguments for pair in present),
             by_name={key: () if pair is None else pair._pair.steps for key, pair in pairs.items()},
         )

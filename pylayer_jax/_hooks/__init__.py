@@ -43,14 +43,14 @@ from .active import hooks_suspended
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
 from .operations import (
     hooks_ignored,
+    layer_block,
     layers_pack_themselves,
     mark_as_computed,
     names_recorded,
-    pair_to_pack_with,
     tensors_marked,
 )
 from .pack import PACK_SCOPE
-from .residuals import Mark, keeps_residuals, pack_residuals
+from .residuals import Mark, keeps_residuals
 
 __all__ = [
     "PACK_SCOPE",
@@ -59,11 +59,10 @@ __all__ = [
     "hooks_ignored",
     "hooks_suspended",
     "keeps_residuals",
+    "layer_block",
     "layers_pack_themselves",
     "mark_as_computed",
     "names_recorded",
-    "pack_residuals",
-    "pair_to_pack_with",
     "saved_tensors_hooks",
     "tensors_marked",
 ]

@@ -182,7 +182,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         check_hook(owner, "unpack_hook", unpack_hook, 1)
         step = Step(pack_hook, unpack_hook, bool(host), bool(differentiable), predicate(owner, only))
         key = *map(key_of, (pack_hook, unpack_hook, only)), step.host, step.differentiable
-        self._set_up(saved_tensors_hooks, key, [step], keeps=ErrorModel.ANY, packs_arguments=True)
+        self._set_up(saved_tensors_hooks, key, [step], error_model=ErrorModel.ANY, packs_arguments=True)
 
     def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
         """Set up a pair, for the `__init__` of `owner`. Pairs of one class with equal `values` are equal.

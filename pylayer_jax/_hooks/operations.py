@@ -70,7 +70,7 @@ from pylayer_jax._jax.traces import (
     whole_batch,
 )
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
-from pylayer_jax._trees import WeakTable
+from pylayer_jax._trees import WeakTable, contains
 
 from .active import OFF, Block, active, active_pair, hooks_suspended, innermost_block, is_reported
 from .host import HostStore
@@ -83,6 +83,7 @@ from .residuals import (
     fold,
     is_number,
     keeps_residuals,
+    leaves_of,
     pack_residuals,
     recomputed,
     small_jaxpr,
@@ -150,28 +151,22 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
     return _Facts(all(is_view), all(keeps_nothing), any(adds_number), has_loop, is_users)
 
 
-class Operation(RuleFunction):
-    """One operation that JAX passes to the trace of a block. Its derivative keeps packed residuals.
+class Operation(NamedTuple):
+    """An operation that JAX passes to the trace of a block."""
 
-    The last operands, if any, are values from outside the block, from which residuals can be recomputed.
-    """
+    bind: Callable[..., Any]  # a function from the operands to a list of values
+    kind: str  # the name of the primitive
+    name: str  # the name in errors, jaxprs and reports: for a jitted function, that of the function
+    params: dict[str, Any] = {}
+    primitive: Any = None  # None for a custom rule or a shard_map, for which a trace has separate methods
 
-    def __init__(
-        self, bind: Callable[..., Any], kind: str, name: str, params: dict[str, Any], primitive: Any = None
-    ) -> None:
-        self.bind = bind  # a function from the operands to a list of values
-        self.kind = kind  # the name of the primitive
-        self.name = name  # the name in errors, jaxprs and reports: for a jitted function, that of the function
-        self.params = params
-        self.primitive = primitive  # None for a custom rule or a shard_map, for which a trace has separate methods
-        self.is_jitted = kind in _JITTED
-        self.is_view = kind in _VIEWS or (self.is_jitted and _facts_of(params).is_view)
+    @property
+    def is_jitted(self) -> bool:
+        return self.kind in _JITTED
 
-    def set_up(self, pair: Pair, origin: Origin, origins: Sequence[Origin], stay: dict[int, Any]) -> None:
-        self.pair = pair
-        self.origin = origin
-        self.origins = origins  # the origin of each operand
-        self.stay = stay  # position of an operand that is not packed -> its residual, as from `_what_stays`
+    @property
+    def is_view(self) -> bool:
+        return self.kind in _VIEWS or (self.is_jitted and _facts_of(self.params).is_view)
 
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
         """Return whether the vjp keeps no array, and the result need not be recomputed from operands in backward."""
@@ -181,7 +176,28 @@ class Operation(RuleFunction):
         adds_number = self.kind in ("add", "sub") and any(np.size(x) == 1 for x in args)
         return self.kind in _WITHOUT_RESIDUALS and not (adds_number and model >= ErrorModel.ABSOLUTE)
 
-    # -- as a function with a rule -----------------------------------------------------------------------
+
+class HookedOperation(RuleFunction):
+    """An operation in a block, as a function whose derivative keeps packed residuals.
+
+    Further operands may follow those of the operation: values from outside the block, from which backward recomputes
+    operands that are not packed.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        pair: Pair,
+        origin: Origin,
+        origins: Sequence[Origin],
+        left_unpacked: dict[int, Any],
+    ) -> None:
+        self.name = operation.name
+        self.bind = operation.bind
+        self.pair = pair
+        self.origin = origin  # the origin of the results
+        self.origins = origins  # the origin of each operand of the operation
+        self.left_unpacked = left_unpacked  # position of an operand -> its residual, as from `_left_unpacked`
 
     def stage(self, args: Sequence[Any]) -> Values:
         """Stage the operation to `self.jaxpr`, so that it can run more than once. Return its closed-over values."""
@@ -236,16 +252,15 @@ class Operation(RuleFunction):
     def _packing(self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder) -> Packing:
         """Return the arguments of `pack_residuals`. `array_of`: id of a leaf of the pullback -> its JAX array."""
         primals = [array_of.get(id(x), x) for x in primals]
-        args = primals[self.n_consts :]
-        stay: list[tuple[Any, Any]] = [(x, x) for x in primals[: self.n_consts]]
-        stay += [(args[i], fold(residual, args.__getitem__, Residual, {})) for i, residual in self.stay.items()]
+        consts, args = primals[: self.n_consts], primals[self.n_consts :]
+        left = [(args[i], fold(residual, args.__getitem__, Residual, {})) for i, residual in self.left_unpacked.items()]
         origin_of = _origins_by_id(args, self.origins)
         return Packing(
             self.pair,
             f"the operation {self.name}, residual",
             primals,
             lambda x, _: origin_of.get(id(x), self.origin),
-            stay,
+            [*[(x, x) for x in consts], *left],
             recorder.equations,
         )
 
@@ -295,7 +310,7 @@ class Pullback(LinearMap):
         return list(transposed(list(tangents)))
 
 
-# -- five outcomes ---------------------------------------------------------------------------------------
+# -- four outcomes ---------------------------------------------------------------------------------------
 
 
 class Outcome(enum.Enum):
@@ -304,29 +319,27 @@ class Outcome(enum.Enum):
     PASS_ON = "bind it in the trace below: a block inside it packs, or it closes over a Ref"
     SUSPEND = "bind it in the trace below, with hooks suspended: JAX keeps nothing for it that hooks could pack"
     PACK_INSIDE = "stage the body of a loop again, in a block of its own: each iteration packs"
-    RUN_ONCE = "bind it as an `Operation` that is not staged: JAX may call the function of a custom rule only once"
-    STAGE = "bind it as an `Operation` that is staged, since JAX may differentiate it later, any number of times"
+    HOOK = "bind it as a `HookedOperation`"
 
 
-def _outcome(operation: Operation, args: Sequence[Any], pair: Pair, trace: Any) -> Outcome:
-    """Return what to do with an operation on `args`. `trace` is the trace below the `BlockTrace`."""
-    if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
+def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
+    """Return what to do with an operation on `args`."""
+    if any(_holds_block(jaxpr) or _closes_over_ref(jaxpr) for jaxpr in inner_jaxprs(operation.params)):
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
+    if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args, pair.error_model):
+        return Outcome.SUSPEND
+    return Outcome.PACK_INSIDE if _packs_inside(operation, examples, pair) else Outcome.HOOK
+
+
+def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Sequence[Any]) -> bool:
+    """Return whether JAX differentiates an operation in reverse mode, or may do so later. `examples`: whole batches."""
     kinds = {type(x) for x in examples}
-    is_forward = FORWARD.tracer in kinds and REVERSE.tracer not in kinds
-    is_differentiable = REVERSE.tracer in kinds or STAGED.tracer in kinds
-    has_others = bool({type(typeof(x)) for x in args} - {ShapedArray})  # such as Refs and tokens
-    has_reverse_mode = operation.kind != "while"
-    if is_forward or not is_differentiable or has_others or not has_reverse_mode:
-        return Outcome.SUSPEND
-    if operation.keeps_nothing(args, pair.keeps):
-        return Outcome.SUSPEND
-    if _packs_inside(operation, examples, pair):
-        return Outcome.PACK_INSIDE
-    if operation.kind != "shard_map" and _is_differentiated_by(trace, examples):
-        return Outcome.RUN_ONCE
-    return Outcome.STAGE
+    is_differentiated = REVERSE.tracer in kinds
+    is_in_forward_mode = FORWARD.tracer in kinds and not is_differentiated
+    are_arrays = all(type(typeof(x)) is ShapedArray for x in args)  # not Refs or tokens
+    is_later = STAGED.tracer in kinds and not is_in_forward_mode
+    return (is_differentiated or is_later) and are_arrays and operation.kind != "while"
 
 
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
@@ -346,8 +359,14 @@ def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> 
     return facts.has_loop or (pair.is_selective and facts.is_users)
 
 
-def _is_differentiated_by(trace: Any, examples: Sequence[Any]) -> bool:
-    """Return whether `trace` differentiates some of these whole batches in reverse mode."""
+def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
+    """Return whether `trace` differentiates the operation in reverse mode now, so that it need not be staged.
+
+    JAX may call the function of a custom rule only once.
+    """
+    examples = list(map(whole_batch, args))
+    if operation.kind == "shard_map":
+        return False
     while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
         if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
             return True
@@ -452,7 +471,7 @@ class BlockTrace(PassThroughTrace):
             return getattr(current_trace(), method)(primitive, *functions, args, **params)
 
         kind = primitive.name
-        return self._process(Operation(bind, kind, getattr(functions[0], "__name__", kind), {}), tracers)
+        return self._process(Operation(bind, kind, getattr(functions[0], "__name__", kind)), tracers)
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         __tracebackhide__ = True
@@ -463,7 +482,7 @@ class BlockTrace(PassThroughTrace):
             result = current_trace().process_shard_map(primitive, fun, args, **params)
             return list(result.vals)
 
-        values = self._process(Operation(bind, primitive.name, primitive.name, {}), tracers)
+        values = self._process(Operation(bind, primitive.name, primitive.name), tracers)
         return result.update(values)
 
     # -- one operation -------------------------------------------------------------------------------
@@ -484,7 +503,7 @@ class BlockTrace(PassThroughTrace):
     def _bind(self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin) -> Values:
         """Carry out the outcome for an operation."""
         __tracebackhide__ = True
-        outcome = _outcome(operation, args, self.pair, self.parent_trace)
+        outcome = _outcome(operation, args, self.pair)
         if outcome is Outcome.PASS_ON:
             return operation.bind(*args)
         if outcome is Outcome.SUSPEND:
@@ -496,19 +515,21 @@ class BlockTrace(PassThroughTrace):
             values = self._pack_inside(operation, args, known, origin)
             if values is not None:
                 return values
-            is_run_once = _is_differentiated_by(self.parent_trace, list(map(whole_batch, args)))
-        else:
-            is_run_once = outcome is Outcome.RUN_ONCE
-        stay, extra = self._what_stays(args, known)
-        operation.set_up(self.pair, origin, [k.origin for k in known], stay)
-        args = [*args, *extra]
-        if is_run_once:
-            return apply(operation, args)
-        consts = operation.stage(args)
-        jaxpr = operation.jaxpr
-        if _holds_block(jaxpr) or not any(has_tangent(v.aval) for v in jaxpr.outvars):
-            return operation.run(*consts, *args)
-        return apply(operation, [*consts, *args])
+        return self._bind_hooked(operation, args, known, origin)
+
+    def _bind_hooked(self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin) -> Values:
+        """Bind a `HookedOperation`: staged, unless JAX differentiates it now."""
+        __tracebackhide__ = True
+        left_unpacked, further = self._left_unpacked(args, known)
+        hooked = HookedOperation(operation, self.pair, origin, [k.origin for k in known], left_unpacked)
+        operands = [*args, *further]
+        if _runs_once(operation, args, self.parent_trace):
+            return apply(hooked, operands)
+        consts = hooked.stage(operands)
+        has_no_tangent = not any(has_tangent(v.aval) for v in hooked.jaxpr.outvars)
+        if has_no_tangent or _holds_block(hooked.jaxpr):
+            return hooked.run(*consts, *operands)
+        return apply(hooked, [*consts, *operands])
 
     def _pack_inside(
         self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin
@@ -539,26 +560,20 @@ class BlockTrace(PassThroughTrace):
             return None
         return operation.bind(*args, jaxpr=as_parameter(hooked))
 
-    def _what_stays(self, args: Sequence[Any], known: Sequence[Known]) -> tuple[dict[int, Any], Values]:
+    def _left_unpacked(self, args: Sequence[Any], known: Sequence[Known]) -> tuple[dict[int, Any], Values]:
         """Return the residuals of the operands that are not packed, and further operands, which these residuals read.
 
         In the residuals, each array is replaced by its position among all operands. The keys are positions too.
         """
-        operands = list(args)
+        left = [(i, k) for i, k in enumerate(known) if self.is_left_unpacked(k)]
+        residuals = {i: args[i] if k.residual is None else k.residual for i, k in left}
+        read = {id(x): x for residual in residuals.values() for x in leaves_of(residual)}.values()
+        further = [x for x in read if not contains(args, x)]
+        position_of = {id(x): i for i, x in reversed([*enumerate([*args, *further])])}
+        placed = {i: fold(r, lambda x: position_of[id(x)], Residual, {}) for i, r in residuals.items()}
+        return placed, further
 
-        def position(value: Any) -> int:
-            if not any(value is other for other in operands):
-                operands.append(value)
-            return next(i for i, other in enumerate(operands) if other is value)
-
-        stay = {
-            i: fold(x if k.residual is None else k.residual, position, Residual, {})
-            for i, (x, k) in enumerate(zip(args, known, strict=True))
-            if self._stays(k)
-        }
-        return stay, operands[len(args) :]
-
-    def _stays(self, known: Known) -> bool:
+    def is_left_unpacked(self, known: Known) -> bool:
         """Return whether a value is not packed, no matter which operation keeps it."""
         return known.place is Place.CONSTANT or (known.place is Place.OUTSIDE and not self.pair.packs_arguments)
 
@@ -665,31 +680,32 @@ def names_recorded() -> Generator[None]:
 
 
 class LayerBlock(NamedTuple):
-    """The block in which a layer was applied: its pair, and its records of the layer's tensors."""
+    """The block in which a layer was applied: its pair, and its records of the layer's inputs."""
 
     pair: Pair
     origin: Origin  # the origin of the tensors that the layer computes
     origins: Sequence[Origin]  # the origin of each input
-    stays: Sequence[bool]  # a mask of the inputs that are not packed
+    is_left_unpacked: Sequence[bool]  # a mask of the inputs that are not packed
 
-    def packing(self, owner: str, names: Sequence[str], inputs: Sequence[Any]) -> Packing:
-        """Return the arguments of `pack_residuals` for the tensors that the layer saved; `names` has their names."""
+    def pack(
+        self, owner: str, names: Sequence[str], inputs: Sequence[Any], tensors: Sequence[Any], outputs: Sequence[Any]
+    ) -> tuple[PackedResiduals, list[Any], list[Any]]:
+        """Pack the tensors that the layer saved, as `pack_residuals` does. `names` has their names."""
         origin_of = _origins_by_id(inputs, self.origins)
 
         def origin(tensor: Any, index: int) -> Origin:
             own = origin_of.get(id(tensor))
             own = own if own is not None and own.keys else self.origin
-            name = names[index] if names else ""
-            is_given = not name.startswith(("saved[", "ctx."))
-            return dataclasses.replace(
-                own, layer=own.layer or self.origin.layer, name=name if is_given or not own.name else own.name
-            )
+            is_given = not names[index].startswith(("saved[", "ctx."))
+            name = names[index] if is_given or not own.name else own.name
+            return dataclasses.replace(own, layer=own.layer or self.origin.layer, name=name)
 
-        stay = [(x, x) for x, stays in zip(inputs, self.stays, strict=False) if stays]
-        return Packing(self.pair, owner, inputs, origin, stay, {})
+        left = [(x, x) for x, is_left in zip(inputs, self.is_left_unpacked, strict=False) if is_left]
+        with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
+            return pack_residuals(Packing(self.pair, owner, inputs, origin, left, {}), tensors, outputs)
 
 
-def pair_to_pack_with(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | None:
+def layer_block(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | None:
     """Return the block that packs the saved tensors of a layer applied here to `operands`, or None without a block.
 
     Raises:
@@ -702,7 +718,7 @@ def pair_to_pack_with(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | 
         return LayerBlock(pair, Origin(layer=layer), [], [])
     known = list(map(trace.what_is, operands))
     origin = Origin(layer=layer, source=trace.source and current(), block=trace.source)
-    return LayerBlock(pair, origin, [k.origin for k in known], list(map(trace._stays, known)))
+    return LayerBlock(pair, origin, [k.origin for k in known], list(map(trace.is_left_unpacked, known)))
 
 
 def layers_pack_themselves() -> Any:

@@ -17,7 +17,7 @@ import threading
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import jax
@@ -115,7 +115,7 @@ class Pair:
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`
     store: HostStore  # what hooks on the host returned in compiled programs; equal pairs share it
-    keeps: ErrorModel  # the bound on the packing error
+    error_model: ErrorModel  # the bound on the packing error
     packs_arguments: bool  # whether values from outside the block are packed
     only: Callable[[Any, Origin], Any] | None = None  # the predicate that applies before all steps
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
@@ -195,9 +195,9 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks 
 class Residual:
     """An expression `function(*inputs)`, with which backward restores a tensor.
 
-    An input is an array that JAX keeps, or another `Residual`. The function holds no array: it is a `PackedTensor`, or
-    the `Recomputed` of an equation. For a tensor that is neither packed nor recomputed, the array itself takes the
-    place of the `Residual`.
+    An input is an array that JAX keeps, or another `Residual`. The function holds no array: it is a `PackedTensor`, the
+    `Recomputed` of an equation, or `with_tangent`. For a tensor that is neither packed nor recomputed, the array itself
+    takes the place of the `Residual`.
     """
 
     __slots__ = ("function", "inputs")
@@ -207,40 +207,31 @@ class Residual:
 
 
 class PackedTensor:
-    """Function that restores one packed tensor from the arrays that JAX keeps. It holds none of these arrays.
+    """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array.
 
-    If a later step of the pair packed an array in the result of the pack hook, another `PackedTensor`, in `_parts`,
-    restores this array first.
+    If a later step of the pair packed one of these arrays, the input is the `Residual` that restores this array.
     """
 
-    def __init__(
-        self, array: Any, unpack: Hook, skeleton: Skeleton, parts: Sequence[PackedTensor | None], where: str
-    ) -> None:
-        self.keeps_original = False  # if True, the first array is the tensor itself, kept for its tangent
+    def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
         self._is_numpy = not is_array(array)
         self._type = jax.ShapeDtypeStruct(array.shape, array.dtype) if self._is_numpy else typeof(array)
         # JAX may place an uncommitted array on any device, so its sharding is not restored.
         self._sharding = None if is_tracer(array) or not getattr(array, "committed", False) else array.sharding
         self._unpack = unpack
         self._skeleton = skeleton  # the structure of the result of the pack hook
-        self._parts = parts  # for each array in that result: its `PackedTensor`, or None if it was not packed again
         self._where = where
         self._has_x64 = is_set("enable_x64")
 
-    def __call__(self, *arrays: Any) -> Any:
-        """Run the unpack hooks, and return the tensor."""
-        rest = iter(as_arrays(arrays))  # JAX may pass numbers
-        original = next(rest) if self.keeps_original else None
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the unpack hook, and return the tensor."""
         with jax.enable_x64(self._has_x64):  # otherwise JAX would restore a tensor of 64 bits with 32 bits
-            value = self._restored(rest)
-        return with_tangent(original, value) if self.keeps_original else value
+            return self._restored(inputs)
 
-    def _restored(self, rest: Iterator[Any]) -> Any:
-        parts = [next(rest) if part is None else part._restored(rest) for part in self._parts]
+    def _restored(self, arrays: Sequence[Any]) -> Any:
         with _running("unpack_hook", self._where):
-            value = self._unpack(self._skeleton.fill(parts))
+            value = self._unpack(self._skeleton.fill(arrays))
         value = checked(value, self._type, self._where)
-        if not parts and is_tracer(value) and not is_active(value):
+        if not arrays and is_tracer(value) and not is_active(value):
             raise TypeError(
                 f"unpack_hook returned a traced tensor of a transformation that has ended, for {self._where}: JAX "
                 "cannot keep a tensor in an object that is no pytree. pack_hook has to return traced tensors in a "
@@ -254,25 +245,23 @@ class PackedTensor:
         return with_type(value, self._type)
 
 
-def pack_tensor(pair: Pair, tensor: Any, where: str, info: Origin) -> Any:
+def pack_tensor(pair: Pair, tensor: Any, where: str, origin: Origin) -> Any:
     """Pack one tensor, and return its `Residual`. Return the tensor itself if the pair does not pack it."""
-    steps = _chosen(pair.steps_for(info), tensor, where, info) if _is_chosen(pair.only, tensor, where, info) else ()
+    is_selected = _is_selected(pair.only, tensor, where, origin)
+    steps = _steps_for(tensor, pair.steps_for(origin), where, origin) if is_selected else ()
     if not steps:
         return tensor
     pair.n_packed[is_staged(tensor)] += 1
-    arrays: list[Any] = []
     if not is_tracer(tensor):
-        return Residual(_pack(pair, steps, tensor, where, info, arrays), arrays)
+        return _pack(pair.store, steps, tensor, where, origin)
     value, keeps_original = tensor, has_tangent(tensor) and is_differentiated(tensor)
     if keeps_original:
         value = jax.lax.stop_gradient(tensor)
-        arrays.append(tensor)
     elif has_tangent(tensor) and not all(step.differentiable for step in steps):
         (value,) = forbid_derivative([tensor], lambda: _second_derivative_error(where))
     with jax.named_scope(PACK_SCOPE):
-        packed = _pack(pair, steps, as_array(value, typeof(tensor)), where, info, arrays)
-    packed.keeps_original = keeps_original
-    return Residual(packed, arrays)
+        residual = _pack(pair.store, steps, as_array(value, typeof(tensor)), where, origin)
+    return Residual(with_tangent, [tensor, residual]) if keeps_original else residual
 
 
 def _second_derivative_error(where: str) -> TypeError:
@@ -284,18 +273,19 @@ def _second_derivative_error(where: str) -> TypeError:
     )
 
 
-def _is_chosen(only: Any, array: Any, where: str, info: Origin) -> bool:
+def _is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
+    """Return the result of the predicate `only`, or True without a predicate."""
     if only is None:
         return True
     with _running("only", where):
-        return bool(only(array, info))
+        return bool(only(array, origin))
 
 
-def _chosen(steps: Sequence[Step], array: Any, where: str, info: Origin, is_part: bool = False) -> Sequence[Step]:
+def _steps_for(array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False) -> Sequence[Step]:
     """Return the first step that packs `array`, and all later steps. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
-        if (is_any or not step.floats_only) and _is_chosen(step.only, array, _in_step(where, step), info):
+        if (is_any or not step.floats_only) and _is_selected(step.only, array, _in_step(where, step), origin):
             return steps[i:]
     return ()
 
@@ -315,48 +305,35 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 
 
 def _pack(
-    pair: Pair,
-    steps: Sequence[Step],
-    array: Any,
-    where: str,
-    info: Origin,
-    arrays: list[Any],
-    is_part: bool = False,
-) -> PackedTensor:
-    """Pack an array with the first step. Pack the arrays that this step's pack hook returns with the next steps.
+    store: HostStore, steps: Sequence[Step], array: Any, where: str, origin: Origin, is_part: bool = False
+) -> Residual:
+    """Pack an array with the first step, and the arrays that this pack hook returns with the next steps.
 
-    The arrays that JAX has to keep are added to `arrays`. `is_part` is True if a previous step made the array.
+    `is_part` is True if a previous step made the array.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
-    packed, unpack = _run_pack_hook(pair, step, array, here)
-    steps_of: dict[int, Sequence[Step]] = {}  # id of an array in `packed` -> the steps that pack the array
+    packed, unpack = _run_pack_hook(store, step, array, here)
 
-    def is_kept(leaf: Any) -> bool:
-        if not is_tensor(leaf):
-            return False
-        offered = later if is_tracer(leaf) == is_tracer(array) else ()
-        steps_of[id(leaf)] = _chosen(offered, leaf, where, info, is_part or leaf is not array)
-        # A NumPy array stays on the host, as a part of the skeleton, and is released with the vjp function.
-        return isinstance(leaf, jax.Array) or bool(steps_of[id(leaf)])
+    def is_new(leaf: Any) -> bool:
+        return is_part or leaf is not array
 
-    leaves, skeleton = split(packed, is_kept)
-    parts: list[PackedTensor | None] = []
-    for leaf in leaves:
-        if next_steps := steps_of[id(leaf)]:
-            parts.append(_pack(pair, next_steps, leaf, where, info, arrays, is_part or leaf is not array))
-        else:
-            parts.append(None)
-            arrays.append(leaf)
-    return PackedTensor(array, unpack, skeleton, parts, here)
+    next_steps: dict[int, Sequence[Step]] = {}  # id of an array in `packed` -> the steps that pack this array
+    if later:
+        offered = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)]
+        next_steps = {id(x): _steps_for(x, later, where, origin, is_new(x)) for x in offered}
+    # A NumPy array that no step packs stays on the host in the skeleton, and is released with the vjp function.
+    leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(next_steps.get(id(x))))
+    inputs = [_pack(store, own, x, where, origin, is_new(x)) if (own := next_steps.get(id(x))) else x for x in leaves]
+    return Residual(PackedTensor(array, unpack, skeleton, here), inputs)
 
 
-def _run_pack_hook(pair: Pair, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
+def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
     """Run the pack hook of a step. Return its result, and the function that restores the array from this result."""
     pack, unpack = step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)
-        site = PackSite(pair.store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
+        site = PackSite(store, pack, lambda packed: checked(unpack(packed), expected, where), array, where)
         return site.token(array), site.restored
     with _running("pack_hook", where):
         return pack(np.array(array) if step.host else as_arrays([array])[0]), unpack  # a host hook may write

@@ -1,7 +1,7 @@
 """The residuals of one layer or operation: which of them backward recomputes, which are packed, and which stay.
 
 The vjp of tanh computes 1 - y² in the forward pass and keeps it. In a block of `quantize_saved(8)`, for which
-`Pair.keeps` is `ErrorModel.ABSOLUTE`, `pack_residuals` keeps the values of `jnp.tanh(x @ w)` thus:
+`Pair.error_model` is `ErrorModel.ABSOLUTE`, `pack_residuals` keeps the values of `jnp.tanh(x @ w)` thus:
 
     value                 decision                     how it is kept
     y                     packed                       Residual(PackedTensor, [8-bit values, lows, highs])
@@ -19,7 +19,7 @@ hooks/test_derived.py
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -38,7 +38,6 @@ from pylayer_jax._jax.traces import (
     is_unknown,
     set_current_trace,
     trace_below,
-    trace_of_primals,
 )
 from pylayer_jax._jax.types import as_arrays, has_tangent, is_key, is_nan_reported, is_ref, typeof, unchecked
 
@@ -55,6 +54,7 @@ class Equation(NamedTuple):
     params: dict[str, Any]
     inputs: Sequence[Any]
     value: Any
+    number: int  # the equations are numbered in the order in which they ran
 
     @property
     def name(self) -> str:
@@ -78,7 +78,7 @@ class Recorder(PassThroughTrace):
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*tracers, **params)
         if not primitive.multiple_results and id(result) not in map(id, tracers):
-            self.equations[id(result)] = Equation(primitive, params, tracers, result)
+            self.equations[id(result)] = Equation(primitive, params, tracers, result, len(self.equations))
         return result
 
 
@@ -100,7 +100,7 @@ MOVES: Final = frozenset(
 _Equations = dict[int, Equation]
 
 
-class _Row(NamedTuple):
+class _Condition(NamedTuple):
     """A condition under which backward may recompute an operation's result from packed operands."""
 
     model: ErrorModel  # the least error model of the pair
@@ -152,49 +152,25 @@ def _is_low_power(equation: Equation, _: _Equations) -> bool:
     return equation.params["y"] in (2, 3)
 
 
-_RECOMPUTED: Final[dict[str, list[_Row]]] = {
-    **{name: [_Row(ErrorModel.ANY, _keeps_rows)] for name in MOVES},
-    **{name: [_Row(ErrorModel.ANY, _of_integers)] for name in ("and", "not", "or", "xor")},
-    **{name: [_Row(ErrorModel.ANY, _of_integers)] for name in ("eq", "ge", "gt", "le", "lt", "ne")},
-    "neg": [_Row(ErrorModel.ANY)],
-    "convert_element_type": [_Row(ErrorModel.ANY, _widens)],
-    "mul": [_Row(ErrorModel.ANY, _of_integers), _Row(ErrorModel.RELATIVE, _with_a_number)],
-    "div": [_Row(ErrorModel.RELATIVE, _with_a_number)],
-    "square": [_Row(ErrorModel.RELATIVE)],
-    "integer_pow": [_Row(ErrorModel.RELATIVE, _is_low_power)],
-    "add": [_Row(ErrorModel.ANY, _of_integers), _Row(ErrorModel.ABSOLUTE, _with_a_number)],
-    "sub": [_Row(ErrorModel.ANY, _of_integers), _Row(ErrorModel.ABSOLUTE, _with_a_number)],
-    "one_minus_square": [_Row(ErrorModel.ABSOLUTE)],
+_RECOMPUTED: Final[dict[str, list[_Condition]]] = {
+    **{name: [_Condition(ErrorModel.ANY, _keeps_rows)] for name in MOVES},
+    **{name: [_Condition(ErrorModel.ANY, _of_integers)] for name in ("and", "not", "or", "xor")},
+    **{name: [_Condition(ErrorModel.ANY, _of_integers)] for name in ("eq", "ge", "gt", "le", "lt", "ne")},
+    "neg": [_Condition(ErrorModel.ANY)],
+    "convert_element_type": [_Condition(ErrorModel.ANY, _widens)],
+    "mul": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.RELATIVE, _with_a_number)],
+    "div": [_Condition(ErrorModel.RELATIVE, _with_a_number)],
+    "square": [_Condition(ErrorModel.RELATIVE)],
+    "integer_pow": [_Condition(ErrorModel.RELATIVE, _is_low_power)],
+    "add": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.ABSOLUTE, _with_a_number)],
+    "sub": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.ABSOLUTE, _with_a_number)],
+    "one_minus_square": [_Condition(ErrorModel.ABSOLUTE)],
 }
 
 
 def _may_be_recomputed(equation: Equation, equations: _Equations, model: ErrorModel) -> bool:
-    return any(model >= row.model and row.applies(equation, equations) for row in _RECOMPUTED.get(equation.name, ()))
-
-
-def _follow(
-    value: Any,
-    equations: _Equations,
-    model: ErrorModel,
-    is_known: Callable[[Any], bool],
-    is_constant: Callable[[Any], bool],
-    roots: dict[int, Any],
-    steps: dict[int, Equation],
-) -> None:
-    """Find values from which backward can recompute `value`, and the equations that do this, in their order.
-
-    The values are added to `roots`, and the equations to `steps`; the keys of both dicts are ids of values. The walk
-    back stops at a root: a value for which `is_known` is True, or that no recorded equation may recompute.
-    """
-    if id(value) in roots or id(value) in steps or is_constant(value):
-        return
-    equation = None if is_known(value) else equations.get(id(value))
-    if equation is None or not _may_be_recomputed(equation, equations, model):
-        roots[id(value)] = value
-        return
-    for x in equation.inputs:
-        _follow(x, equations, model, is_known, is_constant, roots, steps)
-    steps[id(value)] = equation
+    conditions = _RECOMPUTED.get(equation.name, ())
+    return any(model >= condition.model and condition.applies(equation, equations) for condition in conditions)
 
 
 def is_number(value: Any) -> bool:
@@ -258,80 +234,75 @@ def fold(
     return done[id(residual)]
 
 
+def leaves_of(residual: Any) -> list[Any]:
+    """Return the arrays (or the positions in their place) from which a residual is restored."""
+    return fold(residual, lambda x: [x], lambda _, lists: [x for leaves in lists for x in leaves], {})
+
+
 class PackedResiduals:
     """The residuals of a layer or an operation, as expressions without arrays.
 
     Each array is replaced by its position in the list of arrays that JAX keeps.
     """
 
-    def __init__(
-        self, residuals: Sequence[Any], owners: Sequence[int], reads: dict[int, list[int]], n_arrays: int
-    ) -> None:
+    def __init__(self, residuals: Sequence[Any], n_arrays: int) -> None:
         self.residuals = residuals
-        self.owners = owners  # for each array, the index of the (first) tensor from which it was packed
-        self.reads = reads  # id of a residual -> the positions of the arrays from which it is restored
         self.n_arrays = n_arrays
 
     @staticmethod
     def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
         """Replace arrays by positions. Return the result, and the distinct arrays for JAX to keep, with `marks`."""
-        arrays: dict[int, Any] = {}
-        owners: list[int] = []
-        position: dict[int, int] = {}
-        shared: dict[Any, Residual] = {}
-        reads: dict[int, list[int]] = {}
+        numbered: dict[int, tuple[int, Any]] = {}  # id of an array -> its position, and the array
+        distinct: dict[Any, Residual] = {}  # the residuals, each once, by their functions and inputs
         done: dict[int, Any] = {}
 
-        def of_array(array: Any) -> int:
-            if id(array) not in arrays:
-                position[id(array)] = len(arrays)
-                arrays[id(array)] = array
-            return position[id(array)]
+        def position(array: Any) -> int:
+            return numbered.setdefault(id(array), (len(numbered), array))[0]
 
-        def of_residual(function: Any, inputs: list[Any]) -> Residual:
+        def shared(function: Any, inputs: list[Any]) -> Residual:
             key = id(function), *[x if isinstance(x, int) else id(x) for x in inputs]
-            if key not in shared:
-                shared[key] = residual = Residual(function, inputs)
-                lists = [[x] if isinstance(x, int) else reads[id(x)] for x in inputs]
-                reads[id(residual)] = [position for positions in lists for position in positions]
-            return shared[key]
+            return distinct.setdefault(key, Residual(function, inputs))
 
-        placed: list[Any] = []
-        for i, residual in enumerate(residuals):
-            placed.append(fold(residual, of_array, of_residual, done))
-            owners += [i] * (len(arrays) - len(owners))
-        kept = [*arrays.values(), *marks]
-        return PackedResiduals(placed, owners, reads, len(kept)), kept
+        placed = [fold(residual, position, shared, done) for residual in residuals]
+        arrays = [*[array for _, array in numbered.values()], *marks]
+        return PackedResiduals(placed, len(arrays)), arrays
+
+    @property
+    def owners(self) -> list[int | None]:
+        """For each array, the index of the first tensor that is restored from it, or None for a mark."""
+        pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in leaves_of(residual)]
+        owner_of = dict(reversed(pairs))
+        return [owner_of.get(i) for i in range(self.n_arrays)]
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
         """Return the tensors, each unpacked when it is first read. In staged code, XLA first waits for `cotangents`."""
-        return UnpackedTensors(self, arrays, cotangents)
+        return UnpackedTensors(self.residuals, arrays, cotangents)
 
 
 class UnpackedTensors(Sequence[Any]):
     """A sequence of the tensors of a layer or an operation. Each tensor is unpacked when it is first read."""
 
-    def __init__(self, packed: PackedResiduals, arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
-        self._packed, self._arrays = packed, arrays
+    def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
+        self._residuals, self._arrays = residuals, arrays
         self.cotangents = list(cotangents)  # the barriers replace these cotangents
         self._waiting: dict[int, Any] = {}  # position -> the array behind a barrier
         self._done: dict[int, Any] = {}  # id of a residual -> its tensor
 
     def __len__(self) -> int:
-        return len(self._packed.residuals)
+        return len(self._residuals)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._tensors([self._packed.residuals[index]])[0]
+        return self._tensors([self._residuals[index]])[0]
 
     def all(self) -> list[Any]:
         """Return all tensors. They share one barrier."""
-        return self._tensors(self._packed.residuals)
+        return self._tensors(self._residuals)
 
     def _tensors(self, residuals: Sequence[Any]) -> list[Any]:
         restored = [r for r in residuals if isinstance(r, Residual)]  # the other tensors need no barrier
         if restored:
             with set_current_trace(trace_below(current_trace())), hooks_suspended():
-                self._wait({i: None for r in restored for i in self._packed.reads[id(r)] if i not in self._waiting})
+                self._wait(dict.fromkeys(i for r in restored for i in leaves_of(r) if i not in self._waiting))
                 for residual in restored:
                     fold(residual, self._waiting.__getitem__, _call, self._done)
         return [self._done[id(r)] if isinstance(r, Residual) else self._arrays[r] for r in residuals]
@@ -342,7 +313,7 @@ class UnpackedTensors(Sequence[Any]):
         Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
         XLA waits only if backward uses the cotangents that the barrier returns.
         """
-        arrays = [self._arrays[i] for i in positions]
+        arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
         if present and any(map(is_staged, arrays)):
             values = barrier([*arrays, *[self.cotangents[i] for i in present]], waits=True)
@@ -368,12 +339,34 @@ class _Remembered(NamedTuple):
     name: str  # the name of the tensor
 
 
-def _remember(pair: Pair, tensor: Any, residual: Any, owner: PackedResiduals, name: str, done: dict[int, Any]) -> None:
-    def of_residual(function: Any, inputs: list[Any]) -> Residual:
-        return Residual(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
+def _remember(
+    packing: Packing,
+    known: _KnownResiduals,
+    owner: PackedResiduals,
+    packed: Iterable[tuple[Any, int]],
+    computed: Iterable[tuple[Any, Any]],
+) -> None:
+    """Let the pair remember how values are kept.
 
-    weak = fold(residual, reference, of_residual, done)
-    pair.residuals.put(tensor, _Remembered(weakref.ref(current_trace()), weakref.ref(owner), weak, name))
+    `packed` has the tensors of a plan with their indices. `computed` has pairs of a value, and the equal value whose
+    residual is known.
+    """
+    done: dict[int, Any] = {}
+
+    def remember(value: Any, residual: Any, name: str) -> None:
+        weak = fold(residual, reference, _with_weak_hook, done)
+        packing.pair.residuals.put(value, _Remembered(weakref.ref(current_trace()), weakref.ref(owner), weak, name))
+
+    for x, i in packed:
+        is_left = not isinstance(known.get(x), Residual)
+        remember(x, known.get(x), packing.origin_of(x, i).name if is_left else "")
+    for value, equal in computed:
+        if known.get(equal) is not None:
+            remember(value, known.get(equal), "")
+
+
+def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
+    return Residual(weakref.ref(function) if isinstance(function, PackedTensor) else function, inputs)
 
 
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
@@ -435,7 +428,7 @@ class Packing(NamedTuple):
     owner: str  # the name of the layer or operation and the kind of the tensors, for messages: "Tanh, saved tensor"
     operands: Sequence[Any]
     origin_of: Callable[[Any, int], Origin]  # a value, the index of the tensor that needs it -> the value's origin
-    stay: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
+    left_unpacked: Sequence[tuple[Any, Any]]  # the operands that are not packed, with their residuals
     equations: _Equations  # the equations of the forward pass, if they were recorded
 
 
@@ -444,91 +437,174 @@ def pack_residuals(
 ) -> tuple[PackedResiduals, list[Any], list[Any]]:
     """Pack the tensors that a layer or an operation keeps. Each distinct tensor is kept once, in one way.
 
+    `outputs` are the results of the layer or operation. If backward can compute an output from the residuals, the pair
+    remembers how, for a later operation that keeps this output.
+
     Returns:
         The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
     """
-    pair, owner, operands, origin_of, stay, equations = packing
-    with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
-        if active.value is SUSPENDED:  # an enclosing operation packs the residuals
-            return *PackedResiduals.of(tensors), list(outputs)
-        if pair.packs_nothing:
-            return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
-        is_program = is_staging()
-        may_vary = {id(x) for x in operands} - {id(x) for x, _ in stay}  # a scalar among these is no constant
-        residual_of: dict[int, Any] = {id(x): residual for x, residual in stay}
-        to_pack: dict[int, tuple[Any, int]] = {}  # id -> a tensor, and the index of the first tensor that needs it
-        steps: dict[int, Equation] = {}  # id -> the equation that recomputes the value
-        unknown: set[int] = set()
-
-        def is_known(x: Any, index: int = 0) -> bool:
-            if id(x) in residual_of or id(x) in to_pack or id(x) in steps:
-                return True
-            if id(x) in unknown:
-                return False
-            found = x if _stays(x, is_program) else _recall(pair, x, lambda: origin_of(x, index).name)
-            if found is None:
-                unknown.add(id(x))
-            else:
-                residual_of[id(x)] = found
-            return found is not None
-
-        def walk(x: Any) -> tuple[dict[int, Any], dict[int, Equation]]:
-            roots: dict[int, Any] = {}
-            found: dict[int, Equation] = {}
-            is_constant = lambda y: y is not x and id(y) not in may_vary and is_number(y)  # noqa: E731
-            _follow(x, equations, pair.keeps, is_known, is_constant, roots, found)
-            return roots, found
-
-        # 1. Walk back from each tensor to the tensors that have to be packed.
-        for i, tensor in enumerate(tensors):
-            if pair.unmatched:
-                pair.note(origin_of(tensor, i))
-            if not is_known(tensor, i):
-                roots, found = walk(tensor)
-                missing = [x for x in roots.values() if not is_known(x, i)]
-                if found and missing and _is_larger(missing, tensor):
-                    missing, found = [tensor], {}  # packing the tensor itself takes less memory
-                to_pack |= {id(x): (x, i) for x in missing}
-                steps |= found
-
-        # 2. Pack these tensors. In staged code, a barrier binds the packed arrays and the outputs together.
-        with hooks_suspended():
-            # jax.grad(f)(2.0) passes a number that is no array.
-            kept = [pack_tensor(pair, as_arrays([x])[0], f"{owner} {i}", origin_of(x, i)) for x, i in to_pack.values()]
-            kept, bound = _bind(kept, outputs)
-        residual_of |= zip(to_pack, kept, strict=True)
-
-        # 3. Record how backward recomputes the other tensors, and each output that can be recomputed from residuals: a
-        #    later operation that keeps this output finds the record.
-        for output in outputs:
-            if not is_known(output):
-                roots, found = walk(output)
-                if all(map(is_known, roots.values())):
-                    steps |= found
-        for number, equation in steps.items():
-            residual_of[number] = recomputed(
-                equation.primitive, equation.params, equation.inputs, lambda x: residual_of.get(id(x))
-            )
-        shown = [x for x in tensors if id(x) in steps and np.ndim(x)] + [x for x, _ in to_pack.values()]
-        hidden = [x for x in shown if isinstance(residual_of[id(x)], Residual)]
-        marks = [*_marks(packing, shown, steps), *_largest(hidden)]
-        packed, arrays = PackedResiduals.of([residual_of[id(x)] for x in tensors], marks)
-        new = [x for x, _ in to_pack.values()] + [equation.value for equation in steps.values()]
-        pairs = [(x, x) for x in new] + [(y, x) for x, y in zip(outputs, bound, strict=True) if id(x) in residual_of]
-        done: dict[int, Any] = {}
-        is_left = [n for n in to_pack if not isinstance(residual_of[n], Residual)]
-        name_of = {n: origin_of(*to_pack[n]).name for n in is_left}
-        for tensor, x in pairs:
-            _remember(pair, tensor, residual_of[id(x)], packed, name_of.get(id(x), ""), done)
-        return packed, arrays, bound
+    if active.value is SUSPENDED:  # an enclosing operation packs the residuals
+        return *PackedResiduals.of(tensors), list(outputs)
+    if packing.pair.packs_nothing:
+        return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
+    known = _KnownResiduals(packing)
+    plan = _plan(packing, known, tensors)
+    bound = _carry_out(packing, plan, known, outputs)
+    of_outputs = _recomputable(packing, known, outputs)
+    known.put_recomputed(of_outputs)
+    further = _further_residuals(packing, plan, known, tensors)
+    packed, arrays = PackedResiduals.of([known.get(x) for x in tensors], further)
+    results = [e.value for e in (*plan.recomputed, *of_outputs)]
+    _remember(packing, known, packed, plan.packed, zip([*results, *bound], [*results, *outputs], strict=True))
+    return packed, arrays, bound
 
 
-def _marks(packing: Packing, tensors: Sequence[Any], steps: Collection[int]) -> list[Any]:
-    """Return the results of marks for these tensors, if a report is made. `steps`: ids of the recomputed tensors."""
+class _KnownResiduals:
+    """The residuals of the values of one layer or operation, as far as they are known."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self._found = {id(x): residual for x, residual in packing.left_unpacked}  # None: the value has no residual
+        self._varying = {id(x) for x in packing.operands} - self._found.keys()
+        self._is_program = is_staging()
+
+    def get(self, value: Any, index: int = 0) -> Any:
+        """Return the residual of a value, or None. `index` is the index of the tensor that needs the value."""
+        if id(value) not in self._found:
+            is_left = _is_never_packed(value, self._is_program)
+            self._found[id(value)] = value if is_left else self._recalled(value, index)
+        return self._found[id(value)]
+
+    def put(self, value: Any, residual: Any) -> None:
+        self._found[id(value)] = residual
+
+    def is_constant(self, value: Any) -> bool:
+        """Return whether a value is a number that is the same in all runs. An operand that is not kept may vary."""
+        return is_number(value) and id(value) not in self._varying
+
+    def input_of(self, operand: Any) -> Any:
+        """Return the residual of an operand of a recomputed equation, or None for a constant."""
+        return None if self.is_constant(operand) else self.get(operand)
+
+    def put_recomputed(self, equations: Sequence[Equation]) -> None:
+        """Add the results of equations that backward evaluates again, in the order in which they ran."""
+        for e in equations:
+            self.put(e.value, recomputed(e.primitive, e.params, e.inputs, self.input_of))
+
+    def _recalled(self, value: Any, index: int) -> Any:
+        return _recall(self._packing.pair, value, lambda: self._packing.origin_of(value, index).name)
+
+
+class _Plan(NamedTuple):
+    """How the tensors of a layer or an operation are kept."""
+
+    packed: Sequence[tuple[Any, int]]  # the tensors to pack, each with the index of the first tensor that needs it
+    recomputed: Sequence[Equation]  # the equations that backward evaluates again
+
+
+def _plan(packing: Packing, known: _KnownResiduals, tensors: Sequence[Any]) -> _Plan:
+    """Walk back from each tensor to the tensors that have to be packed."""
+    to_pack: dict[int, tuple[Any, int]] = {}
+    equations: dict[int, Equation] = {}
+
+    def is_given(x: Any, i: int) -> bool:
+        return id(x) in to_pack or id(x) in equations or known.get(x, i) is not None
+
+    for i, tensor in enumerate(tensors):
+        if packing.pair.unmatched:
+            packing.pair.note(packing.origin_of(tensor, i))
+        if is_given(tensor, i):
+            continue
+        roots, found = _derivation(packing, known, tensor, lambda x, i=i: is_given(x, i))
+        missing = [x for x in roots if not is_given(x, i)]
+        if found and missing and _is_larger(missing, tensor):
+            missing, found = [tensor], []  # packing the tensor itself takes less memory
+        to_pack |= {id(x): (x, i) for x in missing}
+        equations |= {id(equation.value): equation for equation in found}
+    return _Plan(list(to_pack.values()), list(equations.values()))
+
+
+def _carry_out(packing: Packing, plan: _Plan, known: _KnownResiduals, outputs: Sequence[Any]) -> list[Any]:
+    """Pack tensors as planned, and add all residuals of the plan to `known`. Return the outputs."""
+    with hooks_suspended():
+        # jax.grad(f)(2.0) passes a number that is no array.
+        tensors = [(as_arrays([x])[0], f"{packing.owner} {i}", packing.origin_of(x, i)) for x, i in plan.packed]
+        residuals = [pack_tensor(packing.pair, *arguments) for arguments in tensors]
+        residuals, outputs = _bound_together(residuals, outputs)
+    for (x, _), residual in zip(plan.packed, residuals, strict=True):
+        known.put(x, residual)
+    known.put_recomputed(plan.recomputed)
+    return outputs
+
+
+def _bound_together(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return residuals and outputs. In staged code they pass a barrier, so that XLA packs before it uses the outputs.
+
+    Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
+    """
+    arrays = [x for residual in residuals if isinstance(residual, Residual) for x in leaves_of(residual)]
+    if not any(map(is_staged, arrays)):
+        return residuals, list(outputs)
+    values = barrier([*outputs, *arrays])
+    bound = {id(x): y for x, y in zip(arrays, values[len(outputs) :], strict=True)}
+    of_bound = [fold(r, lambda x: bound[id(x)], Residual, {}) if isinstance(r, Residual) else r for r in residuals]
+    return of_bound, values[: len(outputs)]
+
+
+def _derivation(
+    packing: Packing, known: _KnownResiduals, value: Any, is_given: Callable[[Any], bool]
+) -> tuple[list[Any], list[Equation]]:
+    """Return values from which backward can recompute `value`, and the equations that do this, in their order.
+
+    The walk back from `value` stops at constants, at values that are given, and at values that no recorded equation may
+    recompute.
+    """
+    roots: dict[int, Any] = {}
+    equations: dict[int, Equation] = {}
+    to_visit = [value]
+    while to_visit:
+        x = to_visit.pop()
+        if id(x) in roots or id(x) in equations or (x is not value and known.is_constant(x)):
+            continue
+        equation = None if is_given(x) else packing.equations.get(id(x))
+        if equation is None or not _may_be_recomputed(equation, packing.equations, packing.pair.error_model):
+            roots[id(x)] = x
+        else:
+            equations[id(x)] = equation
+            to_visit += equation.inputs
+    return list(roots.values()), sorted(equations.values(), key=lambda equation: equation.number)
+
+
+def _recomputable(packing: Packing, known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equation]:
+    """Return the equations by which backward can compute outputs from the known residuals, in their order."""
+    equations: dict[int, Equation] = {}
+
+    def is_given(x: Any) -> bool:
+        return id(x) in equations or known.get(x) is not None
+
+    for output in outputs:
+        roots, found = _derivation(packing, known, output, is_given)
+        if all(map(is_given, roots)):
+            equations |= {id(equation.value): equation for equation in found}
+    return list(equations.values())
+
+
+def _further_residuals(packing: Packing, plan: _Plan, known: _KnownResiduals, tensors: Sequence[Any]) -> list[Any]:
+    """Return residuals that no backward reads: marks for a report, and values by which JAX finds NaN and infinity."""
+    if not (is_reported.value or is_nan_reported()):
+        return []
+    of_equations = {id(equation.value) for equation in plan.recomputed}
+    shown = [x for x in tensors if id(x) in of_equations and np.ndim(x)] + [x for x, _ in plan.packed]
+    hidden = [x for x in shown if isinstance(known.get(x), Residual)]
+    return [*_marks(packing, shown, of_equations), *_largest(hidden)]
+
+
+def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:
+    """Return the results of marks for these tensors, if a report is made. `recomputed`: ids of recomputed tensors."""
     if not is_reported.value:
         return []
-    shown = {id(x): x for x in tensors if not _stays(x, is_staging())}.values()
-    return [apply(Mark(typeof(x), packing.origin_of(x, 0), id(x) in steps), [x])[0] for x in shown]
+    shown = {id(x): x for x in tensors if not _is_never_packed(x, is_staging())}.values()
+    return [apply(Mark(typeof(x), packing.origin_of(x, 0), id(x) in recomputed), [x])[0] for x in shown]
 
 
 def _largest(tensors: Sequence[Any]) -> list[Any]:
@@ -544,21 +620,10 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
     return [jnp.max(jnp.abs(x)) for x in traced]
 
 
-def _stays(tensor: Any, is_program: bool) -> bool:
-    # A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway. If they were
-    # packed, XLA would evaluate the hooks on them while it compiles, for seconds.
-    return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (is_program and not is_tracer(tensor))
+def _is_never_packed(tensor: Any, is_program: bool) -> bool:
+    """Return whether a value is never packed.
 
-
-def _bind(residuals: Sequence[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return residuals and outputs. In staged code they pass a barrier, so that XLA packs before it uses the outputs.
-
-    Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
+    A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway. If they were
+    packed, XLA would evaluate the hooks on them while it compiles, for seconds.
     """
-    arrays = [x for residual in residuals if isinstance(residual, Residual) for x in residual.inputs]
-    if not any(map(is_staged, arrays)):
-        return list(residuals), list(outputs)
-    values = barrier([*outputs, *arrays])
-    rest = iter(values[len(outputs) :])
-    bound = [Residual(r.function, [next(rest) for _ in r.inputs]) if isinstance(r, Residual) else r for r in residuals]
-    return bound, values[: len(outputs)]
+    return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (is_program and not is_tracer(tensor))
