@@ -84,6 +84,7 @@ from .residuals import (
     is_number,
     keeps_residuals,
     leaves_of,
+    outside_blocks,
     pack_residuals,
     recomputed,
     small_jaxpr,
@@ -284,17 +285,17 @@ class Pullback(LinearMap):
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        unpacked = self._packed.unpack(residuals, cotangents)
-        pullback = jax.tree_util.tree_unflatten(self._pullback, unpacked.all())
-        return self._call(pullback, unpacked.cotangents)
+        with outside_blocks():
+            unpacked = self._packed.unpack(residuals, cotangents)
+            pullback = jax.tree_util.tree_unflatten(self._pullback, unpacked.all())
+            return self._call(pullback, unpacked.cotangents)
 
     def _call(self, pullback: Any, cotangents: Sequence[Any]) -> Values:
         given = iter(cotangents)
         full = [full_cotangent(next(given) if has_tangent(t) else None, t) for t in self._value_types]
-        with hooks_suspended(), set_current_trace(trace_below(current_trace())):
-            if not hasattr(pullback, "with_logs"):  # before jax 0.12
-                return list(pullback(full))
-            found, logs = pullback.with_logs(full)
+        if not hasattr(pullback, "with_logs"):  # before jax 0.12
+            return list(pullback(full))
+        found, logs = pullback.with_logs(full)
         if logs:  # only JAX's own primitives may pass logs on
             raise TypeError(
                 f"the backward of the operation {self.name} returns the logs {sorted(map(str, logs))}, which a block "
@@ -305,9 +306,10 @@ class Pullback(LinearMap):
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types)
-        pullback = jax.tree_util.tree_unflatten(self._pullback, self._packed.unpack(residuals, ()).all())
-        transposed = jax.linear_transpose(lambda *cotangents: self._call(pullback, cotangents), *types)
-        return list(transposed(list(tangents)))
+        with outside_blocks():
+            pullback = jax.tree_util.tree_unflatten(self._pullback, self._packed.unpack(residuals, ()).all())
+            transposed = jax.linear_transpose(lambda *cotangents: self._call(pullback, cotangents), *types)
+            return list(transposed(list(tangents)))
 
 
 # -- four outcomes ---------------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ class Outcome(enum.Enum):
 
 def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
     """Return what to do with an operation on `args`."""
-    if any(_holds_block(jaxpr) or _closes_over_ref(jaxpr) for jaxpr in inner_jaxprs(operation.params)):
+    if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
     if not _has_reverse_mode(operation, args, examples) or operation.keeps_nothing(args, pair.error_model):
@@ -337,7 +339,7 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
     kinds = {type(x) for x in examples}
     is_differentiated = REVERSE.tracer in kinds
     is_in_forward_mode = FORWARD.tracer in kinds and not is_differentiated
-    are_arrays = all(type(typeof(x)) is ShapedArray for x in args)  # not Refs or tokens
+    are_arrays = {type(typeof(x)) for x in args} <= {ShapedArray}  # not Refs or tokens
     is_later = STAGED.tracer in kinds and not is_in_forward_mode
     return (is_differentiated or is_later) and are_arrays and operation.kind != "while"
 

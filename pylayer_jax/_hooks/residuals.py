@@ -18,8 +18,9 @@ hooks/test_derived.py
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Any, Final, NamedTuple
 
 import jax
@@ -235,8 +236,15 @@ def fold(
 
 
 def leaves_of(residual: Any) -> list[Any]:
-    """Return the arrays (or the positions in their place) from which a residual is restored."""
-    return fold(residual, lambda x: [x], lambda _, lists: [x for leaves in lists for x in leaves], {})
+    """Return the arrays (or the positions in their place) from which a residual is restored, each once."""
+    visited: dict[int, Any] = {}
+    to_visit = [residual]
+    while to_visit:
+        x = to_visit.pop()
+        if id(x) not in visited:
+            visited[id(x)] = x
+            to_visit += reversed(x.inputs) if isinstance(x, Residual) else ()
+    return [x for x in visited.values() if not isinstance(x, Residual)]
 
 
 class PackedResiduals:
@@ -268,15 +276,21 @@ class PackedResiduals:
         return PackedResiduals(placed, len(arrays)), arrays
 
     @property
-    def owners(self) -> list[int | None]:
-        """For each array, the index of the first tensor that is restored from it, or None for a mark."""
+    def owners(self) -> list[int]:
+        """For each array (but for no mark), the index of the first tensor that is restored from this array."""
         pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in leaves_of(residual)]
-        owner_of = dict(reversed(pairs))
-        return [owner_of.get(i) for i in range(self.n_arrays)]
+        return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
         """Return the tensors, each unpacked when it is first read. In staged code, XLA first waits for `cotangents`."""
         return UnpackedTensors(self.residuals, arrays, cotangents)
+
+
+@contextlib.contextmanager
+def outside_blocks() -> Generator[None]:
+    """Enter a context in which no block packs: hooks are suspended, and operations go to the trace below the block."""
+    with hooks_suspended(), set_current_trace(trace_below(current_trace())):
+        yield
 
 
 class UnpackedTensors(Sequence[Any]):
@@ -292,19 +306,19 @@ class UnpackedTensors(Sequence[Any]):
         return len(self._residuals)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._tensors([self._residuals[index]])[0]
+        with outside_blocks():
+            return self._tensors([self._residuals[index]])[0]
 
     def all(self) -> list[Any]:
-        """Return all tensors. They share one barrier."""
+        """Return all tensors. They share one barrier. The caller has entered `outside_blocks()`."""
         return self._tensors(self._residuals)
 
     def _tensors(self, residuals: Sequence[Any]) -> list[Any]:
         restored = [r for r in residuals if isinstance(r, Residual)]  # the other tensors need no barrier
         if restored:
-            with set_current_trace(trace_below(current_trace())), hooks_suspended():
-                self._wait(dict.fromkeys(i for r in restored for i in leaves_of(r) if i not in self._waiting))
-                for residual in restored:
-                    fold(residual, self._waiting.__getitem__, _call, self._done)
+            self._wait(dict.fromkeys(i for r in restored for i in leaves_of(r) if i not in self._waiting))
+            for residual in restored:
+                fold(residual, self._waiting.__getitem__, _call, self._done)
         return [self._done[id(r)] if isinstance(r, Residual) else self._arrays[r] for r in residuals]
 
     def _wait(self, positions: Collection[int]) -> None:
@@ -351,11 +365,11 @@ def _remember(
     `packed` has the tensors of a plan with their indices. `computed` has pairs of a value, and the equal value whose
     residual is known.
     """
-    done: dict[int, Any] = {}
+    trace, done = weakref.ref(current_trace()), dict[int, Any]()
 
     def remember(value: Any, residual: Any, name: str) -> None:
         weak = fold(residual, reference, _with_weak_hook, done)
-        packing.pair.residuals.put(value, _Remembered(weakref.ref(current_trace()), weakref.ref(owner), weak, name))
+        packing.pair.residuals.put(value, _Remembered(trace, weakref.ref(owner), weak, name))
 
     for x, i in packed:
         is_left = not isinstance(known.get(x), Residual)
@@ -582,7 +596,7 @@ def _recomputable(packing: Packing, known: _KnownResiduals, outputs: Sequence[An
     def is_given(x: Any) -> bool:
         return id(x) in equations or known.get(x) is not None
 
-    for output in outputs:
+    for output in [x for x in outputs if id(x) in packing.equations]:
         roots, found = _derivation(packing, known, output, is_given)
         if all(map(is_given, roots)):
             equations |= {id(equation.value): equation for equation in found}
