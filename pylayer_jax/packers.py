@@ -220,8 +220,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if not (_is_float(x) and x.ndim and x.size):
                 return x
             length = _block_length(x, block_size)
-            # Each block also keeps its smallest and its largest value, of 4 bytes each.
-            if 8 + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
+            # Each block also keeps its smallest and its largest value, in float64 or float32.
+            if 2 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
             values, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)

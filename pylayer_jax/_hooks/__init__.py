@@ -10,10 +10,10 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
 1. When a block is entered, a `BlockTrace` becomes JAX's current trace, so JAX passes each operation of the block to it.
 2. For each value, the trace records its place (outside the block, constant, or computed in the block) and its origin
    (operation, layer, name, source line). A view of a value, such as a reshape or a cast, has the origin of the value.
-3. The function `_outcome` chooses what the trace does with an operation: bind it unchanged, since a block inside it
+3. The function `_outcome` names what the trace does with an operation: bind it unchanged, since a block inside it
    packs; bind it with hooks suspended, since its vjp keeps nothing to pack; stage the body of a loop again, so that
-   each iteration packs; or bind it as an `Operation`, either unstaged (it runs once) or staged.
-4. An `Operation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
+   each iteration packs; or bind it as a `HookedOperation`, staged unless JAX differentiates it now.
+4. A `HookedOperation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
 5. Its rule calls `jax.vjp` on the operation, and records the equations of the forward pass. Each array in the function
    that `jax.vjp` returns is a residual.
 6. A residual is not packed if it is constant, if it comes from outside the block (unless the pair packs arguments), or

@@ -48,12 +48,15 @@ class Block:
         self._key = value if isinstance(value, str) else value.key
         self._thread = threading.get_ident()
         self.is_shared = not isinstance(value, str) and not is_staging()  # False: JAX caches for equal pairs only
-        self.is_left = False
-        self.is_at_top = trace is None  # nothing is traced where the block was entered
         self.is_function = False  # whether a decorated function entered the block
         self.outer: Block | None = None
-        self._trace = trace  # the trace that gets the operations inside the block
+        self._trace = trace  # the trace that gets the operations inside the block; None if nothing is traced around it
         self._contexts: list[Any] = []
+
+    @property
+    def is_at_top(self) -> bool:
+        """Whether nothing is traced where this open block was entered."""
+        return self._trace is None
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Block):
@@ -82,14 +85,15 @@ class Block:
             RuntimeError: if this block is not the innermost block of this thread. The block is left even then.
         """
         trace, contexts = self._trace, self._contexts
-        self.is_left, self.value, self._trace, self._contexts = True, None, None, []
-        is_innermost = active.value is (self if contexts else OFF)
-        is_current = trace is None or current_trace() is trace
+        self.value, self._trace, self._contexts = None, None, []
         if _entered.get() is self:
             _entered.set(self.outer)
-        # If another transformation has begun or ended inside the block, JAX itself restores the trace.
-        for context in reversed(contexts if is_current else contexts[:1]) if is_innermost else ():
-            context.__exit__(None, None, None)
+        is_innermost = active.value is (self if contexts else OFF)
+        is_current = trace is None or current_trace() is trace
+        if is_innermost:
+            # If another transformation has begun or ended inside the block, JAX itself restores the trace.
+            for context in reversed(contexts if is_current else contexts[:1]):
+                context.__exit__(None, None, None)
         if not (is_innermost and is_current):
             raise RuntimeError(
                 "a block of saved_tensors_hooks was left in another thread, asyncio task, order or transformation than "
@@ -112,7 +116,7 @@ class Block:
 
 def _open(block: Block | None) -> Block | None:
     """Return `block` if it is open, else the nearest open block around it."""
-    while block is not None and block.is_left:
+    while block is not None and block.value is None:
         block = block.outer
     return block
 

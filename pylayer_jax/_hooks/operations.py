@@ -1,15 +1,15 @@
 """The trace of a block, and the operations that it binds as functions with a rule.
 
 A block makes a `BlockTrace` JAX's current trace, so JAX passes every operation of the block to it. If JAX
-differentiates an operation now, or may do so later, the trace binds an `Operation`. Its rule calls `jax.vjp` on the
-operation and packs the residuals:
+differentiates an operation now, or may do so later, the trace binds a `HookedOperation`. Its rule calls `jax.vjp` on
+the operation and packs the residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
 An operation is any equation that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-Hooks are suspended while an `Operation` runs, so that its residuals are packed once.
+Hooks are suspended while a `HookedOperation` runs, so that its residuals are packed once.
 """
 
 from __future__ import annotations
@@ -140,9 +140,9 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         return _Facts(False, False, False, has_loop, is_users)
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
-    # The vjp of a division by a literal keeps only this literal. But a division alone has to become an `Operation`, so
-    # that its result can be recomputed from its operand. Therefore it counts as keeping nothing only beside a sum, as
-    # in `jnp.mean`.
+    # The vjp of a division by a literal keeps only this literal. But a division alone is bound as a `HookedOperation`,
+    # since its result can be recomputed from its operand. So it counts as keeping nothing only beside a sum, as in
+    # `jnp.mean`.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -412,7 +412,7 @@ class Place(enum.Enum):
     BLOCK = 2  # in the block, from values that are not all constant
 
 
-class Known(NamedTuple):
+class ValueRecord(NamedTuple):
     """The record that a `BlockTrace` has of a value."""
 
     place: Place
@@ -423,16 +423,16 @@ class Known(NamedTuple):
 class BlockTrace(PassThroughTrace):
     """The trace that gets all operations in a block of hooks."""
 
-    __slots__ = ("block", "is_staging", "known", "outer", "source")
+    __slots__ = ("block", "entry", "is_staging", "outer", "records")
 
-    def __init__(self, pair: Pair, source: Any = None) -> None:
+    def __init__(self, pair: Pair, entry: Any = None) -> None:
         trace = current_trace()
         super().__init__(trace_below(trace))  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = trace if isinstance(trace, BlockTrace) else None
-        self.source = source  # source information of the block's entry, if `only` or `by_name` needs it
+        self.entry = entry  # source information of the block's entry, if `only` or `by_name` needs it
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
         self.block = Block(pair, self)
-        self.known = WeakTable()  # value -> `Known`; for other values see `what_is`
+        self.records = WeakTable()  # value -> `ValueRecord`; for other values see `record_of`
 
     @property
     def pair(self) -> Pair:
@@ -477,32 +477,33 @@ class BlockTrace(PassThroughTrace):
 
     def process_shard_map(self, primitive: Any, fun: Any, tracers: Any, /, **params: Any) -> Any:
         __tracebackhide__ = True
-        result: Any = None  # an internal tree of JAX, which is no pytree
+        results: list[Any] = []  # of each call: an internal tree of JAX, which is no pytree
 
         def bind(*args: Any) -> Any:
-            nonlocal result
-            result = current_trace().process_shard_map(primitive, fun, args, **params)
-            return list(result.vals)
+            results.append(current_trace().process_shard_map(primitive, fun, args, **params))
+            return list(results[-1].vals)
 
         values = self._process(Operation(bind, primitive.name, primitive.name), tracers)
-        return result.update(values)
+        return results[-1].update(values)
 
     # -- one operation -------------------------------------------------------------------------------
 
     def _process(self, operation: Operation, args: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
-            if active.value is not self.block or self.block.is_left:
+            if active.value is not self.block or self.block.value is None:
                 # Hooks are suspended, an inner block is active, or JAX restored this trace after its block was left.
                 return operation.bind(*args)
             self.block.check_task()
-            known = list(map(self.what_is, args))
+            records = list(map(self.record_of, args))
             origin = self._origin_of(operation)
-            values = self._bind(operation, args, known, origin)
-        self._record(operation, args, known, origin, values)
+            values = self._bind(operation, args, records, origin)
+        self._record_results(operation, args, records, origin, values)
         return values
 
-    def _bind(self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin) -> Values:
+    def _bind(
+        self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
+    ) -> Values:
         """Carry out the outcome for an operation."""
         __tracebackhide__ = True
         outcome = _outcome(operation, args, self.pair)
@@ -514,16 +515,18 @@ class BlockTrace(PassThroughTrace):
             with hooks_suspended():
                 return operation.bind(*args)
         if outcome is Outcome.PACK_INSIDE:
-            values = self._pack_inside(operation, args, known, origin)
+            values = self._pack_inside(operation, args, records, origin)
             if values is not None:
                 return values
-        return self._bind_hooked(operation, args, known, origin)
+        return self._bind_hooked(operation, args, records, origin)
 
-    def _bind_hooked(self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin) -> Values:
+    def _bind_hooked(
+        self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
+    ) -> Values:
         """Bind a `HookedOperation`: staged, unless JAX differentiates it now."""
         __tracebackhide__ = True
-        left_unpacked, further = self._left_unpacked(args, known)
-        hooked = HookedOperation(operation, self.pair, origin, [k.origin for k in known], left_unpacked)
+        left_unpacked, further = self._left_unpacked(args, records)
+        hooked = HookedOperation(operation, self.pair, origin, [r.origin for r in records], left_unpacked)
         operands = [*args, *further]
         if _runs_once(operation, args, self.parent_trace):
             return apply(hooked, operands)
@@ -534,7 +537,7 @@ class BlockTrace(PassThroughTrace):
         return apply(hooked, [*consts, *operands])
 
     def _pack_inside(
-        self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin
+        self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values | None:
         """Bind a scan or a jitted function with its body staged again, in a block.
 
@@ -544,13 +547,13 @@ class BlockTrace(PassThroughTrace):
         jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])
         if operation.kind == "scan":
             n_consts, n_carry = scan_counts(operation.params)
-            carry = [Known(Place.BLOCK, origin)] * n_carry
-            known = [*known[:n_consts], *carry, *known[n_consts + n_carry :]]
+            carry = [ValueRecord(Place.BLOCK, origin)] * n_carry
+            records = [*records[:n_consts], *carry, *records[n_consts + n_carry :]]
 
         def body(*args: Any) -> tuple[list[Any], None]:
-            trace = BlockTrace(self.pair, self.source)
-            for x, k in zip(args, known, strict=True):
-                trace.mark([x], k._replace(residual=None))
+            trace = BlockTrace(self.pair, self.entry)
+            for x, record in zip(args, records, strict=True):
+                trace.set_record([x], record._replace(residual=None))
             trace.block.enter()
             try:
                 return eval_jaxpr(jaxpr, consts, *args), None
@@ -562,80 +565,77 @@ class BlockTrace(PassThroughTrace):
             return None
         return operation.bind(*args, jaxpr=as_parameter(hooked))
 
-    def _left_unpacked(self, args: Sequence[Any], known: Sequence[Known]) -> tuple[dict[int, Any], Values]:
+    def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
         """Return the residuals of the operands that are not packed, and further operands, which these residuals read.
 
         In the residuals, each array is replaced by its position among all operands. The keys are positions too.
         """
-        left = [(i, k) for i, k in enumerate(known) if self.is_left_unpacked(k)]
-        residuals = {i: args[i] if k.residual is None else k.residual for i, k in left}
+        left = [(i, record) for i, record in enumerate(records) if self.is_left_unpacked(record)]
+        residuals = {i: args[i] if record.residual is None else record.residual for i, record in left}
         read = {id(x): x for residual in residuals.values() for x in leaves_of(residual)}.values()
         further = [x for x in read if not contains(args, x)]
         position_of = {id(x): i for i, x in reversed([*enumerate([*args, *further])])}
         placed = {i: fold(r, lambda x: position_of[id(x)], Residual, {}) for i, r in residuals.items()}
         return placed, further
 
-    def is_left_unpacked(self, known: Known) -> bool:
+    def is_left_unpacked(self, record: ValueRecord) -> bool:
         """Return whether a value is not packed, no matter which operation keeps it."""
-        return known.place is Place.CONSTANT or (known.place is Place.OUTSIDE and not self.pair.packs_arguments)
+        return record.place is Place.CONSTANT or (record.place is Place.OUTSIDE and not self.pair.packs_arguments)
 
     # -- where values come from ----------------------------------------------------------------------
 
-    def what_is(self, value: Any) -> Known:
+    def record_of(self, value: Any) -> ValueRecord:
         """Return the record of a value. A value without a record is constant or from outside the block."""
-        known = self.known.get(value)
-        if known is None:
+        record = self.records.get(value)
+        if record is None:
             is_constant = not is_tracer(value) if self.is_staging else is_number(value)
             return _CONSTANT if is_constant else _OUTSIDE
-        return known
+        return record
 
-    def mark(self, values: Sequence[Any], known: Known) -> None:
-        """Make `known` the record of the values, in outer blocks too."""
-        if known != _OUTSIDE:
+    def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
+        """Make `record` the record of the values, in outer blocks too."""
+        if record != _OUTSIDE:
             for value in values:
-                self.known.put(value, known)
-        if self.outer is not None and known.place is not Place.OUTSIDE:
-            self.outer.mark(values, known)
+                self.records.put(value, record)
+        if self.outer is not None and record.place is not Place.OUTSIDE:
+            self.outer.set_record(values, record)
 
     def _origin_of(self, operation: Operation) -> Origin:
         """Return the origin of an operation's results. It has source information if a pair needs it."""
-        return Origin(operation.name, source=self.source and current(), block=self.source)
+        return Origin(operation.name, source=self.entry and current(), block=self.entry)
 
-    def _record(
-        self, operation: Operation, args: Sequence[Any], known: Sequence[Known], origin: Origin, values: Values
+    def _record_results(
+        self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin, values: Values
     ) -> None:
         """Record the place, the origin and the residual of the results of an operation."""
-        place = _place_of_results(operation, args, known)
+        place = _place_of_results(operation, args, records)
         if operation.is_view:
-            origin = next((k.origin for k in known if k.place is not Place.CONSTANT), origin)
+            origin = next((r.origin for r in records if r.place is not Place.CONSTANT), origin)
             if operation.kind == "name":
                 origin = dataclasses.replace(origin, name=operation.params["name"])
         residual = None
         if place is Place.OUTSIDE and operation.primitive and len(values) == 1 and not self.pair.packs_arguments:
-            residual_of = {id(x): k.residual or x for x, k in zip(args, known, strict=True) if not is_number(x)}
+            residual_of = {id(x): r.residual or x for x, r in zip(args, records, strict=True) if not is_number(x)}
             residual = recomputed(operation.primitive, operation.params, args, lambda x: residual_of.get(id(x)))
-        self.mark(values, Known(place, origin, residual))
+        self.set_record(values, ValueRecord(place, origin, residual))
 
 
-_OUTSIDE: Final = Known(Place.OUTSIDE)
-_CONSTANT: Final = Known(Place.CONSTANT)
+_OUTSIDE: Final = ValueRecord(Place.OUTSIDE)
+_CONSTANT: Final = ValueRecord(Place.CONSTANT)
 
 
-def _place_of_results(operation: Operation, args: Sequence[Any], known: Sequence[Known]) -> Place:
+def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord]) -> Place:
     """Return where the results of an operation were computed.
 
     A view of values from outside is from outside too, even if the block computed its integer operands, such as the
     start indices of `dynamic_slice`. The result of another operation on values from outside is computed in the block.
     """
-    places = [k.place for k in known]
+    places = [record.place for record in records]
     if all(place is Place.CONSTANT for place in places):
         return Place.CONSTANT
-    if Place.BLOCK in places and Place.OUTSIDE not in places:
-        return Place.BLOCK
-    floats = [place for place, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
-    if Place.BLOCK in floats:
-        return Place.BLOCK
-    return Place.OUTSIDE if operation.is_view else Place.BLOCK
+    of_floats = [place for place, x in zip(places, args, strict=True) if has_tangent(typeof(x))] or places
+    comes_from_outside = Place.OUTSIDE in places and Place.BLOCK not in of_floats
+    return Place.OUTSIDE if operation.is_view and comes_from_outside else Place.BLOCK
 
 
 def _changes_nothing(x: Any, *, new_dtype: Any, weak_type: bool, sharding: Any) -> bool:
@@ -718,9 +718,9 @@ def layer_block(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | None:
         return None
     if not isinstance(trace, BlockTrace):  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [])
-    known = list(map(trace.what_is, operands))
-    origin = Origin(layer=layer, source=trace.source and current(), block=trace.source)
-    return LayerBlock(pair, origin, [k.origin for k in known], list(map(trace.is_left_unpacked, known)))
+    records = list(map(trace.record_of, operands))
+    origin = Origin(layer=layer, source=trace.entry and current(), block=trace.entry)
+    return LayerBlock(pair, origin, [r.origin for r in records], list(map(trace.is_left_unpacked, records)))
 
 
 def layers_pack_themselves() -> Any:
@@ -731,4 +731,4 @@ def layers_pack_themselves() -> Any:
 def mark_as_computed(values: Sequence[Any], block: LayerBlock) -> None:
     """Mark the outputs of a layer as values that were computed in the block."""
     if isinstance(trace := current_trace(), BlockTrace):
-        trace.mark(values, Known(Place.BLOCK, block.origin))
+        trace.set_record(values, ValueRecord(Place.BLOCK, block.origin))

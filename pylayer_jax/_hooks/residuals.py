@@ -10,10 +10,13 @@ The vjp of tanh computes 1 - y² in the forward pass and keeps it. In a block of
 
 JAX keeps the distinct arrays of the right column instead of the tensors.
 
-A `Recorder` records the equations of the forward pass. `_follow` walks back from a residual through the equations that
-do not amplify the packing error; the table `_RECOMPUTED` has an entry for each of these operations. A comparison of
-floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False everywhere. tests:
-hooks/test_derived.py
+A `Recorder` records the equations of the forward pass. `_plan` decides for each residual: `_derivation` walks back from
+it through the equations that do not amplify the packing error, to the tensors that have to be packed. The table
+`_RECOMPUTED` has an entry for each operation of such equations. `_carry_out` packs these tensors, and `_remember` lets
+the pair find them again when a later operation keeps the same tensor.
+
+A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
+everywhere. tests: hooks/test_derived.py
 """
 
 from __future__ import annotations
@@ -353,30 +356,15 @@ class _Remembered(NamedTuple):
     name: str  # the name of the tensor
 
 
-def _remember(
-    packing: Packing,
-    known: _KnownResiduals,
-    owner: PackedResiduals,
-    packed: Iterable[tuple[Any, int]],
-    computed: Iterable[tuple[Any, Any]],
-) -> None:
-    """Let the pair remember how values are kept.
-
-    `packed` has the tensors of a plan with their indices. `computed` has pairs of a value, and the equal value whose
-    residual is known.
-    """
+def _remember(known: _KnownResiduals, plan: _Plan, values: Iterable[Any], owner: PackedResiduals) -> None:
+    """Let the pair remember the residuals of these values, as far as they are known."""
     trace, done = weakref.ref(current_trace()), dict[int, Any]()
-
-    def remember(value: Any, residual: Any, name: str) -> None:
+    index_of = {id(x): i for x, i in plan.packed}
+    for x, residual in known.items(values):
+        is_left = id(x) in index_of and not isinstance(residual, Residual)
+        name = known.packing.origin_of(x, index_of[id(x)]).name if is_left else ""
         weak = fold(residual, reference, _with_weak_hook, done)
-        packing.pair.residuals.put(value, _Remembered(trace, weakref.ref(owner), weak, name))
-
-    for x, i in packed:
-        is_left = not isinstance(known.get(x), Residual)
-        remember(x, known.get(x), packing.origin_of(x, i).name if is_left else "")
-    for value, equal in computed:
-        if known.get(equal) is not None:
-            remember(value, known.get(equal), "")
+        known.packing.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
 
 
 def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
@@ -462,14 +450,14 @@ def pack_residuals(
     if packing.pair.packs_nothing:
         return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
     known = _KnownResiduals(packing)
-    plan = _plan(packing, known, tensors)
-    bound = _carry_out(packing, plan, known, outputs)
-    of_outputs = _recomputable(packing, known, outputs)
+    plan = _plan(known, tensors)
+    bound = _carry_out(known, plan, outputs)
+    of_outputs = _recomputable(known, outputs)
     known.put_recomputed(of_outputs)
-    further = _further_residuals(packing, plan, known, tensors)
-    packed, arrays = PackedResiduals.of([known.get(x) for x in tensors], further)
-    results = [e.value for e in (*plan.recomputed, *of_outputs)]
-    _remember(packing, known, packed, plan.packed, zip([*results, *bound], [*results, *outputs], strict=True))
+    known.put_equal(bound, outputs)
+    packed, arrays = PackedResiduals.of([known.get(x) for x in tensors], _further_residuals(known, plan, tensors))
+    recomputed = [equation.value for equation in (*plan.recomputed, *of_outputs)]
+    _remember(known, plan, [*[x for x, _ in plan.packed], *recomputed, *bound], packed)
     return packed, arrays, bound
 
 
@@ -477,7 +465,7 @@ class _KnownResiduals:
     """The residuals of the values of one layer or operation, as far as they are known."""
 
     def __init__(self, packing: Packing) -> None:
-        self._packing = packing
+        self.packing = packing
         self._found = {id(x): residual for x, residual in packing.left_unpacked}  # None: the value has no residual
         self._varying = {id(x) for x in packing.operands} - self._found.keys()
         self._is_program = is_staging()
@@ -492,6 +480,11 @@ class _KnownResiduals:
     def put(self, value: Any, residual: Any) -> None:
         self._found[id(value)] = residual
 
+    def items(self, values: Iterable[Any]) -> list[tuple[Any, Any]]:
+        """Return a pair (value, residual) for each of these values whose residual was found."""
+        pairs = [(x, self._found.get(id(x))) for x in values]
+        return [(x, residual) for x, residual in pairs if residual is not None]
+
     def is_constant(self, value: Any) -> bool:
         """Return whether a value is a number that is the same in all runs. An operand that is not kept may vary."""
         return is_number(value) and id(value) not in self._varying
@@ -505,8 +498,12 @@ class _KnownResiduals:
         for e in equations:
             self.put(e.value, recomputed(e.primitive, e.params, e.inputs, self.input_of))
 
+    def put_equal(self, values: Sequence[Any], others: Sequence[Any]) -> None:
+        """Add `values`, which are equal to `others`: the outputs behind a barrier."""
+        self._found |= {id(x): self._found.get(id(other)) for x, other in zip(values, others, strict=True)}
+
     def _recalled(self, value: Any, index: int) -> Any:
-        return _recall(self._packing.pair, value, lambda: self._packing.origin_of(value, index).name)
+        return _recall(self.packing.pair, value, lambda: self.packing.origin_of(value, index).name)
 
 
 class _Plan(NamedTuple):
@@ -516,8 +513,9 @@ class _Plan(NamedTuple):
     recomputed: Sequence[Equation]  # the equations that backward evaluates again
 
 
-def _plan(packing: Packing, known: _KnownResiduals, tensors: Sequence[Any]) -> _Plan:
+def _plan(known: _KnownResiduals, tensors: Sequence[Any]) -> _Plan:
     """Walk back from each tensor to the tensors that have to be packed."""
+    pair, origin_of = known.packing.pair, known.packing.origin_of
     to_pack: dict[int, tuple[Any, int]] = {}
     equations: dict[int, Equation] = {}
 
@@ -525,11 +523,11 @@ def _plan(packing: Packing, known: _KnownResiduals, tensors: Sequence[Any]) -> _
         return id(x) in to_pack or id(x) in equations or known.get(x, i) is not None
 
     for i, tensor in enumerate(tensors):
-        if packing.pair.unmatched:
-            packing.pair.note(packing.origin_of(tensor, i))
+        if pair.unmatched:
+            pair.note(origin_of(tensor, i))
         if is_given(tensor, i):
             continue
-        roots, found = _derivation(packing, known, tensor, lambda x, i=i: is_given(x, i))
+        roots, found = _derivation(known, tensor, lambda x, i=i: is_given(x, i))
         missing = [x for x in roots if not is_given(x, i)]
         if found and missing and _is_larger(missing, tensor):
             missing, found = [tensor], []  # packing the tensor itself takes less memory
@@ -538,12 +536,51 @@ def _plan(packing: Packing, known: _KnownResiduals, tensors: Sequence[Any]) -> _
     return _Plan(list(to_pack.values()), list(equations.values()))
 
 
-def _carry_out(packing: Packing, plan: _Plan, known: _KnownResiduals, outputs: Sequence[Any]) -> list[Any]:
+def _derivation(
+    known: _KnownResiduals, value: Any, is_given: Callable[[Any], bool]
+) -> tuple[list[Any], list[Equation]]:
+    """Return values from which backward can recompute `value`, and the equations that do this, in their order.
+
+    The walk back from `value` stops at constants, at values that are given, and at values that no recorded equation may
+    recompute.
+    """
+    recorded, model = known.packing.equations, known.packing.pair.error_model
+    roots: dict[int, Any] = {}
+    equations: dict[int, Equation] = {}
+    to_visit = [value]
+    while to_visit:
+        x = to_visit.pop()
+        if id(x) in roots or id(x) in equations or (x is not value and known.is_constant(x)):
+            continue
+        equation = None if is_given(x) else recorded.get(id(x))
+        if equation is None or not _may_be_recomputed(equation, recorded, model):
+            roots[id(x)] = x
+        else:
+            equations[id(x)] = equation
+            to_visit += equation.inputs
+    return list(roots.values()), sorted(equations.values(), key=lambda equation: equation.number)
+
+
+def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equation]:
+    """Return the equations by which backward can compute outputs from the known residuals, in their order."""
+    equations: dict[int, Equation] = {}
+
+    def is_given(x: Any) -> bool:
+        return id(x) in equations or known.get(x) is not None
+
+    for output in [x for x in outputs if id(x) in known.packing.equations]:
+        roots, found = _derivation(known, output, is_given)
+        if all(map(is_given, roots)):
+            equations |= {id(equation.value): equation for equation in found}
+    return list(equations.values())
+
+
+def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> list[Any]:
     """Pack tensors as planned, and add all residuals of the plan to `known`. Return the outputs."""
+    pair, owner, origin_of = known.packing.pair, known.packing.owner, known.packing.origin_of
     with hooks_suspended():
         # jax.grad(f)(2.0) passes a number that is no array.
-        tensors = [(as_arrays([x])[0], f"{packing.owner} {i}", packing.origin_of(x, i)) for x, i in plan.packed]
-        residuals = [pack_tensor(packing.pair, *arguments) for arguments in tensors]
+        residuals = [pack_tensor(pair, as_arrays([x])[0], f"{owner} {i}", origin_of(x, i)) for x, i in plan.packed]
         residuals, outputs = _bound_together(residuals, outputs)
     for (x, _), residual in zip(plan.packed, residuals, strict=True):
         known.put(x, residual)
@@ -556,61 +593,24 @@ def _bound_together(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[
 
     Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
     """
-    arrays = [x for residual in residuals if isinstance(residual, Residual) for x in leaves_of(residual)]
-    if not any(map(is_staged, arrays)):
+    packed = [residual for residual in residuals if isinstance(residual, Residual)]
+    arrays = {id(x): x for residual in packed for x in leaves_of(residual)}
+    if not any(map(is_staged, arrays.values())):
         return residuals, list(outputs)
-    values = barrier([*outputs, *arrays])
-    bound = {id(x): y for x, y in zip(arrays, values[len(outputs) :], strict=True)}
+    values = barrier([*outputs, *arrays.values()])
+    bound = dict(zip(arrays, values[len(outputs) :], strict=True))
     of_bound = [fold(r, lambda x: bound[id(x)], Residual, {}) if isinstance(r, Residual) else r for r in residuals]
     return of_bound, values[: len(outputs)]
 
 
-def _derivation(
-    packing: Packing, known: _KnownResiduals, value: Any, is_given: Callable[[Any], bool]
-) -> tuple[list[Any], list[Equation]]:
-    """Return values from which backward can recompute `value`, and the equations that do this, in their order.
-
-    The walk back from `value` stops at constants, at values that are given, and at values that no recorded equation may
-    recompute.
-    """
-    roots: dict[int, Any] = {}
-    equations: dict[int, Equation] = {}
-    to_visit = [value]
-    while to_visit:
-        x = to_visit.pop()
-        if id(x) in roots or id(x) in equations or (x is not value and known.is_constant(x)):
-            continue
-        equation = None if is_given(x) else packing.equations.get(id(x))
-        if equation is None or not _may_be_recomputed(equation, packing.equations, packing.pair.error_model):
-            roots[id(x)] = x
-        else:
-            equations[id(x)] = equation
-            to_visit += equation.inputs
-    return list(roots.values()), sorted(equations.values(), key=lambda equation: equation.number)
-
-
-def _recomputable(packing: Packing, known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equation]:
-    """Return the equations by which backward can compute outputs from the known residuals, in their order."""
-    equations: dict[int, Equation] = {}
-
-    def is_given(x: Any) -> bool:
-        return id(x) in equations or known.get(x) is not None
-
-    for output in [x for x in outputs if id(x) in packing.equations]:
-        roots, found = _derivation(packing, known, output, is_given)
-        if all(map(is_given, roots)):
-            equations |= {id(equation.value): equation for equation in found}
-    return list(equations.values())
-
-
-def _further_residuals(packing: Packing, plan: _Plan, known: _KnownResiduals, tensors: Sequence[Any]) -> list[Any]:
+def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[Any]) -> list[Any]:
     """Return residuals that no backward reads: marks for a report, and values by which JAX finds NaN and infinity."""
     if not (is_reported.value or is_nan_reported()):
         return []
     of_equations = {id(equation.value) for equation in plan.recomputed}
     shown = [x for x in tensors if id(x) in of_equations and np.ndim(x)] + [x for x, _ in plan.packed]
     hidden = [x for x in shown if isinstance(known.get(x), Residual)]
-    return [*_marks(packing, shown, of_equations), *_largest(hidden)]
+    return [*_marks(known.packing, shown, of_equations), *_largest(hidden)]
 
 
 def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:
