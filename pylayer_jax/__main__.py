@@ -1,14 +1,32 @@
-"""`python -m pylayer_jax` runs the demo on real data; `python -m pylayer_jax check` checks a user's own layer."""
+"""The command line: `python -m pylayer_jax` runs the demo on real data, and `check` checks a user's own layer.
+
+    python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5 jax.numpy.tanh
+    ->  check_layer(Scale, <array of 8 x 8 random numbers>, 0.5, jax.numpy.tanh)
+
+The command `check` never evaluates a spec as Python code: a spec is an array type, a Python literal, or a dotted name.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
+import contextlib
+import importlib
 import os
+import pkgutil
+import re
 import signal
 import sys
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Final
 
-from . import __version__
-from ._commands import check, demo
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import __version__, _demo
+from .testing import check_layer
 
 # Exit statuses that a shell reports when a signal ended a command.
 INTERRUPTED = 128 + 2  # SIGINT
@@ -19,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Return the exit status: 0 if the demo reached its goals or the layer passed, else 1."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
-        passed, report = check.check(arguments[1:])
+        passed, report = check(arguments[1:])
         try:
             report.encode(sys.stdout.encoding or "utf-8")
         except UnicodeEncodeError:  # many terminals on Windows cannot print ticks
@@ -43,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.epochs < 1:
         parser.error(f"--epochs: expected at least 1, got {options.epochs}")
     try:
-        return 0 if demo.run(options.epochs, options.seed, progress=not options.quiet) else 1
+        return 0 if _demo.run(options.epochs, options.seed, progress=not options.quiet) else 1
     except ImportError as error:
         print(f"{error.name} is missing. The demo needs: pip install optax scikit-learn tqdm", file=sys.stderr)
         return 1
@@ -67,6 +85,130 @@ def _exit_after_interrupt(*_: object) -> None:
     if sys.stderr.isatty():
         os.write(sys.stderr.fileno(), b"\n")  # start a new line after the progress bar
     os._exit(INTERRUPTED)
+
+
+# -- check -----------------------------------------------------------------------------------------------
+
+_KINDS: Final = {"f": (16, 32, 64), "bf": (16,), "c": (64, 128), "i": (8, 16, 32, 64), "u": (8, 16, 32, 64)}
+_NAMES: Final = {"f": "float", "bf": "bfloat", "c": "complex", "i": "int", "u": "uint"}
+_DTYPES: Final = {f"{k}{n}": jnp.dtype(f"{_NAMES[k]}{n}") for k, sizes in _KINDS.items() for n in sizes}
+_DTYPES["bool"] = jnp.dtype("bool")
+_WIDE: Final = ("f64", "c128", "i64", "u64")  # these dtypes need jax.enable_x64
+_TARGET: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh."
+_SPECS: Final = f"""\
+An argument of the layer (SPEC) is one of
+  "f32[8,8]" "f32[]"   an array: numbers between 0.2 and 1.2 in size, of either sign; zeros and ones for "i32[4]" and
+                       "bool[4]". The dtypes are {", ".join(_DTYPES)}
+  "key[]"              a PRNG key
+  0.5 -3 None "'sum'"  a Python literal, which the layer gets unchanged; a string has quotes of its own
+  jax.numpy.tanh       a function, or any other object of a module, by its dotted name
+
+For other arguments (keywords, dicts of arrays, special values) write a function that makes them from arrays and
+applies the layer, and check that. Write -- before the specs if one begins with a minus and is not a number.
+
+example: python -m pylayer_jax check layers.py:Scale "f32[8,8]" 0.5
+"""
+
+
+class UnusableError(Exception):
+    """An error about an argument of the command that is invalid or not found."""
+
+
+def check(arguments: list[str]) -> tuple[bool, str]:
+    """Return whether the layer has all properties, and the report. Exit with status 2 if an argument is invalid."""
+    parser = argparse.ArgumentParser(
+        prog="python -m pylayer_jax check",
+        description="Check a layer under each transform of JAX, and its gradients against numerical ones.\n"
+        "Prints one line per property; the exit status is 0 if the layer has them all, 1 if not.",
+        epilog=_SPECS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("layer", metavar="MODULE:LAYER", help="a layer class, or a function that applies one")
+    parser.add_argument("specs", metavar="SPEC", nargs="*", help="an argument of the layer; see below")
+    parser.add_argument(
+        "--reference",
+        metavar="MODULE:FUNCTION",
+        help="plain JAX with the gradients that are meant, if they differ from those of forward (straight-through)",
+    )
+    parser.add_argument("--skip", metavar="NAME", action="append", default=[], help="leave out a property; repeatable")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the numbers in the arrays (default: 0)")
+    parser.add_argument("--rtol", type=float, help="relative tolerance, instead of one that fits the dtypes")
+    parser.add_argument("--atol", type=float, help="absolute tolerance, instead of one that fits the dtypes and sizes")
+    parser.add_argument(
+        "--no-float64",
+        dest="float64",
+        action="store_false",
+        help="compute numerical gradients in the dtypes given; for a layer that rounds to a narrower dtype inside",
+    )
+    options = vars(parser.parse_args(arguments))
+    layer, specs, reference, seed = (options.pop(name) for name in ("layer", "specs", "reference", "seed"))
+    is_wide = any(spec.partition("[")[0] in _WIDE for spec in specs)
+    try:
+        with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
+            options["reference"] = None if reference is None else _load(reference)
+            layer, rng = _load(layer), np.random.default_rng(seed)
+            report = check_layer(layer, *(_argument(spec, rng, seed) for spec in specs), **options, raises=False)
+    except (UnusableError, ValueError) as error:  # `check_layer` raises ValueError for invalid arguments
+        parser.error(str(error))
+    return report.passed, str(report)
+
+
+def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
+    if array := re.fullmatch(r"(\w+)\[([\d\s,]*)\]", spec.strip()):
+        return _array(spec, array[1], tuple(map(int, re.findall(r"\d+", array[2]))), rng, seed)
+    try:
+        return ast.literal_eval(spec)
+    except (SyntaxError, ValueError, TypeError):
+        pass
+    if not re.fullmatch(r"\w+(\.\w+)+", spec):
+        hint = f" For a string, quote it twice: \"'{spec}'\"." if spec.isidentifier() else ""
+        raise UnusableError(
+            f'{spec}: expected an array such as "f32[8,8]" or "f32[]", a Python literal such as 0.5 or None, or a '
+            f"dotted name such as jax.numpy.tanh.{hint}"
+        )
+    try:
+        return pkgutil.resolve_name(spec)
+    except Exception as error:  # importing a module may raise anything
+        raise UnusableError(f"{spec}: not found ({type(error).__name__}: {error}).") from error
+
+
+def _array(spec: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator, seed: int) -> jax.Array:
+    if dtype == "key" and not shape:
+        return jax.random.key(seed)
+    if dtype not in _DTYPES:
+        raise UnusableError(f'{spec}: expected one of {", ".join(_DTYPES)} before the shape, or "key[]".')
+    if not jnp.issubdtype(_DTYPES[dtype], jnp.inexact):
+        return jnp.asarray(rng.integers(0, 2, shape), _DTYPES[dtype])
+    real, imaginary = rng.uniform(0.2, 1.2, (2, *shape)) * rng.choice([-1.0, 1.0], (2, *shape))
+    return jnp.asarray(real + 1j * imaginary if dtype in ("c64", "c128") else real, _DTYPES[dtype])
+
+
+def _load(target: str) -> Any:
+    """Import the layer or function that `mypackage.layers:Tanh` or `layers.py:Tanh` names."""
+    module_name, _, name = target.rpartition(":")
+    if not module_name or not name:
+        raise UnusableError(f"{target}: {_TARGET}")
+    path = Path(module_name)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise UnusableError(f"{module_name}: no such file. {_TARGET}")
+        sys.path.insert(0, str(path.resolve().parent))  # Python does the same for a script
+    try:
+        module = importlib.import_module(path.stem if path.suffix == ".py" else module_name)
+    except Exception as error:  # importing a module may raise anything
+        raise UnusableError(
+            f"{module_name}: cannot be imported ({type(error).__name__}: {error}). {_TARGET}"
+        ) from error
+    try:
+        layer = attrgetter(name)(module)
+    except AttributeError:
+        public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
+        raise UnusableError(
+            f"{target}: {module_name} has no {name}. It has {', '.join(public[:20]) or 'no callables'}."
+        ) from None
+    if not callable(getattr(layer, "apply", None) if isinstance(layer, type) else layer):
+        raise UnusableError(f"{target}: expected a layer class or a function, got {layer!r}.")
+    return layer
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from .traces import (
 
 # In errors about tracers and in profiles, JAX shows a source line for each operation. Exclude lines of this package.
 for _part in Path(__file__).parents[1].iterdir():
-    if _part.name != "_commands":  # `_commands` contains layers, as user code does
+    if _part.name != "_demo.py":  # which contains layers, as user code does
         register_exclusion(str(_part))
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = ROOT / "pylayer_jax"
-LEFT_OUT = ("testing", "_commands", "__main__.py")
+LEFT_OUT = ("testing", "_demo.py", "__main__.py")
 TESTS = ("contract", "derivatives", "hooks", "layers", "devices", "generated")  # the fast ones first
 MARKERS = "core or generated"  # what `core` stands for is in tests/conftest.py
 
