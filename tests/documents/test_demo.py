@@ -40,13 +40,13 @@ def test_too_few_epochs_are_no_failure(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "4-bit weights (too few epochs to judge: 95% needs about 10)" in out
     assert "NO" not in out
-    monkeypatch.setattr(__main__.demo, "ENOUGH_EPOCHS", 1)
+    monkeypatch.setattr(__main__._demo, "ENOUGH_EPOCHS", 1)
     assert __main__.main(["--epochs", "1", "--quiet"]) == 1
     assert "(at least 95%: NO)" in capsys.readouterr().out
 
 
 def test_wrong_gradients_fail_the_job(capsys, monkeypatch):
-    swish = __main__.demo.Swish
+    swish = __main__._demo.Swish
     monkeypatch.setattr(swish, "backward", staticmethod(lambda ctx, dy: dy))
     assert __main__.main(["--epochs", "1", "--quiet"]) == 1
     assert "(at most 1e-05: NO)" in capsys.readouterr().out
