@@ -218,7 +218,7 @@ class StagedLayer(RuleFunction):
     ) -> None:
         self.call, self.kept, self.jaxpr, self.n_consts, self.positions = call, kept, jaxpr, n_consts, positions
         self.name = call.name
-        self.unpacked: StagedLayer | None = None  # if this function packs: the same function without packing
+        self.without_packing: StagedLayer | None = None  # if this function packs: the same function, which does not
         self.n_outputs = len(kept.outputs.types)
         # `with_rule`: the outputs whose tangents come from the rule. The tangent of an intermediate that is computed
         # from such an output depends on the output's tangent.
@@ -255,14 +255,14 @@ class StagedLayer(RuleFunction):
         if self.call.block is None:
             return self
         copied = copy.copy(self)
-        copied.unpacked = self
+        copied.without_packing = self
         return copied
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        if self.unpacked is None:
+        if self.without_packing is None:
             return self.differentiate(primals, tangents, packs=False)
-        return self.unpacked.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
+        return self.without_packing.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Compute values and tangents; if `packs`, pack the residuals from which the tangents are computed."""
@@ -329,34 +329,10 @@ def stage_layer(
         TypeError: if `forward` needs concrete values, but an outer transformation differentiates some of the `tensors`.
     """
     __tracebackhide__ = True
-    axes_of_output: dict[int, frozenset[Any]] = {}  # see `_missing_axes`; if there are any, `forward` is staged again
-
-    def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
-        __tracebackhide__ = True
-        needs = call.arguments.can_get_gradient([True] * len(inputs))
-        if axes_of_output:
-            axes = frozenset[Any]().union(*axes_of_output.values())
-            inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
-        kept, outputs, residuals = call.run_forward(inputs, needs)
-        # Each staged input is a distinct tracer, even if the caller passed one array twice. So `id` finds the position
-        # of a residual in [inputs, outputs, intermediates]; an output that is also an input has the input's position.
-        values = list(outputs)
-        position = {id(x): len(inputs) + i for i, x in enumerate(outputs)}
-        position |= {id(x): i for i, x in enumerate(inputs)}
-        for x in residuals:
-            if id(x) not in position:
-                position[id(x)] = len(inputs) + len(values)
-                values.append(x)
-        for i, axes in axes_of_output.items():
-            values[i] = varying_over(axes, values[i])
-            kept.outputs.types[i] = typeof(values[i])
-        return values, (kept, [position[id(x)] for x in residuals])
-
     try:
-        jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
-        axes_of_output = _missing_axes(jaxpr, kept.outputs)
-        if axes_of_output:
-            jaxpr, consts, (kept, positions) = stage(forward, tensor_types, call.source)
+        jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, {})
+        if missing := _missing_axes(jaxpr, kept.outputs):
+            jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, missing)
         unnamed, name_of = jaxpr, _names_of_variables(call, jaxpr, kept, positions)
         if name_of:
             jaxpr, kept.has_names = with_checkpoint_names(jaxpr, name_of, call.source), True
@@ -378,6 +354,40 @@ def stage_layer(
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
     return StagedLayer(call, jaxpr, len(consts), kept, positions, unnamed), consts
+
+
+def _stage_forward(
+    call: LayerCall, tensor_types: Sequence[Any], axes_of_output: dict[int, frozenset[Any]]
+) -> tuple[Any, Values, tuple[SavedContext, list[int]]]:
+    """Stage `forward` to a jaxpr of outputs and intermediates. The residuals are entries of [inputs, *results].
+
+    The outputs in `axes_of_output` are made to vary over these mesh axes: see `_missing_axes`.
+
+    Returns:
+        The jaxpr; the values that `forward` closes over; and a pair of the saved context and the positions of the
+        residuals.
+    """
+    __tracebackhide__ = True
+    axes = frozenset[Any]().union(*axes_of_output.values())
+
+    def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
+        __tracebackhide__ = True
+        needs = call.arguments.can_get_gradient([True] * len(inputs))
+        if axes:
+            inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
+        kept, outputs, residuals = call.run_forward(inputs, needs)
+        # Each staged input is a distinct tracer, even if the caller passed one array twice. So `id` finds the position
+        # of a residual; an output that is also an input has the input's position.
+        known = {id(x) for x in (*inputs, *outputs)}
+        intermediates = {id(x): x for x in residuals if id(x) not in known}.values()
+        values = [*outputs, *intermediates]
+        position = {id(x): i for i, x in enumerate(values, len(inputs))} | {id(x): i for i, x in enumerate(inputs)}
+        for i, of_output in axes_of_output.items():
+            values[i] = varying_over(of_output, values[i])
+            kept.outputs.types[i] = typeof(values[i])
+        return values, (kept, [position[id(x)] for x in residuals])
+
+    return stage(forward, tensor_types, call.source)
 
 
 def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positions: Sequence[int]) -> dict[Any, str]:
