@@ -248,7 +248,8 @@ class StagedLayer(RuleFunction):
 
     @property
     def is_divisible(self) -> bool:
-        return not self.call.layer._has_vmap_method()  # a batch of a part of `forward` could not call this method
+        # A batch of a part of `forward` could not call the `vmap` of the class.
+        return super().is_divisible and not self.call.layer._has_vmap_method()
 
     def packing(self) -> StagedLayer:
         """Return a copy of this function that packs its residuals when it is differentiated for the first time."""

@@ -249,7 +249,7 @@ class RuleFunction:
     @property
     def is_divisible(self) -> bool:
         """Whether `jax.checkpoint` and dead code elimination may evaluate a part of the jaxpr."""
-        return True
+        return not uses_own_refs(self.jaxpr)
 
     def mask_of_kept_operands(self) -> list[bool]:
         """Return a mask of the operands that stay operands if JAX drops unused results with their equations.
@@ -257,6 +257,20 @@ class RuleFunction:
         The rule differentiates the whole function, which needs all of its operands.
         """
         return [True] * len(self.jaxpr.invars)
+
+    def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
+        """Return a function of the results in the mask `used`, and a mask of the operands that it reads.
+
+        If JAX may not divide this function, return this function itself.
+        """
+        if not self.is_divisible:
+            return self, [True] * len(self.jaxpr.invars)
+        code, is_read = partial_eval.dce_jaxpr(self.jaxpr, list(used), self.mask_of_kept_operands())
+        return self.part(code, [i for i, is_used in enumerate(used) if is_used], is_read), list(is_read)
+
+    def part(self, code: Any, positions: Sequence[int], is_read: Sequence[bool]) -> RuleFunction:
+        """Return the function that `code` computes: the results at `positions`, from the operands in the mask."""
+        return PartialFunction(self, code, 0, positions)
 
     def run(self, *args: Any) -> Values:
         """Compute the values of the function."""
@@ -561,10 +575,10 @@ class Identity(RuleFunction):
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
         self.name, self.error, self.jaxpr = name, error, _jaxpr(name, types)
 
-    @property
-    def may_drop_operands(self) -> bool:
-        """Whether JAX may drop an operand whose result no code uses."""
-        return self.name != _WAIT
+    def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
+        if self.name == _WAIT:  # XLA waits for all operands
+            return self, [True] * len(used)
+        return self.of(select([v.aval for v in self.jaxpr.outvars], used)), list(used)
 
     def of(self, types: Sequence[Any]) -> Identity:
         """Return the same function for operands of the given types."""
@@ -726,12 +740,12 @@ class PartialFunction(RuleFunction):
         _, found = self.whole.rule(primals[n:], tangents[n:])
         return values, [*[found[i] for i in self.positions], *[None] * (len(values) - len(self.positions))]
 
+    def part(self, code: Any, positions: Sequence[int], is_read: Sequence[bool]) -> RuleFunction:
+        of_whole = [self.positions[i] for i in positions if i < len(self.positions)]
+        return PartialFunction(self.whole, code, sum(is_read[: self.n_residuals]), of_whole)
+
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.whole.transpose_code(self.jaxpr, args, cotangents)
-
-
-def _is_divisible(function: RuleFunction) -> bool:
-    return function.is_divisible and not uses_own_refs(function.jaxpr)
 
 
 def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any:
@@ -751,7 +765,7 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
         pass.
     """
     function = payload_of(equation)
-    if any(unknown) or not _is_divisible(function):
+    if any(unknown) or not function.is_divisible:
         return _keep_whole(saveable, any(unknown), instantiated, equation)
     known, staged, unknown_out, instantiated_out, residuals = _divide_jitted(
         saveable, unknown, instantiated, equation, function.jaxpr
@@ -817,25 +831,13 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
     if used and all(used):
         return keeps_all, equation
     function = payload_of(equation)
-    if not any(used):
-        code, _ = partial_eval.dce_jaxpr(function.jaxpr, list(used))
-        if not code.eqns:
-            return [False] * len(equation.invars), None
-    if isinstance(function, Identity) and function.may_drop_operands:  # each result is the operand at the same position
-        function = function.of([v.aval for v in select(equation.outvars, used)])
-        invars, outvars = select(equation.invars, used), select(equation.outvars, used)
-        return list(used), _with_function(equation, function, invars=invars, outvars=outvars)
-    if not _is_divisible(function):
+    if not any(used) and not partial_eval.dce_jaxpr(function.jaxpr, list(used))[0].eqns:
+        return [False] * len(equation.invars), None
+    part, is_read = function.without_unused(used)
+    if part is function:
         return keeps_all, equation
-    code, is_read = partial_eval.dce_jaxpr(function.jaxpr, list(used), function.mask_of_kept_operands())
-    n = function.n_residuals if isinstance(function, PartialFunction) else 0
-    positions = [i for i, is_used in enumerate(used) if is_used]
-    if isinstance(function, PartialFunction):
-        positions = [function.positions[i] for i in positions if i < len(function.positions)]
-        function = function.whole
-    part = PartialFunction(function, code, sum(is_read[:n]), positions)
     invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
-    return list(is_read), _with_function(equation, part, invars=invars, outvars=outvars)
+    return is_read, _with_function(equation, part, invars=invars, outvars=outvars)
 
 
 partial_eval.dce_rules[rule_function_p] = _drop_unused
