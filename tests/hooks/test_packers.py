@@ -297,6 +297,15 @@ def test_bytes_that_are_kept_for_backward(packer, expected, tmp_path):
     assert all(bytes_held(pullback) <= expected * plain * 1.01 for pullback in pullbacks)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5])
+def test_a_short_row_is_not_quantized_to_more_bytes(dtype, length):
+    with jax.enable_x64(True):
+        x = jnp.ones((8, length), dtype)
+        plain = bytes_held(jax.vjp(jnp.sin, x)[1])
+        assert bytes_held(jax.vjp(quantize_saved(8, arguments=True)(jnp.sin), x)[1]) <= plain
+
+
 @pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="XLA of jax 0.10 removes optimization barriers on CPU")
 def test_memory_of_a_compiled_step(tmp_path):
     arguments = jnp.ones((4096, 64)), [jnp.ones((64, 64))] * 12
