@@ -21,7 +21,7 @@ from ._jax.rule_function import batch_axis_to_front
 from ._jax.traces import TraceState, eval_jaxpr, is_active, is_differentiated, is_staging, is_tracer
 from ._jax.types import as_array, is_array
 from ._messages import add_note, closed_over, describe, held_by, innermost, plural, source_of, tensors_in
-from ._trees import Skeleton, contains, split
+from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
@@ -51,7 +51,7 @@ class VmapInfo(NamedTuple):
 class LayerCall:
     """One call of a layer: the class, the arguments without tensors, and the block of hooks around the call."""
 
-    __slots__ = ("arguments", "block", "layer", "marked", "name", "skeleton")
+    __slots__ = ("arguments", "block", "layer", "name", "outputs")
 
     def __init__(self, layer: Any, arguments: Arguments) -> None:
         self.layer = layer
@@ -59,9 +59,9 @@ class LayerCall:
         self.arguments = arguments
         # The `LayerBlock` around the call, or None. JAX may run a fwd rule after the block has ended.
         self.block: Any = None
-        # The skeleton of the outputs, and the indices of non-differentiable outputs. Running `forward` sets both.
-        self.skeleton: Skeleton | None = None
-        self.marked: frozenset[int] = frozenset()
+        # The outputs of the last run of `forward` or `vmap`. `apply` reads their structure here, because a custom_vjp
+        # function returns only arrays.
+        self.outputs: Outputs | None = None
 
     @property
     def source(self) -> str:
@@ -90,7 +90,7 @@ class LayerCall:
         __tracebackhide__ = True
         ctx, result = self._call_forward(forward or self.layer._forward_with_ctx(), tensors, needs, is_staging())
         run = ForwardResult(*keep(ctx, result, self.layer))
-        self.skeleton, self.marked = run.kept.outputs.skeleton, run.kept.outputs.marked
+        self.outputs = run.kept.outputs
         return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
@@ -322,10 +322,12 @@ class LayerCall:
             if not isinstance(result, tuple):
                 raise TypeError("Not a tuple.")
             outputs, out_dims = result
-            _, arrays, self.skeleton = Outputs.of(self.name, outputs)
+            _, arrays, skeleton = Outputs.of(self.name, outputs)
+            marked = self.outputs.marked if self.outputs is not None else frozenset[int]()
+            self.outputs = Outputs(outputs, skeleton, arrays, marked)
             # An int or None in out_dims applies to all leaves of the corresponding subtree of the outputs.
             of_leaves = jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None)
-            pairs = zip(arrays, self.skeleton.flatten_up_to(of_leaves), strict=True)
+            pairs = zip(arrays, skeleton.flatten_up_to(of_leaves), strict=True)
             return [batch_axis_to_front(axis, x, dim) for x, dim in pairs]
         except (TypeError, ValueError) as error:
             raise ValueError(

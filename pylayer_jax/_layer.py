@@ -359,12 +359,12 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
                 values = custom_vjp_of(call.layer, takes_refs=route == "custom_vjp with Refs")(traced_call, *tensors)
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
-    assert call.skeleton is not None
+    assert call.outputs is not None
     if call.block is not None:
         _hooks.mark_as_computed(values, call.block)
     # Remove the tangents that a custom_vjp function makes for outputs that are marked non-differentiable.
-    values = [jax.lax.stop_gradient(x) if i in call.marked else x for i, x in enumerate(values)]
-    return call.skeleton.fill(values)
+    values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
+    return call.outputs.skeleton.fill(values)
 
 
 def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> str:

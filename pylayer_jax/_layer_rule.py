@@ -458,8 +458,8 @@ class EagerLayer(RuleFunction):
             # `forward` may be host code, which only the `vmap` of the class can batch. Compute the outputs with `vmap`;
             # then `setup_context` saves the values for `backward`, from inputs and outputs.
             values = apply(self, primals)
-            assert call.skeleton is not None
-            output = call.skeleton.fill(values)
+            assert call.outputs is not None
+            output = call.outputs.skeleton.fill(values)
             return call.run_forward(primals, needs, layer._setup_with(output))
         return None
 
