@@ -334,8 +334,8 @@ def stage_layer(
         jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, {})
         if missing := _missing_axes(jaxpr, kept.outputs):
             jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, missing)
-        unnamed, name_of = jaxpr, _names_of_variables(call, jaxpr, kept, positions)
-        if name_of:
+        unnamed = jaxpr
+        if call.layer.saved_names and (name_of := _names_of_variables(call, jaxpr, kept, positions)):
             jaxpr, kept.has_names = with_checkpoint_names(jaxpr, name_of, call.source), True
     except NEEDS_VALUES as error:
         if not any(map(is_differentiated, tensors)):
@@ -393,7 +393,7 @@ def _stage_forward(
 
 def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positions: Sequence[int]) -> dict[Any, str]:
     """Map each variable that `forward` computes, and saves under a name, to this name."""
-    if not call.layer.saved_names or call.layer._has_vmap_method():
+    if call.layer._has_vmap_method():
         return {}
     names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
     n_inputs = len(call.arguments.types)
