@@ -124,7 +124,7 @@ class Arguments:
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
-        """Return for each argument whether `mask` (one bool per tensor) is True for any tensor of the argument."""
+        """Return one bool per argument: whether `mask` (one bool per tensor) is True for any tensor of the argument."""
         return tuple([any(mask[a.span]) for a in self.arguments])
 
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
@@ -159,7 +159,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            # In `forward(*args)` the context has no separate parameter: the context is the first value.
+            # The context of a method `forward(*args)` has no parameter of its own: it is the first value of `args`.
             values = value if _has_context(signature) else value[1:]
             positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:

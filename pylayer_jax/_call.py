@@ -25,9 +25,9 @@ from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
-# True while a `backward` runs that JAX may transpose or differentiate in forward mode. `jax.custom_vjp` allows neither,
-# so a layer that is applied within this `backward` does not use `jax.custom_vjp`. The flag is part of the cache key of
-# `jax.jit`, since a jitted function may apply a layer.
+# True while a `backward` runs that JAX may transpose or differentiate in forward mode. `jax.custom_vjp` allows neither
+# transposition nor forward mode, so a layer applied within such a `backward` does not use it. The flag `in_backward` is
+# part of the cache key of `jax.jit`, since a jitted function may apply a layer.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
@@ -42,7 +42,7 @@ class ForwardResult(NamedTuple):
 
 
 class VmapInfo(NamedTuple):
-    """Description of the batch, which a layer's `vmap` gets as its first argument."""
+    """The first argument of a layer's `vmap`, which describes the batch."""
 
     batch_size: int  # the number of examples
     randomness: str  # always "error", a value of torch.vmap: in JAX, random keys are ordinary arguments
@@ -109,7 +109,7 @@ class LayerCall:
             UnexpectedTracerError: if an output or a residual depends on a closed-over value that is differentiated.
         """
         __tracebackhide__ = True
-        # Copy an array that the caller passed twice, so that `id()` tells the arguments apart.
+        # If the caller passed one array twice, copy it, so that `id()` distinguishes the arguments.
         originals: dict[int, Any] = {}
         if len(set(map(id, tensors))) < len(tensors):
             copies = [jnp.copy(x) if contains(tensors[:i], x) else x for i, x in enumerate(tensors)]
@@ -140,7 +140,7 @@ class LayerCall:
             state.in_forward = False
 
     def closed_over_error(self, method: str = "forward") -> Exception:
-        """Return the error for a method that uses a differentiated value which is not an argument of the call."""
+        """Return the error for a method that uses a differentiated value that is no argument of the call."""
         own = {name: tensors_in(value) for name, value in closed_over(getattr(self.layer, method)).items()}
         traced = [name for name, tensors in own.items() if any(map(is_tracer, tensors))]
         names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
@@ -258,7 +258,9 @@ class LayerCall:
         )
 
     def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
-        """Return `run()`, which calls a method; raise an error if it uses a tracer of a trace that has ended.
+        """Return the result of `run()`, which calls a method of the layer.
+
+        Raise an error if this method uses a leaked tracer.
 
         `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX treats such a
         tracer as a constant, and fails when it lowers the program, with an error that does not name the layer.
@@ -347,7 +349,7 @@ class LayerCall:
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return why `args` do not fit the signature of `function`; empty if they fit, or if `function` has run."""
+    """Return why `args` do not fit the signature of `function`. Return "" if they fit, or if `function` has run."""
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
         return ""  # the function itself raised the error

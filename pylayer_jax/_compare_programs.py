@@ -8,8 +8,8 @@ The table is made in three steps:
 
 1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. A program that fails, or
    returns no scalar, fails here, before XLA spends minutes on the others.
-2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA reports the
-   memory and the operations.
+2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA reports the memory of
+   each gradient, and its number of operations.
 3. The compiled gradients run, once for the errors, and then in turn for the times.
 """
 
@@ -363,13 +363,13 @@ def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
-    """Return the largest unit in which the largest value is at least 1."""
+    """Return the largest unit in which the maximum of the values is at least 1."""
     largest = max((v for v in values if v is not None), default=0)
     return [unit for unit, size in units.items() if largest >= size or unit == next(iter(units))][-1]
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values in one unit with three digits; an unknown value is empty."""
+    """Return the values as texts with three digits, in one unit. The text of an unknown value is empty."""
     unit = _unit(values, units)
     return ["" if v is None else f"{_three_digits(v / units[unit])} {unit}".strip() for v in values]
 
@@ -380,7 +380,7 @@ def _three_digits(value: float) -> str:
 
 
 def _with_ratios(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values in one unit, each but the first with its ratio to the first in parentheses."""
+    """Return the values as texts in one unit. Each text except the first ends with the ratio to the first value."""
     first, *others = cells = _in_unit(values, units)
     ratios = ["" if not values[0] or v is None else f" ({v / values[0]:.2f})" for v in values[1:]]
     return [first, *(cell + ratio for cell, ratio in zip(others, ratios, strict=True))] if len(cells) > 1 else cells

@@ -124,8 +124,8 @@ class ContextState:
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
         # If `forward` takes no context: the pairs of a NumPy value that it returned and the JAX array that is the
-        # output. `setup_context` gets the array as `output`. If it saves the NumPy value, which it may also find
-        # elsewhere, the array is saved instead.
+        # output. `setup_context` gets the array as `output`. If `setup_context` saves the NumPy value, the JAX array is
+        # saved in its place.
         self.returned: list[tuple[Any, Any]] = []
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
@@ -135,7 +135,7 @@ class ContextState:
         self.materialize = True
 
     def as_output(self, value: Any) -> Any:
-        """Return the JAX array that replaces a NumPy value which `forward` returned, or any other value itself."""
+        """Return the JAX array that replaced a NumPy output of `forward`. Return any other value unchanged."""
         return next((output for original, output in self.returned if original is value), value)
 
     def read_saved(self) -> tuple[Any, ...] | None:
@@ -258,8 +258,9 @@ class PyLayerContext:
     def needs_input_grad(self) -> tuple[bool, ...]:
         """One bool per argument of the call: whether the gradient of this argument is needed.
 
-        The bools are exact in eager mode. In `backward` they are exact unless one jitted function is differentiated
-        in several ways. In a traced `forward`, the bool is True for every argument that can have a gradient.
+        The bools are exact in eager mode. In `backward`, these bools are exact unless one jitted function is
+        differentiated in several ways. In a traced `forward`, the bool is True for every argument that can have a
+        gradient.
         """
         return self._state.needs()
 

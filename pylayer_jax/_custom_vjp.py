@@ -52,10 +52,10 @@ class TracedCall:
     def evaluate(self, tensors: Sequence[Any]) -> Values:
         """Evaluate the operations of `forward`, where nothing is differentiated, and return the outputs.
 
-        JAX may batch these operations, and later batch the fwd rule. It assumes that the outputs of the fwd rule have
-        the same batch axes as the outputs of these operations; if they differed, JAX would silently exchange axes of
-        equal size. Therefore both have the batch axes of NOTE [all outputs are batched] in `_jax/rule_function.py`.
-        tests: layers/test_transforms.py
+        JAX may batch these operations, and later batch the fwd rule. JAX assumes that the outputs of the fwd rule have
+        the same batch axes as the outputs of these operations. If the batch axes differed, JAX would silently exchange
+        axes of equal size. Therefore both have the batch axes of NOTE [all outputs are batched] in
+        `_jax/rule_function.py`. tests: layers/test_transforms.py
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
@@ -104,8 +104,9 @@ def _remember(
 
     NOTE [several runs]
     JAX may run the fwd rule of one application several times, and then passes the treedef of the last run to each bwd
-    rule. The runs differ: hooks may return other objects, and `forward` may keep other values of a Ref. Therefore each
-    run has a number, which the fwd rule returns as the length of an empty residual. tests: test_several_runs.py
+    rule. These runs may differ: in each run, hooks may return other objects, and `forward` may keep another value of a
+    Ref. Therefore each run has a number, which the fwd rule returns as the length of an empty residual. tests:
+    test_several_runs.py
     """
     linear, outputs, residuals = differentiated(traced_call.call, run, inputs, needs, packs=True)
     maps = traced_call.maps
@@ -128,9 +129,9 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     gradients = traced_call.maps[number].gradients(arrays[: traced_call.maps[number].n_residuals], given)
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
-        # Also batch a gradient that depends on no cotangent, so that JAX sums the gradient over the examples: see
-        # NOTE [all outputs are batched] in `_jax/rule_function.py`. JAX cannot index a single entry along an explicit
-        # mesh axis.
+        # A gradient that depends on no cotangent is batched too. Otherwise JAX would not sum this gradient over the
+        # examples: see NOTE [all outputs are batched] in `_jax/rule_function.py`. JAX cannot index a single entry along
+        # an explicit mesh axis.
         has_entry = batched.size and explicit_sharding(batched) is None
         is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
         gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
@@ -185,7 +186,8 @@ def ref_error(call: LayerCall) -> TypeError:
 
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-# These are not class attributes: a class made from the members of another class would share that class's functions.
+# The functions are not class attributes, because a class that is made from the members of another class would share
+# them.
 _custom_vjps: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -208,7 +210,8 @@ def _named_copy(function: Any, name: str, source: str) -> Any:
     NOTE [names made once]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives the names of
     functions and arguments for error messages. This work takes a fifth of the time to trace a layer. Therefore each
-    copy has the signature and the names as attributes. If JAX stops reading `__fun_debug_info__`, tracing is slower.
+    copy of a function stores its signature and these names in attributes that JAX reads. If JAX stops reading
+    `__fun_debug_info__`, tracing is slower.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name

@@ -23,7 +23,9 @@ class FunctionCtx(PyLayerContext):
     __slots__ = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Keep tensors and Nones for `backward`, read as `ctx.saved_tensors`. A later call replaces all saved tensors.
+        """Save tensors (or None) for `backward`, which reads them as `ctx.saved_tensors`.
+
+        A later call replaces all saved tensors.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
@@ -35,7 +37,9 @@ class FunctionCtx(PyLayerContext):
         super().save_for_backward(*tensors)
 
     def save_for_forward(self, *tensors: Any) -> None:
-        """Keep tensors and Nones for `jvp`, read as `ctx.saved_tensors`. A later call replaces all saved tensors.
+        """Save tensors (or None) for `jvp`, which reads them as `ctx.saved_tensors`.
+
+        A later call replaces all saved tensors.
 
         If `save_for_forward` is not called, `jvp` gets the tensors of `save_for_backward`. In a class without `jvp`,
         `save_for_forward` has no effect.
@@ -158,7 +162,7 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
         if not layer.host and not all(map(is_array, tensors)):  # a NumPy output would be a constant in `setup_context`
-            # One array for each object: if `forward` returns an object twice, the last position has the rule.
+            # There is one array for each object. If `forward` returns one object twice, the last position has the rule.
             arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
             output = skeleton.fill([arrays[id(x)] for x in tensors])
             ctx._state.returned = [(x, arrays[id(x)]) for x in tensors if not is_array(x)]

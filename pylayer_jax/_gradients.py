@@ -65,7 +65,7 @@ def _pair(
     result has one entry per argument of the call, and further Nones may follow.
     """
     slots, passed = arguments.slots(), arguments.arguments
-    # If only one argument holds tensors, a list from `backward` is its gradient.
+    # If only one argument holds tensors, a list that `backward` returns is the gradient of this argument.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:

@@ -59,11 +59,11 @@ class _Run:
         self.materialize = state is None or state.materialize
         self.n_inputs = len(inputs)
         self.marked = [contains(marked, x) for x in self.tensors]
-        # Values that `forward` marked and did not return. The layer's own context raises the error about them.
+        # Values that `forward` marked and did not return. For these values, the context of the layer raises an error.
         self.missing = [x for x in state.must_return if not contains(self.tensors, x[0])] if state else []
-        # The position of each tensor in [inputs, values]. A tensor at the position of an input has the derivative of
-        # the input. Therefore an input that the method changed in place counts as a value, and so does a saved copy
-        # whose content differs from the input.
+        # The position of each tensor in the list [*inputs, *values]. A tensor at the position of an input has the
+        # derivative of the input. Therefore an input that the method changed in place counts as a value, and so does a
+        # saved copy that differs from its input.
         self.positions: list[int] = []
         contents = list(originals)
         position_of = {id(x): i for i, x in enumerate(inputs)}
@@ -92,7 +92,7 @@ class _Run:
         return tensors, self.skeleton.fill(tensors, copy_container)
 
     def with_token(self, batch: tuple[int, ...] = ()) -> _Run:
-        """Return the same run with one more value on `ctx`, the token."""
+        """Return a copy of this run in which `ctx` has one more value, the token."""
         tree = self.skeleton.fill(self.tensors) | {f"ctx.{_TOKEN}": np.zeros((*batch, 1), np.uint8)}
         run = copy.copy(self)
         run.tensors, run.skeleton = split(tree)
@@ -131,7 +131,7 @@ class _Run:
         return [np.asarray(y, t.dtype) for y, t in zip(self.values(run.tensors), types, strict=True)]
 
     def names(self) -> list[str]:
-        """Return the place of each tensor, such as `output[0]` or `ctx.inverse`."""
+        """Return the name of each tensor for messages, such as `output[0]` or `ctx.inverse`."""
         return [_pretty(path) for path in self.skeleton.tensor_paths()]
 
     def _difference(self, run: _Run) -> str:
@@ -414,7 +414,7 @@ def run_backward(call: Any, ctx: Any, *cotangents: Any) -> Any:
 
 
 def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
-    """Return the cotangents for a `backward` in JAX code, made to depend on the token of `forward`, if any."""
+    """Return cotangents for a `backward` in JAX code. If `forward` has a token, the cotangents depend on it."""
     token = vars(ctx).pop(_TOKEN, None)
     if token is None or not is_tracer(token):
         return cotangents

@@ -135,7 +135,8 @@ def once_differentiable(backward: Method) -> Method:
 
 # -- the descriptor of `apply` ------------------------------------------------------------------------------
 #
-# NOTE [types of apply] Type checkers derive the types of `apply` from `forward`, through the overloads of
+# NOTE [types of apply]
+# Type checkers derive the types of `apply` from `forward`, through the overloads of
 # `Apply.__get__`. The first parameter of `forward` is the context, unless a subclass defines `setup_context`. The
 # overloads distinguish the two cases by the parameters of `setup_context`: `Function.setup_context` takes any number
 # of arguments, and an override takes three.
@@ -195,7 +196,8 @@ class Apply(classmethod):
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
-        # `inspect.signature` follows `__wrapped__`, and drops the first parameter of a bound method, here the context.
+        # `inspect.signature` follows `__wrapped__`. It also drops the first parameter of a bound method, which would be
+        # `ctx`.
         function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)

@@ -165,8 +165,9 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     saves, a result of a plain operation, or an input of `fun`, which exists anyway. Hooks use the same names: a
     predicate `only` gets them in `info`, and `by_name` takes them as keys. The largest rows come first, and inputs come
     last. A tensor that several layers save has one row. Under hooks, a tensor that backward computes again has a row of
-    0 packed bytes. Sizes are those of whole arrays on all devices. Under hooks with `host=True`, a row counts 4 bytes
-    per tensor. `fun` is traced twice, once without hooks, for `total_unpacked_bytes`.
+    0 packed bytes. Sizes are those of whole arrays on all devices. For a tensor that hooks with `host=True` packed, a
+    row of the report counts the 4 bytes of its token. `fun` is traced twice, once without hooks, for
+    `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.

@@ -419,10 +419,10 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(save_on_disk(folder)(jnp.sin))(0.0))
         1.0
 
-    In eager mode a file is removed together with the function that `jax.vjp` returned. In a compiled program a file is
-    removed when the same call of the layer saves again, or on `close()`. The end of the process removes all files.
-    Pairs with the same directory share compiled programs, whose files stay until each of these pairs is closed. A
-    killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
+    In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program a
+    file is removed when the same call of the layer saves again, or on `close()`. The end of the process removes all
+    files. Pairs with the same directory share compiled programs, whose files stay until each of these pairs is closed.
+    A killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
 
     Args:
         directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
@@ -510,11 +510,11 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(x + x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs each array in the pytree that the first pair returned, and the tensors that the first pair
-    leaves out. Numbers, strings and other objects in the pytree are not packed. For example, `quantize_saved(8)` packs
-    a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024, 8, 128], and the smallest and the
-    largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move all three arrays; they
-    move an integer array only if an earlier pair of the chain made it.
+    The second pair packs two kinds of arrays: those in the result of the first pair's pack hook, and the tensors that
+    the first pair does not pack. Numbers, strings and other objects in the pytree are not packed. For example,
+    `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024, 8, 128],
+    and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move
+    all three arrays; they move an integer array only if an earlier pair of the chain made it.
 
     A chain is `differentiable` if all its pairs are, and packs values from outside the block if all its pairs do.
 

@@ -16,10 +16,11 @@ from .pack import Pair
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
 OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts residuals without hooks
 
-# The innermost block of this thread. This value is part of the key of every cache of JAX: see NOTE [blocks as keys].
+# The innermost block of this thread. The innermost block is part of the key of every cache of JAX: see NOTE [blocks as
+# keys].
 active: Final = jax.make_user_context(None)
 
-# Whether `pack_residuals` marks each tensor for the report. It is part of the keys of JAX's caches too.
+# Whether `pack_residuals` marks each tensor for the report. This flag is part of the keys of JAX's caches too.
 is_reported: Final = jax.make_user_context(False)
 
 # The innermost block that this asyncio task entered, or inherited from the task that created it.
@@ -33,11 +34,12 @@ class Block:
     JAX's caches have the current block as a part of their keys, and may keep it forever. If a block held its hooks,
     the caches would keep the hooks alive. Therefore a block that was left holds the key of its pair, but not the pair.
 
-    Two blocks are equal, so that JAX reuses what it traced in the other one, in two cases. First, if their pairs are
-    equal: a function that was traced with other hooks is traced again. Second, if both belong to one thread and
-    `is_shared` is True for both: they were entered outside of staged code, and no code staged in them has called
-    `active_pair`. What JAX cached in such a block (each operation of eager mode) does not depend on the pair, so a new
-    pair compiles nothing again. Staged code that depends on the pair calls `active_pair` before JAX caches this code.
+    Two blocks are equal, so that JAX reuses what it traced in the other one, in two cases. First, two blocks are equal
+    if their pairs are equal. So JAX traces a function again if it was traced with other hooks. Second, if both belong
+    to one thread and `is_shared` is True for both: they were entered outside of staged code, and no code staged in them
+    has called `active_pair`. In such a block, JAX caches only operations of eager mode, which do not depend on the
+    pair. So a new pair compiles nothing again. Staged code that depends on the pair calls `active_pair` before JAX
+    caches this code.
 
     The second case does not hold across threads. JAX lets a thread wait while another thread traces code under an equal
     key, and it is not yet known whether this code will call `active_pair`. tests: hooks/test_identity.py

@@ -124,8 +124,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     and PRNG keys are not packed. Put the block around the differentiated code: inside the function that `jax.grad`
     gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted train step)
     packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX does not
-    show to the block. The `repr` of a pair shows how many tensors the pair has packed. It shows none if the block is in
-    the wrong place, or if the program in the block was compiled before in a block of an equal pair.
+    show to the block. The `repr` of a pair shows how many tensors the pair has packed. The `repr` shows no tensors if
+    the block is in the wrong place, or if an equal pair was active when the program was compiled.
 
     In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
@@ -185,7 +185,9 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         self._set_up(saved_tensors_hooks, key, [step], error_model=ErrorModel.ANY, packs_arguments=True)
 
     def _set_up(self, owner: type[Any], values: tuple[Any, ...], steps: Sequence[Step], **options: Any) -> None:
-        """Set up a pair, for the `__init__` of `owner`. Pairs of one class with equal `values` are equal.
+        """Set up a pair. The method `owner.__init__` calls this function.
+
+        Two pairs of one class are equal if their `values` are equal.
 
         If a subclass has its own `__init__`, the hooks of each pair may keep a state, so no other pair is equal.
         """
@@ -262,7 +264,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     def _warnings(self, is_idle: bool) -> list[str]:
         """Return warnings of a block in which nothing was packed, and of keys and predicates that chose no tensor.
 
-        Each is given once per pair. `is_idle`: whether the block was entered by `with` where nothing is traced.
+        Each is given once per pair. `is_idle` is True if the block was entered by `with` where JAX traces nothing.
         """
         pair, found = self._pair, list[str]()
         if pair.n_packed:
@@ -294,7 +296,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     def close(self) -> None:
         """Drop all packed values that compiled programs hold for this pair. A backward that needs these values fails.
 
-        Equal pairs share these values. The values are dropped when every entered pair that still exists is closed.
+        Equal pairs share these values. The values are dropped when all existing pairs that were entered are closed.
         Without `close`, a program holds the values of its last run until the program runs again, or until JAX deletes
         it. (Each call of `jax.lax.scan` outside of `jax.jit` is a new program, and JAX keeps the old programs.)
         Deleting the pair object drops nothing, since JAX returns from a call before the program has run.

@@ -130,7 +130,7 @@ class PackSite:
 
     @contextlib.contextmanager
     def _naming(self, hook: str, device: int) -> Generator[None]:
-        """Name the hook and the tensor in an exception. Let the next run drop all packed values."""
+        """Add the names of the hook and of the tensor to an exception. The next run then drops all packed values."""
         try:
             yield
         except Exception as error:

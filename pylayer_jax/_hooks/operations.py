@@ -112,7 +112,10 @@ _PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, N
 
 
 class _Facts(NamedTuple):
-    """Properties of a jitted function. The first three are False unless it is small, as most functions of jax.numpy."""
+    """Properties of a jitted function.
+
+    The first three are True only for small functions, such as most functions of jax.numpy.
+    """
 
     is_view: bool  # all its equations are views, or have no tangent
     keeps_nothing: bool  # its vjp keeps no array
@@ -141,8 +144,8 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
     # The vjp of a division by a literal keeps only this literal. But a division alone is bound as a `HookedOperation`,
-    # since its result can be recomputed from its operand. So it counts as keeping nothing only beside a sum, as in
-    # `jnp.mean`.
+    # since its result can be recomputed from its operand. So a division counts as an operation that keeps nothing only
+    # if its function also has a sum, as `jnp.mean` has.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -181,8 +184,8 @@ class Operation(NamedTuple):
 class HookedOperation(RuleFunction):
     """An operation in a block, as a function whose derivative keeps packed residuals.
 
-    Further operands may follow those of the operation: values from outside the block, from which backward recomputes
-    operands that are not packed.
+    Further operands may follow the operands of the operation. These are values from outside the block, from which
+    backward recomputes operands that are not packed.
     """
 
     def __init__(
@@ -216,7 +219,10 @@ class HookedOperation(RuleFunction):
         return super().batch(axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return cotangents of the operands that are None. `jax.linear_transpose` of code with a block calls this."""
+        """Return one cotangent for each operand that is None in `args`.
+
+        `jax.linear_transpose` of code with a block calls this.
+        """
         missing = [x is None for x in args]
         types = [v.aval for v in self.jaxpr.invars]
         given = [full_cotangent(c, v.aval) for c, v in zip(cotangents, self.jaxpr.outvars, strict=True)]
@@ -267,7 +273,10 @@ class HookedOperation(RuleFunction):
 
 
 def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
-    """Return the origins by ids of operands. Prefer one with a name: eager `checkpoint_name` returns its operand."""
+    """Return the origins by ids of operands.
+
+    Of two origins of one array, prefer the one with a name: in eager mode, `checkpoint_name` returns its operand.
+    """
     pairs = sorted(zip(operands, origins, strict=False), key=lambda pair: bool(pair[1].name))
     return {id(x): origin for x, origin in pairs}
 
@@ -387,7 +396,7 @@ def _is_differentiated_twice(example: Any) -> bool:
 
 
 def _closes_over_ref(jaxpr: Any) -> bool:
-    """Return whether a jaxpr closes over a `jax.Ref`, which is then not an operand of the equation with this jaxpr."""
+    """Return whether a jaxpr closes over a `jax.Ref`. Such a Ref is no operand of the equation that holds the jaxpr."""
     return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
 
 
@@ -405,7 +414,7 @@ def _holds_block(jaxpr: Any) -> bool:
 
 
 class Place(enum.Enum):
-    """Where a value in a block was computed."""
+    """The place where a value was computed, relative to a block."""
 
     OUTSIDE = 0  # before the block; or a view of such a value
     CONSTANT = 1  # a concrete number; in staged code, any concrete array
@@ -413,7 +422,7 @@ class Place(enum.Enum):
 
 
 class ValueRecord(NamedTuple):
-    """The record that a `BlockTrace` has of a value."""
+    """What a `BlockTrace` knows about one value."""
 
     place: Place
     origin: Origin = Origin()
@@ -566,7 +575,7 @@ class BlockTrace(PassThroughTrace):
         return operation.bind(*args, jaxpr=as_parameter(hooked))
 
     def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
-        """Return the residuals of the operands that are not packed, and further operands, which these residuals read.
+        """Return the residuals of the operands that are not packed, and further operands that these residuals read.
 
         In the residuals, each array is replaced by its position among all operands. The keys are positions too.
         """
@@ -593,7 +602,7 @@ class BlockTrace(PassThroughTrace):
         return record
 
     def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
-        """Make `record` the record of the values, in outer blocks too."""
+        """Store `record` as the record of each of the values, also in the enclosing blocks."""
         if record != _OUTSIDE:
             for value in values:
                 self.records.put(value, record)
@@ -601,7 +610,10 @@ class BlockTrace(PassThroughTrace):
             self.outer.set_record(values, record)
 
     def _origin_of(self, operation: Operation) -> Origin:
-        """Return the origin of an operation's results. It has source information if a pair needs it."""
+        """Return the origin of an operation's results.
+
+        The origin has source information if the pair selects tensors by origin.
+        """
         return Origin(operation.name, source=self.entry and current(), block=self.entry)
 
     def _record_results(
@@ -627,8 +639,9 @@ _CONSTANT: Final = ValueRecord(Place.CONSTANT)
 def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord]) -> Place:
     """Return where the results of an operation were computed.
 
-    A view of values from outside is from outside too, even if the block computed its integer operands, such as the
-    start indices of `dynamic_slice`. The result of another operation on values from outside is computed in the block.
+    A view of a value from outside the block counts as computed outside. This holds even if the block computed an
+    integer operand of the view, such as the start indices of `dynamic_slice`. The result of any other operation on
+    values from outside counts as computed in the block.
     """
     places = [record.place for record in records]
     if all(place is Place.CONSTANT for place in places):

@@ -137,7 +137,7 @@ class Pair:
         return self.by_name is None and not self.steps
 
     def predicates(self) -> list[Any]:
-        """Return the predicates that decide about tensors, each once."""
+        """Return the distinct predicates `only` of the pair and of its steps."""
         steps = [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
         return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
 
@@ -162,7 +162,7 @@ _lock = threading.Lock()
 def key_of(value: Any) -> Any:
     """Return a key that only the same function, class or object has, and that does not keep this object alive.
 
-    A number is never given twice, so an object that gets the address of a deleted one has another key. An object that
+    A key is never reused, so a new object at the address of a deleted object has a key of its own. An object that
     allows no weak reference gets a new number each time.
     """
     if isinstance(value, types.MethodType):  # Python makes a new object each time that a method is read

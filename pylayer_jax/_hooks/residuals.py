@@ -1,4 +1,4 @@
-"""The residuals of one layer or operation: which of them backward recomputes, which are packed, and which stay.
+"""Decides for each residual of a layer or an operation whether it is packed, recomputed in backward, or kept as it is.
 
 The vjp of tanh computes 1 - y² in the forward pass and keeps it. In a block of `quantize_saved(8)`, for which
 `Pair.error_model` is `ErrorModel.ABSOLUTE`, `pack_residuals` keeps the values of `jnp.tanh(x @ w)` thus:
@@ -105,7 +105,7 @@ _Equations = dict[int, Equation]
 
 
 class _Condition(NamedTuple):
-    """A condition under which backward may recompute an operation's result from packed operands."""
+    """A condition under which backward may recompute the result of an operation from operands that were packed."""
 
     model: ErrorModel  # the least error model of the pair
     applies: Callable[[Equation, _Equations], bool] = lambda *_: True
@@ -136,7 +136,7 @@ def _keeps_rows(equation: Equation, _: _Equations) -> bool:
 
 
 def _with_a_number(equation: Equation, equations: _Equations) -> bool:
-    """Return whether one operand is a number, or has one number for each row along the last axis."""
+    """Return whether an operand is constant along its last axis: a scalar, or an array with one number per row."""
     candidates = equation.inputs[1:] if equation.name == "div" else equation.inputs
     return any(_is_constant_along_rows(x, equations) for x in candidates)
 
@@ -183,7 +183,7 @@ def is_number(value: Any) -> bool:
 
 
 def _is_larger(values: Sequence[Any], tensor: Any) -> bool:
-    """Return True if the total size of the values could exceed the size of the tensor."""
+    """Return whether the total size of `values` could exceed the size of `tensor`."""
 
     def n_bytes(aval: Any) -> int:
         return aval.size * aval.dtype.itemsize
@@ -198,7 +198,10 @@ def _is_larger(values: Sequence[Any], tensor: Any) -> bool:
 
 
 class Recomputed(NamedTuple):
-    """Function of a `Residual` that applies an operation of the forward pass again. It holds constant operands."""
+    """The function of a `Residual` whose tensor is recomputed: it applies one operation of the forward pass again.
+
+    It holds constant operands.
+    """
 
     primitive: Any
     params: dict[str, Any]
@@ -222,7 +225,8 @@ def recomputed(primitive: Any, params: dict[str, Any], operands: Sequence[Any], 
     return Residual(Recomputed(primitive, params, numbers, is_input), select(residuals, is_input))
 
 
-# A nested function that calls itself would be a reference cycle, and hold arrays longer than needed.
+# This is no nested function, since a nested function that calls itself is a reference cycle, and would keep arrays
+# alive.
 def fold(
     residual: Any, of_array: Callable[[Any], Any], of_residual: Callable[[Any, list[Any]], Any], done: dict[int, Any]
 ) -> Any:
@@ -239,7 +243,7 @@ def fold(
 
 
 def leaves_of(residual: Any) -> list[Any]:
-    """Return the arrays (or the positions in their place) from which a residual is restored, each once."""
+    """Return the distinct arrays from which a residual is restored, or the positions that replaced these arrays."""
     visited: dict[int, Any] = {}
     to_visit = [residual]
     while to_visit:
@@ -280,12 +284,15 @@ class PackedResiduals:
 
     @property
     def owners(self) -> list[int]:
-        """For each array (but for no mark), the index of the first tensor that is restored from this array."""
+        """For each array except the marks, the index of the first tensor that is restored from this array."""
         pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in leaves_of(residual)]
         return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
 
     def unpack(self, arrays: Sequence[Any], cotangents: Sequence[Any]) -> UnpackedTensors:
-        """Return the tensors, each unpacked when it is first read. In staged code, XLA first waits for `cotangents`."""
+        """Return the tensors, each unpacked when it is first read.
+
+        In staged code, XLA does not unpack a tensor before it has computed `cotangents`.
+        """
         return UnpackedTensors(self.residuals, arrays, cotangents)
 
 
@@ -328,7 +335,7 @@ class UnpackedTensors(Sequence[Any]):
         """Put arrays behind a barrier, so that XLA does not read them before it has the cotangents.
 
         Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-        XLA waits only if backward uses the cotangents that the barrier returns.
+        The barrier has this effect only if backward uses the cotangents that the barrier returns.
         """
         arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
@@ -348,7 +355,7 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 class _Remembered(NamedTuple):
-    """A pair's record of how a tensor was kept. It keeps no array and no result of a hook alive."""
+    """What a pair remembers about a tensor that was kept. It keeps no array and no result of a hook alive."""
 
     trace: Callable[[], Any]  # a tracer is valid only in the trace in which it was made
     owner: Callable[[], Any]  # the `PackedResiduals` of the layer or operation that kept the tensor
@@ -357,7 +364,7 @@ class _Remembered(NamedTuple):
 
 
 def _remember(known: _KnownResiduals, plan: _Plan, values: Iterable[Any], owner: PackedResiduals) -> None:
-    """Let the pair remember the residuals of these values, as far as they are known."""
+    """Store in the pair the residual of each of the `values` whose residual is known."""
     trace, done = weakref.ref(current_trace()), dict[int, Any]()
     index_of = {id(x): i for x, i in plan.packed}
     for x, residual in known.items(values):
@@ -402,7 +409,9 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 
 
 class Mark(RuleFunction):
-    """A function by which the report finds a tensor x that is kept. Its result is empty: f32[0,8,4] for f32[8,4].
+    """An identity-like function that marks a kept tensor x, so that the report finds x in the jaxpr.
+
+    Its result is empty: f32[0,8,4] for f32[8,4].
 
     JAX keeps the result as a residual, whose shape shows scans and `jax.vmap`: f32[3,0,8,4] for a scan of length 3.
     """
@@ -440,7 +449,7 @@ def pack_residuals(
     """Pack the tensors that a layer or an operation keeps. Each distinct tensor is kept once, in one way.
 
     `outputs` are the results of the layer or operation. If backward can compute an output from the residuals, the pair
-    remembers how, for a later operation that keeps this output.
+    stores this computation. Then a later operation that keeps this output packs nothing more.
 
     Returns:
         The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
@@ -486,7 +495,10 @@ class _KnownResiduals:
         return [(x, residual) for x, residual in pairs if residual is not None]
 
     def is_constant(self, value: Any) -> bool:
-        """Return whether a value is a number that is the same in all runs. An operand that is not kept may vary."""
+        """Return whether a value is a number that is the same in all runs.
+
+        An operand that is a number may differ between runs, unless it is kept.
+        """
         return is_number(value) and id(value) not in self._varying
 
     def input_of(self, operand: Any) -> Any:
@@ -499,7 +511,10 @@ class _KnownResiduals:
             self.put(e.value, recomputed(e.primitive, e.params, e.inputs, self.input_of))
 
     def put_equal(self, values: Sequence[Any], others: Sequence[Any]) -> None:
-        """Add `values`, which are equal to `others`: the outputs behind a barrier."""
+        """Give each of `values` the residual of the equal value in `others`.
+
+        The `values` are the outputs behind a barrier.
+        """
         self._found |= {id(x): self._found.get(id(other)) for x, other in zip(values, others, strict=True)}
 
     def _recalled(self, value: Any, index: int) -> Any:
@@ -539,7 +554,7 @@ def _plan(known: _KnownResiduals, tensors: Sequence[Any]) -> _Plan:
 def _derivation(
     known: _KnownResiduals, value: Any, is_given: Callable[[Any], bool]
 ) -> tuple[list[Any], list[Equation]]:
-    """Return values from which backward can recompute `value`, and the equations that do this, in their order.
+    """Return values from which backward can recompute `value`, and the equations that recompute it, in order.
 
     The walk back from `value` stops at constants, at values that are given, and at values that no recorded equation may
     recompute.
@@ -562,7 +577,7 @@ def _derivation(
 
 
 def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equation]:
-    """Return the equations by which backward can compute outputs from the known residuals, in their order."""
+    """Return the equations that compute outputs from known residuals, in order of evaluation."""
     equations: dict[int, Equation] = {}
 
     def is_given(x: Any) -> bool:
@@ -579,7 +594,7 @@ def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> l
     """Pack tensors as planned, and add all residuals of the plan to `known`. Return the outputs."""
     pair, owner, origin_of = known.packing.pair, known.packing.owner, known.packing.origin_of
     with hooks_suspended():
-        # jax.grad(f)(2.0) passes a number that is no array.
+        # `jax.grad(f)(2.0)` passes a Python number in place of an array.
         residuals = [pack_tensor(pair, as_arrays([x])[0], f"{owner} {i}", origin_of(x, i)) for x, i in plan.packed]
         residuals, outputs = _bound_together(residuals, outputs)
     for (x, _), residual in zip(plan.packed, residuals, strict=True):
@@ -604,7 +619,7 @@ def _bound_together(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[
 
 
 def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[Any]) -> list[Any]:
-    """Return residuals that no backward reads: marks for a report, and values by which JAX finds NaN and infinity."""
+    """Return residuals that backward does not read: marks for a report, and numbers by which JAX finds NaN."""
     if not (is_reported.value or is_nan_reported()):
         return []
     of_equations = {id(equation.value) for equation in plan.recomputed}
@@ -614,7 +629,10 @@ def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[An
 
 
 def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:
-    """Return the results of marks for these tensors, if a report is made. `recomputed`: ids of recomputed tensors."""
+    """Return the results of a `Mark` for each of these tensors, or nothing if no report is made.
+
+    `recomputed`: ids of recomputed tensors.
+    """
     if not is_reported.value:
         return []
     shown = {id(x): x for x in tensors if not _is_never_packed(x, is_staging())}.values()
@@ -622,11 +640,11 @@ def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]
 
 
 def _largest(tensors: Sequence[Any]) -> list[Any]:
-    """Return the largest absolute value of each traced tensor, for JAX to keep, if JAX reports NaN or infinity.
+    """Return the largest absolute value of each traced tensor, as residuals, if JAX is set to report NaN or infinity.
 
     JAX looks for NaN among the results of a program. Packed and recomputed tensors are not among these results, so JAX
-    would not report their NaN. With the largest value of each tensor as a further residual, JAX does. Backward reads
-    none of these values. tests: hooks/test_modes.py
+    would not report their NaN. JAX reports such a NaN if the largest value of each tensor is a further residual.
+    Backward reads none of these values. tests: hooks/test_modes.py
     """
     if not is_nan_reported():
         return []
@@ -637,7 +655,7 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
 def _is_never_packed(tensor: Any, is_program: bool) -> bool:
     """Return whether a value is never packed.
 
-    A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway. If they were
-    packed, XLA would evaluate the hooks on them while it compiles, for seconds.
+    A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway. If constants were
+    packed, XLA would evaluate the hooks on them while it compiles, which may take seconds.
     """
     return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (is_program and not is_tracer(tensor))

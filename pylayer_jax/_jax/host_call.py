@@ -4,12 +4,12 @@
     y:f32[3]   = host_call[name=Erf.forward] x
 
 NOTE [host calls]
-`io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, the copy needs a thread
-of the pool in which the callbacks run, so a program deadlocks if many callbacks with large arrays run at once: in jax
-0.10, `pure_callback` with arrays of 16 MiB on 4 devices. Therefore, on CPU, functions run in a `buffer_callback`, which
-reads an array in place. Other devices have separate threads for callbacks. `buffer_callback` does not support several
-devices, so a shard_map calls it on the first device and sends the results to the others. tests:
-devices/test_sharded_hooks.py
+`io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, this copy needs a
+thread of the same pool that runs the callbacks. So a program deadlocks if many callbacks with large arrays run at once.
+In jax 0.10, `pure_callback` with arrays of 16 MiB on 4 devices does so. Therefore, on CPU, functions run in a
+`buffer_callback`, which reads an array in place. Other devices have separate threads for callbacks. `buffer_callback`
+does not support several devices, so a shard_map calls it on the first device and sends the results to the others.
+tests: devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequenc
         return host_call_p.bind(*merge(is_batched, xs, args), payload=function)
 
     if is_staging():
-        # JAX may evaluate the staged code in eager mode later. It would then keep the compiled program of `jax.lax.map`
-        # forever, but drops that of a jitted function together with the function.
+        # JAX may evaluate the staged code in eager mode later. JAX would then keep the compiled program of a
+        # `jax.lax.map` forever. It drops the program of a jitted function together with the function.
         values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
     else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with the function and all objects that it holds
         results = [one([x[i] for x in batches]) for i in range(axis.size)]

@@ -65,7 +65,7 @@ def stage(
 
 
 def jaxpr_and_consts(parameter: Any) -> tuple[Any, Sequence[Any]]:
-    """Return the jaxpr and the constants of one parameter of an equation."""
+    """Return the jaxpr that a parameter of an equation holds, and its constants."""
     return getattr(parameter, "jaxpr", parameter), parameter.consts  # since jax 0.12, `Jaxpr` and `ClosedJaxpr` are one
 
 
@@ -83,7 +83,7 @@ def is_inlinable(params: dict[str, Any]) -> bool:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return the number of constants of a scan (its first operands) and of carried values (its next operands)."""
+    """Return how many of a scan's first operands are constants, and how many of the next are carried values."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
@@ -202,7 +202,7 @@ def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> s
 
 
 def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
-    """Return the equations that compute wanted variables from known ones, in order, and all variables read."""
+    """Return the equations that compute `wanted` variables from `known` ones, and the set of variables they read."""
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
@@ -263,7 +263,7 @@ _SCOPE: Final = re.compile(r"[^/()]+(?=[/)]|$)")  # the scopes of "jvp(Attention
 
 
 def _frames(source: Any) -> list[re.Match[str]]:
-    """Return the frames of user code, outermost first. JAX leaves out its own frames and those of this package."""
+    """Return the frames of user code, outermost first. JAX leaves out frames of its own code and of this package."""
     lines = summarize(source, num_frames=1000).splitlines()
     return [match for match in map(_FRAME.fullmatch, lines) if match]
 

@@ -39,9 +39,11 @@ class NotLinearError(TypeError):
 
 
 def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
-    """Return why a jaxpr may not be linear in the inputs of the mask. Return an empty string after a proof.
+    """Return the reason why a jaxpr may be nonlinear in the inputs that the mask selects.
 
-    `consts` has the values of the first inputs. A value is None if it is not known.
+    Return an empty string after a proof.
+
+    `consts` has the values of the first inputs. Each value is None if it is unknown.
     """
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
@@ -132,7 +134,7 @@ def _linear_in(positions: Sequence[int]) -> Rule:
 
 
 def _each(equation: Any, operands: list[Kind]) -> list[Kind]:
-    """Return the kinds of the operands, since each result is the operand at the same position."""
+    """Return the kinds of the operands as kinds of the results: each result is the operand at the same position."""
     del equation
     return operands
 

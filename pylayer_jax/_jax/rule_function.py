@@ -2,9 +2,9 @@
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
 tangents. If the rule applies the same `RuleFunction` to its primals, JAX uses the rule again when it differentiates the
-result. A rule computes tangents by a `LinearMap`. This has two Python functions, which JAX calls only when it needs
-them: `evaluate` in forward mode, and `transpose` in reverse mode. This is the jaxpr of a layer that saves its output;
-the `transpose` of its linear map calls `backward`:
+result. A rule computes tangents by a `LinearMap`. A `LinearMap` has two Python functions, which JAX calls only when it
+needs them: `evaluate` in forward mode, and `transpose` in reverse mode. This is the jaxpr of a layer that saves its
+output. The `transpose` of its linear map calls `backward`:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
@@ -240,7 +240,7 @@ Values = list[Any]
 
 
 class RuleFunction:
-    """A function of arrays with a rule for its derivative. It holds no array, and equations compare it by identity."""
+    """A function of arrays with a rule for its derivative. An instance holds no array, and is equal only to itself."""
 
     name: str  # the name in jaxprs and errors
     jaxpr: Any = None  # None if `run` is not staged: in eager mode, `run` then gets concrete values
@@ -259,7 +259,7 @@ class RuleFunction:
         return [True] * len(self.jaxpr.invars)
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-        """Return a function of the results in the mask `used`, and a mask of the operands that it reads.
+        """Return a function that computes only the results in the mask `used`, and a mask of the operands it reads.
 
         If JAX may not divide this function, return this function itself.
         """
@@ -282,7 +282,10 @@ class RuleFunction:
         raise NotImplementedError
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return cotangents of the operands that are None; the function has to be linear in these operands."""
+        """Return one cotangent for each operand that is None in `args`.
+
+        The function has to be linear in these operands.
+        """
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def transpose_code(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
@@ -452,7 +455,7 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 class LinearMap:
-    """A linear map of tangents that depends on residuals. It holds no array, and equations compare it by identity."""
+    """A linear map of tangents that depends on residuals. An instance holds no array, and is equal only to itself."""
 
     name: str
     n_residuals: int
@@ -515,7 +518,8 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
             return _evaluate_linear(linear, *merge(nonzero, moving, primals))
 
         return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
-    # The map is linear in its tangents. Bind the map again for their tangents, so that reverse mode can transpose it.
+    # The map is linear in its tangents. Bind the linear map again for the tangents of the tangents, so that reverse
+    # mode can transpose it.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
     return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
@@ -564,8 +568,8 @@ _WAIT = "wait"  # a barrier that keeps operands whose results are not used
 class Identity(RuleFunction):
     """A function that returns its operands unchanged, and affects only how JAX or XLA transforms code.
 
-    If JAX has to transpose it for some operands only, `_partial_eval` makes an identity of these operands alone. If
-    `error` is given, the derivative of the function raises the exception that `error` makes.
+    If JAX transposes an identity with respect to some of its operands, `_partial_eval` makes an identity of these
+    alone. If `error` is given, the derivative of the function raises the exception that `error` makes.
     """
 
     # JAX looks into the jaxprs among the parameters of an equation several times while it lowers a program. To save
@@ -604,7 +608,7 @@ class Identity(RuleFunction):
             return args
         if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
             return super().lower(context, args)
-        # JAX's lowering of a jaxpr with this one equation takes ten times as many calls.
+        # To lower a jaxpr with this one equation, JAX would make ten times as many Python calls.
         values = stablehlo.OptimizationBarrierOp(args).results
         if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
             return values
@@ -637,8 +641,8 @@ partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
 def barrier(values: Sequence[Any], waits: bool = False) -> Values:
     """Return the values behind a barrier. XLA uses no value before all are computed, and optimizes nothing across it.
 
-    If `waits`, XLA waits also for values whose results are not used. Otherwise JAX may drop these values.
-    tests: `test_memory_of_a_compiled_step` in hooks/test_packers.py
+    If `waits` is True, XLA also waits for values whose results are unused. Otherwise JAX may drop these values. tests:
+    `test_memory_of_a_compiled_step` in hooks/test_packers.py
 
     In jax 0.10, the JVP rule of `jax.lax.optimization_barrier` puts all tangents behind a second barrier, and makes
     arrays of zeros for the tangents that are zero. The rule of an `Identity` passes the tangents on.
@@ -693,7 +697,10 @@ def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
 
 
 def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
-    """Return the outputs of a function, batched under `jax.vmap` as those of a `RuleFunction` of these operands are."""
+    """Return the outputs of a function.
+
+    Under `jax.vmap`, they are batched like the outputs of a `RuleFunction` of the operands.
+    """
     values = [*operands, *outputs]
     return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)
 
@@ -757,7 +764,7 @@ def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any
 
 
 def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
-    """Divide an equation, as rules of `partial_eval_jaxpr_custom_rules` do.
+    """Divide an equation into a known and an unknown part. This is a rule of `partial_eval_jaxpr_custom_rules`.
 
     Returns:
         The equation of the forward pass, the equation of the backward pass, two masks of the results (known only in the
@@ -789,7 +796,7 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
 
 
 def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any, jaxpr: Any) -> Any:
-    """Divide an equation of the same code in a jitted function, by JAX's own rule."""
+    """Divide an equation that applies the same code as a jitted function, by JAX's rule for jitted functions."""
     with equation.ctx.manager, jax.disable_jit(False):
         jitted = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
         outer, _, _ = stage(lambda *args: (jitted(*args), None), [v.aval for v in equation.invars], "jit")
@@ -821,7 +828,7 @@ partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drop the results that are not `used`, as `partial_eval.dce_rules` do.
+    """Remove the results that are not in the mask `used` from an equation. This is a rule of `partial_eval.dce_rules`.
 
     Returns:
         A mask of the operands that the smaller equation uses, and this equation, or None if no code is left.

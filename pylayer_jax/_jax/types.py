@@ -44,7 +44,7 @@ def is_nan_reported() -> bool:
 
 
 def unchecked(function: F) -> F:
-    """Return `function` without JAX's checks for NaN and infinity, so that only the user's own code has them."""
+    """Return a copy of `function` that runs without JAX's checks for NaN and infinity, which are for user code."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:

@@ -404,7 +404,8 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
         value, moved, whole = values[j], direction != 0, largest(values[j])
         half_steps = [(max(options.least_size, largest(value[moved])) or whole or 1.0) * direction]
         if options.step is None and whole:
-            # The function may change on a scale of 1, of the largest entry, or of each entry: try all three.
+            # The best step size is unknown: it may be relative to 1, to the largest entry, or to each entry. Therefore
+            # try all three.
             own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
             half_steps += [whole * direction] if whole < 0.1 else []
             smallest = np.min(own, where=moved, initial=whole)
@@ -515,7 +516,7 @@ def _why_not_defined(subject: Subject) -> str:
 
 
 def _jvp(subject: Subject, function: TensorFunction, tangents: Sequence[Any]) -> list[Any]:
-    """Return J t, where J is the Jacobian of `function` at its values and t are the tangents."""
+    """Return J t, where J is the Jacobian of `function` at the arguments and t is `tangents`."""
     outputs = function.selected(subject.cotangents)
     return list(jax.jvp(outputs, tuple(function.values), tuple(tangents))[1].values())
 
