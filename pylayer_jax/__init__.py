@@ -27,7 +27,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the submodule `packers` or `testing` at its first use."""
+    """Import the submodule `packers` or `testing` when code first reads this attribute of the package."""
     if name in ("packers", "testing"):
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

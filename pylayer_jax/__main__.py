@@ -68,7 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _main_without_traceback() -> int:
-    # If Ctrl-C raised a KeyboardInterrupt while JAX compiles, C++ would swallow it. So the signal handler exits.
+    # If Ctrl-C raised a KeyboardInterrupt while JAX compiles, the C++ code of JAX would swallow it. So the signal
+    # handler exits.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _exit_after_interrupt)
     try:

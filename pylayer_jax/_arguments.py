@@ -36,8 +36,8 @@ class Arguments:
         arguments.names()   # ['x', 'params']
         len(tensors)        # 3
 
-    An instance is part of a treedef, which JAX may cache; therefore an instance holds no array. A `jax.Ref` counts as
-    a tensor.
+    JAX may cache a treedef, and an instance is part of a treedef. Therefore an instance holds no array. A `jax.Ref`
+    counts as a tensor.
     """
 
     __slots__ = ("arguments", "is_plain", "layer", "n_positional", "ref_mask", "types")
@@ -174,7 +174,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
 
 
 def call_of_apply(layer: Any) -> str:
-    """Return the call of the layer as error messages show it, e.g. `Tanh.apply(x)`."""
+    """Return the text by which error messages show the call of a layer, e.g. `Tanh.apply(x)`."""
     parameters = list(_declared(layer).signature.parameters.values())
     shown = [str(p.replace(annotation=p.empty)) for i, p in enumerate(parameters) if i or p.kind is p.VAR_POSITIONAL]
     return f"{layer.__qualname__}.apply({', '.join(shown)})"

@@ -83,7 +83,7 @@ class LayerCall:
     def run_forward(
         self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
     ) -> ForwardResult:
-        """Run `self.layer.forward`, or the argument `forward` in its place, and collect the residuals.
+        """Run `self.layer.forward`, or the argument `forward` if it is given, and collect the residuals.
 
         `needs` has one bool per tensor; `ctx.needs_input_grad` is made from `needs` and has one bool per argument.
         """
@@ -168,7 +168,7 @@ class LayerCall:
             raise self.closed_over_error("backward")
 
     def warn_of_integer_outputs(self, kept: SavedContext, needs: Sequence[bool]) -> None:
-        """Warn if a differentiated layer has only integer outputs; `needs` has one bool per tensor."""
+        """Warn if a layer that JAX differentiates has only integer outputs. `needs` has one bool per tensor."""
         warn_of_integer_outputs(self.layer, kept.outputs, self.arguments, needs)
 
     # -- backward --------------------------------------------------------------------------------------
@@ -263,9 +263,9 @@ class LayerCall:
         Raise an error if this method uses a leaked tracer.
 
         `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX treats such a
-        tracer as a constant, and fails when it lowers the program, with an error that does not name the layer.
-        Therefore, if the context has such objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose
-        constants are checked. tests: contract/test_context.py
+        tracer as a constant. Then lowering the program fails with an error that does not name the layer. Therefore, if
+        the context has such objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose constants are
+        checked. tests: contract/test_context.py
         """
         __tracebackhide__ = True
         try:

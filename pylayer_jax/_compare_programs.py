@@ -6,8 +6,8 @@
 
 The table is made in three steps:
 
-1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. A program that fails, or
-   returns no scalar, fails here, before XLA spends minutes on the others.
+1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. If a program fails or
+   returns no scalar, the error comes here, before XLA spends minutes on the others.
 2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA reports the memory of
    each gradient, and its number of operations.
 3. The compiled gradients run, once for the errors, and then in turn for the times.

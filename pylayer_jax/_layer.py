@@ -1,4 +1,7 @@
-"""Defines `PyLayer`, its `apply` and `once_differentiable`. `_route` chooses the function that JAX sees for a call."""
+"""Defines `PyLayer`, its `apply` and `once_differentiable`.
+
+The function `_route` chooses how JAX sees a call: as a custom_vjp function, or as a `RuleFunction`.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ def check_declarations(layer: Any) -> None:
     """
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # "hosts" has a similarity of only 0.89 to "host", and may be an attribute of the user's own. Therefore a name
-        # that is this dissimilar counts as misspelled only if its value is one that the flag `host` takes.
+        # The similarity of "hosts" and "host" is only 0.89, and `hosts` may be an attribute of the user. Therefore such
+        # a name counts as a misspelled `host` only if its value is a valid value of `host`.
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -95,7 +98,7 @@ def once_differentiable(backward: Method) -> Method:
         ...     print("no second derivative")
         no second derivative
 
-    Use the decorator for a `backward` in host code, or for a `backward` whose derivative would be wrong.
+    Use this decorator if `backward` is host code, or if the derivative of the code of `backward` would be wrong.
 
     Raises:
         RuntimeError: if a second derivative goes through the decorated `backward`.
@@ -319,7 +322,7 @@ class PyLayer:
     @Apply
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer. The arguments are the arguments of `forward` without the context.
+        """Run the layer. The method `apply` takes the arguments of `forward`, except the context.
 
         An argument may be any pytree of arrays and other values. Gradients follow the parameter order of `forward`,
         also if the call passes keywords in another order. An argument that is a `jax.Ref` has no gradient; `forward`
@@ -364,7 +367,7 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     assert call.outputs is not None
     if call.block is not None:
         _hooks.mark_as_computed(values, call.block)
-    # Remove the tangents that a custom_vjp function makes for outputs that are marked non-differentiable.
+    # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
     values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
     return call.outputs.skeleton.fill(values)
 
@@ -422,6 +425,6 @@ def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
     if is_deferred:
-        # Raise the error when JAX differentiates the call. The results of these reads of the Ref are unused, so the
-        # compiled program does not contain them.
+        # The error is raised when JAX differentiates the call. The values read from the Refs are unused, so the
+        # compiled program does not contain these reads.
         forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

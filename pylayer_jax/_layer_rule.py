@@ -15,14 +15,14 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
             tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
 Each residual is an entry of [x, y, intermediates]. A saved input has the derivative of the input, even if `forward`
-also returns this input. A saved output has the derivative given by the rule; if `forward` returns one array twice, the
-last position has the rule. An output that is marked non-differentiable is a constant. Any other saved tensor is an
+also returns this input. A saved output has the derivative that the rule defines. If `forward` returns one array twice,
+the last position has the rule. An output that is marked non-differentiable is a constant. Any other saved tensor is an
 intermediate: its derivative is the derivative of the equations that compute the tensor.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
-`forward` is not staged, and sees concrete values. The custom_vjp function is not used where JAX allows none: for a
-class with forward mode, within a `backward` (which JAX may transpose), and in the other cases of `_route` in
-`_layer.py`.
+`forward` is not staged, and sees concrete values. No custom_vjp function is used where JAX does not allow one: for a
+class with forward mode, within a `backward` (which JAX may transpose), and in the other cases that `_route` in
+`_layer.py` lists.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ Values = list[Any]
 
 
 class LayerMap(LinearMap):
-    """The derivative of a layer: residuals, tangents of inputs in mask `needs` -> tangents of differentiable outputs.
+    """The derivative of a layer, which maps residuals and tangents of the inputs to tangents of the outputs.
 
     Let B be the pullback (the layer's `backward`, linear in the cotangents c), and r the residuals. The map is the
     transpose of B,
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
 
-    or the `jvp` of the class, if the class defines `jvp`. Reverse mode transposes the map, which gives B again. Thus
+    or the `jvp` of the class, if the class defines `jvp`. Reverse mode transposes B^T, which gives B again. Thus
     reverse mode just calls `backward`, which need not be linear. Only forward mode evaluates B^T, and needs a linear B.
     """
 
@@ -126,7 +126,7 @@ class LayerMap(LinearMap):
             args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            # Without forward mode, this is a second derivative, and the error about second derivatives has priority.
+            # If the class has no forward mode, this code is part of a second derivative, whose own error has priority.
             if not self.call.layer.forward_mode:
                 self.check_derivative()
             if getattr(error, "__notes__", None):  # a method of the user raised the error
@@ -142,7 +142,8 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # Without this check there would be no error: JAX transposes the `backward` inside @once_differentiable.
+        # Without this check, no error would be raised: JAX would transpose the code of a `backward` with
+        # @once_differentiable.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -167,11 +168,11 @@ class _Unpacked(Sequence[Any]):
 
 
 class CodeMap(LinearMap):
-    """The derivative of part of a jaxpr: values of the variables `given`, nonzero tangents -> tangents of `wanted`.
+    """The derivative of a part of a jaxpr, which maps values and tangents of variables to tangents of other variables.
 
-    The map is the derivative of the saved tensors that are neither inputs nor outputs of `forward`. `evaluate` calls
-    `jax.jvp`, and `transpose` calls `jax.vjp`, so code that has only one of these modes works in this mode. A first
-    derivative calls neither method.
+    This map computes the tangents of saved tensors that are neither inputs nor outputs of `forward`. `evaluate` calls
+    `jax.jvp`, and `transpose` calls `jax.vjp`. So code that has only forward mode, or only reverse mode, works in this
+    mode. A first derivative calls neither method.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
@@ -211,7 +212,7 @@ class CodeMap(LinearMap):
 
 
 class StagedLayer(RuleFunction):
-    """`forward` as a jaxpr with the derivative of the class: consts, inputs -> outputs, intermediates."""
+    """The jaxpr of `forward`, with the derivative that the class defines: consts, inputs -> outputs, intermediates."""
 
     def __init__(
         self, call: LayerCall, jaxpr: Any, n_consts: int, kept: SavedContext, positions: list[int], unnamed: Any
@@ -220,8 +221,8 @@ class StagedLayer(RuleFunction):
         self.name = call.name
         self.without_packing: StagedLayer | None = None  # if this function packs: the same function, which does not
         self.n_outputs = len(kept.outputs.types)
-        # `with_rule`: the outputs whose tangents come from the rule. The tangent of an intermediate that is computed
-        # from such an output depends on the output's tangent.
+        # The list `with_rule` has the outputs whose tangents come from the rule. If an intermediate is computed from
+        # such an output, its tangent depends on the tangent of the output.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
         inputs = set(jaxpr.invars)
@@ -232,7 +233,10 @@ class StagedLayer(RuleFunction):
 
     @property
     def outputs_jaxpr(self) -> Any:
-        """The part of the jaxpr that computes the outputs, without intermediates and the names of `saved_names`."""
+        """The part of the jaxpr that computes the outputs.
+
+        It has no intermediates, and none of the names of `saved_names`.
+        """
         if not self.intermediates:
             return self._unnamed
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
@@ -392,7 +396,7 @@ def _stage_forward(
 
 
 def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positions: Sequence[int]) -> dict[Any, str]:
-    """Map each variable that `forward` computes, and saves under a name, to this name."""
+    """Return a dict from each variable that `forward` computes and saves under a name, to this name."""
     if call.layer._has_vmap_method():
         return {}
     names = _checkpoint_names(call, kept, len(positions))[: kept.n_saved]
@@ -404,9 +408,9 @@ def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positio
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
-    """Return a dict from the index of an output to the mesh axes over which the output has to vary, but does not.
+    """Return a dict from the index of an output to the mesh axes over which the output does not vary, but has to.
 
-    Within a shard_map, JAX sums the cotangent of an output that does not vary over an axis, over the devices along this
+    Within a shard_map, if an output does not vary over a mesh axis, JAX sums its cotangent over the devices along this
     axis. `backward` would then compute the gradients of varying inputs from the sum: see NOTE [all outputs are batched]
     in `_jax/rule_function.py`. Therefore an output is made to vary over an axis if some inputs vary over it and the
     output depends on none of these. An output that depends on such inputs, and that `forward` reduced over the axis,
@@ -425,7 +429,7 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
 
 
 class EagerLayer(RuleFunction):
-    """A layer in eager mode, as a function inputs -> outputs without a custom_vjp: `forward` sees concrete values."""
+    """A layer in eager mode, as a function from inputs to outputs. `forward` sees concrete values."""
 
     def __init__(self, call: LayerCall) -> None:
         self.call, self.name = call, call.name
@@ -455,8 +459,8 @@ class EagerLayer(RuleFunction):
             return call.run_on_values(primals, needs)
         splits = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
         if splits and not any(map(is_differentiated, primals)):
-            # `forward` may be host code, which only the `vmap` of the class can batch. Compute the outputs with `vmap`;
-            # then `setup_context` saves the values for `backward`, from inputs and outputs.
+            # `forward` may be host code, which only the `vmap` of the class can batch. So compute the outputs with
+            # `vmap`. Then `setup_context` saves values for `backward`, from the inputs and the outputs.
             values = apply(self, primals)
             assert call.outputs is not None
             output = call.outputs.skeleton.fill(values)
@@ -474,7 +478,7 @@ class EagerLayer(RuleFunction):
 
 
 class EagerBatch(UnstagedBatch):
-    """A batched `EagerLayer`, which the `vmap` of the class runs on concrete values; or a batch of such batches."""
+    """A batched `EagerLayer`, or a batch of such batches. The `vmap` of the class runs on concrete values."""
 
     inner: EagerLayer | EagerBatch
 
@@ -498,7 +502,7 @@ class EagerBatch(UnstagedBatch):
 def _outputs_and_tangents(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], tangents: Sequence[Any], packs: bool
 ) -> tuple[Values, Values]:
-    """Return the outputs of a run, and the tangents of the outputs, from the tangents of the inputs."""
+    """Return the outputs of a run of `forward`, and their tangents, computed from the tangents of the inputs."""
     __tracebackhide__ = True
     needs = [t is not None for t in tangents]
     linear, outputs, residuals = differentiated(call, run, inputs, needs, packs)
@@ -532,7 +536,7 @@ def differentiated(
 
 
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
-    """Return the name of each residual for the policies of `jax.checkpoint`, from `saved_names`, or an empty string."""
+    """Return the name of each residual for policies of `jax.checkpoint`, as `saved_names` gives it, or ""."""
     given, layer = call.layer.saved_names, call.layer.__name__
     if not given:
         return [""] * n_tensors
@@ -546,7 +550,7 @@ def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> li
 
 
 def _named(names: Sequence[str], owners: Sequence[int], residuals: Values, outputs: Values) -> tuple[Values, Values]:
-    """Return residuals and outputs, with named residuals for the policies of `jax.checkpoint`."""
+    """Return residuals and outputs. Policies of `jax.checkpoint` see the residuals under their names."""
     named = list(residuals)
     for i, owner in enumerate(owners):
         if names[owner] and is_tracer(residuals[i]):

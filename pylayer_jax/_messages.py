@@ -1,4 +1,4 @@
-"""Makes the texts of errors: values, counts, source lines, notes and hints. Defines error classes.
+"""Makes the parts of error messages: texts of values, counts and source lines, notes, and hints. Defines error classes.
 
 This module also lists the variables that a function closes over.
 """
@@ -47,7 +47,7 @@ def innermost(function: Any) -> Any:
 def closed_over(function: Any) -> dict[str, Any]:
     """Return the names and values of the variables that `innermost(function)` closes over.
 
-    The default values of its parameters, and the arguments that a `functools.partial` binds, count as closed over.
+    Default values of parameters, and arguments that a `functools.partial` binds, count as closed-over values.
     """
     values: dict[str, Any] = {}
     inner: Any = innermost(function)
@@ -116,7 +116,8 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
 # -- hints -----------------------------------------------------------------------------------------------------
 
 
-# The most used names of torch and Paddle. Each line has names, a colon, and the same operation written in JAX.
+# The table lists the most used names of torch and Paddle. Each line has names, a colon, and code in JAX that does the
+# same.
 _TABLE: Final = """
 numel nelement: x.size
 dim ndimension: x.ndim
@@ -269,7 +270,10 @@ class HostBackwardError(OnceDifferentiableError):
 
 
 def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
-    """Return the second-derivative error of a class whose `backward` has no derivative, None for other classes."""
+    """Return the error for a second derivative of a class whose `backward` has no derivative.
+
+    Return None for other classes.
+    """
     has_none = hasattr(layer.backward, "second_derivative_error") or layer.host is True
     return second_derivative_error(layer) if has_none else None
 

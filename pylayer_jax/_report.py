@@ -9,7 +9,7 @@ The second half of this module finds the origin of each value in a jaxpr, also i
             in (e, e) } ] a
       in (c,) }
 
-For this jaxpr, `outputs_of` returns the `Value` of c, whose `part` is the `Value` of e.
+For this jaxpr, `outputs_of` returns the `Value` of c. The attribute `part` of this value is the `Value` of e.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SavedTensorsReport:
 
     @property
     def recomputed_bytes(self) -> int:
-        """The size of the tensors that are not kept, since backward computes them again from other tensors."""
+        """The number of bytes in tensors that are not kept, because backward computes them again from other tensors."""
         return sum(r.bytes for r in self.rows if r.is_recomputed)
 
     @property
@@ -164,10 +164,10 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     A row is one residual, or several residuals that differ only in their values. A residual is a tensor that a layer
     saves, a result of a plain operation, or an input of `fun`, which exists anyway. Hooks use the same names: a
     predicate `only` gets them in `info`, and `by_name` takes them as keys. The largest rows come first, and inputs come
-    last. A tensor that several layers save has one row. Under hooks, a tensor that backward computes again has a row of
-    0 packed bytes. Sizes are those of whole arrays on all devices. For a tensor that hooks with `host=True` packed, a
-    row of the report counts the 4 bytes of its token. `fun` is traced twice, once without hooks, for
-    `total_unpacked_bytes`.
+    last. If several layers save one tensor, the tensor has one row. Under hooks, a tensor that backward computes again
+    has a row of 0 packed bytes. The size of an array is that of the whole array, on all devices. For a tensor that
+    hooks with `host=True` packed, a row of the report counts the 4 bytes of its token. JAX traces `fun` twice: the
+    second time without hooks, to compute `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -203,8 +203,8 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def _rows(values: Iterable[Value]) -> list[SavedTensor]:
-    """Return the rows of residuals: equal rows as one with a count, the largest first, and inputs last."""
-    # Leave out residuals of size 0, whose length is the number of a run: see NOTE [several runs] in _custom_vjp.py.
+    """Return one row per group of equal residuals. The largest rows come first, and inputs come last."""
+    # Leave out residuals of size 0, which only encode the number of a run: see NOTE [several runs] in _custom_vjp.py.
     kept = [value for value in values if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to [tensor] if it is not packed
     for array in kept:
@@ -249,8 +249,8 @@ def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
     """Return the row of a tensor that is packed as `arrays`."""
     is_packed, is_from_input = arrays != [tensor], tensor.kind == "input"
     one, times = tensor.innermost()
-    # The row counts a packed tensor once per iteration that packs it, and adds the shards that devices pack. It counts
-    # an unpacked tensor once per copy that JAX keeps.
+    # The row counts a packed tensor once per iteration that packs it, and adds the shards that devices pack. The row
+    # counts an unpacked tensor once per copy that JAX keeps.
     parts = [(a, *a.innermost()) for a in arrays if a is not tensor]
     layer, name, equations = (*tensor.savers, ("", tensor.name, tensor.equations))[0]
     is_input = is_from_input and tensor.part is None and not is_packed
@@ -330,9 +330,11 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> l
     return read(jaxpr.outvars)
 
 
-# The results of these primitives equal their operands. If both are residuals, JAX keeps two copies.
+# The results of these primitives equal their operands. If both an operand and its equal result are residuals, JAX keeps
+# two copies.
 _IDENTITIES = frozenset(("name", "optimization_barrier", "pcast", "pvary", "reduce_precision", "stop_gradient"))
-# A `cond` returns the residuals of all branches. Each branch makes those of the other branches by these primitives.
+# A `cond` returns the residuals of all branches. By these primitives, each branch makes the residuals of the other
+# branches.
 _FILLED = ("broadcast_in_dim", "empty2")
 
 
@@ -340,7 +342,8 @@ def _results(equations: Equations, operands: list[Value]) -> list[Value]:
     equation = equations[-1]
     name, inner = equation.primitive.name, inner_jaxprs(equation.params)
     in_hook = any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations)
-    # A pack hook may also read constants and the index of the device: the tensor is its largest other operand.
+    # A pack hook may also read constants and the index of the device. So the packed tensor is the largest of the other
+    # operands.
     tensors = [v.tensor or v for v in operands] if in_hook else []
     tensor = max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=None)
     kind = "constant" if in_hook else "operation"
@@ -388,7 +391,10 @@ def _shapes(*values: Sequence[Any]) -> list[Any]:
 
 
 def _note_savers(equations: Equations, operands: list[Value], results: list[Value]) -> bool:
-    """Add the layer that the last equation applies to `savers` of each residual. Return False if it applies none."""
+    """Add the layer that the last equation applies to the `savers` of each residual of this equation.
+
+    Return False if it applies none.
+    """
     function, operands, values = _unwrapped(equations[-1], operands, results)
     if not isinstance(function, StagedLayer):
         return False

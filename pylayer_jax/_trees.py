@@ -65,7 +65,7 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        """True unless the tree is a single leaf. None and an empty list count as containers too."""
+        """Whether the tree is more than a single leaf. None and an empty list count as containers too."""
         return self.treedef.num_nodes > 1 or type(self.leaves[0] if self.leaves else ()) in (_Dict, tuple)
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
@@ -150,7 +150,7 @@ class Skeleton:
 
 
 class _Dict:
-    """A dict as a leaf of a skeleton. The keys keep their order and need not be sortable."""
+    """A dict as a leaf of a skeleton. The keys of the dict keep their order, and need not be sortable."""
 
     __slots__ = ("children", "keys", "like")
 
@@ -223,7 +223,7 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
 def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:
     """Return whether two trees, each as returned by `split`, have different leaves or different nodes.
 
-    Leaves are compared by identity, so that the content of arrays is not read.
+    The leaves are compared by identity, so no array is read.
     """
     leaves = [[*tensors, *skeleton.statics()] for tensors, skeleton in (before, after)]
     same = len(leaves[0]) == len(leaves[1]) and all(a is b for a, b in zip(*leaves, strict=True))

@@ -105,8 +105,8 @@ class _OnHost(NamedTuple):
     placed: bool  # True for traced and committed arrays, which are restored by a transfer instead of by NumPy
 
     def restored(self) -> Any:
-        # A transfer would commit an array that was not committed to a device. For such an array return a NumPy array,
-        # from which JAX makes an uncommitted array.
+        # A transfer would commit an array that was not committed to a device. Therefore return a NumPy array for an
+        # uncommitted array. JAX makes an uncommitted array from it.
         return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 
@@ -178,14 +178,14 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> report.total_unpacked_bytes, report.total_bytes
         (4096, 1088)
 
-    If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where
-    s = (b - a) / (2^bits - 2). This is uniform quantization by group (Chen et al., "ActNN", 2021). Packing changes
+    If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where s
+    = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Packing changes
     a value by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors of at most 4 machine
     epsilons of the largest value of the block. If b - a is less than 2^bits times the smallest normal number, each
     finite value of the block is unpacked as a. Infinities and NaN are unpacked as NaN, and do not affect other values.
 
-    The blocks divide the last axis of each shard evenly, so packing needs no padding and no communication. A tensor
-    that would not become smaller, such as a tensor with a very short last axis, is not packed.
+    The blocks divide the last axis of each shard evenly, so packing needs no padding and no communication. A tensor is
+    not packed if packing would not make it smaller, as for a very short last axis.
 
     Args:
         bits: the number of bits per value, 8 or 4.
@@ -283,7 +283,10 @@ class _Bits(NamedTuple):
 
 
 def _pack_bits(x: Any) -> Any:
-    """Pack 8 bools into a byte along the last axis whose length in a shard is a multiple of 8; else return `x`."""
+    """Pack 8 bools into a byte, along the last axis with a length that is a multiple of 8 in each shard.
+
+    Return `x` itself if no axis has such a length.
+    """
     for axis in reversed(range(x.ndim)):
         length = x.shape[axis]
         if isinstance(length, int) and length and (length // shard_counts(x)[axis]) % 8 == 0:
@@ -293,7 +296,7 @@ def _pack_bits(x: Any) -> Any:
 
 
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return `x`, and the numbers from 0 to 7 in a shape that broadcasts along `axis` of `x`."""
+    """Return `x`, and an array of the numbers from 0 to 7 that broadcasts along `axis` of `x`."""
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
 
@@ -378,7 +381,8 @@ def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     def finite_or(value: jax.Array, end: float) -> jax.Array:
         return jnp.where(jnp.isfinite(value), value, end)
 
-    # With two reductions, XLA would compute and keep the operand twice. So this is one reduction with two results.
+    # For two separate reductions, XLA would compute and keep the operand twice. Therefore one reduction computes both
+    # results.
     return jax.lax.reduce(
         (x, x),
         (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
@@ -404,7 +408,8 @@ def _dequantize(
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
     x = values.astype(low.dtype)
     half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
-    # A rounding error could lead out of the range of the block, and make a positive value negative. Therefore clamp.
+    # Because of a rounding error, the value could leave the range of the block, and a positive value could become
+    # negative. Therefore clamp.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
     x = jnp.where(values == 2**bits - 1, nan, x)
     return _joined(x, x.ndim - 2, sharding).astype(dtype)
@@ -516,7 +521,8 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move
     all three arrays; they move an integer array only if an earlier pair of the chain made it.
 
-    A chain is `differentiable` if all its pairs are, and packs values from outside the block if all its pairs do.
+    A chain is `differentiable` if all its pairs are differentiable. It packs values from outside the block if all its
+    pairs do so.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
@@ -570,11 +576,11 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    A tensor is known by where it comes from. Its names are `info.name`, `info.layer`, `info.operation` and those of
-    `info.inside` from the innermost, in this order, where `info` is the second argument of a predicate `only`; the
-    report prints them too. The first name that is a key of the dict selects the pair. So the class of a module selects
-    what the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
-    all other tensors.
+    The names of a tensor say where the tensor comes from. Its names are `info.name`, `info.layer`, `info.operation` and
+    those of `info.inside` from the innermost, in this order, where `info` is the second argument of a predicate `only`;
+    the report prints them too. The first name that is a key of the dict selects the pair. So the name of a module's
+    class selects the tensors that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...`
+    (Ellipsis) selects the pair for all other tensors.
 
     A tensor that can be computed from another saved tensor is recomputed in backward, unless this would amplify the
     errors of the least exact pair. Values from outside the block are packed if all pairs have `arguments=True`.

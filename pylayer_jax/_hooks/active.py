@@ -57,7 +57,7 @@ class Block:
 
     @property
     def is_at_top(self) -> bool:
-        """Whether nothing is traced where this open block was entered."""
+        """Whether this open block was entered in code that JAX does not trace."""
         return self._trace is None
 
     def __eq__(self, other: object) -> bool:
@@ -152,5 +152,5 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which hooks pack nothing, for a caller that packs the residuals itself or runs a hook."""
+    """Return a context in which hooks pack nothing. A caller that packs residuals itself, or runs a hook, enters it."""
     return active(SUSPENDED)

@@ -262,7 +262,7 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
                 warnings.warn(message, stacklevel=3 if block.is_function else 2)
 
     def _warnings(self, is_idle: bool) -> list[str]:
-        """Return warnings of a block in which nothing was packed, and of keys and predicates that chose no tensor.
+        """Return warnings about a block that packed nothing, and about keys and predicates that selected no tensor.
 
         Each is given once per pair. `is_idle` is True if the block was entered by `with` where JAX traces nothing.
         """

@@ -1,4 +1,4 @@
-"""Hooks that run on the host whenever a program runs, and stores that hold their results for compiled programs.
+"""Hooks that run on the host each time a program runs, and stores that hold their results for compiled programs.
 
 A pack hook with `host=True` gets a NumPy array. The host holds its result, and the program keeps a number, the token,
 by which the host finds the result:
@@ -136,7 +136,7 @@ class PackSite:
         except Exception as error:
             with _lock:
                 self.used.setdefault(device, set()).update(self.payload)
-            # XLA passes on the text and the traceback of an exception, but not its notes and causes.
+            # From an exception in a callback, XLA keeps the text and the traceback, but not the notes and the causes.
             advice = hint(error, "", hook)
             message = f"{hook} raised {type(error).__name__} for {self._where}: {error}{advice and '. '}{advice}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error

@@ -99,7 +99,8 @@ _WITHOUT_RESIDUALS: Final = MOVES | frozenset(
         "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
     )
 )  # fmt: skip
-# Operations whose results are views of their operand. A view has the origin of the operand, and usually its `Place`.
+# Operations whose results are views of their operand. The result of a view has the origin of the operand, and usually
+# the same `Place`.
 _VIEWS: Final = MOVES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
@@ -356,9 +357,9 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
     """Return whether to pack inside a staged scan, or inside a staged jitted function with a loop.
 
-    If the residuals of a scan were packed after the scan, JAX would first stack those of all iterations. If `only` or
-    `by_name` selects tensors by their origin, pack inside a jitted function of the user too, since the origin names
-    operations inside this function.
+    If the residuals of a scan were packed after the scan, JAX would first stack the unpacked residuals of all
+    iterations. If `only` or `by_name` selects tensors by their origin, pack inside a jitted function of the user too,
+    since the origin names operations inside this function.
     """
     if not (operation.is_jitted or operation.kind == "scan") or not any(map(_is_staged_below, examples)):
         return False
@@ -386,7 +387,7 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
 
 
 def _is_staged_below(example: Any) -> bool:
-    """Return whether a whole batch is staged; if reverse mode differentiates it, whether its primal is staged."""
+    """Return whether a whole batch is staged, or its primal, if reverse mode differentiates the batch."""
     return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
 
 
@@ -501,7 +502,8 @@ class BlockTrace(PassThroughTrace):
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.value is None:
-                # Hooks are suspended, an inner block is active, or JAX restored this trace after its block was left.
+                # In this case hooks are suspended, an inner block is active, or JAX restored this trace after its block
+                # was left.
                 return operation.bind(*args)
             self.block.check_task()
             records = list(map(self.record_of, args))
@@ -550,7 +552,7 @@ class BlockTrace(PassThroughTrace):
     ) -> Values | None:
         """Bind a scan or a jitted function with its body staged again, in a block.
 
-        Return None if the new body closes over values or has results of other types.
+        Return None if the new body closes over values, or if its results have other types than before.
         """
         __tracebackhide__ = True
         jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])

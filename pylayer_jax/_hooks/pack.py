@@ -62,7 +62,9 @@ class ErrorModel(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a tensor comes from, for the predicate `only` and for `by_name`. A field is empty if it is not known.
+    """The origin of a tensor: where it was computed. The predicate `only` and `by_name` select tensors by their origin.
+
+    A field is empty if it is not known.
 
     The block records the origin where it binds an operation. A reshape, transpose, slice or cast of a tensor has the
     origin of the tensor.
@@ -76,7 +78,7 @@ class Origin:
 
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
-        """Names of the functions (and classes) called between the block and the operation, then of the named scopes."""
+        """Names of functions, classes and named scopes between the block's entry and the operation, outermost first."""
         if self.source is None:
             return ()
         return (*frames_between(self.block, self.source), *scopes_between(self.block, self.source))
@@ -148,7 +150,7 @@ class Pair:
         return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
 
     def note(self, origin: Origin) -> None:
-        """Record that code in a block keeps a tensor with this origin, to warn of keys that name no tensor."""
+        """Record that code in a block keeps a tensor with this origin, for the warning about keys without a tensor."""
         if self.unmatched:
             self.unmatched.difference_update(origin.keys)
             self.seen.update(dict.fromkeys(origin.keys))
@@ -160,7 +162,9 @@ _lock = threading.Lock()
 
 
 def key_of(value: Any) -> Any:
-    """Return a key that only the same function, class or object has, and that does not keep this object alive.
+    """Return a key for a function, a class or another object.
+
+    No other object has this key, and the key does not keep the object alive.
 
     A key is never reused, so a new object at the address of a deleted object has a key of its own. An object that
     allows no weak reference gets a new number each time.

@@ -1,7 +1,8 @@
 """Decides for each residual of a layer or an operation whether it is packed, recomputed in backward, or kept as it is.
 
-The vjp of tanh computes 1 - y² in the forward pass and keeps it. In a block of `quantize_saved(8)`, for which
-`Pair.error_model` is `ErrorModel.ABSOLUTE`, `pack_residuals` keeps the values of `jnp.tanh(x @ w)` thus:
+The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a residual. In a block of
+`quantize_saved(8)`, for which `Pair.error_model` is `ErrorModel.ABSOLUTE`, `pack_residuals` keeps the values of
+`jnp.tanh(x @ w)` thus:
 
     value                 decision                     how it is kept
     y                     packed                       Residual(PackedTensor, [8-bit values, lows, highs])
@@ -217,7 +218,7 @@ class Recomputed(NamedTuple):
 def recomputed(primitive: Any, params: dict[str, Any], operands: Sequence[Any], residual_of: Any) -> Residual:
     """Return a `Residual` that recomputes an operation's result.
 
-    `residual_of(x)` is the residual of an operand x, or None for a constant operand.
+    The function `residual_of` returns the residual of an operand, or None for a constant operand.
     """
     residuals = [residual_of(x) for x in operands]
     is_input = [r is not None for r in residuals]
@@ -480,7 +481,10 @@ class _KnownResiduals:
         self._is_program = is_staging()
 
     def get(self, value: Any, index: int = 0) -> Any:
-        """Return the residual of a value, or None. `index` is the index of the tensor that needs the value."""
+        """Return the residual of a value, or None if there is none.
+
+        `index` is the index of the tensor that needs the value.
+        """
         if id(value) not in self._found:
             is_left = _is_never_packed(value, self._is_program)
             self._found[id(value)] = value if is_left else self._recalled(value, index)
@@ -591,7 +595,7 @@ def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equati
 
 
 def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> list[Any]:
-    """Pack tensors as planned, and add all residuals of the plan to `known`. Return the outputs."""
+    """Pack the tensors of a plan, and add the residuals of all tensors of the plan to `known`. Return the outputs."""
     pair, owner, origin_of = known.packing.pair, known.packing.owner, known.packing.origin_of
     with hooks_suspended():
         # `jax.grad(f)(2.0)` passes a Python number in place of an array.
@@ -604,7 +608,9 @@ def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> l
 
 
 def _bound_together(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return residuals and outputs. In staged code they pass a barrier, so that XLA packs before it uses the outputs.
+    """Return residuals and outputs.
+
+    In staged code, both pass an optimization barrier, so that XLA packs before it uses the outputs.
 
     Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
     """

@@ -23,23 +23,23 @@ def tangent_type(aval: Any) -> Any:
 
 
 def has_tangent(value: Any) -> bool:
-    """Return whether a value (or a type) can have a nonzero tangent: floating-point and complex numbers can."""
+    """Return whether a value or type can have a nonzero tangent, as floating-point and complex numbers can."""
     return _dtype_has_tangent(value.dtype)
 
 
 @functools.cache
 def _dtype_has_tangent(dtype: Any) -> bool:
-    # float0 is the tangent dtype of integers, bools and PRNG keys.
+    # JAX gives tangents of integers, bools and PRNG keys the dtype float0.
     return primal_dtype_to_tangent_dtype(dtype) != jax.dtypes.float0
 
 
 def is_set(flag: str) -> bool:
-    """Return whether a flag of JAX, such as "enable_x64", is set here."""
+    """Return whether a configuration flag of JAX, such as "enable_x64", is True in this thread."""
     return getattr(jax.config, f"jax_{flag}")
 
 
 def is_nan_reported() -> bool:
-    """Return whether JAX reports each NaN, or each infinity, of a result."""
+    """Return whether JAX raises an error for a result that has a NaN or an infinity."""
     return is_set("debug_nans") or is_set("debug_infs")
 
 
@@ -57,7 +57,10 @@ def unchecked(function: F) -> F:
 
 
 def is_array(value: object) -> bool:
-    """Return whether a value is a `jax.Array`. For a tracer, `isinstance` alone would take six times as long."""
+    """Return whether a value is a `jax.Array`.
+
+    The cheap tests come first, since `isinstance` takes six times as long for a tracer.
+    """
     return (isinstance(value, Tracer) and type(value.aval) is ShapedArray) or isinstance(value, jax.Array)
 
 
@@ -69,7 +72,7 @@ def is_ref(value: object) -> bool:
 
 
 def is_key(value: Any) -> bool:
-    # The result is also True for any other extended dtype that JAX may add.
+    # The function also returns True for any extended dtype that a later JAX may add.
     return not isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jax.dtypes.extended)
 
 
@@ -91,7 +94,7 @@ def as_array(value: Any, aval: Any) -> Any:
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Convert tensors to JAX arrays. Return JAX arrays and Refs as the same objects."""
+    """Convert tensors to JAX arrays. JAX arrays and Refs among the values are returned unchanged."""
     return [x if is_array(x) or isinstance(x, jax.Ref) else _from_numpy(x) for x in tensors]
 
 

@@ -72,9 +72,9 @@ def check_layer(
       the gradients;
     - leaks: no traced value outlives its trace under jit.
 
-    A row begins with ✓ if the layer has the property, with ✗ if it has not, and with – if there is nothing to check. A
-    terminal or notebook shows one line per finished property until the report is complete. The checks do not notice
-    that `backward` reads a global variable, if only code outside the layer changes this variable.
+    A row begins with ✓ if the layer has the property, with ✗ if the layer lacks it, and with – if there is nothing to
+    check. A terminal or notebook shows one line per finished property until the report is complete. The checks do not
+    notice that `backward` reads a global variable, if only code outside the layer changes this variable.
 
     Args:
         layer: a layer class, or a function of `args` that applies a layer.
@@ -168,7 +168,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class LayerReport:
-    """Result of `check_layer`. The `str` has one line per property, and the `repr` one line. Notebooks show a table."""
+    """Result of `check_layer`. The `str` of a report has one line per property, and its `repr` has one line.
+
+    Notebooks show a table.
+    """
 
     layer: str
     rows: tuple[Row, ...]
@@ -194,7 +197,7 @@ class LayerReport:
         return f"<table><caption>check_layer of {html.escape(self.layer)}</caption><tbody>{body}</tbody></table>{hints}"
 
     def hints(self) -> list[str]:
-        """Return hints that tell how to declare an intended failure; empty if no failure can be intended."""
+        """Return hints that say how to declare an intended failure, or "" if no failure can be intended."""
         failed = [row for row in self.rows if not row.passed]
         derivatives = [row for row in failed if row.name in ("gradients", "second order")]
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
@@ -234,7 +237,7 @@ def _row_of(name: str, cases: Cases) -> Row:
     except MismatchError as error:
         return Row(name, False, first_line(error), error)
     except Exception as error:
-        # Leave out the note about tracebacks that JAX adds to errors, which begins with dashes.
+        # Leave out JAX's note about tracebacks, which begins with dashes.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
         public = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
@@ -248,7 +251,7 @@ def _row_of(name: str, cases: Cases) -> Row:
 def _progress() -> Generator[Callable[[str], None]]:
     """Yield a function that shows a line in a terminal or notebook, and shows nothing elsewhere or in a test.
 
-    All lines are removed at the end, because the report repeats them.
+    At the end, all lines are removed from the screen, because the report repeats them.
     """
     shown: list[str] = []
     size, encoding = shutil.get_terminal_size(), sys.stdout.encoding or "utf-8"
@@ -363,8 +366,8 @@ def gradgradcheck(
         >>> gradgradcheck(Tanh, (x,))
         True
 
-    Gradients are functions of the arguments and of the cotangents, so both are perturbed. `gradcheck` describes the
-    parameters and the errors.
+    A gradient is a function of the arguments and of the cotangents, so `gradgradcheck` perturbs both. `gradcheck`
+    describes the parameters and the errors.
     """
     _check("gradgradcheck", fun, reference, args, [1, 2], Options(rtol, atol, step, limit, seed, float64))
     return True
@@ -388,8 +391,8 @@ def assert_equivalent(
     `assert_equivalent` runs the same checks as `gradcheck`, also for random values.
 
     A layer may run on several devices. The reference then runs on one device, and is compared with each copy of an
-    output or of a gradient. The error says if all entries are wrong by one factor, such as the number of devices. Pass
-    arguments whose entries differ, because equal shards hide mistakes.
+    output or of a gradient. The error message says so if all entries are wrong by one factor, such as the number of
+    devices. Pass arguments whose entries differ, because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.

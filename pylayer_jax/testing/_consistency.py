@@ -135,7 +135,7 @@ def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents)
 
 
 def _why_not_proved(subject: Subject) -> str:
-    """Return why the gradients are not proved to be linear in the cotangents; empty if they are."""
+    """Return the reason why there is no proof that the gradients are linear in the cotangents, or "" after a proof."""
     positions, pull = list(subject.cotangents), subject.function.vjp(subject.cotangents)
 
     def gradients(*cotangents: Any) -> tuple[list[Any], None]:
@@ -233,7 +233,7 @@ def shard_map(subject: Subject) -> Cases:
 
 
 def _results(function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
-    """Return the outputs of a transformed layer from a run without differentiation, and its gradients."""
+    """Return the outputs that a transformed layer computes without differentiation, and its gradients."""
 
     def run(values: list[Any]) -> Cotangents:
         returned = outputs(values)
@@ -255,7 +255,7 @@ def vmap(subject: Subject) -> Cases:
         yield _case_of_examples(subject, mapped, f" of vmap{description}", is_jitted=i > 0)
     done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
     others = [p for p in range(len(function.tensors)) if p not in function.differentiated]
-    # For a batch of rbg keys, JAX draws other random numbers than for each key alone.
+    # From a batch of rbg keys, JAX draws other random numbers than from each of these keys alone.
     others = [p for p in others if "rbg" not in str(function.tensors[p].dtype)]
     if not others:
         return done
@@ -281,7 +281,7 @@ def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
 
 
 def _case_of_examples(subject: Subject, mapped: _Mapping, label: str, is_jitted: bool = True) -> Case:
-    """Return a case with the results of a batch of examples, and the expected results from each example alone."""
+    """Return a case that compares the results for a batch of examples with the results for each example alone."""
     function = subject.function
     ways = range(_EXAMPLES)
     examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in ways]

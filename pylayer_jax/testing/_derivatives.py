@@ -68,7 +68,7 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
     """Yield the cases at the values of the user, at random values, and at much larger and much smaller values.
 
     The random values are the first ones that the function accepts and for which its results are finite. Second
-    derivatives are not checked at the larger and smaller values, as this would take long.
+    derivatives are not checked at the larger and smaller values, since these checks would take long.
     """
     sentence = yield from beside(subject)
     derivatives = beside is not _outputs_beside_reference
@@ -131,7 +131,7 @@ def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
 # Users often check a layer at ones, at equal arguments, or at a symmetric matrix. At such values, the gradients of a
 # product are right even if backward forgets a transpose or swaps two gradients. The checks therefore multiply each
 # entry by a different random number: [0.2, -0.9] may become [-0.16, 0.74]. Positive values remain positive, values in
-# [-1, 1] remain in [-1, 1], and values that are sorted along the last axis remain sorted.
+# [-1, 1] remain in this range, and sorted values remain sorted.
 
 # How values change: the range of the random factors, and whether signs may change. The largest changes come first.
 _WAYS = {
@@ -143,8 +143,9 @@ _WAYS = {
 # If all ways above fail, all values are multiplied by one number: a positive definite matrix stays positive definite.
 # The numbers are not round, because layers rarely have a kink at such multiples of the values of the user.
 _SCALES = (0.7391, 1.1834)
-# Users often check a clipping rule at values that are not clipped, and the ways above keep the values of this size. A
-# rule that forgets to zero the gradient of clipped values shows at larger values (test_wrong_layers.py, "saturated").
+# Users often check a clipping rule at values that are not clipped, and the ways above do not change the size of values.
+# A rule that forgets to zero the gradient of clipped values is found at larger values (test_wrong_layers.py,
+# "saturated").
 _FAR = (100.0, 0.01)
 
 
@@ -208,7 +209,10 @@ def _cases_of(which: Any, count: int) -> _Masks:
 
 
 def _never_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
-    """Return the end of a sentence: which branches none of the `accepted` values takes; empty if there are none."""
+    """Return the end of a sentence, which lists the branches that no value in `accepted` takes.
+
+    Return "" if there are none.
+    """
     function, w = subject.function, subject.cotangents
     points = [(values, w) for values in accepted]
     points += [(accepted[0], {k: scaled(factor, x) for k, x in w.items()}) for factor in _FAR]
@@ -280,7 +284,7 @@ def _choices(
 
 
 def _is_guard(equation: Any) -> bool:
-    """Return whether an operation tells infinities and NaNs from numbers, as in `jnp.where(x == jnp.inf, 0, x)`.
+    """Return whether an operation distinguishes infinities and NaN from numbers, as in `jnp.where(x == jnp.inf, 0, x)`.
 
     No right result of a layer takes such a branch.
     """
@@ -292,8 +296,8 @@ def _is_guard(equation: Any) -> bool:
 
 def _is_followed(equation: Any, result: Any) -> bool:
     """Return whether a choice that depends on this result may be a branch of the layer."""
-    # An integer is not followed, because JAX itself compares each index with 0. The index of a `cond` is an exception:
-    # JAX converts it from a bool.
+    # A choice by an integer does not count, because JAX itself compares each index with 0. The index of a `cond` is an
+    # exception: JAX converts it from a bool.
     is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 
@@ -360,7 +364,7 @@ def _beside_numbers(subject: Subject) -> Cases:
 
 
 def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
-    """Return the subject with values in float64 and complex128, and the cases of this subject.
+    """Return a copy of the subject with values in float64 and complex128, and the cases of this copy.
 
     Return None if the function returns a narrower dtype, or raises an error. Other errors occur again in the caller.
     """
@@ -445,7 +449,7 @@ def directional_cases(
     for j, (name, gradient) in enumerate(subject.gradients.items()):
         right = exact(gradient)
         noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.sizes.get(name, 0.0))
-        # Entries that are not checked are NaN in both arrays.
+        # An entry that is not checked is NaN in both arrays of a case.
         got, expected = np.full_like(right, np.nan), np.full_like(right, np.nan)
         errors = np.full(right.shape, noise)
         for entry in range(right.size) if right.size <= limit else rng.choice(right.size, limit, replace=False):
@@ -500,7 +504,7 @@ def forward_over_reverse(subject: Subject) -> Cases:
 
 
 def _why_not_defined(subject: Subject) -> str:
-    """Return why the subject has no `jax.jvp`, for a row of the report; empty if it has one."""
+    """Return the reason why the subject has no `jax.jvp`, for a row of the report, or "" if it has one."""
     try:
         _jvp(subject, subject.function, subject.function.values)
     except NoForwardModeError as error:

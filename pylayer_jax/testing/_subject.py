@@ -40,7 +40,7 @@ Cotangents = dict[int, Any]
 
 
 class TensorFunction:
-    """A function with its arguments, seen as a function of the tensors in these arguments.
+    """A function and its arguments, regarded as a function of the tensors in these arguments.
 
     The `values` are the tensors with respect to which JAX differentiates.
     """
@@ -249,7 +249,10 @@ class MismatchError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """The allowed difference between arrays and expected arrays. None means a default that fits the dtype."""
+    """The largest difference that is allowed between arrays and expected arrays.
+
+    None means a default that fits the dtype.
+    """
 
     rtol: float | None = None
     atol: float | None = None
@@ -336,7 +339,7 @@ def largest(x: Any) -> float:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error message; or the last line, if the message is the traceback of a callback."""
+    """Return the first line of an error message, or its last line if the message is the traceback of a callback."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[-1] if lines[0].endswith("Traceback (most recent call last):") else lines[0]
 
@@ -348,7 +351,7 @@ Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of `gradcheck` and `check_layer`, and two that depend on the values at which a layer is checked."""
+    """The options of `gradcheck` and `check_layer`, and two that depend on the values at which a layer is checked."""
 
     rtol: float | None = None
     atol: float | None = None
