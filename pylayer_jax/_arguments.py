@@ -1,4 +1,7 @@
-"""The arguments of one call of `forward`, in parameter order, split into tensors and statics (all other leaves)."""
+"""The arguments of one call of `forward`, in the order of its parameters.
+
+They are split into tensors, and statics: all other leaves.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 
 
 class Argument:
-    """Name, skeleton and tensor positions of one argument.
+    """One argument: its name, its skeleton, and the positions of its tensors.
 
-    A *slot* is an argument for which `backward` returns a gradient: it holds a tensor that is not a Ref.
+    A *slot* is an argument for which `backward` returns a gradient, because the argument holds a tensor that is no Ref.
     """
 
     __slots__ = ("name", "skeleton", "span")
@@ -47,7 +50,7 @@ class Arguments:
         self.arguments = arguments
         self.types = tensor_types
         self.n_positional = n_positional  # how many arguments the layer's methods get by position
-        # True if each argument is a single tensor and is passed by position, as in nearly every call.
+        # This is True in nearly every call: each argument is a single tensor, and is passed by position.
         is_positional = n_positional == len(arguments)
         self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - a list is faster
         self.ref_mask: list[bool] | None = None  # one bool per tensor: whether the tensor is a Ref; None without Refs
@@ -120,7 +123,7 @@ class Arguments:
         return result
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:
-        """Return one pytree per argument, with the tensors replaced by `values` and the statics replaced by None."""
+        """Return one pytree per argument, in which `values` replace the tensors, and None replaces each static."""
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
@@ -190,7 +193,7 @@ def _has_context(signature: inspect.Signature) -> bool:
 
 
 def signature_of(function: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `function`, not of a function that `function` wraps: a decorator may drop parameters.
+    """Return the signature of `function` itself, not that of a wrapped function: a decorator may drop parameters.
 
     If `function` takes `*args` or `**kwargs`, return the signature of the wrapped function.
     """

@@ -34,7 +34,7 @@ _null_context: Final = contextlib.nullcontext()
 
 
 class ForwardResult(NamedTuple):
-    """Result of running `forward`: the state of the context without arrays, the outputs, and the residuals."""
+    """The result of running `forward`: what the context keeps (without arrays), the outputs, and the residuals."""
 
     kept: SavedContext
     outputs: list[Any]
@@ -49,7 +49,10 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """One call of a layer: the class, the arguments without tensors, and the block of hooks around the call."""
+    """One call of a layer.
+
+    It has the class, the arguments without their tensors, and the block of hooks around the call.
+    """
 
     __slots__ = ("arguments", "block", "layer", "name", "outputs")
 
@@ -65,7 +68,10 @@ class LayerCall:
 
     @property
     def source(self) -> str:
-        """Name of the class and location of its `forward`, which JAX's errors show as the name of the staged code."""
+        """The name of the class, and the source line of its `forward`.
+
+        JAX's errors show this text as the name of the staged code.
+        """
         return source_of(self.name, self.layer.forward)
 
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
@@ -74,7 +80,7 @@ class LayerCall:
         return jax.named_scope(f"{self.layer.__name__}/{method}") if is_staged else _null_context
 
     def residual_names(self, kept: SavedContext, n_residuals: int) -> list[str]:
-        """Return a name for each residual, for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
+        """Return the name of each residual for hooks and reports: from `saved_names`, or `saved[0]`, `saved[1]`, ..."""
         given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
         return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
 
@@ -159,7 +165,9 @@ class LayerCall:
         )
 
     def check_closure_of_backward(self) -> None:
-        """Raise an error if `backward` closes over a differentiated value, for calls whose `backward` JAX runs later.
+        """Raise an error if `backward` closes over a differentiated value.
+
+        This check is for calls whose `backward` JAX runs later.
 
         JAX would silently treat the closed-over value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
@@ -181,7 +189,9 @@ class LayerCall:
         cotangents: Sequence[Any],
         is_transposed: bool = False,
     ) -> list[Any]:
-        """Run `backward` and return one gradient per tensor of the call; None is a zero cotangent or a zero gradient.
+        """Run `backward`, and return one gradient per tensor of the call.
+
+        None stands for a zero cotangent or a zero gradient.
 
         `is_transposed` is True if JAX transposes the operations of `backward` instead of differentiating them.
         """
@@ -203,8 +213,8 @@ class LayerCall:
         if layer.host == "forward":
             given = _host_layer.depending_on_forward(ctx, given)
         state = TraceState()
-        # `in_backward` stays False for a first derivative in eager mode: layers within `backward` are faster with
-        # `jax.custom_vjp`, and a change of `in_backward` makes JAX compile jitted functions again.
+        # `in_backward` stays False for a first derivative in eager mode, for two reasons. Layers within `backward` are
+        # faster with `jax.custom_vjp`. And if `in_backward` changes, JAX compiles jitted functions again.
         may_be_transposed = state.is_staged or state.is_differentiated
         try:
             with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", state.is_staged):
@@ -226,7 +236,10 @@ class LayerCall:
     def run_jvp(
         self, kept: SavedContext, residuals: Sequence[Any], needs: Sequence[bool], tangents: Sequence[Any]
     ) -> list[Any]:
-        """Run `jvp` and return one tangent per differentiable output; `tangents` has one per tensor of the call."""
+        """Run `jvp`, and return one tangent per differentiable output.
+
+        The list `tangents` has one entry per tensor of the call.
+        """
         __tracebackhide__ = True
         jvp = self.layer._jvp_method()
         ctx = self._context(needs, residuals, kept.saved_for_jvp or kept.saved, kept.attributes)

@@ -10,7 +10,7 @@ The table is made in three steps:
    returns no scalar, the error comes here, before XLA spends minutes on the others.
 2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA reports the memory of
    each gradient, and its number of operations.
-3. The compiled gradients run, once for the errors, and then in turn for the times.
+3. The compiled gradients run once, to compute their errors, and then in turn, to measure their times.
 """
 
 from __future__ import annotations
@@ -105,7 +105,9 @@ class ProgramComparison:
         return "; ".join(part for part, applies in parts.items() if applies)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw a point per program, memory against operations, on `ax` or new axes; return the axes. Needs matplotlib.
+        """Draw one point per program, with its memory against its operations.
+
+        Draw on `ax`, or on new axes, and return the axes. Needs matplotlib.
 
         Raises:
             ValueError: if XLA did not tell the memory or the operations of a program.
@@ -217,7 +219,7 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
 
 
 def _check(programs: Any, rounds: int) -> None:
-    """Check `programs` and `rounds`, the arguments of `compare_programs` that are not passed to the programs.
+    """Check the arguments `programs` and `rounds` of `compare_programs`.
 
     Raises:
         TypeError: if `programs` is not a mapping from names to functions.
@@ -270,7 +272,7 @@ def _noted(name: Any) -> Generator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-    """A compiled gradient, with its measured times and with what XLA reports: memory and operations."""
+    """A compiled gradient, its measured times, and the memory and the operations that XLA reports for it."""
 
     run: Callable[..., Any]
     trace_seconds: float
@@ -322,7 +324,7 @@ def _errors(steps: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
 
 @jax.jit
 def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the sums of squares of `got - first` and of `first`, for each array."""
+    """Return two numbers for each array: the sum of squares of `got - first`, and the sum of squares of `first`."""
 
     def widened(x: Any) -> Any:
         return x.astype(jnp.float32) if x.dtype.itemsize < 4 else x  # sums in bfloat16 would be inexact
@@ -335,7 +337,10 @@ def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[
 
 
 def _step_seconds(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
-    """Return the seconds of a step, one entry per round; all steps run in turn, since a machine may slow down."""
+    """Return the time of each step in seconds, one entry per round.
+
+    All steps run in turn, since a machine may slow down.
+    """
     seconds: dict[Any, list[float]] = {name: [] for name in steps}
     repeats = {name: math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for name, step in steps.items() if rounds}
     for i in range(rounds):

@@ -26,7 +26,9 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 
 
 def with_tensor(result: Any) -> Any:
-    """Return the result of `forward`, with its numbers as arrays if it holds no tensor and `vmap` has a named axis.
+    """Return the result of `forward`.
+
+    If it holds no tensor, and an enclosing `vmap` has a named axis, convert its numbers to arrays.
 
     In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` of a number that all examples share is a Python number.
     tests: contract/test_vmap.py
@@ -83,7 +85,7 @@ class Outputs:
         return tensors, as_arrays(tensors), skeleton
 
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
-        """Return the cotangents that `backward` gets: one entry per top-level output that holds a tensor.
+        """Return the cotangents for `backward`, with one entry per top-level output that holds a tensor.
 
         A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics`, an output without a tensor has
         the entry None.
@@ -110,7 +112,7 @@ def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
 
 
 class ContextState:
-    """The private state of a context: everything except the attributes that the user sets."""
+    """The private state of a context, which is everything except the attributes that the user sets."""
 
     __slots__ = (
         "in_forward", "inputs", "layer", "load", "marked", "materialize", "must_return", "needs", "numpy_copies",
@@ -123,9 +125,9 @@ class ContextState:
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
-        # If `forward` takes no context: the pairs of a NumPy value that it returned and the JAX array that is the
-        # output. `setup_context` gets the array as `output`. If `setup_context` saves the NumPy value, the JAX array is
-        # saved in its place.
+        # For a `forward` that takes no context: pairs of a NumPy value that it returned, and the JAX array that
+        # replaced the value. `setup_context` gets the array as `output`. If `setup_context` saves the NumPy value, the
+        # JAX array is saved in its place.
         self.returned: list[tuple[Any, Any]] = []
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
@@ -204,12 +206,12 @@ class PyLayerContext:
         state.saved = tuple([own_copy(x, state, "ctx.save_for_backward(...)") for x in tensors])
 
     def saved_tensor(self) -> tuple[Any, ...] | None:
-        """Return the tuple of saved values, or None if `forward` saved nothing (as in Paddle)."""
+        """Return the tuple of saved values. As in Paddle, return None if `forward` saved nothing."""
         return self._state.read_saved()
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The tuple of saved values, or `()` if `forward` saved nothing (as in torch)."""
+        """The tuple of saved values. As in torch, it is `()` if `forward` saved nothing."""
         return self._state.read_saved() or ()
 
     # -- flags ----------------------------------------------------------------------------------
@@ -256,7 +258,7 @@ class PyLayerContext:
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """One bool per argument of the call: whether the gradient of this argument is needed.
+        """A tuple with one bool per argument of the call, which says whether the gradient of this argument is needed.
 
         The bools are exact in eager mode. In `backward`, these bools are exact unless one jitted function is
         differentiated in several ways. In a traced `forward`, the bool is True for every argument that can have a
@@ -318,7 +320,7 @@ def own_copy(value: Any, state: ContextState, call: str) -> Any:
 
 
 class ResidualTree:
-    """A value that `forward` kept, as its skeleton and the indices of its tensors in the list of residuals."""
+    """A value that `forward` kept: its skeleton, and the indices of its tensors in the list of residuals."""
 
     __slots__ = ("indices", "skeleton")
 
@@ -332,7 +334,7 @@ class ResidualTree:
         return self.skeleton.fill(as_arrays([residuals[i] for i in self.indices]), copy_container)
 
 
-# Mutable containers that may be leaves of a pytree.
+# The types of mutable containers that may be leaves of a pytree.
 _CONTAINERS = (dict, set, collections.deque, bytearray)
 
 
@@ -369,7 +371,10 @@ class SavedContext:
         self.has_objects = False  # True if a kept object may hold arrays, although it is no pytree
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
-        """Return a name, or an empty string, for each residual; `name_of_saved(i)` names the i-th saved value."""
+        """Return a name or "" for each residual.
+
+        The function `name_of_saved(i)` returns the name of the i-th saved value.
+        """
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
@@ -384,7 +389,7 @@ class SavedContext:
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:
-    """Return the `SavedContext`, the outputs and the residuals of a `forward` that has returned `result`.
+    """Return the `SavedContext`, the outputs and the residuals of a run of `forward` that returned `result`.
 
     A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
     since hooks pack only saved tensors.
@@ -411,7 +416,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
         found, rest = split(value, is_tensor_or_ref)
         if len(rest.leaves) > len(found):
             _refuse_closures(rest, name, state.layer)
-            # In eager mode there is nothing to check: an object holds concrete arrays, which stay valid.
+            # In eager mode, nothing has to be checked, because an object holds only concrete arrays, which stay valid.
             if isinstance(trace, STAGED.trace) and not kept.has_objects:
                 kept.has_objects = any(map(_may_hold_arrays, rest.statics()))
         found = [output_of.get(id(x), x) for x in found] if output_of else found
@@ -434,7 +439,7 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
 
 
 def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
-    """Map the id of each NumPy output, and of its copy on the context, to the JAX array that the output became."""
+    """Return a dict from the id of each NumPy output, and of its copy on `ctx`, to the JAX array that replaced it."""
     found = {id(x): y for x, y in zip(tensors, outputs, strict=True) if x is not y}
     for array, own in state.numpy_copies if found else ():
         # Compare the contents: `forward` may have changed the array in place after the copy was made.
@@ -444,7 +449,7 @@ def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequenc
 
 
 def _ended_error(call: str, layer: str) -> ValueError:
-    """Return the error for a value of a trace that has ended, such as that of a jitted `forward(ctx, x)`."""
+    """Return the error for a tracer whose trace has ended, as the trace of a jitted `forward(ctx, x)` has."""
     return ValueError(
         f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
         "keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with static_argnums for "
@@ -461,7 +466,10 @@ _PLAIN = (
 
 
 def _may_hold_arrays(static: Any) -> bool:
-    """Return whether an object that is no pytree may hold arrays: by the closure of a function, else by the type."""
+    """Return whether an object that is no pytree may hold arrays.
+
+    The closure of a function decides, or the type of any other object.
+    """
     if isinstance(static, _PLAIN):
         return False
     if isinstance(innermost(static), types.FunctionType) and not isinstance(static, types.MethodType):

@@ -24,7 +24,7 @@ Values = list[Any]
 
 
 class TracedCall:
-    """One application of a layer, which is the first argument of the custom_vjp function.
+    """One application of a layer. An instance is the first argument of the custom_vjp function.
 
     JAX treats an instance as a pytree without leaves.
     """
@@ -33,7 +33,7 @@ class TracedCall:
 
     def __init__(self, call: LayerCall, is_deferred: bool) -> None:
         self.call = call
-        # True if the call is staged into a jaxpr: JAX may run the fwd rule later, any number of times.
+        # This is True if the call is staged to a jaxpr. Then JAX may run the fwd rule later, any number of times.
         self.is_deferred = is_deferred
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
         self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
@@ -50,7 +50,7 @@ class TracedCall:
         return staged, consts
 
     def evaluate(self, tensors: Sequence[Any]) -> Values:
-        """Evaluate the operations of `forward`, where nothing is differentiated, and return the outputs.
+        """Evaluate the operations of `forward` and return the outputs. JAX differentiates nothing here.
 
         JAX may batch these operations, and later batch the fwd rule. JAX assumes that the outputs of the fwd rule have
         the same batch axes as the outputs of these operations. If the batch axes differed, JAX would silently exchange
@@ -64,7 +64,7 @@ class TracedCall:
     def bind(self, tensors: Sequence[Any], packs: bool = False, in_rule: bool = False) -> tuple[StagedLayer, Values]:
         """Apply `forward` as a staged function with a differentiation rule. Return this function and its results.
 
-        `in_rule` is True within a fwd rule, where a differentiation of `tensors` gives a second derivative.
+        `in_rule` is True within a fwd rule. There, differentiating `tensors` gives a second derivative.
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors, in_rule)
@@ -100,7 +100,7 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
 def _remember(
     traced_call: TracedCall, run: ForwardResult, inputs: Sequence[Any], needs: list[bool]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the results of the fwd rule, and append the linear map of this run to `traced_call.maps`.
+    """Return the results of the fwd rule. Append the linear map of this run of the rule to `traced_call.maps`.
 
     NOTE [several runs]
     JAX may run the fwd rule of one application several times, and then passes the treedef of the last run to each bwd

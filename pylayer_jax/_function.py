@@ -78,7 +78,7 @@ class FunctionCtx(PyLayerContext):
 
 
 class Function(PyLayer):
-    """A custom gradient in the style of `torch.autograd.Function`, with jax.numpy in place of torch operations.
+    """A custom gradient in the style of `torch.autograd.Function`, written with jax.numpy instead of torch.
 
         >>> class Multiply(Function):
         ...     @staticmethod

@@ -1,4 +1,4 @@
-"""Matches the results of `backward` to the arguments of `forward`, and the results of `jvp` to the outputs."""
+"""Matches the results of `backward` with the arguments of `forward`, and the results of `jvp` with its outputs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
 
 
 def _entries(result: Any, unpack_list: bool) -> list[Any]:
-    """Return a list of the items of a tuple (or list, if `unpack_list`); any other result becomes the only item."""
+    """Return the items of a tuple as a list, or of a list if `unpack_list` is True.
+
+    Any other result becomes the only item.
+    """
     return list(result) if isinstance(result, tuple) or (unpack_list and isinstance(result, list)) else [result]
 
 
@@ -118,7 +121,7 @@ def _warn_of_missing_return(layer: Any, name: str) -> None:
 
 
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
-    """Warn that no gradient flows back through a differentiated layer, since all its outputs are integers or bools.
+    """Warn that no gradient flows through a differentiated layer, because all its outputs are integers or bools.
 
     torch raises an error in this case. If `forward` marked all outputs as non-differentiable, there is no warning.
     """
@@ -168,7 +171,7 @@ def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize
 
 
 def _wrong_count(count: int, slots: Sequence[Argument], arguments: Arguments, torch_convention: bool) -> str:
-    """Return the text of the error about the number of gradients that `backward` returned."""
+    """Return the message of the error about a wrong number of gradients from `backward`."""
     of_all = list(arguments.names())
     names = of_all if torch_convention else [a.name for a in slots]
     kind = "argument" if torch_convention else "tensor argument"
@@ -207,11 +210,12 @@ def match_tangents(result: Any, outputs: Outputs, layer: str) -> list[Any]:
 
 
 def coerce(value: Any, aval: Any, where: Callable[[], str], is_gradient: bool = False) -> Any:
-    """Return `value` with the dtype and shape of `aval`, and varying over the same mesh axes; None stays None.
+    """Return `value` with the dtype, the shape and the varying mesh axes of `aval`. Return None for None.
 
-    If `is_gradient`, `value` may have a shape to which `aval.shape` broadcasts: then it is summed, as in torch. Every
-    other shape is refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3, 1)` would hide
-    that `backward` returned the gradients of `(3, 1) @ (1, 3)` in the wrong order. tests: contract/test_backward.py
+    If `is_gradient` is True, `value` may have any shape to which `aval.shape` broadcasts. As in torch, it is then
+    summed. Every other shape is refused, also one that differs in axes of length 1 only: to reshape `(1, 3)` to `(3,
+    1)` would hide that `backward` returned the gradients of `(3, 1) @ (1, 3)` in the wrong order. tests:
+    contract/test_backward.py
 
     Raises:
         ValueError: if the value is not an array, has another shape, is complex although `aval` is real, or differs

@@ -48,7 +48,7 @@ _MAX_EXAMPLES = 64  # per class, since each call may pass a new lambda
 
 
 class _Run:
-    """Result of one run of a method: the arrays that it returned and kept, and a skeleton with everything else."""
+    """The result of one run of a method: the arrays that it returned or kept, and a skeleton of all other values."""
 
     def __init__(
         self, tree: dict[str, Any], state: ContextState | None = None, originals: Sequence[np.ndarray] = ()
@@ -107,7 +107,7 @@ class _Run:
         self.tensors = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in self.tensors]
 
     def values_of(self, run: _Run, batch: tuple[int, ...], types: Sequence[Any]) -> list[np.ndarray]:
-        """Return the values of another run of the method, in the order of this run and with the given types.
+        """Return the values of another run of the method. They have the order of this run, and the given types.
 
         Raises:
             ValueError: if the run differs from this one in more than the contents of arrays.
@@ -155,7 +155,7 @@ def _has_same_bits(x: Any, y: Any) -> bool:
 
 
 def _parts(skeleton: Skeleton) -> list[Any]:
-    """Return all nodes and leaves of a skeleton, to compare or hash them."""
+    """Return a list of all nodes and leaves of a skeleton, which can be compared and hashed."""
     found: list[Any] = [skeleton.treedef]
     for leaf in skeleton.leaves:
         if type(leaf) is _Dict:
@@ -224,7 +224,7 @@ class _Example:
         return self.backwards[key]
 
 
-# An example refers to its class, and so keeps the class alive, only if the class is an argument or is kept on ctx.
+# An example keeps its class alive only if the class is an argument of the call or is kept on ctx.
 _examples: weakref.WeakKeyDictionary[type, dict[Any, _Example]] = weakref.WeakKeyDictionary()
 
 
@@ -328,7 +328,7 @@ def _backward(call: Any, needs: tuple[bool, ...], kept: dict[str, Any], cotangen
 def _call_host(
     call: Any, method: str, example: _Run, run: Callable[[Sequence[np.ndarray]], _Run], tensors: Sequence[Any]
 ) -> list[Any]:
-    """Bind a `host_call` that runs a method when the program runs, and return the values of this run."""
+    """Bind a `host_call`, which runs a method each time the program runs. Return the values of the method."""
     types, ndim = example.types(), tensors[0].ndim
 
     def on_host(*arrays: Any) -> list[np.ndarray]:

@@ -47,7 +47,10 @@ def _is_float(x: Any) -> bool:
 
 
 class _ReadyPair(saved_tensors_hooks):
-    """A pair whose pack hook returns the tensor unchanged, or an object that can restore the tensor."""
+    """A pair of hooks.
+
+    Its pack hook returns either the tensor itself, or an object from which the tensor can be restored.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         if args and callable(args[0]) and not isinstance(args[0], type):
@@ -583,7 +586,8 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     (Ellipsis) selects the pair for all other tensors.
 
     A tensor that can be computed from another saved tensor is recomputed in backward, unless this would amplify the
-    errors of the least exact pair. Values from outside the block are packed if all pairs have `arguments=True`.
+    errors of the least exact pair. Values from outside the block are packed only if all pairs of the dict have
+    `arguments=True`.
 
     Args:
         pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a

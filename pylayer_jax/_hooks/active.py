@@ -34,12 +34,12 @@ class Block:
     JAX's caches have the current block as a part of their keys, and may keep it forever. If a block held its hooks,
     the caches would keep the hooks alive. Therefore a block that was left holds the key of its pair, but not the pair.
 
-    Two blocks are equal, so that JAX reuses what it traced in the other one, in two cases. First, two blocks are equal
-    if their pairs are equal. So JAX traces a function again if it was traced with other hooks. Second, if both belong
-    to one thread and `is_shared` is True for both: they were entered outside of staged code, and no code staged in them
-    has called `active_pair`. In such a block, JAX caches only operations of eager mode, which do not depend on the
-    pair. So a new pair compiles nothing again. Staged code that depends on the pair calls `active_pair` before JAX
-    caches this code.
+    There are two cases in which two blocks are equal, so that JAX reuses in one block what it traced in the other.
+    First, two blocks are equal if their pairs are equal. So JAX traces a function again if it was traced with other
+    hooks. Second, if both belong to one thread and `is_shared` is True for both: they were entered outside of staged
+    code, and no code staged in them has called `active_pair`. In such a block, JAX caches only operations of eager
+    mode, which do not depend on the pair. So a new pair compiles nothing again. Staged code that depends on the pair
+    calls `active_pair` before JAX caches this code.
 
     The second case does not hold across threads. JAX lets a thread wait while another thread traces code under an equal
     key, and it is not yet known whether this code will call `active_pair`. tests: hooks/test_identity.py
@@ -129,7 +129,7 @@ def innermost_block() -> Block | None:
 
 
 def entered_block(pair: Pair) -> Block | None:
-    """Return the innermost open block of a pair that this thread and asyncio task entered."""
+    """Return the innermost open block that this thread and asyncio task entered for a pair."""
     block = _open(_entered.get())
     while block is not None and block.value is not pair:
         block = _open(block.outer)

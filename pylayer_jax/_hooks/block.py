@@ -50,7 +50,10 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
 
 
 class Predicate:
-    """The predicate `only` of a pair, as a function of an array and its origin. Records whether it was ever True."""
+    """A wrapper around the predicate `only` of a pair, with two parameters: an array and its origin.
+
+    Records whether it was ever True.
+    """
 
     def __init__(self, only: Callable[..., Any]) -> None:
         self._only = only
@@ -67,7 +70,7 @@ class Predicate:
 
 
 def predicate(owner: str, only: Any) -> Predicate | None:
-    """Return the `Predicate` of `only`, a function of an array, or of an array and its origin."""
+    """Return a `Predicate` for `only`, which is a function of an array, or of an array and its origin."""
     if only is None:
         return None
     check_hook(owner, "only", only, 1, 2)
@@ -294,7 +297,9 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         return found
 
     def close(self) -> None:
-        """Drop all packed values that compiled programs hold for this pair. A backward that needs these values fails.
+        """Delete all packed values that compiled programs hold for this pair of hooks.
+
+        A backward that needs these values fails.
 
         Equal pairs share these values. The values are dropped when all existing pairs that were entered are closed.
         Without `close`, a program holds the values of its last run until the program runs again, or until JAX deletes

@@ -72,7 +72,10 @@ def store_of(key: Any) -> HostStore:
 
 
 class PackSite:
-    """One call of a pack hook in a program, which runs once per execution, or once per iteration of a loop."""
+    """One call of a pack hook in a program.
+
+    The call runs once per execution of the program, or once per iteration of a loop.
+    """
 
     def __init__(
         self, store: HostStore, pack: Callable[[Any], Any], unpack: Callable[[Any], Any], tensor: Any, where: str
@@ -91,7 +94,7 @@ class PackSite:
         return self._call("pack_hook", self._put, jax.ShapeDtypeStruct((), np.uint32), tensor)
 
     def restored(self, token: Any) -> jax.Array:
-        """Unpack on the host the packed value that a traced token names, and return the tensor."""
+        """Unpack a packed value on the host, and return the tensor. A traced token says which value."""
         return self._call("unpack_hook", self._get, self._type, token)
 
     def _call(self, hook: str, run: Callable[..., Any], result: Any, operand: Any) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The trace of a block, and the operations that it binds as functions with a rule.
+"""The trace of a block of hooks. It binds operations as functions that have a rule for their derivative.
 
 A block makes a `BlockTrace` JAX's current trace, so JAX passes every operation of the block to it. If JAX
 differentiates an operation now, or may do so later, the trace binds a `HookedOperation`. Its rule calls `jax.vjp` on
@@ -174,7 +174,7 @@ class Operation(NamedTuple):
         return self.kind in _VIEWS or (self.is_jitted and _facts_of(self.params).is_view)
 
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
-        """Return whether the vjp keeps no array, and the result need not be recomputed from operands in backward."""
+        """Return whether the vjp keeps no array, and backward never recomputes the result from the operands."""
         if self.is_jitted:
             facts = _facts_of(self.params)
             return facts.keeps_nothing and not (facts.adds_number and model >= ErrorModel.ABSOLUTE)
@@ -205,7 +205,10 @@ class HookedOperation(RuleFunction):
         self.left_unpacked = left_unpacked  # position of an operand -> its residual, as from `_left_unpacked`
 
     def stage(self, args: Sequence[Any]) -> Values:
-        """Stage the operation to `self.jaxpr`, so that it can run more than once. Return its closed-over values."""
+        """Stage the operation to a jaxpr, `self.jaxpr`, so that the operation can run several times.
+
+        Return its closed-over values.
+        """
         n, types = len(self.origins), [typeof(x) for x in args]
         self.jaxpr, consts, _ = stage(lambda *args: (self.bind(*args[:n]), None), types, self.name)
         self.n_consts = len(consts)
@@ -283,7 +286,7 @@ def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[i
 
 
 class Pullback(LinearMap):
-    """The derivative of an operation: packed residuals, tangents of the operands -> tangents of the results."""
+    """The derivative of an operation, which maps packed residuals and tangents of operands to tangents of results."""
 
     def __init__(self, name: str, packed: PackedResiduals, pullback: Any, value_types: Sequence[Any]) -> None:
         self.name = name
@@ -355,7 +358,7 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
 
 
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
-    """Return whether to pack inside a staged scan, or inside a staged jitted function with a loop.
+    """Return whether the body of a scan or of a jitted function is staged again, so that the code inside it packs.
 
     If the residuals of a scan were packed after the scan, JAX would first stack the unpacked residuals of all
     iterations. If `only` or `by_name` selects tensors by their origin, pack inside a jitted function of the user too,
@@ -372,7 +375,7 @@ def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> 
 
 
 def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
-    """Return whether `trace` differentiates the operation in reverse mode now, so that it need not be staged.
+    """Return whether `trace` differentiates the operation in reverse mode now. Such an operation need not be staged.
 
     JAX may call the function of a custom rule only once.
     """
@@ -392,7 +395,7 @@ def _is_staged_below(example: Any) -> bool:
 
 
 def _is_differentiated_twice(example: Any) -> bool:
-    """Return whether reverse mode differentiates a whole batch inside another differentiation of the same value."""
+    """Return whether reverse mode differentiates a whole batch, while another transformation differentiates it too."""
     return isinstance(example, REVERSE.tracer) and is_differentiated(example.primal)
 
 
@@ -550,7 +553,7 @@ class BlockTrace(PassThroughTrace):
     def _pack_inside(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values | None:
-        """Bind a scan or a jitted function with its body staged again, in a block.
+        """Bind a scan or a jitted function whose body is staged again, this time in a block of hooks.
 
         Return None if the new body closes over values, or if its results have other types than before.
         """
@@ -579,7 +582,7 @@ class BlockTrace(PassThroughTrace):
     def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
         """Return the residuals of the operands that are not packed, and further operands that these residuals read.
 
-        In the residuals, each array is replaced by its position among all operands. The keys are positions too.
+        In these residuals, the position of an array among all operands replaces the array. The keys are positions too.
         """
         left = [(i, record) for i, record in enumerate(records) if self.is_left_unpacked(record)]
         residuals = {i: args[i] if record.residual is None else record.residual for i, record in left}
@@ -739,7 +742,10 @@ def layer_block(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | None:
 
 
 def layers_pack_themselves() -> Any:
-    """Return a context in which the current `BlockTrace` does not treat a layer as an operation and pack it too."""
+    """Return a context in which a layer is no operation of the current block.
+
+    Otherwise the layer and the block would both pack.
+    """
     return set_current_trace(trace_below(current_trace()))
 
 

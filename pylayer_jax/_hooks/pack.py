@@ -49,10 +49,11 @@ Hook = Callable[[Any], Any]
 
 
 class ErrorModel(enum.IntEnum):
-    """A bound on the packing error e = unpack(pack(x)) - x of a tensor x.
+    """What is known about the packing error e = unpack(pack(x)) - x of a tensor x.
 
-    The bound decides which operations backward may apply to `x + e` to recompute their results: those after which the
-    error is no larger than if the result itself were packed. A larger number allows more operations.
+    The error model decides which operations backward may apply to `x + e` to recompute their results. It allows an
+    operation if the error of the result is no larger than if the result itself were packed. A larger number allows more
+    operations.
     """
 
     ANY = 0  # no bound is known: only operations that move or negate values, or compute with integers
@@ -130,12 +131,12 @@ class Pair:
 
     @property
     def is_selective(self) -> bool:
-        """Whether the origin of a tensor may decide how the tensor is kept."""
+        """Whether the pair selects tensors by their origin."""
         return self.by_name is not None or self.only is not None or any(step.only for step in self.steps)
 
     @property
     def packs_nothing(self) -> bool:
-        """Whether the pair leaves each tensor as it is, as the pair of `names_recorded` does."""
+        """Whether the pair packs no tensor at all. The pair that `names_recorded` makes is such a pair."""
         return self.by_name is None and not self.steps
 
     def predicates(self) -> list[Any]:
@@ -213,7 +214,8 @@ class Residual:
 class PackedTensor:
     """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array.
 
-    If a later step of the pair packed one of these arrays, the input is the `Residual` that restores this array.
+    If a later step of the pair packed one of these arrays, the `Residual` that restores this array is the input
+    instead.
     """
 
     def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
@@ -333,7 +335,10 @@ def _pack(
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:
-    """Run the pack hook of a step. Return its result, and the function that restores the array from this result."""
+    """Run the pack hook of a step.
+
+    Return the result of the pack hook, and the function that restores the array from this result.
+    """
     pack, unpack = step.pack, step.unpack
     if step.host and is_tracer(array):
         expected = typeof(array)

@@ -11,10 +11,10 @@ The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a r
 
 JAX keeps the distinct arrays of the right column instead of the tensors.
 
-A `Recorder` records the equations of the forward pass. `_plan` decides for each residual: `_derivation` walks back from
-it through the equations that do not amplify the packing error, to the tensors that have to be packed. The table
-`_RECOMPUTED` has an entry for each operation of such equations. `_carry_out` packs these tensors, and `_remember` lets
-the pair find them again when a later operation keeps the same tensor.
+A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For this, `_derivation` walks
+back from the residual, through equations that do not amplify the packing error, to the tensors that have to be packed.
+The table `_RECOMPUTED` has an entry for each operation of such equations. `_carry_out` packs these tensors, and
+`_remember` lets the pair find them again when a later operation keeps the same tensor.
 
 A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
 everywhere. tests: hooks/test_derived.py
@@ -91,7 +91,10 @@ _LONGEST_OPENED: Final = 8  # number of equations; a longer jitted function stay
 
 
 def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and constants of a jitted function if it is small (like many of jax.numpy), otherwise None."""
+    """Return the jaxpr and the constants of a small jitted function, as most functions of jax.numpy are.
+
+    Return None for a large one.
+    """
     jaxpr, consts = jaxpr_and_consts(params["jaxpr"])
     is_small = len(jaxpr.eqns) <= _LONGEST_OPENED and not [j for e in jaxpr.eqns for j in inner_jaxprs(e.params)]
     return (jaxpr, consts) if is_small and not jaxpr.effects and is_inlinable(params) else None
@@ -127,7 +130,7 @@ def _widens(equation: Equation, _: _Equations) -> bool:
 
 
 def _keeps_rows(equation: Equation, _: _Equations) -> bool:
-    """Return False if an operation adds a last axis of length 1, as from [8] (a statistic of 8 rows) to [8, 1].
+    """Return False if an operation adds a last axis of length 1, as a reshape of [8] (one number per row) to [8, 1].
 
     An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In [8, 1], each
     value is a row of its own.
@@ -382,8 +385,8 @@ def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual of a tensor that the pair remembers, or None.
 
-    Return None too for a tensor that was not packed and has a new name since, which may select it in `by_name`: in
-    eager mode, `checkpoint_name` returns the same array.
+    Also return None for a tensor that was not packed, if it has a new name since then, because `by_name` may select the
+    new name. In eager mode, `checkpoint_name` returns the same array.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -414,7 +417,8 @@ class Mark(RuleFunction):
 
     Its result is empty: f32[0,8,4] for f32[8,4].
 
-    JAX keeps the result as a residual, whose shape shows scans and `jax.vmap`: f32[3,0,8,4] for a scan of length 3.
+    JAX keeps the result as a residual. Each enclosing scan or `jax.vmap` adds an axis to its shape: f32[3,0,8,4] for a
+    scan of length 3.
     """
 
     def __init__(self, aval: Any, origin: Origin, is_recomputed: bool) -> None:
@@ -434,7 +438,7 @@ def keeps_residuals(tangents: Sequence[Any]) -> bool:
 
 
 class Packing(NamedTuple):
-    """The arguments of `pack_residuals` that describe a layer or an operation."""
+    """A description of a layer or an operation, for `pack_residuals`."""
 
     pair: Pair  # the pair of the block in which the layer or operation was applied
     owner: str  # the name of the layer or operation and the kind of the tensors, for messages: "Tanh, saved tensor"
@@ -526,7 +530,7 @@ class _KnownResiduals:
 
 
 class _Plan(NamedTuple):
-    """How the tensors of a layer or an operation are kept."""
+    """A plan for the tensors of a layer or an operation: which are packed, and how the others are recomputed."""
 
     packed: Sequence[tuple[Any, int]]  # the tensors to pack, each with the index of the first tensor that needs it
     recomputed: Sequence[Equation]  # the equations that backward evaluates again
@@ -649,7 +653,7 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
     """Return the largest absolute value of each traced tensor, as residuals, if JAX is set to report NaN or infinity.
 
     JAX looks for NaN among the results of a program. Packed and recomputed tensors are not among these results, so JAX
-    would not report their NaN. JAX reports such a NaN if the largest value of each tensor is a further residual.
+    would not find a NaN in them. JAX reports such a NaN if the largest value of each tensor is a further residual.
     Backward reads none of these values. tests: hooks/test_modes.py
     """
     if not is_nan_reported():

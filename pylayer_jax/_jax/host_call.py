@@ -78,8 +78,8 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
     dtypes = [x.dtype for x in args]
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
-        # A function may keep its arrays, but XLA reuses the memory of the buffers after the call, so copy them. A host
-        # layer, whose function has no effects, copies its inputs itself.
+        # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A host layer,
+        # whose function has no effects, copies its inputs itself.
         own = np.array if function.effects else np.asarray
         arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         for out, value in zip(outs, function.run(*arrays), strict=True):
@@ -92,14 +92,17 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
 
 
 def _in_bytes(dtype: Any) -> Any:
-    """Return a dtype of at least one byte for the same numbers. XLA would pack several int4 numbers into one byte."""
+    """Return a dtype that can represent the same numbers and has at least one byte.
+
+    XLA would pack several int4 numbers into one byte.
+    """
     if jax.dtypes.itemsize_bits(dtype) >= 8:
         return dtype
     return np.float16 if jnp.issubdtype(dtype, jnp.floating) else np.int8
 
 
 def _on_first_device(n_devices: int, function: HostFunction, *args: Any) -> list[Any]:
-    """Run the function on the first of several devices, and send its results to all devices."""
+    """Run the function on the first device only, and send its results to all other devices."""
     mesh = jax.sharding.get_abstract_mesh()
     mesh = jax.sharding.AbstractMesh((n_devices,), ("device",)) if mesh.empty else mesh
 

@@ -1,4 +1,4 @@
-"""Functions that stage, inspect, evaluate and lower jaxprs, and that read the source information of equations."""
+"""Functions that stage, inspect, evaluate and lower jaxprs, and functions that read source information of equations."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def has_equation(jaxpr: Any, name: str) -> bool:
 
 
 def operations(jaxpr: Any) -> list[str]:
-    """Return the names of the primitives that a jaxpr applies, each before those of the jaxprs inside its equation."""
+    """Return the names of the primitives that a jaxpr applies, also in inner jaxprs, in order of evaluation."""
     names: list[str] = []
     for equation in jaxpr.eqns:
         names.append(equation.primitive.name)
@@ -153,7 +153,7 @@ def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
 
 
 def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
-    """Evaluate only the equations that compute the `wanted` variables from the `known` values of other variables.
+    """Compute the `wanted` variables from the values of `known` variables. Evaluate only the equations that this needs.
 
     If a result of an equation has a known value, later equations read that known value.
     """
@@ -206,7 +206,7 @@ def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> 
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # If a later equation reads a Ref, this equation may have written the value of the Ref.
+        # If a later equation reads a Ref, this equation may have written to the Ref.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))
@@ -269,7 +269,7 @@ def _frames(source: Any) -> list[re.Match[str]]:
 
 
 def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
-    """Return the entries of `inner` that follow the longest common start of both."""
+    """Return the entries of `inner` after the longest prefix that `outer` and `inner` share."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(outer, inner, strict=False))
     return inner[len(list(pairs)) :]
 
@@ -277,7 +277,7 @@ def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
 def frames_between(outer: Any, inner: Any) -> list[str]:
     """Return the names of the functions on the call stack of `inner`, below the stack of `outer`, outermost first.
 
-    A method has two names: the class that defines the method, and the method, unless its name is like `__call__`.
+    A method has two names: that of the class that defines it, and its own, unless its own is like `__call__`.
     """
     frames = _frames(inner)
     functions = [(frame["file"], frame["function"]) for frame in frames]

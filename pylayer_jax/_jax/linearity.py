@@ -9,9 +9,10 @@ keys, which have no tangents. The proof finds the kind of each value in a jaxpr.
     LINEAR    linear in these inputs
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
-A table has a rule for each operation, which computes the kinds of the results from the kinds of the operands. The
-result of an operation that is not in the table is CONSTANT if no operand depends on the inputs. Otherwise the kind of
-this result is the name of the operation. Therefore the proof fails for a new operation of JAX until it is in the table.
+A table has a rule for each operation, which computes the kinds of the results from the kinds of the operands. If an
+operation is not in the table, and no operand depends on the inputs, its result is CONSTANT. If an operand depends on
+the inputs, the kind of the result is the name of this operation. Therefore the proof fails for a new operation of JAX
+until it is in the table.
 """
 
 from __future__ import annotations
@@ -96,7 +97,10 @@ def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
-    """Return the first kind that is perhaps not linear; else `if_linear` if a kind is LINEAR, or CONSTANT."""
+    """Return the first of the kinds that may be nonlinear.
+
+    If there is none, return `if_linear` if any kind is LINEAR, else CONSTANT.
+    """
     failed = next((k for k in kinds if k not in _KNOWN), None)
     return failed or (if_linear if LINEAR in kinds else CONSTANT)
 
@@ -122,7 +126,7 @@ def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _linear_in(positions: Sequence[int]) -> Rule:
-    """Return the rule of an operation that is jointly linear in the operands at `positions`, but not in the others."""
+    """Return the rule of an operation that is jointly linear in the operands at `positions`, perhaps not in others."""
 
     def rule(equation: Any, operands: list[Kind]) -> list[Kind]:
         name = equation.primitive.name
@@ -216,7 +220,7 @@ def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of values that are the results of either of two branches."""
+    """Return the kinds of the results of a conditional from the kinds of the results of its two branches."""
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
@@ -262,7 +266,7 @@ _RULES.update({"cond": _cond, "scan": _scan, "while": _while})
 def transpose_jaxpr(
     name: str, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any], inputs: str = "its arguments"
 ) -> list[Any]:
-    """Compute cotangents of the arguments that are None from the cotangents of the outputs, by transposing a jaxpr.
+    """Transpose a jaxpr: compute the cotangents of the arguments that are None from the cotangents of the outputs.
 
     Error messages use `name` for the jaxpr, and `inputs` for the arguments that are None.
 

@@ -74,7 +74,7 @@ def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """Return a copy of `full` in which the values of `if_set`, in order, replace those where the mask is True."""
+    """Return a copy of `full` in which the values of `if_set` replace, in order, the entries where the mask is True."""
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]
 
@@ -94,11 +94,12 @@ class ObjectPrimitive(Primitive):
     caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr whose debug info has the Python
     object. The empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
 
-    A weak table from jaxprs to objects would not do. If an object refers to its own equation, as a hook that stores a
-    tracer does, the table would keep the object, and with it its own key, alive forever. tests: hooks/test_identity.py
+    A weak table from jaxprs to objects would not solve this. If an object refers to its own equation, as a hook that
+    stores a tracer does, the table would keep the object, and with it its own key, alive forever. tests:
+    hooks/test_identity.py
 
-    The jaxpr of the Python object, if it has one, is another parameter, in which JAX finds properties such as the
-    devices of a mesh.
+    If the Python object has a jaxpr, this jaxpr is another parameter. In it, JAX finds properties such as the devices
+    of a mesh.
 
     NOTE [call_jaxpr]
     The jaxpr of a `rule_function` is named `call_jaxpr`, so that `checkify` checks its operations. For an equation with
@@ -252,7 +253,7 @@ class RuleFunction:
         return not uses_own_refs(self.jaxpr)
 
     def mask_of_kept_operands(self) -> list[bool]:
-        """Return a mask of the operands that stay operands if JAX drops unused results with their equations.
+        """Return a mask of the operands that the function keeps if JAX drops unused results.
 
         The rule differentiates the whole function, which needs all of its operands.
         """
@@ -326,7 +327,7 @@ class RuleFunction:
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
             __tracebackhide__ = True
-            # Each list has None, which is no leaf, in place of the values of the other list.
+            # Each list has None in place of the values of the other list. None is no leaf of a pytree.
             batched, shared = vmap_over(axis, one, tuple(dims), (0, None))(*args)
             mask = [x is not None for x in batched]
             return merge(mask, select(batched, mask), shared), [0 if is_one else None for is_one in mask]
@@ -364,7 +365,7 @@ class BatchedFunction(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Batch the rule of the inner function.
 
-        A tangent has the same batch axis as its primal. The tangent of a primal that all examples share is repeated, so
+        A tangent has the same batch axis as its primal. If all examples share a primal, its tangent is repeated, so
         that each example applies its own linear map. Otherwise `backward` would get the sum of the cotangents, for
         which a `backward` that is not linear returns a different gradient. tests: contract/test_vmap.py
         """
@@ -383,7 +384,7 @@ class BatchedFunction(RuleFunction):
         values, found = rule(list(primals[n:]), moving)
         if self.out_dims == 0:
             return values, found
-        # A value that is not batched, such as a sum over the axis, has the same tangent in each example.
+        # If a value is not batched, as a sum over the batch axis, its tangent is the same for each example.
         pairs = zip(found, self.out_dims, strict=True)
         return values, [t if t is None or d is not None else t[0] for t, d in pairs]
 
@@ -392,7 +393,10 @@ class BatchedFunction(RuleFunction):
 
 
 class UnstagedBatch(BatchedFunction):
-    """A batched function that is not staged: `jax.vmap` calls the inner `run`. Every value has batch axis 0."""
+    """A batched function that is not staged. To run it, `jax.vmap` calls the `run` of the inner function.
+
+    Every value has batch axis 0.
+    """
 
     def run(self, *args: Any) -> Values:
         __tracebackhide__ = True
@@ -622,7 +626,7 @@ def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Bind an identity of the unknown operands only: JAX transposes it, but not with respect to known operands."""
+    """Bind an identity of the unknown operands only: JAX does not transpose it with respect to known operands."""
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = payload_of_params(params)
@@ -651,7 +655,10 @@ def barrier(values: Sequence[Any], waits: bool = False) -> Values:
 
 
 def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> Values:
-    """Return the values unchanged. A derivative through any value raises the exception that `error` makes."""
+    """Return the values unchanged.
+
+    If JAX differentiates any of these values, the exception that `error` returns is raised.
+    """
     types = tuple([typeof(x) for x in values])
     return apply(Identity("forbid_derivative", types, error), values) if values else []
 
@@ -680,7 +687,10 @@ def with_tangent(tensor: Any, value: Any) -> Any:
 
 
 class _Outputs(RuleFunction):
-    """A function of operands and outputs that returns the outputs, batched as NOTE [all outputs are batched] says."""
+    """A function of operands and outputs that returns the outputs.
+
+    Under `jax.vmap`, it follows NOTE [all outputs are batched].
+    """
 
     name = "outputs"
 
@@ -726,8 +736,8 @@ def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
 class PartialFunction(RuleFunction):
     """A function that computes some values of another function, `whole`, and has the derivative of `whole`.
 
-    The operands are `n_residuals` values that another part computes, and then the operands of the whole function. The
-    results are the values of the whole function at `positions`, and then residuals for another part.
+    Its operands are first `n_residuals` values that another part computes, and then the operands of the whole function.
+    Its results are first the values of the whole function at `positions`, and then residuals for another part.
     """
 
     def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
@@ -783,8 +793,9 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     if not any(instantiated_out):
         missing = _variables(equation.invars, [not i for i in instantiated])
         return forward, None, unknown_out, instantiated_out, missing
-    # JAX's rule may leave an equation in the backward part although its result is saved and no equation reads it again.
-    # Remove it, or backward would compute a value again that `forward` names and the policy saves.
+    # JAX's rule may leave a superfluous equation in the backward part: its result is saved, and no other equation reads
+    # the result that this equation computes again. Remove this equation. Otherwise backward would compute a value again
+    # that `forward` names and the policy saves.
     code, _ = jaxpr_and_consts(staged.params["jaxpr"])
     code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
     read = select(staged.invars, is_read)
@@ -806,7 +817,7 @@ def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any
 
 
 def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
-    """Save all results of an equation, or compute it again as a whole."""
+    """Save all results of an equation, or evaluate the whole equation again in backward."""
     n = len(equation.outvars)
     operands = _variables(equation.invars, [not i for i in instantiated])
     if is_unknown:

@@ -1,4 +1,4 @@
-"""The names of JAX that may move to other modules, the active traces of JAX, and the tracers that these traces make.
+"""Three things of JAX: the names that may move to other modules, the active traces, and the tracers of these traces.
 
 JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. It
 transforms a function (for example with `jax.vmap`) that records the classes of its argument and of the current trace.
@@ -112,7 +112,7 @@ def discover(what: str, probe: Callable[[Any], Any]) -> Any:
     """
     found: list[Any] = []
     try:
-        # A traced function may import this package, so leave the trace of this function first.
+        # A traced function may import this package. Therefore leave the trace of this function before the discovery.
         with eval_context(), jax.disable_jit(False):
             jax.eval_shape(lambda x: found.append(probe(x)), jax.ShapeDtypeStruct((1,), np.float32))
         return found[0]
@@ -224,7 +224,10 @@ def is_staged(value: Any) -> bool:
 
 
 def nothing_is_traced() -> bool:
-    """Return whether no transformation is active. This is JAX's only public test; it takes a third of a microsecond."""
+    """Return whether no transformation is active. JAX has no other public test.
+
+    The call takes a third of a microsecond.
+    """
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
 
@@ -288,9 +291,9 @@ class TraceState:
 
         vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual"]
 
-    Traces inside the innermost staging trace transform the operations now. Traces outside it transform the operations
-    later, when its jaxpr is complete. The attributes `has_unknown_trace`, `is_forward_mode` and `differentiations` are
-    about the traces inside it, or about all traces if no trace makes a jaxpr.
+    The traces inside the innermost staging trace transform operations immediately. The traces outside of it transform
+    operations later, when its jaxpr is complete. The attributes `has_unknown_trace`, `is_forward_mode` and
+    `differentiations` are about the traces inside it, or about all traces if no trace makes a jaxpr.
     """
 
     def __init__(self) -> None:

@@ -250,9 +250,9 @@ def _choices(
 ) -> tuple[list[tuple[str, _Masks]], list[tuple[Any, bool]]]:
     """Evaluate a jaxpr; `depends` has one bool per input, which is False if the input depends on constants only.
 
-    Return the choices that depend on the other inputs, and for each output a pair (output, whether it depends on them).
-    A choice is a pair of an operation with its source line, such as "max at layers.py:12", and a dict from each
-    branch to a scalar: whether any entry takes it.
+    Return the choices that depend on non-constant inputs. Also return a pair for each output: the output, and whether
+    it depends on non-constant inputs. A choice is a pair of an operation with its source line, such as "max at
+    layers.py:12", and a dict from each branch to a scalar: whether any entry takes it.
     """
     values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
     dependent = {v for v, does in zip(jaxpr.invars, depends, strict=True) if does}

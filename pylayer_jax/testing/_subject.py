@@ -75,7 +75,7 @@ class TensorFunction:
         return other
 
     def only(self, j: int) -> TensorFunction:
-        """Return the same function, but JAX differentiates with respect to value number `j` only."""
+        """Return a copy of this subject that JAX differentiates with respect to value number `j` only."""
         other = copy.copy(self)
         other.differentiated = [self.differentiated[j]]
         return other
@@ -478,7 +478,9 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
 
 
 def run_check(cases: Cases) -> tuple[str, int]:
-    """Compare the arrays of all cases of a check. Return the sentence that the check returns, and the number of cases.
+    """Compare the arrays of each case with its expected arrays, for all cases of one check.
+
+    Return the sentence that the check returns, and the number of cases.
 
     Raises:
         MismatchError: about the first case that differs.
