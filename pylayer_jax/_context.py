@@ -87,8 +87,8 @@ class Outputs:
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """Return the cotangents for `backward`, with one entry per top-level output that holds a tensor.
 
-        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics`, an output without a tensor has
-        the entry None.
+        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics` is True, the entry for an
+        output without a tensor is None.
         """
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []

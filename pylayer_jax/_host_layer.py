@@ -1,4 +1,6 @@
-"""Runs the methods of a layer with `host = True` on NumPy arrays, in every mode.
+"""Runs the methods of a layer that has `host = True`.
+
+The methods get NumPy arrays in eager mode and under all transforms.
 
     class Erf(PyLayer):                         jax.make_jaxpr(Erf.apply)(x) runs forward on an example array, whose
         host = True                             result has the type float32[3]:

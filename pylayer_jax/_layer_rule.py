@@ -381,8 +381,8 @@ def _stage_forward(
         if axes:
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, needs)
-        # Each staged input is a distinct tracer, even if the caller passed one array twice. So `id` finds the position
-        # of a residual; an output that is also an input has the input's position.
+        # Each staged input is a distinct tracer, even if the caller passed one array twice. So Python's `id` identifies
+        # each residual. An output that is also an input has the position of the input.
         known = {id(x) for x in (*inputs, *outputs)}
         intermediates = {id(x): x for x in residuals if id(x) not in known}.values()
         values = [*outputs, *intermediates]

@@ -145,8 +145,8 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
     # The vjp of a division by a literal keeps only this literal. But a division alone is bound as a `HookedOperation`,
-    # since its result can be recomputed from its operand. So a division counts as an operation that keeps nothing only
-    # if its function also has a sum, as `jnp.mean` has.
+    # since its result can be recomputed from its operand. So the table allows a division only in a function that also
+    # has a sum, such as `jnp.mean`.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))

@@ -163,7 +163,7 @@ _lock = threading.Lock()
 
 
 def key_of(value: Any) -> Any:
-    """Return a key for a function, a class or another object.
+    """Return a key that identifies a function, a class or another object, for comparisons.
 
     No other object has this key, and the key does not keep the object alive.
 

@@ -665,7 +665,7 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
 def _is_never_packed(tensor: Any, is_program: bool) -> bool:
     """Return whether a value is never packed.
 
-    A hook can hardly read a PRNG key, and cannot restore a Ref. A program holds its constants anyway. If constants were
-    packed, XLA would evaluate the hooks on them while it compiles, which may take seconds.
+    Few hooks can read a PRNG key, and no hook can restore a Ref. A program holds its constants anyway. If constants
+    were packed, XLA would evaluate the hooks on them while it compiles, which may take seconds.
     """
     return is_ref(tensor) or is_key(tensor) or 0 in np.shape(tensor) or (is_program and not is_tracer(tensor))

@@ -348,7 +348,8 @@ class BatchedFunction(RuleFunction):
 
         A function may use the axis although no operand is batched, and its values may depend on the axis without being
         batched: `jax.lax.psum` of a shared value is one number. Batching a collective removes its effect.
-        `jax.lax.ppermute` has no effect, but batching removes its equation.
+        `jax.lax.ppermute` adds no effect to a jaxpr. But batching removes its equation, which shows that the axis is
+        used.
         """
         inner, batched = self.inner.jaxpr, self.jaxpr
         if inner is None:

@@ -397,7 +397,7 @@ def _numerical_cases(subject: Subject) -> Iterator[Case]:
             weight, lower, upper = exact(w), exact(low[k]), exact(high[k])
             change += float(np.sum(weight * (upper - lower)).real)
             rounding = 4 * epsilon * np.abs(weight) * np.maximum(np.abs(upper), terms[k])
-            # If no entry changes, because rounding removed the change, the error is that of one entry.
+            # If rounding removed the change of every entry, take the error of one entry.
             error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
             # At a kink, the slopes on both sides of the middle differ. The error includes half of this difference.
             error += abs(float(np.sum(weight * (upper - 2 * middle[k] + lower)).real))

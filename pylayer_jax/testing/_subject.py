@@ -386,7 +386,7 @@ class Subject:
         return self if self.base is None else self.base.root
 
     def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return the same subject for other values of the function of `root`."""
+        """Return a copy of this subject at other values, which are values of the function that the user gave."""
         if self.base is not None:
             return self.base.at(values, options).derivative
         reference = self.reference and self.reference.with_values(list(map(gathered, values)))
@@ -454,7 +454,7 @@ class Subject:
         terms, noise = {**named_outputs(self.terms_of_outputs), **function.named(self.terms)}, dict[str, float]()
         for name, x in self.results.items():
             moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
-            # The noise is limited, because rounding errors are much smaller than 1, unless the array itself is large.
+            # The noise is limited, because rounding errors are much smaller than 1 unless the array has large values.
             most = epsilon**0.5 * max(largest(x), 1.0)
             least = epsilon**0.5 * self.options.sizes.get(name, 0.0)
             noise[name] = max(min(4 * max(moved, epsilon * terms[name]), most), least) if has_tangent(x) else 0.0
