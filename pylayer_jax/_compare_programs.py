@@ -41,7 +41,7 @@ _SECONDS_PER_ROUND: Final = 0.01  # a shorter step is repeated in each round
 
 @dataclasses.dataclass(frozen=True)
 class ComparedProgram:
-    """One row of a comparison: the gradient of one program."""
+    """A row of the table, with the figures of one program's gradient."""
 
     name: str
     temp_bytes: int | None  # temporary memory of the compiled gradient, by XLA; None if XLA does not report it

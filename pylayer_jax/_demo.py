@@ -42,8 +42,8 @@ class Swish(PyLayer):
 class Quantize(PyLayer):
     """Layer that rounds x to a grid with a learned step (LSQ, Esser et al. 2020, equations 1 to 3).
 
-    The gradient of x is the cotangent where x lies inside the grid, and 0 elsewhere. The gradient of the step
-    follows equation 3 of LSQ, times a factor that keeps the updates of the step small.
+    The gradient of x is the cotangent where x lies inside the grid, and 0 elsewhere. The gradient of the grid's step
+    follows equation 3 of LSQ. It is multiplied by a factor that keeps the updates of this parameter small.
     """
 
     @staticmethod

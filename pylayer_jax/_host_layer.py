@@ -64,8 +64,8 @@ class _Run:
         # Values that `forward` marked and did not return. For these values, the context of the layer raises an error.
         self.missing = [x for x in state.must_return if not contains(self.tensors, x[0])] if state else []
         # The position of each tensor in the list [*inputs, *values]. A tensor at the position of an input has the
-        # derivative of the input. Therefore an input that the method changed in place counts as a value, and so does a
-        # saved copy that differs from its input.
+        # derivative of the input. Therefore an input that the method changed in place is listed among the values. So is
+        # a saved copy of an input if it differs from the input.
         self.positions: list[int] = []
         contents = list(originals)
         position_of = {id(x): i for i, x in enumerate(inputs)}
@@ -79,7 +79,7 @@ class _Run:
             self.positions.append(position)
 
     def values(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return the distinct tensors that are not inputs, from all `tensors` of a run."""
+        """Return those of the `tensors` of a run that are no inputs, each once."""
         first = dict(zip(reversed(self.positions), reversed(tensors), strict=True))
         return [first[i] for i in sorted(first) if i >= self.n_inputs]
 
@@ -426,7 +426,7 @@ def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
 
 
 def run_vmap(call: Any, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
-    """Run the `vmap` of a class on NumPy arrays. Return its result, with JAX arrays."""
+    """Run the method `vmap` of a layer class on NumPy arrays. Return its result, with JAX arrays."""
 
     def run(arrays: Sequence[np.ndarray]) -> _Run:
         return _Run({"result": call.arguments.call("vmap", vmap, None, [np.array(x) for x in arrays])})

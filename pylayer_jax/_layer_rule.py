@@ -256,7 +256,7 @@ class StagedLayer(RuleFunction):
         return super().is_divisible and not self.call.layer._has_vmap_method()
 
     def packing(self) -> StagedLayer:
-        """Return a copy of this function that packs its residuals when it is differentiated for the first time."""
+        """Return a copy of this function whose first derivative keeps packed residuals."""
         if self.call.block is None:
             return self
         copied = copy.copy(self)

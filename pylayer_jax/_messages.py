@@ -1,4 +1,4 @@
-"""Makes the parts of error messages: texts of values, counts and source lines, notes, and hints. Defines error classes.
+"""Makes texts for error messages, such as descriptions of values, source lines and hints. Defines error classes.
 
 This module also lists the variables that a function closes over.
 """

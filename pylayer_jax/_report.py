@@ -303,7 +303,7 @@ class Value:
         return self.aval.size * self.aval.dtype.itemsize
 
     def innermost(self) -> tuple[Value, int]:
-        """Return the part of this value from one iteration of the innermost loop, and the number of iterations."""
+        """Return the slice of this value from one iteration of the innermost loop, and the number of iterations."""
         value, times = self, 1
         while value.part is not None:
             value, times = value.part, times * value.times

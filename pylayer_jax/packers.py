@@ -429,8 +429,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program a
     file is removed when the same call of the layer saves again, or on `close()`. The end of the process removes all
-    files. Pairs with the same directory share compiled programs, whose files stay until each of these pairs is closed.
-    A killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
+    files. Two `save_on_disk` pairs with the same directory share compiled programs. The files of such a program stay
+    until both pairs are closed. A killed process leaves its files in a folder named saved_tensors-*. Backward compares
+    each file with a checksum.
 
     Args:
         directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
@@ -522,7 +523,7 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     the first pair does not pack. Numbers, strings and other objects in the pytree are not packed. For example,
     `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024, 8, 128],
     and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move
-    all three arrays; they move an integer array only if an earlier pair of the chain made it.
+    these three arrays. They move an integer array only if an earlier pair of a chain made it.
 
     A chain is `differentiable` if all its pairs are differentiable. It packs values from outside the block if all its
     pairs do so.

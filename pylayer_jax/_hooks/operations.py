@@ -742,7 +742,7 @@ def layer_block(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | None:
 
 
 def layers_pack_themselves() -> Any:
-    """Return a context in which a layer is no operation of the current block.
+    """Return a context in which the current block does not see the code of a layer as an operation.
 
     Otherwise the layer and the block would both pack.
     """
@@ -750,6 +750,6 @@ def layers_pack_themselves() -> Any:
 
 
 def mark_as_computed(values: Sequence[Any], block: LayerBlock) -> None:
-    """Mark the outputs of a layer as values that were computed in the block."""
+    """Record that the block computed these values, which are the outputs of a layer."""
     if isinstance(trace := current_trace(), BlockTrace):
         trace.set_record(values, ValueRecord(Place.BLOCK, block.origin))

@@ -113,7 +113,10 @@ def reference(value: Any) -> Callable[[], Any]:
 
 @dataclasses.dataclass(eq=False)
 class Pair:
-    """The hooks of one `saved_tensors_hooks`: a sequence of steps, each of which packs the result of the one before."""
+    """The pack and unpack hooks of a `saved_tensors_hooks` object.
+
+    They form a sequence of steps: each step packs what the previous step returned.
+    """
 
     steps: Sequence[Step]
     key: Any  # equal for equal pairs; each function in it is replaced by a number from `key_of`

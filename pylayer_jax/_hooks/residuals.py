@@ -247,7 +247,7 @@ def fold(
 
 
 def leaves_of(residual: Any) -> list[Any]:
-    """Return the distinct arrays from which a residual is restored, or the positions that replaced these arrays."""
+    """Return the distinct leaves of an expression. These are arrays, or positions of arrays in a list."""
     visited: dict[int, Any] = {}
     to_visit = [residual]
     while to_visit:
@@ -505,7 +505,7 @@ class _KnownResiduals:
     def is_constant(self, value: Any) -> bool:
         """Return whether a value is a number that is the same in all runs.
 
-        An operand that is a number may differ between runs, unless it is kept.
+        A scalar operand counts as varying between runs, unless it is left unpacked.
         """
         return is_number(value) and id(value) not in self._varying
 
@@ -519,7 +519,7 @@ class _KnownResiduals:
             self.put(e.value, recomputed(e.primitive, e.params, e.inputs, self.input_of))
 
     def put_equal(self, values: Sequence[Any], others: Sequence[Any]) -> None:
-        """Give each of `values` the residual of the equal value in `others`.
+        """Store for each of `values` the residual of the entry of `others` at the same position.
 
         The `values` are the outputs behind a barrier.
         """

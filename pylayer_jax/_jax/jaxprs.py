@@ -275,7 +275,7 @@ def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
 
 
 def frames_between(outer: Any, inner: Any) -> list[str]:
-    """Return the names of the functions on the call stack of `inner`, below the stack of `outer`, outermost first.
+    """Return the names of the functions that were called between `outer` and `inner`, outermost first.
 
     A method has two names: that of the class that defines it, and its own, unless its own is like `__call__`.
     """

@@ -346,7 +346,7 @@ class BatchedFunction(RuleFunction):
     def uses_axis(self, types: Sequence[Any]) -> bool:
         """Return whether the inner function, for operands of these types, uses the name of the axis.
 
-        A function may use the axis although no operand is batched, and its values may depend on the axis without being
+        A function may use the axis even if no operand is batched. Its values may depend on the axis and still not be
         batched: `jax.lax.psum` of a shared value is one number. Batching a collective removes its effect.
         `jax.lax.ppermute` adds no effect to a jaxpr. But batching removes its equation, which shows that the axis is
         used.
@@ -385,7 +385,8 @@ class BatchedFunction(RuleFunction):
         values, found = rule(list(primals[n:]), moving)
         if self.out_dims == 0:
             return values, found
-        # If a value is not batched, as a sum over the batch axis, its tangent is the same for each example.
+        # Some values are not batched, such as a sum over the batch axis. All examples share the tangent of such a
+        # value.
         pairs = zip(found, self.out_dims, strict=True)
         return values, [t if t is None or d is not None else t[0] for t, d in pairs]
 

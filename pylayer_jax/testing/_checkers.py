@@ -313,11 +313,11 @@ def gradcheck(
         >>> gradcheck(Round, (x,), reference=lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x))
         True
 
-    Gradients in float64 are compared with central differences, and gradients in the dtypes of `args` with gradients in
-    float64. The gradients must be the same if only one output or argument is used, in a second run, after `fun` ran on
-    other values, and under `jax.jit` unless `fun` needs concrete values. The gradients must also be linear in the
-    cotangents. If `fun` accepts random values, its gradients at random values are compared too. Random values are
-    positive, in [-1, 1], or sorted along the last axis if `args` are. If `fun` has finite results for 100 times and
+    Gradients in float64 are compared with central differences. Gradients in the dtypes of `args` are compared with the
+    gradients in float64. The gradients must be the same if only one output or argument is used, in a second run, after
+    `fun` ran on other values, and under `jax.jit` unless `fun` needs concrete values. The gradients must also be linear
+    in the cotangents. If `fun` accepts random values, its gradients at random values are compared too. Random values
+    are positive, in [-1, 1], or sorted along the last axis if `args` are. If `fun` has finite results for 100 times and
     0.01 times `args`, its gradients there are compared too: such values may take other branches of a clipping rule. If
     `fun` needs special values such as symmetric matrices, check a function that makes these values:
     `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks, where even a right gradient may differ

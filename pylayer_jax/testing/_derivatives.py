@@ -82,10 +82,10 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
             accepted.append(values)
             described.append(how)
             break
-    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore `sizes` permits errors
-    # that are small relative to the results at the given values. A step that is relative to 1 may also leave the
-    # saturated region, so at large values `least_size` is 0, and each step is relative to the entry alone.
-    # See "small scale" in tests/checkers/wrong_layers.py.
+    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore an error is permitted if
+    # it is small relative to `sizes`, the sizes of the results at the user's values. A step that is relative to 1 may
+    # also leave the saturated region, so at large values `least_size` is 0, and each step is relative to the entry
+    # alone. See "small scale" in tests/checkers/wrong_layers.py.
     sizes = {name: largest(x) for name, x in subject.results.items()} if derivatives else {}
     for factor in () if subject.base else _FAR:
         values, how = [scaled(factor, x) for x in subject.function.values], f"{factor:g} times the given ones"
@@ -143,8 +143,8 @@ _WAYS = {
 # If all ways above fail, all values are multiplied by one number: a positive definite matrix stays positive definite.
 # The numbers are not round, because layers rarely have a kink at such multiples of the values of the user.
 _SCALES = (0.7391, 1.1834)
-# Users often check a clipping rule at values that are not clipped, and the ways above do not change the size of values.
-# A rule that forgets to zero the gradient of clipped values is found at larger values (test_wrong_layers.py,
+# Users often check a clipping rule at values that are not clipped. The ways above hardly change the magnitude of
+# values. A rule that forgets to zero the gradient of clipped values is found at larger values (test_wrong_layers.py,
 # "saturated").
 _FAR = (100.0, 0.01)
 
@@ -434,7 +434,9 @@ Derivative = Callable[[int, np.ndarray], tuple[float, float, np.ndarray]]
 def directional_cases(
     subject: Subject, derivative: Derivative, limit: int, source: str, rtol: float | None = None
 ) -> Iterator[Case]:
-    """Yield cases with the gradient of each array at up to `limit` entries; for larger arrays, also a random direction.
+    """Yield cases that compare the gradient of each array, at up to `limit` entries.
+
+    For larger arrays, they also compare it along a random direction.
 
     `rtol` is the default of the relative tolerance; None means the square root of the machine epsilon.
     """
@@ -504,7 +506,7 @@ def forward_over_reverse(subject: Subject) -> Cases:
 
 
 def _why_not_defined(subject: Subject) -> str:
-    """Return the reason why the subject has no `jax.jvp`, for a row of the report, or "" if it has one."""
+    """Return the reason why `jax.jvp` cannot differentiate the function under test, or "" if it can."""
     try:
         _jvp(subject, subject.function, subject.function.values)
     except NoForwardModeError as error:
