@@ -184,8 +184,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
     If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where s
     = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Packing changes
     a value by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors of at most 4 machine
-    epsilons of the largest value of the block. If b - a is less than 2^bits times the smallest normal number, each
-    finite value of the block is unpacked as a. Infinities and NaN are unpacked as NaN, and do not affect other values.
+    epsilons of the largest value of the block. If b - a is less than about 2^(bits + 1) times the smallest normal
+    number, each finite value of the block is unpacked as a. Infinities and NaN are unpacked as NaN, and do not affect
+    other values.
 
     The blocks divide the last axis of each shard evenly, so packing needs no padding and no communication. A tensor is
     not packed if packing would not make it smaller, as for a very short last axis.

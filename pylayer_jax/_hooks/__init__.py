@@ -18,8 +18,8 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
    that `jax.vjp` returns is a residual.
 6. A residual is not packed if it is constant, if it comes from outside the block (unless the pair packs arguments), or
    if the predicate `only` or the keys of `by_name` exclude its origin.
-7. A residual is recomputed in backward if it can be computed from other residuals by equations that do not amplify the
-   packing error.
+7. A residual is recomputed in backward if it can be computed from other residuals by equations that amplify the packing
+   error by a small factor at most.
 8. Every other residual is packed. The pair holds the result by weak references, so that another operation with the
    same residual finds and reuses it.
 9. JAX keeps each packed array once, as a residual of a `Pullback`, which is a linear map of tangents. In staged code,

@@ -36,10 +36,11 @@ class Block:
 
     There are two cases in which two blocks are equal, so that JAX reuses in one block what it traced in the other.
     First, two blocks are equal if their pairs are equal. So JAX traces a function again if it was traced with other
-    hooks. Second, if both belong to one thread and `is_shared` is True for both: they were entered outside of staged
-    code, and no code staged in them has called `active_pair`. In such a block, JAX caches only operations of eager
-    mode, which do not depend on the pair. So a new pair compiles nothing again. Staged code that depends on the pair
-    calls `active_pair` before JAX caches this code.
+    hooks. Second, two blocks of one thread are equal as long as `is_shared` is True for both. `is_shared` is True for a
+    block that was entered outside of staged code, until code that is staged in this block calls `active_pair`. Until
+    then, nothing that JAX has cached in the block depends on the pair, so a new pair compiles nothing again. Staged
+    code that depends on the pair calls `active_pair` before JAX caches this code. So equality changes with time, and
+    the hash is constant.
 
     The second case does not hold across threads. JAX lets a thread wait while another thread traces code under an equal
     key, and it is not yet known whether this code will call `active_pair`. tests: hooks/test_identity.py
@@ -57,8 +58,8 @@ class Block:
 
     @property
     def is_at_top(self) -> bool:
-        """Whether this open block was entered in code that JAX does not trace."""
-        return self._trace is None
+        """Whether this open block was entered in code that JAX does not trace. False if blocks are ignored there."""
+        return self._trace is None and bool(self._contexts)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Block):

@@ -123,12 +123,13 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
     The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation in
     the block. Each tensor is packed once. A jitted function is one operation; a staged scan packs in each iteration. A
-    tensor that follows from other residuals (a transpose, a mask) is recomputed. Arrays on `ctx` attributes, constants
-    and PRNG keys are not packed. Put the block around the differentiated code: inside the function that `jax.grad`
-    gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted train step)
-    packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX does not
-    show to the block. The `repr` of a pair shows how many tensors the pair has packed. The `repr` shows no tensors if
-    the block is in the wrong place, or if an equal pair was active when the program was compiled.
+    tensor that an operation or a jitted function computes from its other residuals (a mask, a square) is recomputed.
+    Arrays on `ctx` attributes, constants and PRNG keys are not packed. Put the block around the differentiated code:
+    inside the function that `jax.grad` gets, or as a decorator of this function. A block around a call of `jax.grad`
+    itself (or of a jitted train step) packs the saved tensors of the layers in that call, but not the residuals of
+    plain operations, which JAX does not show to the block. The `repr` of a pair shows how many tensors the pair has
+    packed. The `repr` shows no tensors if the block is in the wrong place, or if an equal pair was active when the
+    program was compiled.
 
     In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the

@@ -144,9 +144,9 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         return _Facts(False, False, False, has_loop, is_users)
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
-    # The vjp of a division by a literal keeps only this literal. But a division alone is bound as a `HookedOperation`,
-    # since its result can be recomputed from its operand. So the table allows a division only in a function that also
-    # has a sum, such as `jnp.mean`.
+    # The vjp of a division by a literal keeps only this literal. But the pair remembers how backward can recompute a
+    # result only for a `HookedOperation`. So a single division is hooked. A division counts as an operation that keeps
+    # nothing only beside a sum, as in `jnp.mean`.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -174,7 +174,11 @@ class Operation(NamedTuple):
         return self.kind in _VIEWS or (self.is_jitted and _facts_of(self.params).is_view)
 
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
-        """Return whether the vjp keeps no array, and backward never recomputes the result from the operands."""
+        """Return whether nothing is gained by a `HookedOperation`, because the vjp keeps no array.
+
+        A sum with a number is hooked under an absolute error, although its vjp keeps nothing, so that the pair
+        remembers how backward can recompute the sum.
+        """
         if self.is_jitted:
             facts = _facts_of(self.params)
             return facts.keeps_nothing and not (facts.adds_number and model >= ErrorModel.ABSOLUTE)
@@ -587,10 +591,12 @@ class BlockTrace(PassThroughTrace):
         left = [(i, record) for i, record in enumerate(records) if self.is_left_unpacked(record)]
         residuals = {i: args[i] if record.residual is None else record.residual for i, record in left}
         read = {id(x): x for residual in residuals.values() for x in leaves_of(residual)}.values()
-        further = [x for x in read if not contains(args, x)]
-        position_of = {id(x): i for i, x in reversed([*enumerate([*args, *further])])}
+        operands = [*args, *[x for x in read if not contains(args, x)]]
+        position_of: dict[int, int] = {}
+        for i, x in enumerate(operands):
+            position_of.setdefault(id(x), i)
         placed = {i: fold(r, lambda x: position_of[id(x)], Residual, {}) for i, r in residuals.items()}
-        return placed, further
+        return placed, operands[len(args) :]
 
     def is_left_unpacked(self, record: ValueRecord) -> bool:
         """Return whether a value is not packed, no matter which operation keeps it."""

@@ -51,8 +51,9 @@ Hook = Callable[[Any], Any]
 class ErrorModel(enum.IntEnum):
     """What is known about the packing error e = unpack(pack(x)) - x of a tensor x.
 
-    The error model decides which operations backward may apply to `x + e` to recompute their results. It allows an
-    operation if the error of the result is no larger than if the result itself were packed. A larger number allows more
+    The error model decides which operations backward may apply to `x + e` to recompute their results. It allows
+    operations that only move values, and operations whose result has at most a small multiple of the error that packing
+    the result itself would make: squaring, for example, doubles a relative error. A larger number allows more
     operations.
     """
 
@@ -324,17 +325,18 @@ def _pack(
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(store, step, array, here)
 
-    def is_new(leaf: Any) -> bool:
-        return is_part or leaf is not array
+    later_of: dict[int, Sequence[Step]] = {}  # id of an array in `packed` -> the later steps that pack this array
+    for x in split(packed)[0] if later else ():
+        if is_tracer(x) == is_tracer(array):  # the other arrays are constants of the hook
+            later_of[id(x)] = _steps_for(x, later, where, origin, is_part or x is not array)
 
-    next_steps: dict[int, Sequence[Step]] = {}  # id of an array in `packed` -> the steps that pack this array
-    if later:
-        offered = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)]
-        next_steps = {id(x): _steps_for(x, later, where, origin, is_new(x)) for x in offered}
+    def packed_again(x: Any) -> Any:
+        own = later_of.get(id(x))
+        return _pack(store, own, x, where, origin, is_part or x is not array) if own else x
+
     # A NumPy array that no step packs stays on the host in the skeleton, and is released with the vjp function.
-    leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(next_steps.get(id(x))))
-    inputs = [_pack(store, own, x, where, origin, is_new(x)) if (own := next_steps.get(id(x))) else x for x in leaves]
-    return Residual(PackedTensor(array, unpack, skeleton, here), inputs)
+    leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
+    return Residual(PackedTensor(array, unpack, skeleton, here), list(map(packed_again, leaves)))
 
 
 def _run_pack_hook(store: HostStore, step: Step, array: Any, where: str) -> tuple[Any, Hook]:

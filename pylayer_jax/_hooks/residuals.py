@@ -12,7 +12,7 @@ The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a r
 JAX keeps the distinct arrays of the right column instead of the tensors.
 
 A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For this, `_derivation` walks
-back from the residual, through equations that do not amplify the packing error, to the tensors that have to be packed.
+back from the residual, through equations that amplify the packing error little, to the tensors that have to be packed.
 The table `_RECOMPUTED` has an entry for each operation of such equations. `_carry_out` packs these tensors, and
 `_remember` lets the pair find them again when a later operation keeps the same tensor.
 
@@ -385,8 +385,9 @@ def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual of a tensor that the pair remembers, or None.
 
-    Also return None for a tensor that was not packed, if it has a new name since then, because `by_name` may select the
-    new name. In eager mode, `checkpoint_name` returns the same array.
+    In eager mode, `checkpoint_name` returns the same array, so a tensor may get a name after an operation kept it
+    without packing. Then `by_name` may select this name. So also return None for a tensor with a new name that was not
+    packed.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -413,12 +414,10 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 
 
 class Mark(RuleFunction):
-    """An identity-like function that marks a kept tensor x, so that the report finds x in the jaxpr.
+    """A function that marks a kept tensor x for the report. It returns an empty array: f32[0,8,4] for f32[8,4].
 
-    Its result is empty: f32[0,8,4] for f32[8,4].
-
-    JAX keeps the result as a residual. Each enclosing scan or `jax.vmap` adds an axis to its shape: f32[3,0,8,4] for a
-    scan of length 3.
+    JAX keeps this array as a residual. From it, the report finds x in the jaxpr. Each enclosing scan or `jax.vmap` adds
+    an axis to its shape: f32[3,0,8,4] for a scan of length 3.
     """
 
     def __init__(self, aval: Any, origin: Origin, is_recomputed: bool) -> None:
@@ -465,14 +464,14 @@ def pack_residuals(
         return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
     known = _KnownResiduals(packing)
     plan = _plan(known, tensors)
-    bound = _carry_out(known, plan, outputs)
+    behind = _carry_out(known, plan, outputs)  # the outputs; in staged code, behind a barrier
     of_outputs = _recomputable(known, outputs)
     known.put_recomputed(of_outputs)
-    known.put_equal(bound, outputs)
+    known.put_equal(behind, outputs)  # later operations read these outputs, so the pair has to remember them
     packed, arrays = PackedResiduals.of([known.get(x) for x in tensors], _further_residuals(known, plan, tensors))
     recomputed = [equation.value for equation in (*plan.recomputed, *of_outputs)]
-    _remember(known, plan, [*[x for x, _ in plan.packed], *recomputed, *bound], packed)
-    return packed, arrays, bound
+    _remember(known, plan, [*[x for x, _ in plan.packed], *recomputed, *behind], packed)
+    return packed, arrays, behind
 
 
 class _KnownResiduals:
@@ -604,14 +603,14 @@ def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> l
     with hooks_suspended():
         # `jax.grad(f)(2.0)` passes a Python number in place of an array.
         residuals = [pack_tensor(pair, as_arrays([x])[0], f"{owner} {i}", origin_of(x, i)) for x, i in plan.packed]
-        residuals, outputs = _bound_together(residuals, outputs)
+        residuals, outputs = _behind_one_barrier(residuals, outputs)
     for (x, _), residual in zip(plan.packed, residuals, strict=True):
         known.put(x, residual)
     known.put_recomputed(plan.recomputed)
     return outputs
 
 
-def _bound_together(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return residuals and outputs.
 
     In staged code, both pass an optimization barrier, so that XLA packs before it uses the outputs.

@@ -197,7 +197,7 @@ class LayerReport:
         return f"<table><caption>check_layer of {html.escape(self.layer)}</caption><tbody>{body}</tbody></table>{hints}"
 
     def hints(self) -> list[str]:
-        """Return hints that say how to declare an intended failure, or "" if no failure can be intended."""
+        """Return hints that say how to declare an intended failure; none if no failure can be intended."""
         failed = [row for row in self.rows if not row.passed]
         derivatives = [row for row in failed if row.name in ("gradients", "second order")]
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]

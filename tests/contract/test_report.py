@@ -309,3 +309,13 @@ def test_what_is_packed_on_the_host(name, mode, tmp_path):
     assert all("host" in row.note for row in disk.rows if row.dtype == "float32")
     assert disk.total_bytes < 200
     assert disk.total_unpacked_bytes == cpu.total_unpacked_bytes
+
+
+def test_a_block_inside_a_reported_function_warns_of_nothing(recwarn):
+    def f(x):
+        with quantize_saved(8, block_size=32):
+            return jnp.sum(jnp.tanh(x) ** 2)
+
+    report = saved_tensors_report(f, jnp.ones((8, 128)))
+    assert report.total_bytes < report.total_unpacked_bytes
+    assert not recwarn.list
