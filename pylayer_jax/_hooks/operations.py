@@ -9,7 +9,7 @@ the operation and packs the residuals:
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
 An operation is any equation that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-Hooks are suspended while a `HookedOperation` runs, so that its residuals are packed once.
+The rule runs the operation with hooks suspended, so that its residuals are packed once.
 """
 
 from __future__ import annotations
@@ -613,7 +613,7 @@ class BlockTrace(PassThroughTrace):
         return record
 
     def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
-        """Store `record` as the record of each of the values, also in the enclosing blocks."""
+        """Store `record` for each of the values; in the enclosing blocks too, unless the values are from outside."""
         if record != _OUTSIDE:
             for value in values:
                 self.records.put(value, record)

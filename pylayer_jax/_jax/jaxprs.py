@@ -197,7 +197,7 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
 
 
 def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
-    """Return the `known` variables that `evaluate_part` reads."""
+    """Return all variables that `evaluate_part` reads: known, computed and wanted ones."""
     return _equations_to(jaxpr, known, wanted)[1]
 
 

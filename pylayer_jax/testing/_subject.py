@@ -75,7 +75,7 @@ class TensorFunction:
         return other
 
     def only(self, j: int) -> TensorFunction:
-        """Return a copy of this subject that JAX differentiates with respect to value number `j` only."""
+        """Return a copy of this function that JAX differentiates with respect to value number `j` only."""
         other = copy.copy(self)
         other.differentiated = [self.differentiated[j]]
         return other
