@@ -12,17 +12,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ._jax.types import as_arrays, has_tangent, is_array, is_ref, typeof
-from ._trees import LEAF, Skeleton, has_changed, is_tensor_or_ref, split
+from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor_or_ref, typeof
+from ._trees import LEAF, Skeleton, has_changed, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
 class Argument:
-    """One argument: its name, its skeleton, and the positions of its tensors.
-
-    A *slot* is an argument for which `backward` returns a gradient, because the argument holds a tensor that is no Ref.
-    """
+    """One argument: its name, its skeleton, and the positions of its tensors."""
 
     __slots__ = ("name", "skeleton", "span")
 
@@ -43,9 +40,11 @@ class Arguments:
     counts as a tensor.
     """
 
-    __slots__ = ("arguments", "is_plain", "layer", "n_positional", "ref_mask", "types")
+    __slots__ = ("arguments", "has_refs", "is_plain", "layer", "n_positional", "ref_mask", "types")
 
-    def __init__(self, layer: str, arguments: list[Argument], tensor_types: list[Any], n_positional: int) -> None:
+    def __init__(
+        self, layer: str, arguments: list[Argument], tensor_types: list[Any], n_positional: int, ref_mask: list[bool]
+    ) -> None:
         self.layer = layer
         self.arguments = arguments
         self.types = tensor_types
@@ -53,7 +52,8 @@ class Arguments:
         # This is True in nearly every call: each argument is a single tensor, and is passed by position.
         is_positional = n_positional == len(arguments)
         self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - a list is faster
-        self.ref_mask: list[bool] | None = None  # one bool per tensor: whether the tensor is a Ref; None without Refs
+        self.ref_mask = ref_mask  # one bool per tensor: whether the tensor is a Ref; empty if there is no Ref
+        self.has_refs = bool(ref_mask)
 
     @staticmethod
     def of(layer: str, values: Sequence[tuple[str, Any]], n_positional: int) -> tuple[Arguments, list[Any]]:
@@ -71,10 +71,8 @@ class Arguments:
             found = as_arrays(found)
             has_ref = has_ref or any(map(is_ref, found))
             tensors += found
-        result = Arguments(layer, arguments, [typeof(x) for x in tensors], n_positional)
-        if has_ref:
-            result.ref_mask = [is_ref(x) for x in tensors]
-        return result, tensors
+        ref_mask = [is_ref(x) for x in tensors] if has_ref else []
+        return Arguments(layer, arguments, [typeof(x) for x in tensors], n_positional, ref_mask), tensors
 
     def names(self) -> list[str]:
         return [a.name for a in self.arguments]
@@ -82,14 +80,16 @@ class Arguments:
     def ref_names(self) -> list[str]:
         """Return the path of each Ref among the arguments, such as `params['history']`."""
         paths = [a.name + path for a in self.arguments for path in a.skeleton.tensor_paths()]
-        return [path for path, is_one in zip(paths, self.ref_mask or (), strict=False) if is_one]
+        return [path for path, is_one in zip(paths, self.ref_mask, strict=True) if is_one] if self.has_refs else []
 
     def slots(self) -> list[Argument]:
-        """Return the arguments for which `backward` returns a gradient."""
-        mask = self.ref_mask
-        if mask is None:
+        """Return the *slots*: the arguments that hold at least one tensor that is no Ref.
+
+        `backward` returns one gradient per slot.
+        """
+        if not self.has_refs:
             return [a for a in self.arguments if a.skeleton.size]
-        return [a for a in self.arguments if not all(mask[a.span])]
+        return [a for a in self.arguments if not all(self.ref_mask[a.span])]
 
     def call(self, method: str, function: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
         """Call `function(ctx, ...)` on the arguments of this call; `method` is the name that error messages show.
@@ -133,7 +133,7 @@ class Arguments:
     def can_get_gradient(self, mask: Sequence[bool]) -> list[bool]:
         """Return `mask` with False for every tensor that cannot have a gradient: integers, bools, PRNG keys, Refs."""
         found = [m and has_tangent(t) for m, t in zip(mask, self.types, strict=True)]
-        return found if self.ref_mask is None else [m and not r for m, r in zip(found, self.ref_mask, strict=True)]
+        return [m and not r for m, r in zip(found, self.ref_mask, strict=True)] if self.has_refs else found
 
 
 def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:

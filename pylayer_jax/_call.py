@@ -34,7 +34,7 @@ _null_context: Final = contextlib.nullcontext()
 
 
 class ForwardResult(NamedTuple):
-    """The result of running `forward`: what the context keeps (without arrays), the outputs, and the residuals."""
+    """The result of running `forward`: the `SavedContext`, the output arrays and the residual arrays."""
 
     kept: SavedContext
     outputs: list[Any]
@@ -49,9 +49,10 @@ class VmapInfo(NamedTuple):
 
 
 class LayerCall:
-    """One call of a layer.
+    """One call of a layer: the class, the arguments without their tensors, and the hooks that pack saved tensors.
 
-    It has the class, the arguments without their tensors, and the block of hooks around the call.
+    A *block* is the code in a user's `with saved_tensors_hooks(pack, unpack)` statement. In a block, `pack` replaces
+    each saved tensor, and `unpack` restores the tensor when `backward` reads it.
     """
 
     __slots__ = ("arguments", "block", "layer", "name", "outputs")
@@ -60,10 +61,10 @@ class LayerCall:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # The `LayerBlock` around the call, or None. JAX may run a fwd rule after the block has ended.
+        # The `LayerBlock` around the call, or None. It is stored, since JAX may run a fwd rule after the block has ended.
         self.block: Any = None
-        # The outputs of the last run of `forward` or `vmap`. `apply` reads their structure here, because a custom_vjp
-        # function returns only arrays.
+        # The structure of the outputs, from the last run of `forward`; in an eager batch, from the last run of `vmap`.
+        # It is stored, since a custom_vjp function returns only arrays.
         self.outputs: Outputs | None = None
 
     @property
@@ -73,6 +74,11 @@ class LayerCall:
         JAX's errors show this text as the name of the staged code.
         """
         return source_of(self.name, self.layer.forward)
+
+    def in_containers(self, values: Sequence[Any]) -> Any:
+        """Return the output arrays in the containers in which `forward` returned them."""
+        assert self.outputs is not None
+        return self.outputs.skeleton.fill(values)
 
     def scope(self, method: str, is_staged: bool) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager that names a method's operations in profiles and HLO, e.g. `Tanh/forward`."""
@@ -89,7 +95,7 @@ class LayerCall:
     def run_forward(
         self, tensors: Sequence[Any], needs: Sequence[bool], forward: Callable[..., Any] | None = None
     ) -> ForwardResult:
-        """Run `self.layer.forward`, or the argument `forward` if it is given, and collect the residuals.
+        """Run the `forward` of the class, or the argument `forward` if it is given, and collect the residuals.
 
         `needs` has one bool per tensor; `ctx.needs_input_grad` is made from `needs` and has one bool per argument.
         """
@@ -132,10 +138,11 @@ class LayerCall:
         self, forward: Callable[..., Any], tensors: Sequence[Any], needs: Sequence[bool], is_staged: bool
     ) -> tuple[PyLayerContext, Any]:
         __tracebackhide__ = True
+        scope = self.scope("forward", is_staged)
         state = ContextState(self.name, lambda: self.arguments.needs(needs), tensors)
         ctx = self.layer._context(state)
         try:
-            with self.scope("forward", is_staged):
+            with scope:
                 if self.layer.host:
                     return ctx, _host_layer.run_forward(self, forward, ctx, tensors)
                 return ctx, self.arguments.call("forward", forward, ctx, tensors)
@@ -146,7 +153,7 @@ class LayerCall:
             state.in_forward = False
 
     def closed_over_error(self, method: str = "forward") -> Exception:
-        """Return the error for a method that uses a differentiated value that is no argument of the call."""
+        """Return the error for a method that closes over a value that JAX differentiates."""
         own = {name: tensors_in(value) for name, value in closed_over(getattr(self.layer, method)).items()}
         traced = [name for name, tensors in own.items() if any(map(is_tracer, tensors))]
         names = {name: name for name in traced or [name for name, tensors in own.items() if tensors]}
@@ -201,27 +208,26 @@ class LayerCall:
             as_array(c, t) if has else None
             for c, t, has in zip(cotangents, outputs.types, outputs.has_tangent, strict=True)
         ]
-        if all(c is None for c in cotangents):
+        if not [c for c in cotangents if c is not None]:
             return [None] * len(arguments.types)
         is_conjugated = layer.complex_convention == "paddle"
-        if is_conjugated:
-            cotangents = _conjugated(cotangents)
-        given = outputs.cotangents(cotangents, kept.materialize, layer._torch_convention)
-        ctx = self._context(needs, residuals, kept.saved, kept.attributes)
-        backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
-        run = functools.partial(_host_layer.run_backward, self) if layer.host is True else backward
-        if layer.host == "forward":
-            given = _host_layer.depending_on_forward(ctx, given)
+        given = outputs.cotangents(
+            _conjugated(cotangents) if is_conjugated else cotangents, kept.materialize, layer._torch_convention
+        )
         state = TraceState()
+        scope = self.scope("backward", state.is_staged)
         # `in_backward` stays False for a first derivative in eager mode, for two reasons. Layers within `backward` are
         # faster with `jax.custom_vjp`. And if `in_backward` changes, JAX compiles jitted functions again.
         may_be_transposed = state.is_staged or state.is_differentiated
+        ctx = self._context(needs, residuals, kept.saved, kept.attributes)
+        backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
+        if layer.host is True:
+            backward = functools.partial(_host_layer.run_backward, self)
+        elif layer.host == "forward":
+            given = _host_layer.depending_on_forward(ctx, given)
         try:
-            with in_backward(True) if may_be_transposed else _null_context, self.scope("backward", state.is_staged):
-                if kept.has_objects:
-                    result = self._without_leaks(kept, functools.partial(run, ctx, *given), "backward")
-                else:
-                    result = run(ctx, *given)
+            with in_backward(True) if may_be_transposed else _null_context, scope:
+                result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
         except Exception as error:
             if isinstance(error, TypeError) and (misfit := _misfit(error, layer.backward, (ctx, *given))):
                 raise TypeError(
@@ -246,10 +252,7 @@ class LayerCall:
         given = argument_tangents(self.arguments, tangents, kept.materialize)
         try:
             with self.scope("jvp", is_staging()):
-                if kept.has_objects:
-                    result = self._without_leaks(kept, functools.partial(jvp, ctx, *given), "jvp")
-                else:
-                    result = jvp(ctx, *given)
+                result = self._without_leaks(kept, functools.partial(jvp, ctx, *given), "jvp")
         except Exception as error:
             add_note(error, self.name, "jvp")
             raise
@@ -273,16 +276,19 @@ class LayerCall:
     def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
         """Return the result of `run()`, which calls a method of the layer.
 
-        Raise an error if this method uses a leaked tracer.
-
         `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX treats such a
         tracer as a constant. Then lowering the program fails with an error that does not name the layer. Therefore, if
         the context has such objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose constants are
         checked. tests: contract/test_context.py
+
+        Raises:
+            ValueError: if the method uses a tracer of `forward` that an object on the context holds.
         """
         __tracebackhide__ = True
+        if not kept.has_objects:
+            return run()
         try:
-            if not is_staging() or self.arguments.ref_mask is not None:
+            if not is_staging() or self.arguments.has_refs:
                 return run()
             jaxpr, consts, skeleton = stage(lambda: split(run()), (), self.source)
         except jax.errors.UnexpectedTracerError as error:
@@ -309,10 +315,11 @@ class LayerCall:
 
     # -- vmap --------------------------------------------------------------------------------------------
 
-    def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> list[Any]:
-        """Run the `vmap` of the class and return the batched outputs, with the batch axis in front.
+    def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
+        """Run the `vmap` of the class. Return the structure of its outputs, and their arrays.
 
-        `dims` has the batch axis of each tensor, or None for a tensor that all examples share.
+        `dims` has the batch axis of each tensor, or None for a tensor that all examples share. In the returned arrays,
+        the batch axis is in front.
 
         Raises:
             ValueError: if `vmap` does not return a pair, or if the out_dims do not fit the outputs.
@@ -333,22 +340,24 @@ class LayerCall:
         except Exception as error:
             add_note(error, self.name, "vmap")
             raise
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self._vmap_error(axis, result)
+        outputs, out_dims = result
         try:
-            if not isinstance(result, tuple):
-                raise TypeError("Not a tuple.")
-            outputs, out_dims = result
-            _, arrays, skeleton = Outputs.of(self.name, outputs)
-            marked = self.outputs.marked if self.outputs is not None else frozenset[int]()
-            self.outputs = Outputs(outputs, skeleton, arrays, marked)
+            _, arrays, skeleton = Outputs.split(self.name, outputs)
             # An int or None in out_dims applies to all leaves of the corresponding subtree of the outputs.
             of_leaves = jax.tree.broadcast(out_dims, outputs, is_leaf=lambda x: x is None)
             pairs = zip(arrays, skeleton.flatten_up_to(of_leaves), strict=True)
-            return [batch_axis_to_front(axis, x, dim) for x, dim in pairs]
+            values = [batch_axis_to_front(axis, x, dim) for x, dim in pairs]
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
-                f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {error}"
-            ) from error
+            raise self._vmap_error(axis, result, error) from error
+        return Outputs(outputs, skeleton, arrays, frozenset()), values
+
+    def _vmap_error(self, axis: Any, result: Any, reason: object = "") -> ValueError:
+        return ValueError(
+            f"{self.name}.vmap: expected a pair (outputs, out_dims): what forward returns for the whole batch, and "
+            f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
+        )
 
     def check_batch(self, axis: Any, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
         """Raise an error unless `vmap` returns the dtypes and shapes of `forward`, with the batch axis in front."""

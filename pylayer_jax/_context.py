@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
 import enum
 import functools
 import types
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._jax.traces import STAGED, current_trace, has_named_axis, is_active, is_staging, is_tracer
-from ._jax.types import as_arrays, has_tangent, is_array, is_ref, typeof, zeros_of
+from ._jax.types import as_arrays, has_tangent, is_array, is_ref, is_tensor, is_tensor_or_ref, typeof, zeros_of
 from ._messages import closed_over, describe, innermost, tensors_in
-from ._trees import LEAF, Skeleton, contains, is_tensor, is_tensor_or_ref, split
+from ._trees import LEAF, Skeleton, contains, split
 
 # -- outputs of `forward` -------------------------------------------------------------------------------------
 
@@ -25,10 +26,10 @@ from ._trees import LEAF, Skeleton, contains, is_tensor, is_tensor_or_ref, split
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 
-def with_tensor(result: Any) -> Any:
-    """Return the result of `forward`.
+def with_arrays_for_numbers(result: Any) -> Any:
+    """Convert the numbers in the result of `forward` to arrays if it holds no tensor, in a `vmap` with a named axis.
 
-    If it holds no tensor, and an enclosing `vmap` has a named axis, convert its numbers to arrays.
+    Otherwise, return the result unchanged.
 
     In an eager `jax.vmap`, `jax.lax.psum(2.0, "i")` of a number that all examples share is a Python number.
     tests: contract/test_vmap.py
@@ -53,6 +54,7 @@ class Outputs:
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
         # `backward` gets one cotangent for each element of a tuple or list, and one cotangent for any other result.
+        # `groups` has one skeleton for each of these cotangents.
         self.is_sequence = isinstance(result, (tuple, list))
         if skeleton is LEAF:
             self.groups = [LEAF]
@@ -64,8 +66,14 @@ class Outputs:
         # JAX may place an uncommitted array on any device, so zeros for the cotangent of this array need no sharding.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
+    def with_types(self, types: list[Any]) -> Outputs:
+        """Return a copy with other types."""
+        copied = copy.copy(self)
+        copied.types = types
+        return copied
+
     @staticmethod
-    def of(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
+    def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
         """Split the result of a method. Return the tensors, the same tensors as JAX arrays, and the skeleton.
 
         Raises:
@@ -292,28 +300,37 @@ def backward_context(
 
 
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
-    """Return `value` with copies of its NumPy arrays; raise an error for a Ref that is not an argument of `forward`."""
+    """Return `value` as the context keeps it: with a copy of each NumPy array.
+
+    A NumPy array that `forward` returned, and that `state.returned` lists, is replaced by its JAX array.
+
+    Raises:
+        ValueError: for a Ref that is not an argument of `forward`.
+    """
     if is_array(value) or (isinstance(value, (int, float, str, type(None))) and not state.returned):
         return value
-    returned = [original for original, _ in state.returned]
-    arrays, rest = split(
-        value,
-        lambda leaf: isinstance(leaf, np.ndarray) or is_ref(leaf) or (bool(returned) and contains(returned, leaf)),
-    )
-    if not arrays:
+
+    def is_replaced(leaf: object) -> bool:
+        return isinstance(leaf, np.ndarray) or is_ref(leaf) or state.as_output(leaf) is not leaf
+
+    leaves, rest = split(value, is_replaced)
+    if not leaves:
         return value  # the user's own container, since nothing in it has to be copied
-    for i, array in enumerate(arrays):
-        if contains(returned, array):
-            arrays[i] = state.as_output(array)
-        elif not is_ref(array):
-            arrays[i] = array.copy()
-            state.numpy_copies.append((array, arrays[i]))
-        elif not contains(state.inputs, array):
-            raise ValueError(
-                f"{call} in {state.layer}: JAX keeps a jax.Ref for backward only if it is an argument of forward. If "
-                "forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
-            )
-    return rest.fill(arrays)
+    return rest.fill([_own_leaf(leaf, state, call) for leaf in leaves])
+
+
+def _own_leaf(leaf: Any, state: ContextState, call: str) -> Any:
+    if (output := state.as_output(leaf)) is not leaf:
+        return output
+    if not is_ref(leaf):
+        state.numpy_copies.append((leaf, leaf.copy()))
+        return state.numpy_copies[-1][1]
+    if not contains(state.inputs, leaf):
+        raise ValueError(
+            f"{call} in {state.layer}: JAX keeps a jax.Ref for backward only if it is an argument of forward. If "
+            "forward made the Ref, keep its value: ref[...]. Otherwise pass the Ref as an argument."
+        )
+    return leaf
 
 
 # -- the contents of a context after `forward` ------------------------------------------------------------
@@ -343,32 +360,21 @@ def copy_container(static: Any) -> Any:
     return copy.copy(static) if isinstance(static, _CONTAINERS) else static
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class SavedContext:
     """Everything that one run of `forward` keeps for `backward`, except the arrays.
 
     Two instances are equal only if they are the same object.
     """
 
-    __slots__ = (
-        "attributes",
-        "has_names",
-        "has_objects",
-        "materialize",
-        "n_saved",
-        "outputs",
-        "saved",
-        "saved_for_jvp",
-    )
-
-    def __init__(self, outputs: Outputs, materialize: bool) -> None:
-        self.outputs = outputs
-        self.materialize = materialize
-        self.saved: ResidualTree | None = None  # the values of save_for_backward
-        self.n_saved = 0  # the number of residuals from save_for_backward, which come first
-        self.saved_for_jvp: ResidualTree | None = None  # from save_for_forward; None if `jvp` gets `saved`
-        self.attributes: dict[str, ResidualTree] = {}
-        self.has_names = False  # whether the jaxpr of `forward` has the names of `saved_names`
-        self.has_objects = False  # True if a kept object may hold arrays, although it is no pytree
+    outputs: Outputs
+    materialize: bool
+    saved: ResidualTree | None  # the values of save_for_backward
+    n_saved: int  # the number of residuals from save_for_backward, which come first
+    attributes: dict[str, ResidualTree]
+    saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
+    has_objects: bool  # True if a kept object may hold arrays, although it is no pytree
+    has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
         """Return a name or "" for each residual.
@@ -389,53 +395,77 @@ class SavedContext:
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:
-    """Return the `SavedContext`, the outputs and the residuals of a run of `forward` that returned `result`.
+    """Return the `SavedContext`, the outputs and the residuals of a run of `forward` that returned `result`."""
+    state = ctx._state
+    if not hasattr(result, "dtype"):  # a single array is the usual case
+        result = with_arrays_for_numbers(result)
+    tensors, arrays, skeleton = Outputs.split(state.layer, result)
+    if state.must_return:
+        _check_returned(state, tensors)
+    marked = [i for i, x in enumerate(tensors) if contains(state.marked, x)] if state.marked else ()
+    residuals = _Residuals(state, _numpy_outputs(state, tensors, arrays))
+    saved = None if state.saved is None else residuals.add(state.saved, "ctx.save_for_backward", is_saved=True)
+    n_saved = len(residuals.tensors)
+    attributes = {name: residuals.add(value, f"ctx.{name}") for name, value in vars(ctx).items()}
+    saved_for_jvp = None
+    if state.saved_for_jvp is not None and layer._jvp_method() is not None:
+        saved_for_jvp = residuals.add(state.saved_for_jvp, "ctx.save_for_forward")
+    outputs = Outputs(result, skeleton, arrays, frozenset(marked))
+    kept = SavedContext(outputs, state.materialize, saved, n_saved, attributes, saved_for_jvp, residuals.has_objects)
+    return kept, arrays, as_arrays(residuals.tensors)
+
+
+class _Residuals:
+    """Collects the tensors of the values that one run of `forward` keeps.
 
     A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
     since hooks pack only saved tensors.
     """
-    state = ctx._state
-    if not hasattr(result, "dtype"):  # a single array is the usual case
-        result = with_tensor(result)
-    tensors, outputs, skeleton = Outputs.of(state.layer, result)
-    for value, call, advice in state.must_return:
-        if not contains(tensors, value):
-            if is_tracer(value) and not is_active(value):
-                raise _ended_error(f"ctx.{call}", state.layer)
-            raise ValueError(
-                f"ctx.{call} in {state.layer}.forward: {describe(value)} is not an output of forward. {advice}"
-            )
-    marked = frozenset([i for i, x in enumerate(tensors) if contains(state.marked, x)]) if state.marked else frozenset()
-    kept = SavedContext(Outputs(result, skeleton, outputs, marked), state.materialize)
-    output_of = _numpy_outputs(state, tensors, outputs)
-    residuals: list[Any] = []
-    indices: dict[int, int] = {}
-    trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None  # of the inputs: it is active
 
-    def keep_value(value: Any, name: str) -> ResidualTree:
-        found, rest = split(value, is_tensor_or_ref)
-        if len(rest.leaves) > len(found):
-            _refuse_closures(rest, name, state.layer)
+    __slots__ = ("_index_of", "_output_of", "_state", "_trace", "has_objects", "tensors")
+
+    def __init__(self, state: ContextState, output_of: dict[int, Any]) -> None:
+        self.tensors: list[Any] = []
+        self.has_objects = False  # True if a kept object may hold arrays, although it is no pytree
+        self._state = state
+        self._output_of = output_of  # as `_numpy_outputs` returns it
+        self._index_of: dict[tuple[bool, int], int] = {}  # from (is_saved, id of a tensor) to its index in `tensors`
+        # The trace of the inputs is active, so `add` need not ask for each of their tracers whether its trace is.
+        self._trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None
+
+    def add(self, value: Any, name: str, is_saved: bool = False) -> ResidualTree:
+        """Add the tensors of a value. Return its skeleton, with the indices of its tensors.
+
+        Raises:
+            ValueError: for a tracer of a transformation that has ended, and for a function that closes over tracers.
+        """
+        tensors, skeleton = split(value, is_tensor_or_ref)
+        if len(skeleton.leaves) > len(tensors):
+            _refuse_closures(skeleton, name, self._state.layer)
             # In eager mode, nothing has to be checked, because an object holds only concrete arrays, which stay valid.
-            if isinstance(trace, STAGED.trace) and not kept.has_objects:
-                kept.has_objects = any(map(_may_hold_arrays, rest.statics()))
-        found = [output_of.get(id(x), x) for x in found] if output_of else found
-        for tensor in found:
-            if is_tracer(tensor) and tensor._trace is not trace and not is_active(tensor):
-                raise _ended_error(name, state.layer)
-            if id(tensor) not in indices:
-                indices[id(tensor)] = len(residuals)
-                residuals.append(tensor)
-        return ResidualTree(rest, [indices[id(x)] for x in found])
+            if isinstance(self._trace, STAGED.trace) and not self.has_objects:
+                self.has_objects = any(map(_may_hold_arrays, skeleton.statics()))
+        if self._output_of:
+            tensors = [self._output_of.get(id(x), x) for x in tensors]
+        for x in tensors:
+            if is_tracer(x) and x._trace is not self._trace and not is_active(x):
+                raise _ended_error(name, self._state.layer)
+            if (is_saved, id(x)) not in self._index_of:
+                self._index_of[is_saved, id(x)] = len(self.tensors)
+                self.tensors.append(x)
+        return ResidualTree(skeleton, [self._index_of[is_saved, id(x)] for x in tensors])
 
-    if state.saved is not None:
-        kept.saved = keep_value(state.saved, "ctx.save_for_backward")
-        kept.n_saved = len(residuals)
-        indices = {}
-    kept.attributes = {name: keep_value(value, f"ctx.{name}") for name, value in vars(ctx).items()}
-    if state.saved_for_jvp is not None and layer._jvp_method() is not None:
-        kept.saved_for_jvp = keep_value(state.saved_for_jvp, "ctx.save_for_forward")
-    return kept, outputs, as_arrays(residuals)
+
+def _check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
+    """Raise an error if `forward` did not return a value that it passed to a method of `ctx` which requires this."""
+    for value, call, advice in state.must_return:
+        if contains(tensors, value):
+            continue
+        if is_tracer(value) and not is_active(value):
+            raise _ended_error(f"ctx.{call}", state.layer)
+        raise ValueError(
+            f"ctx.{call} in {state.layer}.forward: {describe(value)} is not an output of forward. {advice}"
+        )
 
 
 def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:

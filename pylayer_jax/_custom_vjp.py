@@ -17,7 +17,7 @@ from ._jax.jaxprs import evaluate_jaxpr
 from ._jax.rule_function import apply, as_batched_as, forbid_derivative, merge, select
 from ._jax.traces import DebugInfo, SymbolicZero, is_batched, is_differentiated, is_tracer
 from ._jax.types import as_arrays, explicit_sharding, is_ref, typeof
-from ._layer_rule import LayerMap, StagedLayer, differentiated, stage_layer
+from ._layer_rule import LayerMap, StagedLayer, linearize, stage_layer
 from ._messages import once_differentiable_error, source_of
 
 Values = list[Any]
@@ -108,7 +108,7 @@ def _remember(
     Ref. Therefore each run has a number, which the fwd rule returns as the length of an empty residual. tests:
     test_several_runs.py
     """
-    linear, outputs, residuals = differentiated(traced_call.call, run, inputs, needs, packs=True)
+    linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
     maps = traced_call.maps
     if maps and maps[0].n_residuals != linear.n_residuals:
         raise ValueError(

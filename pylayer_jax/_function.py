@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from ._arguments import signature_of
 from ._context import PyLayerContext, own_copy
-from ._jax.types import as_arrays, is_array
+from ._jax.types import as_arrays, is_array, is_tensor
 from ._layer import PyLayer
 from ._messages import describe
-from ._trees import is_tensor, split
+from ._trees import split
 
 
 class FunctionCtx(PyLayerContext):

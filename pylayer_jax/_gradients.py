@@ -18,14 +18,16 @@ from ._jax.types import (
     as_arrays,
     has_tangent,
     is_key,
+    is_tensor,
     tangent_type,
     typeof,
+    unboxed,
     varying_axes,
     with_varying_axes,
     zeros_of,
 )
 from ._messages import describe, innermost, plural, source_of
-from ._trees import LEAF, Skeleton, is_tensor, unboxed
+from ._trees import LEAF, Skeleton
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 

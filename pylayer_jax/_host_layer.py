@@ -446,7 +446,7 @@ def run_vmap(call: Any, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any]
 def _check_arguments(call: Any) -> None:
     paths = [a.name + path for a in call.arguments.arguments for path in a.skeleton.tensor_paths()]
     for i, (path, t) in enumerate(zip(paths, call.arguments.types, strict=True)):
-        is_ref = call.arguments.ref_mask is not None and call.arguments.ref_mask[i]
+        is_ref = call.arguments.has_refs and call.arguments.ref_mask[i]
         if is_ref or is_key(t):
             advice = "its value: ref[...]" if is_ref else "its numbers: jax.random.key_data(key)"
             kind = "a jax.Ref" if is_ref else "a PRNG key"

@@ -350,10 +350,13 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
     state = TraceState()
     if not (state.is_staged or state.is_differentiated or any(map(is_tracer, tensors))):
         return call.run_undifferentiated(tensors)  # in a `jax.vmap` that does not batch the arguments
-    call.block = _hooks.layer_block(call.layer.__name__, tensors)
+    hooks = _hooks.active_pair()
+    if hooks is not None:
+        call.block = _hooks.layer_block(hooks, call.layer.__name__, tensors)
     traced_call = TracedCall(call, state.will_be_differentiated_later(tensors))
-    # The trace of a block of hooks must not pack residuals of the layer's equations: the layer packs its own residuals.
-    with _NO_HOOKS if call.block is None else _hooks.layers_pack_themselves():
+    # In a block of hooks, hide the layer's equations from the hooks. The layer packs its saved tensors itself, so the
+    # hooks would pack them twice.
+    with _NO_HOOKS if hooks is None else _hooks.layers_pack_themselves():
         try:
             route = _route(traced_call, tensors, state)
             if route == "staged":
@@ -364,64 +367,66 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
                 values = custom_vjp_of(call.layer, takes_refs=route == "custom_vjp with Refs")(traced_call, *tensors)
         except jax.errors.UnexpectedTracerError as error:
             raise call.closed_over_error() from error
-    assert call.outputs is not None
     if call.block is not None:
         _hooks.mark_as_computed(values, call.block)
+    assert call.outputs is not None
     # A custom_vjp function makes tangents for outputs that are marked non-differentiable. Remove these tangents.
     values = [jax.lax.stop_gradient(x) if i in call.outputs.marked else x for i, x in enumerate(values)]
-    return call.outputs.skeleton.fill(values)
+    return call.in_containers(values)
 
 
 def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> str:
     """Return the route of a call, which names the function that JAX applies: see NOTE [orders] in `_layer_rule.py`.
 
-    | situation                                                     | route                                          |
-    |---------------------------------------------------------------|------------------------------------------------|
-    | an argument is a `jax.Ref`                                    | "custom_vjp with Refs", first order only       |
-    | most calls                                                    | "custom_vjp": the custom_vjp function          |
-    | a class with forward mode or `vmap`; within a `backward`;     | "staged": a `RuleFunction` of a jaxpr, or      |
-    |   forward over reverse; jax.linear_transpose; an eager        | "eager": a `RuleFunction` that runs `forward`  |
-    |   shard_map, which has no rule for custom_vjp functions;      |   on concrete values, if JAX traces no jaxpr   |
-    |   closed-over tracers in a call that JAX differentiates later |                                                |
-    |   (no custom_vjp function may close over these); a block of   |                                                |
-    |   hooks in such a call (a fwd rule is traced separately and   |                                                |
-    |   would pack each tensor again)                               |                                                |
+    Most calls take the route "custom_vjp": JAX applies the `jax.custom_vjp` function of the class. The others are:
+
+    | situation                                 | reason                                                       |
+    |-------------------------------------------|--------------------------------------------------------------|
+    | an argument is a `jax.Ref`                | "custom_vjp with Refs" has no derivative of second order     |
+    | the class has forward mode                | a custom_vjp function has no forward mode                    |
+    | the class has a `vmap` method             | JAX would batch the code of `forward`                        |
+    | the call is within a `backward`           | JAX may transpose this `backward`, or use forward mode       |
+    | forward mode around reverse mode          | JAX would apply forward mode to the custom_vjp function      |
+    | jax.linear_transpose, an eager shard_map  | they have no rule for custom_vjp functions                   |
+    | JAX stages the call, to differentiate it  | JAX traces a fwd rule separately, so that it would pack each |
+    |   later, in a block of hooks              |   tensor again                                               |
+    | such a call closes over tracers           | no custom_vjp function may close over these                  |
+
+    In all situations but the first, JAX applies a `RuleFunction`: a `StagedLayer` (the route "staged") if JAX traces a
+    jaxpr, else an `EagerLayer` (the route "eager"), which runs `forward` on concrete values.
 
     Raises:
         TypeError: for forward mode of a class without forward mode, and for a Ref that is differentiated or batched.
     """
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
-    takes_refs = call.arguments.ref_mask is not None
+    takes_refs = call.arguments.has_refs
     has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
-    if (takes_refs or not has_forward_mode) and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
+    lacks_forward_mode = takes_refs or not has_forward_mode
+    if lacks_forward_mode and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(layer)
     if takes_refs:
         _check_refs(call, tensors, is_deferred)
         return "custom_vjp with Refs"
-    has_unknown_trace = state.has_unknown_trace or any(map(is_unknown, tensors))
-    if not (
-        has_forward_mode
-        or layer._has_vmap_method()
-        or state.is_forward_over_reverse
-        or has_unknown_trace
-        or (is_deferred and (call.block is not None or traced_call.stage(tensors)[1]))
-    ):
-        return "custom_vjp"
-    return "staged" if state.is_staged or has_unknown_trace else "eager"
+    has_vmap, packs_later = layer._has_vmap_method(), is_deferred and call.block is not None
+    lacks_custom_vjp = state.has_unknown_trace or any(map(is_unknown, tensors))
+    if has_forward_mode or has_vmap or state.is_forward_over_reverse or lacks_custom_vjp or packs_later:
+        return "staged" if state.is_staged or lacks_custom_vjp else "eager"
+    closed_over = traced_call.stage(tensors)[1] if is_deferred else []
+    return "staged" if closed_over else "custom_vjp"
 
 
 _NO_HOOKS = contextlib.nullcontext()
 
 
 def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Raise an error for a Ref whose content is differentiated, and for a class with `vmap`, which JAX would ignore.
+    """Check that JAX differentiates no Ref of the call, and that the class has no `vmap`, which JAX would not call here.
 
     Raises:
-        TypeError: during this call, or later when JAX differentiates a staged call.
+        TypeError: now; or, for a staged call, when JAX differentiates it with respect to a Ref.
     """
-    refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask or (), strict=True) if is_one]
+    refs = [x for x, is_one in zip(tensors, call.arguments.ref_mask, strict=True) if is_one]
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
     if is_deferred:

@@ -5,7 +5,7 @@ For a second derivative, JAX differentiates the body of the fwd rule of a `jax.c
 this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second derivative uses the layer's rule again:
 
     custom_vjp function(traced_call, x)           one jax.custom_vjp function per class, in `_custom_vjp.py`
-      fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr with a recording context
+      fwd   y, intermediates = rule_function(x)   `forward`, staged to a jaxpr; `ctx` records what it saves
             residuals = entries of [x, y, intermediates]
       bwd   `backward`, from the residuals and the cotangents
 
@@ -15,8 +15,8 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
             tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
 Each residual is an entry of [x, y, intermediates]. A saved input has the derivative of the input, even if `forward`
-also returns this input. A saved output has the derivative that the rule defines. If `forward` returns one array twice,
-the last position has the rule. An output that is marked non-differentiable is a constant. Any other saved tensor is an
+also returns this input. A saved output has the derivative that the rule defines; if `forward` returns one array at two
+positions, the tangent of the last position. An output that is marked non-differentiable is a constant. Any other saved tensor is an
 intermediate: its derivative is the derivative of the equations that compute the tensor.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -70,9 +71,9 @@ Values = list[Any]
 
 
 class LayerMap(LinearMap):
-    """The derivative of a layer, which maps residuals and tangents of the inputs to tangents of the outputs.
+    """The derivative of a layer: a linear map from tangents of the inputs to tangents of the outputs.
 
-    Let B be the pullback (the layer's `backward`, linear in the cotangents c), and r the residuals. The map is the
+    The map depends on the residuals. Let B be the pullback (the layer's `backward`, linear in the cotangents c), and r the residuals. The map is the
     transpose of B,
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
@@ -126,7 +127,8 @@ class LayerMap(LinearMap):
             args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            # If the class has no forward mode, this code is part of a second derivative, whose own error has priority.
+            # A class without forward mode gets here only in a second derivative. If `backward` has no derivative, raise
+            # the error that says so instead.
             if not self.call.layer.forward_mode:
                 self.check_derivative()
             if getattr(error, "__notes__", None):  # a method of the user raised the error
@@ -142,8 +144,8 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # Without this check, no error would be raised: JAX would transpose the code of a `backward` with
-        # @once_differentiable.
+        # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would do so
+        # silently, also for a `backward` with @once_differentiable.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -168,39 +170,44 @@ class _Unpacked(Sequence[Any]):
 
 
 class CodeMap(LinearMap):
-    """The derivative of a part of a jaxpr, which maps values and tangents of variables to tangents of other variables.
+    """The derivative of the equations of a jaxpr that compute the variables `targets` from the variables `sources`.
 
-    This map computes the tangents of saved tensors that are neither inputs nor outputs of `forward`. `evaluate` calls
-    `jax.jvp`, and `transpose` calls `jax.vjp`. So code that has only forward mode, or only reverse mode, works in this
-    mode. A first derivative calls neither method.
+    This is a linear map from tangents of the perturbed sources to tangents of the targets. Its residuals are the values
+    of all sources. It gives the tangents of saved tensors that are neither inputs nor outputs of `forward`. `evaluate`
+    calls `jax.jvp`, and `transpose` calls `jax.vjp`. So code that has only forward mode, or only reverse mode, works in
+    this mode. A first derivative calls neither method.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
 
-    def __init__(self, name: str, jaxpr: Any, given: list[Any], nonzero: list[bool], wanted: list[Any]) -> None:
-        self.name, self.jaxpr, self.given, self.nonzero, self.wanted = name, jaxpr, given, nonzero, wanted
-        self.n_residuals = len(given)
-        self.types = [tangent_type(v.aval) for v in wanted]
+    def __init__(self, name: str, jaxpr: Any, sources: Sequence[_Source], targets: list[Any]) -> None:
+        self.name, self.jaxpr, self.targets = name, jaxpr, targets
+        self.sources = [source.variable for source in sources]
+        self.perturbed = [source.tangent is not None for source in sources]  # a mask of the sources
+        self.n_residuals = len(sources)
+        self.types = [tangent_type(v.aval) for v in targets]
 
-    def _code(self, residuals: Sequence[Any], wanted: list[Any]) -> tuple[Callable[..., Values], Values]:
-        def code(*moving: Any) -> Values:
-            known = dict(zip(self.given, merge(self.nonzero, moving, residuals), strict=True))
-            return evaluate_part(self.jaxpr, known, wanted)
+    def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
+        """Return a function that computes the targets from the values of the perturbed sources."""
 
-        return code, select(residuals, self.nonzero)
+        def function(*values: Any) -> Values:
+            known = dict(zip(self.sources, merge(self.perturbed, values, residuals), strict=True))
+            return evaluate_part(self.jaxpr, known, targets)
+
+        return function
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
-        code, moving = self._code(residuals, self.wanted)
+        function, primals = self._function(residuals, self.targets), select(residuals, self.perturbed)
         with self._noting_errors():
-            return list(jax.jvp(code, moving, list(tangents))[1])
+            return list(jax.jvp(function, primals, list(tangents))[1])
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         used = [c is not None for c in cotangents]
-        code, moving = self._code(residuals, select(self.wanted, used))
+        function, primals = self._function(residuals, select(self.targets, used)), select(residuals, self.perturbed)
         with self._noting_errors():
-            return list(jax.vjp(code, *moving)[1](select(cotangents, used)))
+            return list(jax.vjp(function, *primals)[1](select(cotangents, used)))
 
     @contextlib.contextmanager
     def _noting_errors(self) -> Any:
@@ -211,25 +218,41 @@ class CodeMap(LinearMap):
             raise
 
 
+class _Source(NamedTuple):
+    """A variable from which intermediates are computed."""
+
+    variable: Any
+    value: Any
+    tangent: Any  # None means zero
+
+
 class StagedLayer(RuleFunction):
     """The jaxpr of `forward`, with the derivative that the class defines: consts, inputs -> outputs, intermediates."""
 
     def __init__(
-        self, call: LayerCall, jaxpr: Any, n_consts: int, kept: SavedContext, positions: list[int], unnamed: Any
+        self,
+        call: LayerCall,
+        jaxpr: Any,
+        n_consts: int,
+        kept: SavedContext,
+        positions: list[int],
+        jaxpr_without_names: Any,
     ) -> None:
-        self.call, self.kept, self.jaxpr, self.n_consts, self.positions = call, kept, jaxpr, n_consts, positions
+        self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
+        self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
-        self.without_packing: StagedLayer | None = None  # if this function packs: the same function, which does not
+        # The function of which this function is the packing copy; None if this function does not pack residuals.
+        self.without_packing: StagedLayer | None = None
         self.n_outputs = len(kept.outputs.types)
-        # The list `with_rule` has the outputs whose tangents come from the rule. If an intermediate is computed from
-        # such an output, its tangent depends on the tangent of the output.
+        # The indices of the outputs whose tangents the rule of the class computes, and that are no inputs: an input
+        # keeps its own tangent. Intermediates are differentiated with respect to the inputs and these outputs.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
         inputs = set(jaxpr.invars)
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
-        self.given = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
-        self.intermediates = results[self.n_outputs :]  # the variables that are computed from `given`
-        self._unnamed = unnamed
+        self.sources = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
+        self.intermediates = results[self.n_outputs :]  # the variables that are computed from `sources`
+        self._jaxpr_without_names = jaxpr_without_names
 
     @property
     def outputs_jaxpr(self) -> Any:
@@ -238,12 +261,12 @@ class StagedLayer(RuleFunction):
         It has no intermediates, and none of the names of `saved_names`.
         """
         if not self.intermediates:
-            return self._unnamed
+            return self._jaxpr_without_names
         used = [True] * self.n_outputs + [False] * len(self.intermediates)
-        return partial_eval.dce_jaxpr(self._unnamed, used, instantiate=True)[0]
+        return partial_eval.dce_jaxpr(self._jaxpr_without_names, used, instantiate=True)[0]
 
-    def _of_given(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
-        """Return the values (or tangents, or batch axes) of the variables in `given`."""
+    def _of_sources(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> Values:
+        """Return the values (or tangents, or batch axes) of the variables in `sources`."""
         return [*of_inputs, *[of_outputs[i] for i in self.with_rule]]
 
     def residuals(self, inputs: Sequence[Any], values: Sequence[Any]) -> Values:
@@ -252,11 +275,14 @@ class StagedLayer(RuleFunction):
 
     @property
     def is_divisible(self) -> bool:
-        # A batch of a part of `forward` could not call the `vmap` of the class.
+        # The `vmap` of the class batches only the whole `forward`, so a part of `forward` could not be batched.
         return super().is_divisible and not self.call.layer._has_vmap_method()
 
     def packing(self) -> StagedLayer:
-        """Return a copy of this function whose first derivative keeps packed residuals."""
+        """Return a copy of this function whose rule packs residuals; outside a block of hooks, return this function.
+
+        The rule of the copy applies the original function again, so that a second derivative packs nothing.
+        """
         if self.call.block is None:
             return self
         copied = copy.copy(self)
@@ -287,19 +313,19 @@ class StagedLayer(RuleFunction):
         """Return the tangents of the intermediates, which come from the code of `forward`."""
         if not self.intermediates:
             return []
-        given, known, moving = self.given, self._of_given(primals, values), self._of_given(tangents, of_outputs)
-        nonzero = [t is not None for t in moving]
-        depends = dependence(self.jaxpr, select(given, nonzero))[self.n_outputs :]
-        wanted = [d and has_tangent(v.aval) for d, v in zip(depends, self.intermediates, strict=True)]
-        if not any(wanted):
-            return [None] * len(wanted)
-        targets = select(self.intermediates, wanted)
-        read = variables_read(self.jaxpr, given, targets)
-        given, known, moving, nonzero = (
-            [x for x, v in zip(column, given, strict=True) if v in read] for column in (given, known, moving, nonzero)
-        )
-        code = CodeMap(self.name, self.jaxpr, given, nonzero, targets)
-        return scatter(apply_linear(code, known, select(moving, nonzero)), wanted)
+        columns = self.sources, self._of_sources(primals, values), self._of_sources(tangents, of_outputs)
+        sources = [_Source(*row) for row in zip(*columns, strict=True)]
+        depends = dependence(self.jaxpr, [source.variable for source in sources if source.tangent is not None])
+        pairs = zip(self.intermediates, depends[self.n_outputs :], strict=True)
+        is_target = [depends and has_tangent(v.aval) for v, depends in pairs]
+        if not any(is_target):
+            return [None] * len(is_target)
+        targets = select(self.intermediates, is_target)
+        read = variables_read(self.jaxpr, self.sources, targets)
+        sources = [source for source in sources if source.variable in read]
+        code = CodeMap(self.name, self.jaxpr, sources, targets)
+        residuals, perturbed = [source.value for source in sources], [source.tangent for source in sources]
+        return scatter(apply_linear(code, residuals, select(perturbed, code.perturbed)), is_target)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         # JAX transposes `forward` if the `backward` of another layer applies this layer.
@@ -312,14 +338,14 @@ class StagedLayer(RuleFunction):
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
             __tracebackhide__ = True
-            outputs = self.call.run_vmap(axis, dims[n:], args[n:])
+            _, outputs = self.call.run_vmap(axis, dims[n:], args[n:])
             self.call.check_batch(axis, outputs, self.kept.outputs.types)
 
             def intermediates(*known: Any) -> Values:
-                return evaluate_part(self.jaxpr, dict(zip(self.given, known, strict=True)), self.intermediates)
+                return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
 
-            in_axes = tuple(self._of_given(dims, [0] * len(outputs)))
-            found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_given(args, outputs))
+            in_axes = tuple(self._of_sources(dims, [0] * len(outputs)))
+            found = vmap_over(axis, intermediates, in_axes, 0)(*self._of_sources(args, outputs))
             return [*outputs, *found], [0] * (len(outputs) + len(found))
 
         return run
@@ -338,9 +364,6 @@ def stage_layer(
         jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, {})
         if missing := _missing_axes(jaxpr, kept.outputs):
             jaxpr, consts, (kept, positions) = _stage_forward(call, tensor_types, missing)
-        unnamed = jaxpr
-        if call.layer.saved_names and (name_of := _names_of_variables(call, jaxpr, kept, positions)):
-            jaxpr, kept.has_names = with_checkpoint_names(jaxpr, name_of, call.source), True
     except NEEDS_VALUES as error:
         if not any(map(is_differentiated, tensors)):
             raise
@@ -350,6 +373,17 @@ def stage_layer(
             "jax.pure_callback, which works at each order for which backward can be differentiated. "
             "Decorate backward with @once_differentiable if second derivatives are not meant."
         ) from error
+    _check_closed_over(call, consts)
+    name_of = _names_of_variables(call, jaxpr, kept, positions) if call.layer.saved_names else {}
+    if not name_of:
+        return StagedLayer(call, jaxpr, len(consts), kept, positions, jaxpr), consts
+    named = with_checkpoint_names(jaxpr, name_of, call.source)
+    kept = dataclasses.replace(kept, has_names=True)
+    return StagedLayer(call, named, len(consts), kept, positions, jaxpr), consts
+
+
+def _check_closed_over(call: LayerCall, consts: Sequence[Any]) -> None:
+    """Raise an error if `forward` closes over a value that JAX differentiates, or over a Ref."""
     for const in consts:
         if is_differentiated(const):
             raise call.closed_over_error()
@@ -358,7 +392,6 @@ def stage_layer(
                 f"{call.name}.forward closes over a jax.Ref, which a layer cannot read or write where it is traced. "
                 f"Pass the Ref as an argument: {call.name}.apply(..., ref)."
             )
-    return StagedLayer(call, jaxpr, len(consts), kept, positions, unnamed), consts
 
 
 def _stage_forward(
@@ -382,15 +415,18 @@ def _stage_forward(
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, needs)
         # Each staged input is a distinct tracer, even if the caller passed one array twice. So Python's `id` identifies
-        # each residual. An output that is also an input has the position of the input.
+        # each residual.
         known = {id(x) for x in (*inputs, *outputs)}
         intermediates = {id(x): x for x in residuals if id(x) not in known}.values()
         values = [*outputs, *intermediates]
+        # An output that is also an input has the position of the input.
         position = {id(x): i for i, x in enumerate(values, len(inputs))} | {id(x): i for i, x in enumerate(inputs)}
-        for i, of_output in axes_of_output.items():
-            values[i] = varying_over(of_output, values[i])
-            kept.outputs.types[i] = typeof(values[i])
-        return values, (kept, [position[id(x)] for x in residuals])
+        positions = [position[id(x)] for x in residuals]
+        if axes_of_output:
+            values = [varying_over(axes_of_output.get(i, frozenset()), x) for i, x in enumerate(values)]
+            types = [typeof(x) for x in values[: len(outputs)]]
+            kept = dataclasses.replace(kept, outputs=kept.outputs.with_types(types))
+        return values, (kept, positions)
 
     return stage(forward, tensor_types, call.source)
 
@@ -461,9 +497,7 @@ class EagerLayer(RuleFunction):
         if splits and not any(map(is_differentiated, primals)):
             # `forward` may be host code, which only the `vmap` of the class can batch. So compute the outputs with
             # `vmap`. Then `setup_context` saves values for `backward`, from the inputs and the outputs.
-            values = apply(self, primals)
-            assert call.outputs is not None
-            output = call.outputs.skeleton.fill(values)
+            output = call.in_containers(apply(self, primals))
             return call.run_forward(primals, needs, layer._setup_with(output))
         return None
 
@@ -487,7 +521,9 @@ class EagerBatch(UnstagedBatch):
         if isinstance(self.inner, EagerBatch):
             return super().run(*args)
         call = self.inner.call
-        values = call.run_vmap(self.axis, self.dims, as_arrays(args))
+        marked = frozenset[int]() if call.outputs is None else call.outputs.marked
+        call.outputs, values = call.run_vmap(self.axis, self.dims, as_arrays(args))
+        call.outputs.marked = marked
         with contextlib.suppress(*NEEDS_VALUES):  # no check for host code, which cannot be staged
             expected, _ = stage_layer(LayerCall(call.layer, call.arguments), call.arguments.types)
             call.check_batch(self.axis, values, expected.kept.outputs.types)
@@ -505,34 +541,66 @@ def _outputs_and_tangents(
     """Return the outputs of a run of `forward`, and their tangents, computed from the tangents of the inputs."""
     __tracebackhide__ = True
     needs = [t is not None for t in tangents]
-    linear, outputs, residuals = differentiated(call, run, inputs, needs, packs)
+    linear, outputs, residuals = linearize(call, run, inputs, needs, packs)
     pushed = apply_linear(linear, residuals, select(tangents, needs)) if linear.types else []
     return outputs, scatter(pushed, run.kept.outputs.has_tangent)
+
+
+def linearize(
+    call: LayerCall, run: ForwardResult, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
+) -> tuple[LayerMap, Values, Values]:
+    """Return the linear map of a run of `forward`, the outputs of the run, and the residuals of the linear map.
+
+    If `packs` is True, the hooks around the call pack the saved tensors among the residuals.
+    """
+    __tracebackhide__ = True
+    kept = run.kept
+    if not any(kept.outputs.has_tangent):
+        call.warn_of_integer_outputs(kept, needs)
+    if packs and call.block is not None and kept.n_saved:
+        saved = _packed(call, run, inputs)
+    else:
+        saved = _Saved(run.residuals, run.outputs, range(kept.n_saved), None)
+    if call.layer.saved_names:
+        saved = _with_names(call, run, inputs, saved)
+    return LayerMap(call, kept, len(saved.residuals), needs, saved.packed), saved.outputs, saved.residuals
 
 
 # -- packing and naming of residuals -----------------------------------------------------------------------------
 
 
-def differentiated(
-    call: LayerCall, run: ForwardResult, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
-) -> tuple[LayerMap, Values, Values]:
-    """Return the linear map of a run of `forward`, the outputs of the run, and the residuals of the linear map."""
-    __tracebackhide__ = True
-    kept, outputs, residuals = run
-    if not any(kept.outputs.has_tangent):
-        call.warn_of_integer_outputs(kept, needs)
-    packed, owners = None, list(range(kept.n_saved))  # owners[i]: the index of the tensor that array i comes from
-    if packs and call.block is not None and kept.n_saved:
-        names = call.residual_names(kept, len(residuals))
-        owner, tensors = f"{call.name}, saved tensor", residuals[: kept.n_saved]
-        packed, arrays, outputs = call.block.pack(owner, names, inputs, tensors, outputs)
-        residuals, owners = [*arrays, *residuals[kept.n_saved :]], packed.owners
-    if call.layer.saved_names:
-        names = _checkpoint_names(call, kept, len(run.residuals))
-        if kept.has_names and packed is None:  # only the inputs have no name yet
-            names = [n if contains(inputs, x) else "" for n, x in zip(names, residuals, strict=True)]
-        residuals, outputs = _named(names, owners, residuals, outputs)
-    return LayerMap(call, kept, len(residuals), needs, packed), outputs, residuals
+class _Saved(NamedTuple):
+    """The residuals of a run of `forward` after hooks have packed them, and the outputs."""
+
+    residuals: Values
+    outputs: Values
+    tensor_of_array: Sequence[int]  # the index of the saved tensor from which each of the first residuals was packed
+    packed: Any  # `PackedResiduals`, or None if nothing was packed
+
+
+def _packed(call: LayerCall, run: ForwardResult, inputs: Sequence[Any]) -> _Saved:
+    """Pack the tensors that `ctx.save_for_backward` got."""
+    n = run.kept.n_saved
+    names = call.residual_names(run.kept, len(run.residuals))
+    title = f"{call.name}, saved tensor"
+    packed, arrays, outputs = call.block.pack(title, names, inputs, run.residuals[:n], run.outputs)
+    return _Saved([*arrays, *run.residuals[n:]], outputs, packed.owners, packed)
+
+
+def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], saved: _Saved) -> _Saved:
+    """Apply `checkpoint_name` to the residuals of saved tensors that have a name."""
+    names = _checkpoint_names(call, run.kept, len(run.residuals))
+    residuals = list(saved.residuals)
+    for i, tensor in enumerate(saved.tensor_of_array):
+        x = residuals[i]
+        # The jaxpr of a staged `forward` may name all residuals but inputs. Packed arrays have no name yet.
+        is_named = run.kept.has_names and saved.packed is None and not contains(inputs, x)
+        if names[tensor] and not is_named and is_tracer(x):
+            residuals[i] = checkpoint_name(x, names[tensor])
+    # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
+    named = list(zip(saved.residuals, residuals, strict=True))
+    outputs = [next((y for x, y in named if x is output), output) for output in saved.outputs]
+    return saved._replace(residuals=residuals, outputs=outputs)
 
 
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
@@ -547,13 +615,3 @@ def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> li
             "ctx.save_for_backward. Give one for each, None for a value without a name."
         )
     return kept.names(n_tensors, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
-
-
-def _named(names: Sequence[str], owners: Sequence[int], residuals: Values, outputs: Values) -> tuple[Values, Values]:
-    """Return residuals and outputs. Policies of `jax.checkpoint` see the residuals under their names."""
-    named = list(residuals)
-    for i, owner in enumerate(owners):
-        if names[owner] and is_tracer(residuals[i]):
-            named[i] = checkpoint_name(residuals[i], names[owner])
-    # Replace a saved output by the named residual: then JAX computes the output only once if a policy saves it.
-    return named, [next((y for x, y in zip(residuals, named, strict=True) if x is o), o) for o in outputs]

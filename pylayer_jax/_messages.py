@@ -16,7 +16,7 @@ import jax
 
 from ._jax.linearity import NotLinearError
 from ._jax.traces import NEEDS_VALUES
-from ._trees import is_tensor
+from ._jax.types import is_tensor
 
 
 def describe(value: Any) -> str:

@@ -6,7 +6,8 @@
     >>> skeleton.fill([jnp.zeros(3)])
     {'w': Array([0., 0., 0.], dtype=float32), 'act': <...tanh...>, 'n': 2}
 
-The other leaves are called *statics*. The skeleton holds the statics unchanged, and never compares or hashes them.
+A tensor is a leaf for which `is_tensor` in `_jax/types.py` is True. The other leaves are called *statics*. The skeleton
+holds the statics unchanged, and never compares or hashes them.
 """
 
 from __future__ import annotations
@@ -18,31 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import jax
-import numpy as np
 
-from ._jax.types import is_array, is_ref
+from ._jax.types import is_tensor, unboxed
 
-_NUMERIC_KINDS: Final = frozenset("biufcV")  # "V" is the kind of bfloat16, float8 and int4 in ml_dtypes
-_NOT_IN_JAX: Final = frozenset((np.void, np.record, np.longdouble, np.clongdouble))  # np.void: structured arrays
 _TENSOR: Final = object()  # the placeholder for a tensor among the leaves of a skeleton
-
-
-def is_tensor(leaf: object) -> bool:
-    """Return whether a leaf is a `jax.Array`, or a NumPy array or scalar with a dtype that JAX has."""
-    if is_array(leaf):
-        return True
-    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
-    return is_numpy and leaf.dtype.kind in _NUMERIC_KINDS and leaf.dtype.type not in _NOT_IN_JAX
-
-
-def is_tensor_or_ref(leaf: object) -> bool:
-    return is_tensor(leaf) or is_ref(leaf)
-
-
-def unboxed(value: Any) -> Any:
-    """Return the array in a box such as `flax.nnx.Param`, or `value` itself if `value` is not a box."""
-    is_box = not is_array(value) and hasattr(type(value), "__jax_array__")
-    return value.__jax_array__() if is_box else value
 
 
 def contains(values: Sequence[Any], wanted: object) -> bool:

@@ -39,7 +39,7 @@ The modules, each of which imports only modules above it:
 - `block` defines `saved_tensors_hooks`.
 """
 
-from .active import hooks_suspended
+from .active import active_pair, hooks_suspended
 from .block import disable_saved_tensors_hooks, saved_tensors_hooks
 from .operations import (
     hooks_ignored,
@@ -55,6 +55,7 @@ from .residuals import Mark, keeps_residuals
 __all__ = [
     "PACK_SCOPE",
     "Mark",
+    "active_pair",
     "disable_saved_tensors_hooks",
     "hooks_ignored",
     "hooks_suspended",

@@ -72,7 +72,7 @@ from pylayer_jax._jax.traces import (
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 from pylayer_jax._trees import WeakTable, contains
 
-from .active import OFF, Block, active, active_pair, hooks_suspended, innermost_block, is_reported
+from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported
 from .host import HostStore
 from .pack import ErrorModel, Origin, Pair, Residual
 from .residuals import (
@@ -731,15 +731,9 @@ class LayerBlock(NamedTuple):
             return pack_residuals(Packing(self.pair, owner, inputs, origin, left, {}), tensors, outputs)
 
 
-def layer_block(layer: str, operands: Sequence[Any] = ()) -> LayerBlock | None:
-    """Return the block that packs the saved tensors of a layer applied here to `operands`, or None without a block.
-
-    Raises:
-        RuntimeError: if another asyncio task entered the block.
-    """
-    pair, trace = active_pair(), current_trace()
-    if pair is None:
-        return None
+def layer_block(pair: Pair, layer: str, operands: Sequence[Any]) -> LayerBlock:
+    """Return the block that packs the saved tensors of a layer, which is applied here to `operands`."""
+    trace = current_trace()
     if not isinstance(trace, BlockTrace):  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [])
     records = list(map(trace.record_of, operands))

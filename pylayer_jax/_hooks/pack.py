@@ -34,11 +34,12 @@ from pylayer_jax._jax.types import (
     is_array,
     is_key,
     is_set,
+    is_tensor,
     typeof,
     with_type,
 )
 from pylayer_jax._messages import add_note, describe
-from pylayer_jax._trees import Skeleton, WeakTable, is_tensor, split
+from pylayer_jax._trees import Skeleton, WeakTable, split
 
 from .host import PackSite
 

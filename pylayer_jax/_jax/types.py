@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,9 @@ from .traces import ShapedArray, Tracer, ad, convert_element_type_p, primal_dtyp
 typeof = jax.typeof
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_NUMERIC_KINDS: Final = frozenset("biufcV")  # "V" is the kind of bfloat16, float8 and int4 in ml_dtypes
+_NOT_IN_JAX: Final = frozenset((np.void, np.record, np.longdouble, np.clongdouble))  # np.void: structured arrays
 
 
 def tangent_type(aval: Any) -> Any:
@@ -69,6 +72,24 @@ def is_ref(value: object) -> bool:
     if value is None or callable(value) or isinstance(value, (int, float, str)) or is_array(value):
         return False
     return isinstance(value, jax.Ref)
+
+
+def is_tensor(leaf: object) -> bool:
+    """Return whether a leaf is a `jax.Array`, or a NumPy array or scalar with a dtype that JAX has."""
+    if is_array(leaf):
+        return True
+    is_numpy = isinstance(leaf, (np.ndarray, np.generic))
+    return is_numpy and leaf.dtype.kind in _NUMERIC_KINDS and leaf.dtype.type not in _NOT_IN_JAX
+
+
+def is_tensor_or_ref(leaf: object) -> bool:
+    return is_tensor(leaf) or is_ref(leaf)
+
+
+def unboxed(value: Any) -> Any:
+    """Return the array in a box such as `flax.nnx.Param`, or `value` itself if `value` is not a box."""
+    is_box = not is_array(value) and hasattr(type(value), "__jax_array__")
+    return value.__jax_array__() if is_box else value
 
 
 def is_key(value: Any) -> bool:
