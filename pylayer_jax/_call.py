@@ -61,7 +61,7 @@ class LayerCall:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # The `LayerBlock` around the call, or None. It is stored, since JAX may run a fwd rule after the block has ended.
+        # The `LayerBlock` around the call, or None: JAX may run a fwd rule after the block has ended.
         self.block: Any = None
         # The structure of the outputs, from the last run of `forward`; in an eager batch, from the last run of `vmap`.
         # It is stored, since a custom_vjp function returns only arrays.

@@ -50,12 +50,12 @@ class TracedCall:
         return staged, consts
 
     def evaluate(self, tensors: Sequence[Any]) -> Values:
-        """Evaluate the operations of `forward` and return the outputs. JAX differentiates nothing here.
+        """Evaluate the operations of `forward` and return the outputs, for a call that JAX does not differentiate.
 
-        JAX may batch these operations, and later batch the fwd rule. JAX assumes that the outputs of the fwd rule have
-        the same batch axes as the outputs of these operations. If the batch axes differed, JAX would silently exchange
-        axes of equal size. Therefore both have the batch axes of NOTE [all outputs are batched] in
-        `_jax/rule_function.py`. tests: layers/test_transforms.py
+        JAX batches these operations and the fwd rule separately, and assumes that the outputs of both have the same
+        batch axes. If the batch axes differed, JAX would silently exchange axes of equal size. The fwd rule applies a
+        `RuleFunction`. So `as_batched_as` gives these outputs the batch axes that a `RuleFunction` has: see NOTE [all
+        outputs are batched] in `_jax/rule_function.py`. tests: layers/test_transforms.py
         """
         __tracebackhide__ = True
         staged, consts = self.stage(tensors)
@@ -104,8 +104,9 @@ def _remember(
 
     NOTE [several runs]
     JAX may run the fwd rule of one application several times, and then passes the treedef of the last run to each bwd
-    rule. These runs may differ: in each run, hooks may return other objects, and `forward` may keep another value of a
-    Ref. Therefore each run has a number, which the fwd rule returns as the length of an empty residual. tests:
+    rule. So all bwd rules get the same static data. But the runs may differ: in each run, hooks may return other
+    objects, and `forward` may keep another value of a Ref. Therefore the fwd rule numbers its runs, and returns a
+    residual of shape `(number, 0)`, which takes no memory. The bwd rule reads the number from this shape. tests:
     test_several_runs.py
     """
     linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
@@ -125,20 +126,27 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
     __tracebackhide__ = True
     traced_call, arrays = residuals[0], residuals[1:]
     number = arrays[-1].shape[0] if traced_call.is_deferred else 0
-    given = [None if _is_symbolic_zero(c) else c for c in cotangents]
+    given = [None if _is_zero(c) else c for c in cotangents]
     gradients = traced_call.maps[number].gradients(arrays[: traced_call.maps[number].n_residuals], given)
     batched = next((c for c in given if is_batched(c)), None)
     if batched is not None:
-        # A gradient that depends on no cotangent is batched too. Otherwise JAX would not sum this gradient over the
-        # examples: see NOTE [all outputs are batched] in `_jax/rule_function.py`. JAX cannot index a single entry along
-        # an explicit mesh axis.
-        has_entry = batched.size and explicit_sharding(batched) is None
-        is_any = (batched[(0,) * batched.ndim] if has_entry else jnp.sum(batched)) == 0
-        gradients = [g if g is None or is_batched(g) else jnp.where(is_any, g, g) for g in gradients]
+        gradients = _batched_like(batched, gradients)
     return None, *gradients
 
 
-def _is_symbolic_zero(cotangent: Any) -> bool:
+def _batched_like(cotangent: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Make each gradient batched, as the cotangent is.
+
+    JAX would not sum a gradient over the examples that depends on no cotangent and so is not batched: see NOTE [all
+    outputs are batched] in `_jax/rule_function.py`. `jnp.where` of two equal arrays takes the batch axis of its
+    condition.
+    """
+    has_entry = cotangent.size and explicit_sharding(cotangent) is None  # JAX cannot index along an explicit mesh axis
+    condition = (cotangent[(0,) * cotangent.ndim] if has_entry else jnp.sum(cotangent)) == 0  # any bool that is batched
+    return [g if g is None or is_batched(g) else jnp.where(condition, g, g) for g in gradients]
+
+
+def _is_zero(cotangent: Any) -> bool:
     # The cotangent of an integer has dtype float0. A vjp function also accepts a Python number, which has no dtype.
     return isinstance(cotangent, SymbolicZero) or getattr(cotangent, "dtype", None) == jax.dtypes.float0
 
@@ -186,8 +194,8 @@ def ref_error(call: LayerCall) -> TypeError:
 
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-# The functions are not class attributes, because a class that is made from the members of another class would share
-# them.
+# The functions are not class attributes: a class that is made by type(name, bases, dict(vars(other))) would share those
+# of the other class.
 _custom_vjps: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 

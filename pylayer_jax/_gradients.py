@@ -1,4 +1,4 @@
-"""Matches the results of `backward` with the arguments of `forward`, and the results of `jvp` with its outputs."""
+"""Matches results of `backward` with the arguments of `forward`, and results of `jvp` with the outputs of `forward`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], layer: Any) -> list[Any]:
     """Return one gradient (or None for zero) per tensor of the call, with the dtype and shape of that tensor.
 
-    `needs` says which tensors need a gradient. The gradients of other tensors are dropped.
+    `needs` has one bool per tensor: whether JAX needs its gradient. Other gradients are dropped.
 
     Raises:
         ValueError: for a wrong number of gradients, or a wrong structure, type or shape; messages name the argument.
@@ -64,29 +64,43 @@ def _entries(result: Any, unpack_list: bool) -> list[Any]:
 def _pair(
     result: Any, arguments: Arguments, needs: Sequence[bool], torch_convention: bool
 ) -> list[tuple[Argument, Any]]:
-    """Pair each argument that holds a tensor with its entry in the result of `backward`.
+    """Pair each argument that holds a tensor (each slot) with its entry in the result of `backward`.
 
-    The result has one entry per such argument, or one entry per argument of the call. With `torch_convention`, the
-    result has one entry per argument of the call, and further Nones may follow.
+    | convention | entries of the result                                                                           |
+    |------------|-------------------------------------------------------------------------------------------------|
+    | Paddle     | one per slot; those at the end whose gradients are not needed may be left out                   |
+    | Paddle     | or one per argument of the call                                                                 |
+    | torch      | one per argument of the call, and any number of Nones after them                                |
     """
     slots, passed = arguments.slots(), arguments.arguments
-    # If only one argument holds tensors, a list that `backward` returns is the gradient of this argument.
+    # A list has one entry per item, as a tuple has. But it is the gradient of the argument if there is one slot only.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:
             entries.pop()
-    elif len(entries) <= len(slots) and not any(any(needs[a.span]) for a in slots[len(entries) :]):
+    elif _has_one_per_slot(entries, slots, needs):
         return list(zip(slots, entries, strict=False))
     if len(entries) != len(passed):
         raise ValueError(_wrong_count(len(entries), slots, arguments, torch_convention))
-    for argument, entry in zip(passed, entries, strict=True):
-        is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
-        if entry is not None and not argument.skeleton.size and not is_number:
-            raise ValueError(
-                f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
-                "which holds no tensor. Return None in its place."
-            )
-    return [(a, e) for a, e in zip(passed, entries, strict=True) if a.skeleton.size]
+    pairs = list(zip(passed, entries, strict=True))
+    for argument, entry in pairs:
+        _check_no_gradient(argument, entry, arguments)
+    return [(argument, entry) for argument, entry in pairs if argument.skeleton.size]
+
+
+def _has_one_per_slot(entries: Sequence[Any], slots: Sequence[Argument], needs: Sequence[bool]) -> bool:
+    needed = [slot for slot in slots[len(entries) :] if any(needs[slot.span])]
+    return len(entries) <= len(slots) and not needed
+
+
+def _check_no_gradient(argument: Argument, entry: Any, arguments: Arguments) -> None:
+    """Raise an error for a gradient of an argument that holds neither tensors nor numbers."""
+    is_number = any(isinstance(x, (int, float, complex)) for x in argument.skeleton.leaves)
+    if entry is not None and not argument.skeleton.size and not is_number:
+        raise ValueError(
+            f"{arguments.layer}.backward returned a gradient ({describe(entry)}) for argument {argument.name!r}, "
+            "which holds no tensor. Return None in its place."
+        )
 
 
 def _coerce_argument(entry: Any, argument: Argument, arguments: Arguments, needs: Sequence[bool]) -> list[Any]:
@@ -157,7 +171,7 @@ def _warn_once(layer: Any, text: str, method: str) -> None:
 
 
 def argument_tangents(arguments: Arguments, tangents: Sequence[Any], materialize: bool) -> list[Any]:
-    """Return the tangents for `jvp`: one entry per argument of the call, or None for an argument without tensors.
+    """Return one entry per argument for `jvp`: a pytree of tangents, or None for an argument without tensors.
 
     A missing tangent becomes zeros, or None after `ctx.set_materialize_grads(False)`.
     """

@@ -1,6 +1,6 @@
-"""Runs the methods of a layer that has `host = True`.
+"""Runs the methods that a class declares to be NumPy code: all, or with `host = "forward"` all except `backward`.
 
-The methods get NumPy arrays in eager mode and under all transforms.
+These methods get NumPy arrays in eager mode and under all transforms.
 
     class Erf(PyLayer):                         jax.make_jaxpr(Erf.apply)(x) runs forward on an example array, whose
         host = True                             result has the type float32[3]:
@@ -11,25 +11,26 @@ The methods get NumPy arrays in eager mode and under all transforms.
             return scipy.special.erf(x)
                                                 The saved x is the operand a, so it is not a result.
 
-A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method when the program runs, and
-an `_Example` gives the types of its results: the arrays that the method returns or keeps on `ctx`, except those that
-are inputs. `run_forward` then puts the results on the context of the layer, so that hooks and all transformations treat
-them as they treat the tensors of any other layer. tests: contract/test_host_layers.py
+A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method when the program runs. The
+results of the `host_call` are the arrays that the method returns or keeps on `ctx`, except inputs. An `_Example`, a run
+on example arrays, gives their types. `run_forward` then puts the results on the context of the layer, so that hooks and
+all transformations treat them as they treat the tensors of any other layer. tests: contract/test_host_layers.py
 
 NOTE [dropped calls]
-XLA drops a call of `forward` if the program uses none of its results, as in the gradient of a linear function. Then the
-call cannot check that an object on `ctx`, or a saved input that `forward` changed in place, is the same as in the run
-on example arrays; if it differs, `backward` computes a wrong gradient. So if `forward` keeps such values, and keeps no
-array that it computed, then `forward` has one more result, the token, on which `backward` depends.
-tests: test_objects_made_from_values
+XLA drops a call of `forward` if the program uses none of its results, as in the gradient of a linear function. A
+dropped call cannot compare its run with the run on example arrays. This comparison finds two errors: an object on `ctx`
+that differs between the runs, and a saved input that `forward` changes in place in one run only. Without it, `backward`
+would silently compute a wrong gradient. Therefore, if `forward` keeps an object or a saved input that it may have
+changed, and keeps no array that it computed, then `forward` has one more result, the *token*, on which `backward`
+depends. tests: test_objects_made_from_values
 """
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,108 +44,149 @@ from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_
 from ._messages import describe, second_derivative_error
 from ._trees import Skeleton, _Dict, contains, split
 
+if TYPE_CHECKING:
+    from ._call import LayerCall
+
 _SAVED = "ctx.save_for_backward"
 _TOKEN = "_has_run"  # the attribute of ctx that holds the token of NOTE [dropped calls]
 _NEEDS = "_needs_in_forward"  # the attribute of ctx that holds the `needs_input_grad` of `forward`
 _MAX_EXAMPLES = 64  # per class, since each call may pass a new lambda
 
 
-class _Run:
-    """The result of one run of a method: the arrays that it returned or kept, and a skeleton of all other values."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Structure:
+    """What a run of a method has in common with every other run: all of its result except the contents of arrays.
 
-    def __init__(
-        self, tree: dict[str, Any], state: ContextState | None = None, originals: Sequence[np.ndarray] = ()
-    ) -> None:
-        """`originals` are the inputs before the method ran. The method got copies, which it may have changed."""
-        self.tensors, self.skeleton = split(tree)
-        inputs, marked, copies = (state.inputs, state.marked, state.numpy_copies) if state else ((), (), ())
-        self.materialize = state is None or state.materialize
-        self.n_inputs = len(inputs)
-        self.marked = [contains(marked, x) for x in self.tensors]
-        # Values that `forward` marked and did not return. For these values, the context of the layer raises an error.
-        self.missing = [x for x in state.must_return if not contains(self.tensors, x[0])] if state else []
-        # The position of each tensor in the list [*inputs, *values]. A tensor at the position of an input has the
-        # derivative of the input. Therefore an input that the method changed in place is listed among the values. So is
-        # a saved copy of an input if it differs from the input.
-        self.positions: list[int] = []
-        contents = list(originals)
-        position_of = {id(x): i for i, x in enumerate(inputs)}
-        saved = {id(own): array for array, own in copies}  # ctx keeps copies of NumPy arrays
-        for x in self.tensors:
-            key = id(saved.get(id(x), x))
-            position = position_of.get(key)
-            if position is None or not _has_same_bits(x, contents[position]):
-                position = position_of[key] = len(contents)
-                contents.append(x)
-            self.positions.append(position)
+    The result is a tree of what the method returned and what it kept on `ctx`. The *values* of a run are the distinct
+    tensors of this tree that are no inputs.
+    """
+
+    skeleton: Skeleton  # of the tree
+    types: list[tuple[tuple[int, ...], np.dtype[Any]]]  # the shape and dtype of each tensor of the tree
+    positions: list[int]  # the position of each tensor of the tree in the list [*inputs, *values]
+    n_inputs: int
+    marked: list[bool]  # a mask of the tensors of the tree: those that are marked non-differentiable
+    must_return: list[Any]  # values that `forward` marked and did not return: the context of the layer raises the error
+    materialize: bool
 
     def values(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return those of the `tensors` of a run that are no inputs, each once."""
+        """Return each value once, in the order of positions, from the tensors of a run with this structure."""
         first = dict(zip(reversed(self.positions), reversed(tensors), strict=True))
         return [first[i] for i in sorted(first) if i >= self.n_inputs]
 
-    def types(self) -> list[Any]:
-        values = self.values(self.tensors)
-        return [ShapedArray(x.shape, jax.dtypes.canonicalize_dtype(x.dtype)) for x in values]
+    def value_types(self) -> list[Any]:
+        """Return the types of the values as JAX arrays."""
+        return [ShapedArray(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in self.values(self.types)]
 
     def fill(self, inputs: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the tensors and the tree of this run, as JAX arrays."""
+        """Return the tensors and the tree of a run with these inputs and values."""
         known = [*inputs, *values]
         tensors = [known[i] for i in self.positions]
         return tensors, self.skeleton.fill(tensors, copy_container)
-
-    def with_token(self, batch: tuple[int, ...] = ()) -> _Run:
-        """Return a copy of this run in which `ctx` has one more value, the token."""
-        tree = self.skeleton.fill(self.tensors) | {f"ctx.{_TOKEN}": np.zeros((*batch, 1), np.uint8)}
-        run = copy.copy(self)
-        run.tensors, run.skeleton = split(tree)
-        run.marked, run.positions = (
-            [*self.marked, False],
-            [*self.positions, max([self.n_inputs - 1, *self.positions]) + 1],
-        )
-        return run
-
-    def forget_arrays(self) -> None:
-        """Replace the arrays by arrays of the same shapes and dtypes that take no memory."""
-        self.tensors = [np.broadcast_to(np.zeros((), x.dtype), x.shape) for x in self.tensors]
-
-    def values_of(self, run: _Run, batch: tuple[int, ...], types: Sequence[Any]) -> list[np.ndarray]:
-        """Return the values of another run of the method. They have the order of this run, and the given types.
-
-        Raises:
-            ValueError: if the run differs from this one in more than the contents of arrays.
-        """
-        if not _all_equal(_parts(self.skeleton), _parts(run.skeleton)) or self.materialize != run.materialize:
-            raise ValueError(self._difference(run))
-        partner = {i: i for i in range(self.n_inputs)}
-        for i, (x, y) in enumerate(zip(self.tensors, run.tensors, strict=True)):
-            is_same = partner.setdefault(self.positions[i], run.positions[i]) == run.positions[i]
-            if not is_same or self.marked[i] != run.marked[i]:
-                raise ValueError(
-                    f"{self.names()[i]}: an array was changed in place, or marked, in this run and not in the run on "
-                    "example arrays, or the other way round. Change a copy: x = x.copy()."
-                )
-            fits = x.dtype == y.dtype or np.can_cast(y.dtype, x.dtype, "same_kind")
-            if y.shape != batch + x.shape or not fits:
-                raise ValueError(
-                    f"{self.names()[i]}: expected {x.dtype}{[*batch, *x.shape]}, as in the run on example arrays; got "
-                    f"{y.dtype}{list(y.shape)}. Shapes and dtypes may depend only on those of the arguments."
-                )
-        return [np.asarray(y, t.dtype) for y, t in zip(self.values(run.tensors), types, strict=True)]
 
     def names(self) -> list[str]:
         """Return the name of each tensor for messages, such as `output[0]` or `ctx.inverse`."""
         return [_pretty(path) for path in self.skeleton.tensor_paths()]
 
-    def _difference(self, run: _Run) -> str:
-        for (path, x), (other, y) in zip(self.skeleton.paths(), run.skeleton.paths(), strict=False):
-            if path == other and not _all_equal([x], [y]):
+    def check(self, run: _Run, batch: tuple[int, ...]) -> None:
+        """Check that a run differs from the run on example arrays, which has this structure, only in arrays' contents.
+
+        Raises:
+            ValueError: if it differs in more.
+        """
+        other = run.structure
+        if not _all_equal(_parts(self.skeleton), _parts(other.skeleton)) or self.materialize != other.materialize:
+            raise ValueError(self._difference(other))
+        partner = {i: i for i in range(self.n_inputs)}
+        for i, ((shape, dtype), y) in enumerate(zip(self.types, run.tensors, strict=True)):
+            is_same = partner.setdefault(self.positions[i], other.positions[i]) == other.positions[i]
+            if not is_same or self.marked[i] != other.marked[i]:
+                raise ValueError(
+                    f"{self.names()[i]}: an array was changed in place, or marked, in this run and not in the run on "
+                    "example arrays, or the other way round. Change a copy: x = x.copy()."
+                )
+            fits = dtype == y.dtype or np.can_cast(y.dtype, dtype, "same_kind")
+            if y.shape != batch + shape or not fits:
+                raise ValueError(
+                    f"{self.names()[i]}: expected {dtype}{[*batch, *shape]}, as in the run on example arrays; got "
+                    f"{y.dtype}{list(y.shape)}. Shapes and dtypes may depend only on those of the arguments."
+                )
+
+    def _difference(self, other: _Structure) -> str:
+        for (path, x), (other_path, y) in zip(self.skeleton.paths(), other.skeleton.paths(), strict=False):
+            if path == other_path and not _all_equal([x], [y]):
                 return (
                     f"{_pretty(path)}: {describe(y)} in this run, {describe(x)} in the run on example arrays. Objects "
                     "that are not arrays have to be equal in all runs. Keep the arrays of an object that is made from "
                     "values, and np.asarray(number) instead of a number."
                 )
         return "what it returned or kept on ctx has another structure than in the run on example arrays."
+
+
+class _Run(NamedTuple):
+    """The result of one run of a method: its structure, and the tensors of its tree."""
+
+    structure: _Structure
+    tensors: list[Any]
+
+    @classmethod
+    def of_forward(cls, tree: dict[str, Any], state: ContextState, originals: Sequence[np.ndarray]) -> _Run:
+        """Return the result of `forward`; `originals` are the inputs before it ran.
+
+        `forward` got `state.inputs`, which are copies of the originals. It may have changed these copies in place.
+        """
+        tensors, skeleton = split(tree)
+        structure = _Structure(
+            skeleton,
+            [(x.shape, x.dtype) for x in tensors],
+            _positions(tensors, state, originals),
+            len(originals),
+            [contains(state.marked, x) for x in tensors],
+            [x for x in state.must_return if not contains(tensors, x[0])],
+            state.materialize,
+        )
+        return cls(structure, tensors)
+
+    @classmethod
+    def of(cls, tree: dict[str, Any]) -> _Run:
+        """Return the result of a method that keeps nothing. All of its tensors are values."""
+        return cls.of_forward(tree, ContextState("", tuple), ())
+
+    def with_token(self, batch: tuple[int, ...] = ()) -> _Run:
+        """Return a copy in which `ctx` has one more value, the token of NOTE [dropped calls]."""
+        old = self.structure
+        token = np.zeros((*batch, 1), np.uint8)
+        tensors, skeleton = split(old.skeleton.fill(self.tensors) | {f"ctx.{_TOKEN}": token})
+        position = max([old.n_inputs - 1, *old.positions]) + 1
+        structure = dataclasses.replace(
+            old,
+            skeleton=skeleton,
+            types=[*old.types, (token.shape, token.dtype)],
+            positions=[*old.positions, position],
+            marked=[*old.marked, False],
+        )
+        return _Run(structure, tensors)
+
+
+def _positions(tensors: Sequence[Any], state: ContextState, originals: Sequence[np.ndarray]) -> list[int]:
+    """Return the position of each tensor in the list [*inputs, *values].
+
+    A tensor at the position of an input has the derivative of the input. Therefore an input that `forward` changed in
+    place is a value. So is a saved copy of an input if it differs from the input.
+    """
+    copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
+    position_of = {id(x): i for i, x in enumerate(state.inputs)}
+    contents = list(originals)  # the array at each position
+    positions: list[int] = []
+    for x in tensors:
+        key = id(copied_from.get(id(x), x))
+        position = position_of.get(key)
+        if position is None or not _has_same_bits(x, contents[position]):
+            position = len(contents)
+            position_of[key] = position
+            contents.append(x)
+        positions.append(position)
+    return positions
 
 
 def _has_same_bits(x: Any, y: Any) -> bool:
@@ -187,50 +229,70 @@ def _pretty(path: str) -> str:
 # -- examples ----------------------------------------------------------------------------------------------
 
 
+def _is_returned(name: str) -> bool:
+    """Return whether a tensor or object of this name was returned by `forward`, not kept on `ctx`."""
+    return name.startswith("output")
+
+
 class _Example:
-    """The runs of `forward` and `backward` on example arrays, for one class and one signature of its arguments."""
+    """The structures of `forward` and `backward`, for one class and one signature of its arguments.
 
-    def __init__(self, call: Any, needs: tuple[bool, ...]) -> None:
+    They come from runs on example arrays.
+    """
+
+    def __init__(self, call: LayerCall, needs: tuple[bool, ...]) -> None:
         self.needs = needs
-        self.forward = self._run_forward(call)
-        self.backwards: dict[Any, _Run] = {}
-        self.has_arrays = True  # False after the first run of `backward`, which drops the arrays of `forward`
+        run, writes = self._run_forward(call)
+        self.has_token = _needs_token(run.structure, writes)
+        self.forward = (run.with_token() if self.has_token else run).structure
+        self._run: _Run | None = run  # kept for the first example run of `backward`, and freed after it
+        self._backwards: dict[Any, _Structure] = {}
 
-    def _run_forward(self, call: Any) -> _Run:
-        """Run `forward`, and find out whether `backward` needs its token: see NOTE [dropped calls]."""
+    def _run_forward(self, call: LayerCall) -> tuple[_Run, bool]:
+        """Run `forward` on example arrays. Return the run, and whether `forward` may write to its inputs.
+
+        `forward` first gets arrays that cannot be written to. If it raises an error, it may have tried to write. So it
+        runs again on other arrays, where any other error is raised again. tests: test_objects_made_from_values
+        """
         arrays = _on_example(call, "example", lambda: _example_arrays(call))
         forward, needs = call.layer._forward_with_ctx(), self.needs
-        writes = False
         try:
-            run = _on_example(call, "forward", lambda: _forward(call, forward, needs, arrays, is_writable=False))
+            return _on_example(
+                call, "forward", lambda: _forward(call, forward, needs, arrays, is_writable=False)
+            ), False
         except Exception:
-            run = _on_example(call, "forward", lambda: _forward(call, forward, needs, arrays))
-            writes = True
-        kept = [i for i, name in zip(run.positions, run.names(), strict=True) if not name.startswith("output")]
-        leaves = [path for path, _ in run.skeleton.paths() if not _pretty(path).startswith("output")]
-        has_statics, has_values = len(leaves) > len(kept), any(i >= run.n_inputs for i in kept)
-        self.has_token = (has_statics or (writes and bool(kept))) and not has_values
-        return run.with_token() if self.has_token else run
+            return _on_example(call, "forward", lambda: _forward(call, forward, needs, arrays)), True
 
-    def backward(self, call: Any, needs: tuple[bool, ...], cotangents: Sequence[Any]) -> _Run:
+    def backward(self, call: LayerCall, needs: tuple[bool, ...], cotangents: Sequence[Any]) -> _Structure:
         tensors, skeleton = split(cotangents)
         key = (needs, *_parts(skeleton))
-        if key not in self.backwards:
-            forward = self.forward if self.has_arrays else self._run_forward(call)
-            tree = forward.skeleton.fill([np.array(x) for x in forward.tensors], copy_container)
+        if key not in self._backwards:
+            run = self._run_forward(call)[0] if self._run is None else self._run
+            tree = run.structure.skeleton.fill([np.array(x) for x in run.tensors], copy_container)
             given = skeleton.fill(_drawn([typeof(x) for x in tensors]))
-            self.backwards[key] = _on_example(call, "backward", lambda: _backward(call, needs, tree, given))
-            self.has_arrays = False
-            self.forward.forget_arrays()
-            self.backwards[key].forget_arrays()
-        return self.backwards[key]
+            self._backwards[key] = _on_example(call, "backward", lambda: _backward(call, needs, tree, given)).structure
+            self._run = None
+        return self._backwards[key]
+
+
+def _needs_token(structure: _Structure, writes: bool) -> bool:
+    """Return whether `backward` has to depend on a token of `forward`: see NOTE [dropped calls].
+
+    `writes` is True if `forward` may write to its inputs.
+    """
+    pairs = zip(structure.positions, structure.names(), strict=True)
+    kept = [position for position, name in pairs if not _is_returned(name)]
+    leaves = [path for path, _ in structure.skeleton.paths() if not _is_returned(_pretty(path))]
+    keeps_objects = len(leaves) > len(kept)
+    keeps_values = any(position >= structure.n_inputs for position in kept)
+    return (keeps_objects or (writes and bool(kept))) and not keeps_values
 
 
 # An example keeps its class alive only if the class is an argument of the call or is kept on ctx.
 _examples: weakref.WeakKeyDictionary[type, dict[Any, _Example]] = weakref.WeakKeyDictionary()
 
 
-def _example_of(call: Any, needs: tuple[bool, ...]) -> _Example:
+def _example_of(call: LayerCall, needs: tuple[bool, ...]) -> _Example:
     """Return the example for the class and the arguments of a call. Cache it if the statics can be hashed."""
     types = [(t.shape, t.dtype) for t in call.arguments.types]
     statics = [(a.name, x) for a in call.arguments.arguments for x in _parts(a.skeleton)]
@@ -248,7 +310,7 @@ def _example_of(call: Any, needs: tuple[bool, ...]) -> _Example:
     return found
 
 
-def _on_example(call: Any, method: str, run: Callable[[], Any]) -> Any:
+def _on_example(call: LayerCall, method: str, run: Callable[[], Any]) -> Any:
     types = ", ".join(f"{t.dtype}{list(t.shape)}" for t in call.arguments.types)
     try:
         with eval_context(), np.errstate(all="ignore"):
@@ -278,7 +340,7 @@ def _drawn(types: Sequence[Any]) -> list[np.ndarray]:
     return [draw(t) for t in types]
 
 
-def _example_arrays(call: Any) -> list[np.ndarray]:
+def _example_arrays(call: LayerCall) -> list[np.ndarray]:
     """Return one array per tensor of the call: random numbers, or the result of the `example` method of the class."""
     arguments, arrays = call.arguments, _drawn(call.arguments.types)
     make: Any = getattr(call.layer, "example", None)
@@ -307,7 +369,7 @@ def _example_arrays(call: Any) -> list[np.ndarray]:
 
 
 def _forward(
-    call: Any, forward: Any, needs: tuple[bool, ...], originals: Sequence[np.ndarray], is_writable: bool = True
+    call: LayerCall, forward: Any, needs: tuple[bool, ...], originals: Sequence[np.ndarray], is_writable: bool = True
 ) -> _Run:
     inputs = [np.array(x) for x in originals]
     for x in inputs:
@@ -317,102 +379,127 @@ def _forward(
     result = call.arguments.call("forward", forward, ctx, inputs)
     state.in_forward = False
     attributes = {f"ctx.{name}": value for name, value in vars(ctx).items()}
-    return _Run({"output": result, _SAVED: state.saved, **attributes}, state, originals)
+    return _Run.of_forward({"output": result, _SAVED: state.saved, **attributes}, state, originals)
 
 
-def _backward(call: Any, needs: tuple[bool, ...], kept: dict[str, Any], cotangents: Sequence[Any]) -> _Run:
+def _backward(call: LayerCall, needs: tuple[bool, ...], kept: dict[str, Any], cotangents: Sequence[Any]) -> _Run:
     hidden = ("output", _SAVED, f"ctx.{_TOKEN}")
     attributes = {name.removeprefix("ctx."): x for name, x in kept.items() if name not in hidden}
     ctx = backward_context(call.layer._context, call.name, lambda: needs, lambda: kept[_SAVED], attributes)
-    return _Run({"gradient": call.layer.backward(ctx, *cotangents)})
+    return _Run.of({"gradient": call.layer.backward(ctx, *cotangents)})
 
 
-def _call_host(
-    call: Any, method: str, example: _Run, run: Callable[[Sequence[np.ndarray]], _Run], tensors: Sequence[Any]
+def _run_directly(run: Callable[[list[np.ndarray]], _Run], tensors: Sequence[Any]) -> tuple[_Structure, list[Any]]:
+    """Run a method on concrete tensors. Return the structure of the run, and its values as JAX arrays."""
+    structure, made = run([np.asarray(x) for x in tensors])
+    return structure, as_arrays(structure.values(made))
+
+
+def _run_later(
+    call: LayerCall,
+    method: str,
+    structure: _Structure,
+    run: Callable[[list[np.ndarray], tuple[int, ...]], _Run],
+    tensors: Sequence[Any],
 ) -> list[Any]:
-    """Bind a `host_call`, which runs a method each time the program runs. Return the values of the method."""
-    types, ndim = example.types(), tensors[0].ndim
+    """Bind a `host_call`, which runs a method each time the program runs. Return the values of the method, as tracers.
+
+    Under `jax.vmap`, `run` may get a batch of each array, with the batch axes in front. It also gets their lengths.
+    """
+    types, ndim = structure.value_types(), tensors[0].ndim
 
     def on_host(*arrays: Any) -> list[np.ndarray]:
         batch = arrays[0].shape[: arrays[0].ndim - ndim]
         try:
-            made = run([np.asarray(x) for x in arrays])
+            made = run([np.asarray(x) for x in arrays], batch)
         except Exception as error:  # XLA passes on the text and the traceback of an exception, but not its notes
             message = f"{call.name}.{method} raised {type(error).__name__}: {error}"
             raise RuntimeError(message).with_traceback(error.__traceback__) from error
         try:
-            return example.values_of(made, batch, types)
+            structure.check(made, batch)
         except ValueError as error:
             raise ValueError(f"{call.name}.{method}, {error}") from None
+        return [np.asarray(x, t.dtype) for x, t in zip(structure.values(made.tensors), types, strict=True)]
 
-    name, error = f"{call.name}.{method}", "the code of a layer of NumPy has no derivative."
-    takes_batches = call.layer.host_vmap == "broadcast" and method != "vmap"
-    function = HostFunction(name, on_host, types, frozenset(), error, is_set("enable_x64"), takes_batches)
+    function = HostFunction(
+        name=f"{call.name}.{method}",
+        run=on_host,
+        results=types,
+        effects=frozenset(),
+        no_derivative="the code of a layer of NumPy has no derivative.",
+        has_x64=is_set("enable_x64"),
+        takes_batches=call.layer.host_vmap == "broadcast" and method != "vmap",
+    )
     found = host_call_p.bind(*tensors, payload=function) if types else []
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
     return [varying_over(axes, x) for x in found]
 
 
-def run_forward(call: Any, forward: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
+def run_forward(call: LayerCall, forward: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
     """Run `forward` on NumPy arrays, and put what it kept on `ctx`. Return its result, with JAX arrays."""
     _check_arguments(call)
     needs, state = ctx.needs_input_grad, ctx._state
     if any(map(is_tracer, tensors)):
-        example, ndim = _example_of(call, needs), tensors[0].ndim
-        run = example.forward
-        known = {i for i, name in zip(run.positions, run.names(), strict=True) if name.startswith("output")}
-        known |= set(range(run.n_inputs))
-        pairs = zip(run.positions, run.names(), run.tensors, strict=True)
-        names = [name for i, name, x in pairs if i not in known and has_tangent(x)]
+        example = _example_of(call, needs)
+        structure = example.forward
 
-        def on_host(arrays: Sequence[np.ndarray]) -> _Run:
+        def run(arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> _Run:
             made = _forward(call, forward, needs, arrays)
-            batch = arrays[0].shape[: arrays[0].ndim - ndim]
             return made.with_token(batch) if example.has_token else made
 
-        def error() -> Exception:
-            return TypeError(
-                f"{call.name}: a second derivative goes through {', '.join(names)}, which forward computed in NumPy. "
-                "Keep inputs and outputs of forward only: return such an array as another output, and save it."
-            )
-
-        given = forbid_derivative(tensors, error) if names else tensors
-        values = _call_host(call, "forward", run, on_host, given)
+        values = _run_later(call, "forward", structure, run, _without_second_derivative(call, structure, tensors))
     else:
-        run = _forward(call, forward, needs, [np.asarray(x) for x in tensors])
-        values = as_arrays(run.values(run.tensors))
-    found, tree = run.fill(tensors, values)
-    state.must_return += run.missing
-    state.marked += select(found, run.marked)
-    state.materialize = run.materialize
+        structure, values = _run_directly(lambda arrays: _forward(call, forward, needs, arrays), tensors)
+    found, tree = structure.fill(tensors, values)
+    state.must_return += structure.must_return
+    state.marked += select(found, structure.marked)
+    state.materialize = structure.materialize
     result, saved = tree.pop("output"), tree.pop(_SAVED)
     if saved is not None:
         ctx.save_for_backward(*saved)
     for name, value in tree.items():
         setattr(ctx, name.removeprefix("ctx."), value)
-    if call.layer.host is True:  # `backward` in JAX code would see this attribute
+    if call.layer.host is True:  # `run_backward` removes this attribute; a `backward` in JAX code would see it
         setattr(ctx, _NEEDS, needs)
     return result
 
 
-def run_backward(call: Any, ctx: Any, *cotangents: Any) -> Any:
+def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: Sequence[Any]) -> Sequence[Any]:
+    """Return the tensors, such that a derivative of kept values with respect to them raises an error."""
+    rows = list(zip(structure.positions, structure.names(), structure.types, strict=True))
+    returned = {position for position, name, _ in rows if _is_returned(name)}
+    names = [
+        name
+        for position, name, (_, dtype) in rows
+        if position >= structure.n_inputs and position not in returned and has_tangent(np.empty((), dtype))
+    ]
+
+    def error() -> Exception:
+        return TypeError(
+            f"{call.name}: a second derivative goes through {', '.join(names)}, which forward computed in NumPy. "
+            "Keep inputs and outputs of forward only: return such an array as another output, and save it."
+        )
+
+    return forbid_derivative(tensors, error) if names else tensors
+
+
+def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> Any:
     """Run `backward` on NumPy arrays. Return its result, with JAX arrays."""
     attributes = {f"ctx.{name}": value for name, value in vars(ctx).items()}
     forward_needs, needs = attributes.pop(f"ctx.{_NEEDS}"), ctx.needs_input_grad
     tensors, skeleton = split(({_SAVED: ctx.saved_tensor(), **attributes}, cotangents))
 
-    def run(arrays: Sequence[np.ndarray]) -> _Run:
+    def run(arrays: Sequence[np.ndarray], *_: Any) -> _Run:
         return _backward(call, needs, *skeleton.fill([np.array(x) for x in arrays], copy_container))
 
     if any(map(is_tracer, tensors)):
-        known = _example_of(call, forward_needs).backward(call, needs, cotangents)
-        may_move = [is_tracer(x) and has_tangent(x) for x in tensors]
-        fixed = forbid_derivative(select(tensors, may_move), lambda: second_derivative_error(call.layer))
-        values = _call_host(call, "backward", known, run, merge(may_move, fixed, tensors))
+        structure = _example_of(call, forward_needs).backward(call, needs, cotangents)
+        perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
+        fixed = forbid_derivative(select(tensors, perturbed), lambda: second_derivative_error(call.layer))
+        values = _run_later(call, "backward", structure, run, merge(perturbed, fixed, tensors))
     else:
-        known = run([np.asarray(x) for x in tensors])
-        values = as_arrays(known.values(known.tensors))
-    return known.fill((), values)[1]["gradient"]
+        structure, values = _run_directly(run, tensors)
+    return structure.fill((), values)[1]["gradient"]
 
 
 def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
@@ -425,25 +512,23 @@ def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
     return skeleton.fill([x * one.astype(x.dtype) for x in tensors])
 
 
-def run_vmap(call: Any, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
+def run_vmap(call: LayerCall, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
     """Run the method `vmap` of a layer class on NumPy arrays. Return its result, with JAX arrays."""
 
-    def run(arrays: Sequence[np.ndarray]) -> _Run:
-        return _Run({"result": call.arguments.call("vmap", vmap, None, [np.array(x) for x in arrays])})
+    def run(arrays: Sequence[np.ndarray], *_: Any) -> _Run:
+        return _Run.of({"result": call.arguments.call("vmap", vmap, None, [np.array(x) for x in arrays])})
 
     if any(map(is_tracer, tensors)):
         examples = zip(_on_example(call, "example", lambda: _example_arrays(call)), dims, strict=True)
         batches = [x if d is None else np.stack([x] * axis.size, d) for x, d in examples]
-        known = _on_example(call, "vmap", lambda: run(batches))
-        known.forget_arrays()
-        values = _call_host(call, "vmap", known, run, tensors)
+        structure = _on_example(call, "vmap", lambda: run(batches)).structure
+        values = _run_later(call, "vmap", structure, run, tensors)
     else:
-        known = run([np.asarray(x) for x in tensors])
-        values = as_arrays(known.values(known.tensors))
-    return known.fill((), values)[1]["result"]
+        structure, values = _run_directly(run, tensors)
+    return structure.fill((), values)[1]["result"]
 
 
-def _check_arguments(call: Any) -> None:
+def _check_arguments(call: LayerCall) -> None:
     paths = [a.name + path for a in call.arguments.arguments for path in a.skeleton.tensor_paths()]
     for i, (path, t) in enumerate(zip(paths, call.arguments.types, strict=True)):
         is_ref = call.arguments.has_refs and call.arguments.ref_mask[i]

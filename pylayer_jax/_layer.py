@@ -421,7 +421,7 @@ _NO_HOOKS = contextlib.nullcontext()
 
 
 def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Check that JAX differentiates no Ref of the call, and that the class has no `vmap`, which JAX would not call here.
+    """Check that JAX differentiates no Ref of the call, and that the class has no `vmap`: JAX would not call it.
 
     Raises:
         TypeError: now; or, for a staged call, when JAX differentiates it with respect to a Ref.

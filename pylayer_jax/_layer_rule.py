@@ -16,8 +16,8 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
 
 Each residual is an entry of [x, y, intermediates]. A saved input has the derivative of the input, even if `forward`
 also returns this input. A saved output has the derivative that the rule defines; if `forward` returns one array at two
-positions, the tangent of the last position. An output that is marked non-differentiable is a constant. Any other saved tensor is an
-intermediate: its derivative is the derivative of the equations that compute the tensor.
+positions, the tangent of the last position. An output that is marked non-differentiable is a constant. Any other saved
+tensor is an intermediate: its derivative is the derivative of the equations that compute the tensor.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
 `forward` is not staged, and sees concrete values. No custom_vjp function is used where JAX does not allow one: for a
@@ -42,6 +42,7 @@ from ._jax.jaxprs import dependence, evaluate_part, is_literal, stage, variables
 from ._jax.linearity import transpose_jaxpr
 from ._jax.rule_function import (
     LinearMap,
+    OutDims,
     RuleFunction,
     UnstagedBatch,
     apply,
@@ -73,8 +74,8 @@ Values = list[Any]
 class LayerMap(LinearMap):
     """The derivative of a layer: a linear map from tangents of the inputs to tangents of the outputs.
 
-    The map depends on the residuals. Let B be the pullback (the layer's `backward`, linear in the cotangents c), and r the residuals. The map is the
-    transpose of B,
+    The map depends on the residuals r. Let B be the pullback (the layer's `backward`, linear in the cotangents c). The
+    map is the transpose of B,
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
 
@@ -501,7 +502,7 @@ class EagerLayer(RuleFunction):
             return call.run_forward(primals, needs, layer._setup_with(output))
         return None
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
         __tracebackhide__ = True
         if self.call.layer._has_vmap_method() and any(d is not None for d in dims):
             return EagerBatch(self, axis, dims), [], None
@@ -529,7 +530,7 @@ class EagerBatch(UnstagedBatch):
             call.check_batch(self.axis, values, expected.kept.outputs.types)
         return values
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
         if all(d is None for d in dims):  # stage the layer: only its jaxpr shows whether it uses the axis by name
             return RuleFunction.batch(self, axis, dims, types)
         return EagerBatch(self, axis, dims), [], None

@@ -65,9 +65,9 @@ from pylayer_jax._jax.traces import (
     nothing_is_traced,
     set_current_trace,
     summarize,
-    trace_below,
     trace_of_primals,
     whole_batch,
+    without_pass_through,
 )
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
 from pylayer_jax._trees import WeakTable, contains
@@ -252,7 +252,7 @@ class HookedOperation(RuleFunction):
             with hooks_suspended():
                 values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
-        with set_current_trace(trace_below(trace_of_primals(primals))):
+        with set_current_trace(without_pass_through(trace_of_primals(primals))):
             recorder = Recorder(current_trace())
             with hooks_suspended(), set_current_trace(recorder):
                 values, pullback = jax.vjp(run, *select(primals, nonzero))
@@ -389,7 +389,9 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
     while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
         if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
             return True
-        trace = trace_below(trace.parent_trace)  # a trace that differentiates other values passes on the operation
+        trace = without_pass_through(
+            trace.parent_trace
+        )  # a trace that differentiates other values passes on the operation
     return False
 
 
@@ -444,7 +446,9 @@ class BlockTrace(PassThroughTrace):
 
     def __init__(self, pair: Pair, entry: Any = None) -> None:
         trace = current_trace()
-        super().__init__(trace_below(trace))  # skip the traces of outer blocks: only the innermost pair applies
+        super().__init__(
+            without_pass_through(trace)
+        )  # skip the traces of outer blocks: only the innermost pair applies
         self.outer = trace if isinstance(trace, BlockTrace) else None
         self.entry = entry  # source information of the block's entry, if `only` or `by_name` needs it
         self.is_staging = is_staging()  # if True, a concrete array is a constant of the program
@@ -727,7 +731,7 @@ class LayerBlock(NamedTuple):
             return dataclasses.replace(own, layer=own.layer or self.origin.layer, name=name)
 
         left = [(x, x) for x, is_left in zip(inputs, self.is_left_unpacked, strict=False) if is_left]
-        with set_current_trace(trace_below(trace_of_primals([*tensors, *outputs]))):
+        with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
             return pack_residuals(Packing(self.pair, owner, inputs, origin, left, {}), tensors, outputs)
 
 
@@ -746,7 +750,7 @@ def layers_pack_themselves() -> Any:
 
     Otherwise the layer and the block would both pack.
     """
-    return set_current_trace(trace_below(current_trace()))
+    return set_current_trace(without_pass_through(current_trace()))
 
 
 def mark_as_computed(values: Sequence[Any], block: LayerBlock) -> None:

@@ -42,7 +42,7 @@ from pylayer_jax._jax.traces import (
     is_tracer,
     is_unknown,
     set_current_trace,
-    trace_below,
+    without_pass_through,
 )
 from pylayer_jax._jax.types import as_arrays, has_tangent, is_key, is_nan_reported, is_ref, typeof, unchecked
 
@@ -303,7 +303,7 @@ class PackedResiduals:
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
     """Enter a context in which no block packs: hooks are suspended, and operations go to the trace below the block."""
-    with hooks_suspended(), set_current_trace(trace_below(current_trace())):
+    with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
         yield
 
 

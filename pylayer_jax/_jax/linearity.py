@@ -44,7 +44,7 @@ def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] =
 
     Return an empty string after a proof.
 
-    `consts` has the values of the first inputs. Each value is None if it is unknown.
+    `consts` has the value of each of the first inputs, or None if it is unknown.
     """
     kinds = [LINEAR if is_set else CONSTANT for is_set in is_input]
     found = _why(evaluate_kinds(jaxpr, kinds))
@@ -58,7 +58,7 @@ def _why(kinds: Sequence[Kind]) -> str:
     for kind in kinds:
         if kind not in _KNOWN:
             return f"it has the operation {kind}"
-    return "it returns a gradient that does not depend on them" if CONSTANT in kinds else ""
+    return "it returns a value that does not depend on them" if CONSTANT in kinds else ""
 
 
 def _is_zero(value: Any) -> bool:
@@ -220,7 +220,7 @@ def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of the results of a conditional from the kinds of the results of its two branches."""
+    """Return the kinds of values that come from one of two places, such as the two branches of a conditional."""
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 

@@ -4,7 +4,7 @@ A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values,
 tangents. If the rule applies the same `RuleFunction` to its primals, JAX uses the rule again when it differentiates the
 result. A rule computes tangents by a `LinearMap`. A `LinearMap` has two Python functions, which JAX calls only when it
 needs them: `evaluate` in forward mode, and `transpose` in reverse mode. This is the jaxpr of a layer that saves its
-output. The `transpose` of its linear map calls `backward`:
+output:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
@@ -15,10 +15,12 @@ output. The `transpose` of its linear map calls `backward`:
         d:f32[3] = linear_map[name=Tanh] b c       <- residuals, then tangents
       in (b, d) }
 
-`jax.custom_jvp` cannot replace `RuleFunction`: jax 0.10 silently loses a custom_jvp rule in a scan that is
-differentiated twice. tests/derivatives/test_orders.py has an example in plain JAX.
+The `transpose` of this linear map calls `backward`. `jax.custom_jvp` cannot replace `RuleFunction`: jax 0.10 silently
+loses a custom_jvp rule in a scan that is differentiated twice. tests/derivatives/test_orders.py has an example in plain
+JAX.
 
-This module does not depend on layers.
+The module also has identities, which affect only how JAX transforms code, and the rules by which `jax.checkpoint`, dead
+code elimination and `checkify` treat a `rule_function`. It does not import the modules about layers.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ from .traces import (
     set_current_trace,
     stablehlo,
 )
-from .types import has_tangent, mapped_type, tangent_type, typeof, with_varying_axes, zeros_of
+from .types import batched_type, has_tangent, tangent_type, typeof, with_varying_axes, zeros_of
 
 # -- lists with masks ----------------------------------------------------------------------------------
 
@@ -86,7 +88,9 @@ is_undefined = ad.is_undefined_primal  # marks the operands for which a transpos
 
 
 class ObjectPrimitive(Primitive):
-    """A primitive with several results. Each equation holds one Python object, which lives as long as the equation.
+    """A primitive with several results. Each equation holds one Python object, its *payload*.
+
+    The payload lives as long as the equation.
 
     NOTE [payloads]
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
@@ -98,8 +102,8 @@ class ObjectPrimitive(Primitive):
     stores a tracer does, the table would keep the object, and with it its own key, alive forever. tests:
     hooks/test_identity.py
 
-    If the Python object has a jaxpr, this jaxpr is another parameter. In it, JAX finds properties such as the devices
-    of a mesh.
+    If the payload has a jaxpr, the equation has this jaxpr as another parameter: JAX searches the jaxprs among the
+    parameters, for example for the devices of a mesh.
 
     NOTE [call_jaxpr]
     The jaxpr of a `rule_function` is named `call_jaxpr`, so that `checkify` checks its operations. For an equation with
@@ -119,9 +123,9 @@ class ObjectPrimitive(Primitive):
         __tracebackhide__ = True
         if subfuns:
             return self.evaluate_checked(_payload(payload), *subfuns, *args)
-        if type(payload) is not tuple:  # a tuple is the parameter of an equation that JAX binds again
-            return super().bind(*args, **self.params_of(payload))
-        return super().bind(*args, payload=payload, **params)
+        if type(payload) is tuple:  # the parameter of an equation, which JAX binds again
+            return super().bind(*args, payload=payload, **params)
+        return super().bind(*args, **self.params_of(payload))
 
     def params_of(self, payload: Any) -> dict[str, Any]:
         """Return the parameters of a new equation that holds an object."""
@@ -234,10 +238,14 @@ def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     """Move the batch axis of `value` from `dim` to the front. If `dim` is None, repeat `value` there."""
     moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
     # A value that all examples share does not vary over the mesh axes of `spmd_axis_name`, but the batch has to vary.
-    return moved if dim is not None else with_varying_axes(moved, mapped_type(axis, typeof(value)))
+    return moved if dim is not None else with_varying_axes(moved, batched_type(axis, typeof(value)))
 
 
 Values = list[Any]
+
+# The batch axis of each value, None for a value that all examples share. `OutDims` is None if every value has its batch
+# axis in front.
+OutDims = list[Any] | None
 
 
 class RuleFunction:
@@ -298,15 +306,15 @@ class RuleFunction:
     def lower(self, context: Any, args: Sequence[Any]) -> Any:
         return lower_jaxpr(context, self.jaxpr, *args)
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
-        """Return the batched function, the values that it closes over (its first operands), and its out axes.
-
-        The out axes are a list with the batch axis of each value, or None if every value has its batch axis in front.
-        """
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
+        """Return the batched function, the values that it closes over (its first operands), and its out axes."""
         __tracebackhide__ = True
-        batched = BatchedFunction(self, axis, dims)
-        consts = batched.stage(types)
-        return batched, consts, batched.out_dims
+        jaxpr, consts, out_dims = stage(self.run_batch(axis, dims), types, self.name)
+        return BatchedFunction(self, axis, dims, out_dims, jaxpr, len(consts)), consts, out_dims
+
+    def uses_axis(self, types: Sequence[Any]) -> bool:
+        """Return whether this function of operands of these types, a batch, uses the name of its axis."""
+        return False
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         """Return a function that computes the values of a batch, and the batch axis (0 or None) of each value.
@@ -323,14 +331,16 @@ class RuleFunction:
             differs = [is_batched(x) and x._trace is trace for x in values]
             all_batched = any_batched or any(differs)
             mask = [d or (all_batched and has_tangent(x)) for d, x in zip(differs, values, strict=True)]
-            return scatter(select(values, mask), mask), merge(mask, [None] * sum(mask), values)
+            batched = [x if m else None for m, x in zip(mask, values, strict=True)]
+            shared = [None if m else x for m, x in zip(mask, values, strict=True)]
+            return batched, shared
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
             __tracebackhide__ = True
-            # Each list has None in place of the values of the other list. None is no leaf of a pytree.
+            # `batched` has None in place of each shared value, and `shared` in place of each batched value.
             batched, shared = vmap_over(axis, one, tuple(dims), (0, None))(*args)
-            mask = [x is not None for x in batched]
-            return merge(mask, select(batched, mask), shared), [0 if is_one else None for is_one in mask]
+            out_dims = [None if x is None else 0 for x in batched]
+            return [s if b is None else b for b, s in zip(batched, shared, strict=True)], out_dims
 
         return run
 
@@ -338,57 +348,63 @@ class RuleFunction:
 class BatchedFunction(RuleFunction):
     """A `RuleFunction` for a batch of examples. Under nested `jax.vmap`, one `BatchedFunction` contains another."""
 
-    def __init__(self, inner: RuleFunction, axis: Any, dims: Sequence[Any]) -> None:
-        self.inner, self.axis, self.name = inner, axis, inner.name
+    def __init__(
+        self,
+        inner: RuleFunction,
+        axis: Any,
+        dims: Sequence[Any],
+        out_dims: OutDims = None,
+        jaxpr: Any = None,
+        n_consts: int = 0,
+    ) -> None:
+        self.inner, self.axis, self.name, self.jaxpr, self.n_consts = inner, axis, inner.name, jaxpr, n_consts
         self.dims = list(dims)  # batch axes of the operands of the inner function
-        self.out_dims: Any = 0  # batch axes of the values
+        self.out_dims = out_dims
 
     def uses_axis(self, types: Sequence[Any]) -> bool:
         """Return whether the inner function, for operands of these types, uses the name of the axis.
 
-        A function may use the axis even if no operand is batched. Its values may depend on the axis and still not be
-        batched: `jax.lax.psum` of a shared value is one number. Batching a collective removes its effect.
-        `jax.lax.ppermute` adds no effect to a jaxpr. But batching removes its equation, which shows that the axis is
-        used.
+        A function may use the axis although neither its operands nor its values are batched: `jax.lax.psum` of a shared
+        value is a shared number. Therefore compare the jaxpr before and after batching. Batching removes the effect of
+        a collective. Batching `jax.lax.ppermute`, which has no effect, removes its equation.
         """
         inner, batched = self.inner.jaxpr, self.jaxpr
         if inner is None:
             inner = stage(lambda *args: (self.inner.run(*args), None), types, self.name)[0]
         return outside_effects(inner) != outside_effects(batched) or operations(inner) != operations(batched)
 
-    def stage(self, types: Sequence[Any]) -> Values:
-        __tracebackhide__ = True
-        run = self.inner.run_batch(self.axis, self.dims)
-        self.jaxpr, consts, self.out_dims = stage(run, types, self.name)
-        self.n_consts = len(consts)
-        return consts
-
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Batch the rule of the inner function.
 
         A tangent has the same batch axis as its primal. If all examples share a primal, its tangent is repeated, so
-        that each example applies its own linear map. Otherwise `backward` would get the sum of the cotangents, for
-        which a `backward` that is not linear returns a different gradient. tests: contract/test_vmap.py
+        that each example applies its own linear map. Otherwise the transpose of the linear map would get the sum of the
+        cotangents of all examples. If it is not linear (a layer's `backward` need not be), its result would be wrong.
+        tests: contract/test_vmap.py
         """
         __tracebackhide__ = True
-        n, dims, tangent_dims = self.n_consts, self.dims, self.dims
+        n, dims = self.n_consts, self.dims
         if any(t is not None for t in tangents[:n]):
             raise TypeError(f"{self.name}: its code for a batch closes over a value that is differentiated.")
-        moving = list(tangents[n:])
-        if any(d is not None for d in dims):
-            tangent_dims = [0 if d is None else d for d in dims]
-            moving = [
-                t if t is None or d is not None else batch_axis_to_front(self.axis, t, None)
-                for t, d in zip(moving, dims, strict=True)
-            ]
-        rule = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (self.out_dims, 0))
-        values, found = rule(list(primals[n:]), moving)
-        if self.out_dims == 0:
+        tangent_dims, given = self._with_repeated_tangents(tangents[n:])
+        out_dims = 0 if self.out_dims is None else self.out_dims
+        values, found = vmap_over(self.axis, self.inner.rule, (dims, tangent_dims), (out_dims, 0))(
+            list(primals[n:]), given
+        )
+        if self.out_dims is None:
             return values, found
-        # Some values are not batched, such as a sum over the batch axis. All examples share the tangent of such a
-        # value.
+        # All examples share the tangent of a value that is not batched, such as a sum over the batch axis.
         pairs = zip(found, self.out_dims, strict=True)
         return values, [t if t is None or d is not None else t[0] for t, d in pairs]
+
+    def _with_repeated_tangents(self, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Return the batch axes of tangents, and the tangents, in which those that all examples share are repeated."""
+        if all(d is None for d in self.dims):
+            return self.dims, list(tangents)
+        repeated = [
+            t if t is None or d is not None else batch_axis_to_front(self.axis, t, None)
+            for t, d in zip(tangents, self.dims, strict=True)
+        ]
+        return [0 if d is None else d for d in self.dims], repeated
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         return self.inner.transpose_code(self.jaxpr, args, cotangents)
@@ -404,7 +420,7 @@ class UnstagedBatch(BatchedFunction):
         __tracebackhide__ = True
         return vmap_over(self.axis, self.inner.run, tuple(self.dims), 0)(*args)
 
-    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, Any]:
+    def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:
         return UnstagedBatch(self, axis, dims), [], None
 
 
@@ -432,10 +448,8 @@ def _batch(function: RuleFunction, axis: Any, args: Sequence[Any], dims: Sequenc
     __tracebackhide__ = True
     types = [typeof(x) for x in args]
     batched, consts, out_dims = function.batch(axis, dims, types)
-    if out_dims is not None and all(d is None for d in (*dims, *out_dims)):
-        uses_axis = isinstance(batched, BatchedFunction) and batched.uses_axis(types)
-        if not uses_axis:  # an identity, or the axis has a name that the function does not use
-            return apply(function, args), out_dims
+    if out_dims is not None and all(d is None for d in (*dims, *out_dims)) and not batched.uses_axis(types):
+        return apply(function, args), out_dims
     values = apply(batched, [*consts, *args])
     return values, [0] * len(values) if out_dims is None else out_dims
 
@@ -461,19 +475,22 @@ linear_map_p = ObjectPrimitive("linear_map")
 
 
 class LinearMap:
-    """A linear map of tangents that depends on residuals. An instance holds no array, and is equal only to itself."""
+    """A map of tangents, which is linear in the tangents for fixed residuals.
+
+    An instance holds no array, and is equal only to itself.
+    """
 
     name: str
     n_residuals: int
     types: Sequence[Any]  # types of the results
-    nonlinearity = "it is not linear in its residuals"  # the reason, after "as", in an error of `linearity.py`
+    nonlinearity = "a linear map whose residuals depend on them"  # after "it has the operation", in `linearity.py`
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         """Compute the tangents of the results."""
         raise NotImplementedError
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Compute cotangents of the tangents from cotangents of the results. A None cotangent means zero."""
+        """Compute the cotangents of `evaluate`'s tangents from the cotangents of its results. None means zero."""
         raise NotImplementedError
 
     def check_derivative(self) -> None:
@@ -487,7 +504,7 @@ class BatchedMap(LinearMap):
         self.inner, self.axis, self.name, self.nonlinearity = inner, axis, inner.name, inner.nonlinearity
         self.dims = list(dims)  # batch axes of the residuals
         self.n_residuals = inner.n_residuals
-        self.types = [mapped_type(axis, t) for t in inner.types]
+        self.types = [batched_type(axis, t) for t in inner.types]
 
     def evaluate(self, residuals: Sequence[Any], tangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
@@ -574,8 +591,9 @@ _WAIT = "wait"  # a barrier that keeps operands whose results are not used
 class Identity(RuleFunction):
     """A function that returns its operands unchanged, and affects only how JAX or XLA transforms code.
 
-    If JAX transposes an identity with respect to some of its operands, `_partial_eval` makes an identity of these
-    alone. If `error` is given, the derivative of the function raises the exception that `error` makes.
+    In a partial evaluation, `_partial_eval` applies an identity to the unknown operands alone, so that JAX never
+    transposes it with respect to some of its operands. If `error` is given, the derivative of the function raises the
+    exception that `error` makes.
     """
 
     # JAX looks into the jaxprs among the parameters of an equation several times while it lowers a program. To save
@@ -596,7 +614,7 @@ class Identity(RuleFunction):
 
     @property
     def is_divisible(self) -> bool:
-        return False  # the results of a part would not be its operands
+        return False  # a part would have more operands than results, so it would be no identity
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         if self.error is not None:
@@ -634,11 +652,10 @@ def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
     function = payload_of_params(params)
     if not isinstance(function, Identity) or all(unknown) or not any(unknown):
         return trace.default_process_primitive(rule_function_p, tracers, params)
-    known = [x.pval.get_known() for x in tracers if x.is_known()]
-    apart = select(tracers, unknown)
+    operands = select(tracers, unknown)
     with set_current_trace(trace):
-        bound = apply(function.of([x.aval for x in apart]), apart)
-    return merge(unknown, bound, merge([not u for u in unknown], known, tracers))
+        bound = iter(apply(function.of([x.aval for x in operands]), operands))
+    return [next(bound) if is_one else x.pval.get_known() for is_one, x in zip(unknown, tracers, strict=True)]
 
 
 partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
@@ -666,7 +683,7 @@ def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> 
 
 
 def leave_mark(name: str) -> None:
-    """Add an equation without operands to the jaxpr that JAX is tracing; `is_mark` recognizes this equation."""
+    """Add an equation without operands to the jaxpr that JAX is tracing; `is_mark` recognizes its function."""
     apply(Identity(name, ()), ())
 
 
@@ -689,9 +706,9 @@ def with_tangent(tensor: Any, value: Any) -> Any:
 
 
 class _Outputs(RuleFunction):
-    """A function of operands and outputs that returns the outputs.
+    """The function `(*operands, *outputs) -> outputs`, which computes nothing.
 
-    Under `jax.vmap`, it follows NOTE [all outputs are batched].
+    Under `jax.vmap`, it makes the outputs batched as NOTE [all outputs are batched] says.
     """
 
     name = "outputs"
@@ -709,10 +726,7 @@ def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
 
 
 def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
-    """Return the outputs of a function.
-
-    Under `jax.vmap`, they are batched like the outputs of a `RuleFunction` of the operands.
-    """
+    """Return `outputs` unchanged. Under `jax.vmap`, make them batched as a `RuleFunction` of the operands would."""
     values = [*operands, *outputs]
     return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)
 
@@ -731,8 +745,8 @@ def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
 #     c    = rule_function[call_jaxpr={ c = tanh d }] d a b
 #
 # Each part has the derivative of the whole function with respect to `a` and `b`. Therefore `a` and `b` are operands of
-# both parts, although the code of the second reads only `d`. The residual `d` has no tangent, since its value follows
-# from `a` and `b`. tests: derivatives/test_checkpoint.py
+# both parts, although the code of the second reads only `d`. Its rule ignores the tangent of the residual `d`, since
+# the tangents of `a` and `b` account for it. tests: derivatives/test_checkpoint.py
 
 
 class PartialFunction(RuleFunction):
@@ -795,9 +809,8 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     if not any(instantiated_out):
         missing = _variables(equation.invars, [not i for i in instantiated])
         return forward, None, unknown_out, instantiated_out, missing
-    # JAX's rule may leave a superfluous equation in the backward part: its result is saved, and no other equation reads
-    # the result that this equation computes again. Remove this equation. Otherwise backward would compute a value again
-    # that `forward` names and the policy saves.
+    # JAX's rule may leave an unused equation in the backward part: it computes a value that the policy saves, so all
+    # other equations read the saved value. Remove such equations, or backward would compute the value again.
     code, _ = jaxpr_and_consts(staged.params["jaxpr"])
     code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
     read = select(staged.invars, is_read)
@@ -809,7 +822,7 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
 
 
 def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any, jaxpr: Any) -> Any:
-    """Divide an equation that applies the same code as a jitted function, by JAX's rule for jitted functions."""
+    """Divide an equation as JAX would divide it if its code were a jitted function."""
     with equation.ctx.manager, jax.disable_jit(False):
         jitted = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
         outer, _, _ = stage(lambda *args: (jitted(*args), None), [v.aval for v in equation.invars], "jit")
@@ -819,7 +832,11 @@ def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any
 
 
 def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
-    """Save all results of an equation, or evaluate the whole equation again in backward."""
+    """Do not divide an equation: choose the pass in which the whole equation is evaluated.
+
+    If an operand is known only in the backward pass, evaluate the equation there. If the policy saves its results, or
+    it has effects, evaluate it in the forward pass. Otherwise evaluate it in both.
+    """
     n = len(equation.outvars)
     operands = _variables(equation.invars, [not i for i in instantiated])
     if is_unknown:
@@ -847,15 +864,15 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
         A mask of the operands that the smaller equation uses, and this equation, or None if no code is left.
     """
     equation = rest[-1]  # since jax 0.12, JAX passes a mask of the operands before the equation
-    keeps_all = [True] * len(equation.invars)
+    all_operands = [True] * len(equation.invars)
     if used and all(used):
-        return keeps_all, equation
+        return all_operands, equation
     function = payload_of(equation)
     if not any(used) and not partial_eval.dce_jaxpr(function.jaxpr, list(used))[0].eqns:
         return [False] * len(equation.invars), None
     part, is_read = function.without_unused(used)
     if part is function:
-        return keeps_all, equation
+        return all_operands, equation
     invars, outvars = select(equation.invars, is_read), select(equation.outvars, used)
     return is_read, _with_function(equation, part, invars=invars, outvars=outvars)
 

@@ -1,4 +1,4 @@
-"""Three things of JAX: the names that may move to other modules, the active traces, and the tracers of these traces.
+"""The internals of JAX that this package uses: names that may move to other modules of JAX, traces and tracers.
 
 JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. It
 transforms a function (for example with `jax.vmap`) that records the classes of its argument and of the current trace.
@@ -110,7 +110,7 @@ def discover(what: str, probe: Callable[[Any], Any]) -> Any:
     Raises:
         ImportError: if `probe` fails; the message names the versions of JAX that were tested.
     """
-    found: list[Any] = []
+    found: list[Any] = []  # `jax.eval_shape` can return arrays only
     try:
         # A traced function may import this package. Therefore leave the trace of this function before the discovery.
         with eval_context(), jax.disable_jit(False):
@@ -124,12 +124,18 @@ def discover(what: str, probe: Callable[[Any], Any]) -> Any:
 
 
 def check(condition: bool, found: object) -> None:
+    """Raise an error that shows what `discover` found if the condition does not hold."""
     if not condition:
         raise TypeError(f"found {found}")
 
 
-def _classes_of(name: str, transform: Callable[[Any, Any], object], value_below: str | None = None) -> TransformClasses:
-    """Learn the classes of a transformation. `value_below` names the attribute of a tracer that holds the value `x`."""
+def _classes_of(
+    name: str, transform: Callable[[Any, Any], object], primal_attribute: str | None = None
+) -> TransformClasses:
+    """Find the classes of a transformation.
+
+    `primal_attribute` is the attribute in which a tracer holds the value to which the transformation was applied.
+    """
 
     def probe(x: Any) -> TransformClasses:
         outer, found = current_trace(), set[TransformClasses]()
@@ -137,7 +143,10 @@ def _classes_of(name: str, transform: Callable[[Any, Any], object], value_below:
         def transformed(y: Any) -> Any:
             trace = current_trace()
             check(y._trace is trace and trace.parent_trace is outer, f"{type(trace)}, not within {outer}")
-            check(value_below is None or getattr(y, value_below) is x, f"another {value_below} of {type(y)}")
+            check(
+                primal_attribute is None or getattr(y, primal_attribute) is x,
+                f"another {primal_attribute} of {type(y)}",
+            )
             found.add(TransformClasses(type(y), type(trace)))
             return y
 
@@ -152,9 +161,11 @@ with eval_context():
     EVAL_TRACE: type[Any] = type(current_trace())
     _NO_TRACE = get_opaque_trace_state(convention="nnx")
 STAGED = _classes_of("jax.jit", lambda f, x: jax.jit(f)(x))
-BATCHED = _classes_of("jax.vmap", lambda f, x: jax.vmap(f)(x), value_below="val")
-FORWARD = _classes_of("jax.jvp", lambda f, x: jax.jvp(f, (x,), (x,)), value_below="primal")
-REVERSE = _classes_of("jax.vjp and jax.linearize", lambda f, x: (jax.vjp(f, x), jax.linearize(f, x)), "primal")
+BATCHED = _classes_of("jax.vmap", lambda f, x: jax.vmap(f)(x), primal_attribute="val")
+FORWARD = _classes_of("jax.jvp", lambda f, x: jax.jvp(f, (x,), (x,)), primal_attribute="primal")
+REVERSE = _classes_of(
+    "jax.vjp and jax.linearize", lambda f, x: (jax.vjp(f, x), jax.linearize(f, x)), primal_attribute="primal"
+)
 PARTIAL = _classes_of("jax.linear_transpose", lambda f, x: jax.linear_transpose(f, x))  # noqa: PLW0108
 
 
@@ -171,7 +182,8 @@ UNSPECIFIED_SHARDING = discover("the shardings of a jitted function that places 
 def _check_classes(x: Any) -> None:
     kinds = (STAGED, BATCHED, FORWARD, REVERSE, PARTIAL)
     for classes in ([k.tracer for k in kinds], [EVAL_TRACE, *(k.trace for k in kinds)]):
-        check(all(sum(issubclass(c, other) for other in classes) == 1 for c in classes), classes)
+        are_unrelated = all(sum(issubclass(c, other) for other in classes) == 1 for c in classes)
+        check(are_unrelated, classes)
     found: list[Any] = []
     jax.vmap(lambda y: found.append((current_trace().axis_data.name, y.batch_dim)), axis_name="i")(x)
     check(found == [("i", 0)], found)
@@ -193,7 +205,7 @@ def is_batched(value: Any) -> bool:
 
 
 def whole_batch(value: Any) -> Any:
-    """Return the whole batch of a value inside (nested) `jax.vmap`, or any other value itself."""
+    """Return the array of the whole batch for a tracer of (nested) `jax.vmap`. Return other values unchanged."""
     while isinstance(value, BATCHED.tracer):
         value = value.val
     return value
@@ -206,12 +218,12 @@ def is_unknown(value: Any) -> bool:
 
 
 def is_differentiated(value: Any) -> bool:
-    """Return whether JAX differentiates a value or its whole batch."""
+    """Return whether a value (or its whole batch) is a tracer of `jax.jvp`, `jax.vjp` or `jax.linearize`."""
     return isinstance(whole_batch(value), (FORWARD.tracer, REVERSE.tracer))
 
 
 def is_in_forward_mode(value: Any) -> bool:
-    """Return whether `jax.jvp` differentiates a value or its whole batch."""
+    """Return whether a value (or its whole batch) is a tracer of `jax.jvp`."""
     return isinstance(whole_batch(value), FORWARD.tracer)
 
 
@@ -226,7 +238,7 @@ def is_staged(value: Any) -> bool:
 def nothing_is_traced() -> bool:
     """Return whether no transformation is active. JAX has no other public test.
 
-    The call takes a third of a microsecond.
+    `PyLayer.apply` asks this first, since the call takes only a third of a microsecond.
     """
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
@@ -279,7 +291,7 @@ def _kind_of(trace_class: type[Any]) -> str:
     return next((kind for kind, classes in _KINDS.items() if issubclass(trace_class, classes)), "unknown")
 
 
-def trace_below(trace: Any) -> Any:
+def without_pass_through(trace: Any) -> Any:
     """Return the innermost trace, from `trace` outwards, that is not a `PassThroughTrace`."""
     while isinstance(trace, PassThroughTrace):
         trace = trace.parent_trace
@@ -289,11 +301,12 @@ def trace_below(trace: Any) -> Any:
 class TraceState:
     """The transformations that are active where code runs.
 
-        vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual"]
+        vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual", "usual"]
 
-    The traces inside the innermost staging trace transform operations immediately. The traces outside of it transform
-    operations later, when its jaxpr is complete. The attributes `has_unknown_trace`, `is_forward_mode` and
-    `differentiations` are about the traces inside it, or about all traces if no trace makes a jaxpr.
+    From the innermost trace outwards, these are the traces of grad, jit, vmap and eager mode. A trace inside the
+    innermost staging trace transforms an operation immediately. A trace outside of it transforms the operation later,
+    when the jaxpr is complete. The attributes `has_unknown_trace`, `is_forward_mode` and `differentiations` are about
+    the first kind of traces, or about all traces if no trace makes a jaxpr.
     """
 
     def __init__(self) -> None:
@@ -336,7 +349,7 @@ def is_staging() -> bool:
 
 def is_named(axis: Any) -> bool:
     """Return whether the batch axis of a batching rule has a name, which collectives may use."""
-    return type(axis.name) is not object
+    return type(axis.name) is not object  # without a name, `axis.name` is a bare object()
 
 
 def has_named_axis() -> bool:
@@ -346,9 +359,10 @@ def has_named_axis() -> bool:
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:
-    """Return the trace in which the JVP rule of a primitive computes with known primals.
+    """Return the current trace without the partial evaluations around the JVP rule of a primitive.
 
-    JAX runs the rule in a trace that records linear operations. A user's method must not run in that trace.
+    To linearize a primitive, JAX runs its JVP rule in a partial evaluation, with known primals and unknown tangents. A
+    user's method must not run in the trace of this partial evaluation, but in the trace that this function returns.
     """
     trace = current_trace()
     while isinstance(trace, PARTIAL.trace) and not any(map(is_unknown, primals)):

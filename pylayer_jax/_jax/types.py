@@ -47,7 +47,7 @@ def is_nan_reported() -> bool:
 
 
 def unchecked(function: F) -> F:
-    """Return a copy of `function` that runs without JAX's checks for NaN and infinity, which are for user code."""
+    """Return a wrapper that runs `function` with JAX's checks for NaN and infinity off: they are for user code."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -110,12 +110,15 @@ def full_cotangent(cotangent: Any, aval: Any) -> Any:
 
 
 def as_array(value: Any, aval: Any) -> Any:
-    """Convert a Python number, which JAX passes unchanged, to the dtype of `aval`. Return other values unchanged."""
+    """Convert a Python number to an array of the dtype of `aval`. Return other values unchanged.
+
+    A vjp function passes a Python number as a cotangent to the bwd rule without conversion.
+    """
     return jnp.asarray(value, aval.dtype) if isinstance(value, (bool, int, float, complex)) else value
 
 
 def as_arrays(tensors: Sequence[Any]) -> list[Any]:
-    """Convert tensors to JAX arrays. JAX arrays and Refs among the values are returned unchanged."""
+    """Convert NumPy arrays among the tensors to JAX arrays. Return JAX arrays and Refs unchanged."""
     return [x if is_array(x) or isinstance(x, jax.Ref) else _from_numpy(x) for x in tensors]
 
 
@@ -126,10 +129,11 @@ def _from_numpy(tensor: Any) -> jax.Array:
     return jnp.asarray(np.array(tensor, native))
 
 
-def mapped_type(axis: Any, aval: Any, dim: int = 0) -> Any:
+def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:
     """Return the type of a batch of arrays of type `aval`, with the batch axis at `dim`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
     # Within a shard_map, devices along the axes of `spmd_axis_name` have different examples, so the batch varies there.
+    # `pcast` a scalar only to read the `manual_axis_type` that it gets.
     own = [name for name in axis.spmd_name or () if name in manual_axes() and name not in varying_axes(aval)]
     if not own:
         return mapped
@@ -172,7 +176,11 @@ def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
 
 
 def shard_counts(value: Any) -> list[int]:
-    """Return the number of shards along each axis of an array, or a possible number if the compiler will decide."""
+    """Return the number of shards along each axis of an array.
+
+    If the compiler will choose the sharding of an axis, return a multiple of every number of shards that it can choose
+    by a mesh axis that divides the length of the axis.
+    """
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
     sharding = typeof(value).sharding
