@@ -30,7 +30,9 @@ class Argument:
 
 
 class Arguments:
-    """The arguments of one call in the order of `forward`'s parameters, without their tensors.
+    """The arguments of one layer call, without the tensors in them.
+
+    They are in the order of the parameters of `forward`.
 
         arguments, tensors = Arguments.of("Linear", [("x", x), ("params", {"w": w, "b": b})], n_positional=2)
         arguments.names()   # ['x', 'params']
@@ -162,7 +164,7 @@ def bind(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arg
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            # The context of a method `forward(*args)` has no parameter of its own: it is the first value of `args`.
+            # A method `forward(*args)` has no separate parameter for the context. The context is `args[0]`.
             values = value if _has_context(signature) else value[1:]
             positional += [(f"{name}[{i}]", x) for i, x in enumerate(values)]
         elif kind is inspect.Parameter.VAR_KEYWORD:
@@ -212,7 +214,8 @@ class _Declared(NamedTuple):
     required: int  # how many of these parameters a call without keywords has to pass
 
 
-# `_known[function][is_bound]` is the cached signature of a `forward`. A signature does not keep `function` alive.
+# `_known` caches the signatures of `forward` methods. The outer key is the plain function behind `forward`. The inner
+# key is True if `forward` is a bound method of this function. A signature does not keep `function` alive.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
 
 

@@ -174,7 +174,8 @@ class LayerCall:
     def check_closure_of_backward(self) -> None:
         """Raise an error if `backward` closes over a differentiated value.
 
-        This check is for calls whose `backward` JAX runs later.
+        The check is for calls that JAX stages to a jaxpr. JAX runs `backward` of such a call only later, when it
+        differentiates the jaxpr.
 
         JAX would silently treat the closed-over value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
@@ -217,7 +218,8 @@ class LayerCall:
         state = TraceState()
         scope = self.scope("backward", state.is_staged)
         # `in_backward` stays False for a first derivative in eager mode, for two reasons. Layers within `backward` are
-        # faster with `jax.custom_vjp`. And if `in_backward` changes, JAX compiles jitted functions again.
+        # faster with `jax.custom_vjp`. The flag `in_backward` is part of the cache key of `jax.jit`. If the flag
+        # changes, JAX compiles jitted functions again.
         may_be_transposed = state.is_staged or state.is_differentiated
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
@@ -276,10 +278,10 @@ class LayerCall:
     def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
         """Return the result of `run()`, which calls a method of the layer.
 
-        `forward` may keep an object that holds tracers and is no pytree. If `backward` is staged, JAX treats such a
-        tracer as a constant. Then lowering the program fails with an error that does not name the layer. Therefore, if
-        the context has such objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose constants are
-        checked. tests: contract/test_context.py
+        `forward` may keep an object that holds tracers and is no pytree. If JAX traces `backward` to a jaxpr, a tracer
+        that an object on `ctx` holds becomes a constant of this jaxpr. Then lowering the program fails with an error
+        that does not name the layer. Therefore, if the context has such objects, `backward` (or `jvp`) is first staged
+        to a jaxpr of its own, whose constants are checked. tests: contract/test_context.py
 
         Raises:
             ValueError: if the method uses a tracer of `forward` that an object on the context holds.
@@ -371,7 +373,10 @@ class LayerCall:
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Return why `args` do not fit the signature of `function`. Return "" if they fit, or if `function` has run."""
+    """Return why `args` do not fit the signature of `function`. Return an empty string if `args` fit the signature.
+
+    Also return an empty string if the code of `function` has started to run, since the error then has another reason.
+    """
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):
         return ""  # the function itself raised the error

@@ -115,7 +115,8 @@ class Outputs:
 
 @functools.lru_cache(maxsize=256)
 def _zeros_maker(aval: Any, sharding: Any) -> Callable[[], jax.Array]:
-    # With `jax.jit`, each device makes its own shard; `jax.device_put` would first compare the values of all processes.
+    # Make the zeros under `jax.jit`, so that each device makes only its own shard. `jax.device_put` would first compare
+    # the zeros of all processes.
     return jax.jit(lambda: zeros_of(aval), out_shardings=sharding)
 
 
@@ -133,9 +134,9 @@ class ContextState:
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
-        # For a `forward` that takes no context: pairs of a NumPy value that it returned, and the JAX array that
-        # replaced the value. `setup_context` gets the array as `output`. If `setup_context` saves the NumPy value, the
-        # JAX array is saved in its place.
+        # This list has entries only if `forward` takes no context. Each entry is a pair: a NumPy value that `forward`
+        # returned, and the JAX array that replaced this value. `setup_context` gets the array as `output`. If
+        # `setup_context` saves the NumPy value, the JAX array is saved in its place.
         self.returned: list[tuple[Any, Any]] = []
         self.saved: tuple[Any, ...] | None = None
         self.load: Callable[[], tuple[Any, ...] | None] | None = None  # in `backward`, loads `saved` at the first read
@@ -196,10 +197,11 @@ class PyLayerContext:
     def save_for_backward(self, *tensors: Any) -> None:
         """Keep values for `backward`, where `saved_tensor()` returns them in the same order.
 
-        A pytree is one entry, and leaves that are not arrays stay unchanged. A `jax.Ref` argument is saved as a
-        reference: `backward` reads the content that the Ref has when `backward` runs. In a second derivative,
-        a saved input has the derivative of the input, and a saved output the derivative that `backward` defines. JAX
-        differentiates the code of `forward` for other saved tensors.
+        Each value may be a pytree, and the whole pytree is one entry of the saved tuple. Leaves that are not arrays are
+        saved unchanged. A `jax.Ref` argument is saved as a reference: `backward` reads the content that the Ref has
+        when `backward` runs. In a second derivative, a saved input has the derivative of the input, and a saved output
+        the derivative that `backward` defines. For any other saved tensor, JAX obtains the derivative by
+        differentiating the code of `forward`.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -268,9 +270,9 @@ class PyLayerContext:
     def needs_input_grad(self) -> tuple[bool, ...]:
         """A tuple with one bool per argument of the call, which says whether the gradient of this argument is needed.
 
-        The bools are exact in eager mode. In `backward`, these bools are exact unless one jitted function is
-        differentiated in several ways. In a traced `forward`, the bool is True for every argument that can have a
-        gradient.
+        The bools are exact in eager mode. In `backward`, the bools of `ctx.needs_input_grad` are exact, unless JAX
+        differentiates one jitted function several times with respect to different arguments. In a traced `forward`, the
+        bool is True for every argument that can have a gradient.
         """
         return self._state.needs()
 
@@ -479,7 +481,10 @@ def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequenc
 
 
 def _ended_error(call: str, layer: str) -> ValueError:
-    """Return the error for a tracer whose trace has ended, as the trace of a jitted `forward(ctx, x)` has."""
+    """Return the error for keeping a tracer on `ctx` after the trace of this tracer has ended.
+
+    For example, this happens if `jax.jit` decorates `forward(ctx, x)`.
+    """
     return ValueError(
         f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
         "keep it. If jax.jit, jax.checkpoint or another transformation decorates forward (also with static_argnums for "

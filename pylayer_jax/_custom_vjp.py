@@ -33,7 +33,8 @@ class TracedCall:
 
     def __init__(self, call: LayerCall, is_deferred: bool) -> None:
         self.call = call
-        # This is True if the call is staged to a jaxpr. Then JAX may run the fwd rule later, any number of times.
+        # This is True if JAX stages the call to a jaxpr. Then JAX may run the fwd rule of this call later, and more
+        # than once.
         self.is_deferred = is_deferred
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
         self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
@@ -100,14 +101,16 @@ def _fwd(traced_call: TracedCall, *primals: Any) -> tuple[tuple[Any, ...], tuple
 def _remember(
     traced_call: TracedCall, run: ForwardResult, inputs: Sequence[Any], needs: list[bool]
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return the results of the fwd rule. Append the linear map of this run of the rule to `traced_call.maps`.
+    """Return the results of the fwd rule.
+
+    Append a `LayerMap`, the linear derivative that belongs to this run of the fwd rule, to `traced_call.maps`.
 
     NOTE [several runs]
-    JAX may run the fwd rule of one application several times, and then passes the treedef of the last run to each bwd
-    rule. So all bwd rules get the same static data. But the runs may differ: in each run, hooks may return other
-    objects, and `forward` may keep another value of a Ref. Therefore the fwd rule numbers its runs, and returns a
-    residual of shape `(number, 0)`, which takes no memory. The bwd rule reads the number from this shape. tests:
-    test_several_runs.py
+    JAX may run the fwd rule several times for a single application of the function. JAX then passes the treedef from
+    the last of these runs to every bwd rule. So all bwd rules get the same static data. But the runs may differ: in
+    each run, hooks may return other objects, and `forward` may keep another value of a Ref. Therefore the fwd rule
+    numbers its runs, and returns a residual of shape `(number, 0)`, which takes no memory. The bwd rule reads the
+    number from this shape. tests: test_several_runs.py
     """
     linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
     maps = traced_call.maps
@@ -217,8 +220,9 @@ def _named_copy(function: Any, name: str, source: str) -> Any:
 
     NOTE [names made once]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives the names of
-    functions and arguments for error messages. This work takes a fifth of the time to trace a layer. Therefore each
-    copy of a function stores its signature and these names in attributes that JAX reads. If JAX stops reading
+    functions and arguments for error messages. If JAX repeated this work at each call, the work would take a fifth of
+    the time that JAX needs to trace a layer. Therefore each copy of a function stores its signature and these names in
+    attributes. JAX reads the attributes, and does not compute the signature and the names again. If JAX stops reading
     `__fun_debug_info__`, tracing is slower.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)

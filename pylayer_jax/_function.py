@@ -53,7 +53,9 @@ class FunctionCtx(PyLayerContext):
         state.saved_for_jvp = tuple(own_copy(x, state, "ctx.save_for_forward(...)") for x in tensors)
 
     def mark_dirty(self, *tensors: Any) -> None:
-        """Check that `forward` returns these tensors, since in JAX a changed tensor is a new array.
+        """Require that `forward` returns each of these tensors.
+
+        A JAX array never changes in place, so a changed tensor is a new array, which `forward` has to return.
 
         Raises:
             RuntimeError: when called outside `forward` and `setup_context`.
@@ -162,7 +164,8 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
         if not layer.host and not all(map(is_array, tensors)):  # a NumPy output would be a constant in `setup_context`
-            # There is one array for each object. If `forward` returns one object twice, the last position has the rule.
+            # There is one array for each object. If `forward` returns the same object at several positions, the
+            # derivative rule of the layer applies to the last of these positions.
             arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
             output = skeleton.fill([arrays[id(x)] for x in tensors])
             ctx._state.returned = [(x, arrays[id(x)]) for x in tensors if not is_array(x)]

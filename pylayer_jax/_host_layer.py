@@ -172,7 +172,7 @@ def _positions(tensors: Sequence[Any], state: ContextState, originals: Sequence[
     """Return the position of each tensor in the list [*inputs, *values].
 
     A tensor at the position of an input has the derivative of the input. Therefore an input that `forward` changed in
-    place is a value. So is a saved copy of an input if it differs from the input.
+    place is a value. `values` also contains each saved copy of an input whose content differs from the original input.
     """
     copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
     position_of = {id(x): i for i, x in enumerate(state.inputs)}
@@ -199,7 +199,10 @@ def _has_same_bits(x: Any, y: Any) -> bool:
 
 
 def _parts(skeleton: Skeleton) -> list[Any]:
-    """Return a list of all nodes and leaves of a skeleton, which can be compared and hashed."""
+    """Return the parts of a `Skeleton` as a list: its treedefs, its static leaves, and the types and keys of its dicts.
+
+    Other code compares two skeletons by these lists.
+    """
     found: list[Any] = [skeleton.treedef]
     for leaf in skeleton.leaves:
         if type(leaf) is _Dict:
@@ -288,7 +291,8 @@ def _needs_token(structure: _Structure, writes: bool) -> bool:
     return (keeps_objects or (writes and bool(kept))) and not keeps_values
 
 
-# An example keeps its class alive only if the class is an argument of the call or is kept on ctx.
+# A cached example usually does not keep its layer class alive. It does so only if the class is an argument of the call,
+# or if `forward` keeps the class on `ctx`.
 _examples: weakref.WeakKeyDictionary[type, dict[Any, _Example]] = weakref.WeakKeyDictionary()
 
 
@@ -503,7 +507,10 @@ def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> Any:
 
 
 def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
-    """Return cotangents for a `backward` in JAX code. If `forward` has a token, the cotangents depend on it."""
+    """Return cotangents for a `backward` in JAX code.
+
+    If `forward` has returned a token, make the cotangents depend on it: see NOTE [dropped calls].
+    """
     token = vars(ctx).pop(_TOKEN, None)
     if token is None or not is_tracer(token):
         return cotangents

@@ -43,8 +43,8 @@ def check_declarations(layer: Any) -> None:
     """
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # The similarity of "hosts" and "host" is only 0.89, and `hosts` may be an attribute of the user. Therefore such
-        # a name counts as a misspelled `host` only if its value is a valid value of `host`.
+        # The similarity of "hosts" and "host" is only 0.89, and `hosts` may be an attribute of the user. Therefore a
+        # name such as `hosts` counts as a misspelled `host` only if its value is True, "forward" or "broadcast".
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -376,7 +376,9 @@ def _apply_traced(call: LayerCall, tensors: list[Any]) -> Any:
 
 
 def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> str:
-    """Return the route of a call, which names the function that JAX applies: see NOTE [orders] in `_layer_rule.py`.
+    """Choose how JAX applies the layer in this call, and return the name of this choice.
+
+    NOTE [orders] in `_layer_rule.py` explains the choices.
 
     Most calls take the route "custom_vjp": JAX applies the `jax.custom_vjp` function of the class. The others are:
 

@@ -14,10 +14,11 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
             tangents of y             = linear map of (residuals; tangents of x), whose transpose is `backward`
             tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
-Each residual is an entry of [x, y, intermediates]. A saved input has the derivative of the input, even if `forward`
-also returns this input. A saved output has the derivative that the rule defines; if `forward` returns one array at two
-positions, the tangent of the last position. An output that is marked non-differentiable is a constant. Any other saved
-tensor is an intermediate: its derivative is the derivative of the equations that compute the tensor.
+Each residual is an input of the layer (x), an output (y) or an intermediate. If `forward` saves an input, the tangent
+of the saved tensor is the tangent of the input. This holds even if `forward` also returns the input. A saved output has
+the derivative that the rule defines; if `forward` returns one array at two positions, the tangent of the last position.
+An output that is marked non-differentiable is a constant. Any other saved tensor is an intermediate: its derivative is
+the derivative of the equations that compute the tensor.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
 `forward` is not staged, and sees concrete values. No custom_vjp function is used where JAX does not allow one: for a
@@ -79,8 +80,9 @@ class LayerMap(LinearMap):
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
 
-    or the `jvp` of the class, if the class defines `jvp`. Reverse mode transposes B^T, which gives B again. Thus
-    reverse mode just calls `backward`, which need not be linear. Only forward mode evaluates B^T, and needs a linear B.
+    If the class defines a `jvp` method, the map is this method instead. Reverse mode transposes the map B^T. The
+    transpose of B^T is B again. Thus reverse mode just calls `backward`, which need not be linear. Only forward mode
+    evaluates B^T. Therefore only forward mode needs a `backward` that is linear in the cotangents.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -228,7 +230,10 @@ class _Source(NamedTuple):
 
 
 class StagedLayer(RuleFunction):
-    """The jaxpr of `forward`, with the derivative that the class defines: consts, inputs -> outputs, intermediates."""
+    """The function that the jaxpr of `forward` computes, with the derivative that the layer class defines.
+
+    The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
+    """
 
     def __init__(
         self,
@@ -297,7 +302,10 @@ class StagedLayer(RuleFunction):
         return self.without_packing.differentiate(primals, tangents, _hooks.keeps_residuals(tangents))
 
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
-        """Compute values and tangents; if `packs`, pack the residuals from which the tangents are computed."""
+        """Compute the values of the layer and their tangents.
+
+        If `packs` is True, hooks pack the saved tensors, from which the tangents are then computed.
+        """
         __tracebackhide__ = True
         n = self.n_consts
         if any(t is not None for t in tangents[:n]):
@@ -398,7 +406,9 @@ def _check_closed_over(call: LayerCall, consts: Sequence[Any]) -> None:
 def _stage_forward(
     call: LayerCall, tensor_types: Sequence[Any], axes_of_output: dict[int, frozenset[Any]]
 ) -> tuple[Any, Values, tuple[SavedContext, list[int]]]:
-    """Stage `forward` to a jaxpr of outputs and intermediates. The residuals are entries of [inputs, *results].
+    """Trace `forward` to a jaxpr that returns its outputs, and the intermediate values that it saves for `backward`.
+
+    The residuals are entries of [inputs, *results].
 
     The outputs in `axes_of_output` are made to vary over these mesh axes: see `_missing_axes`.
 
@@ -445,7 +455,9 @@ def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positio
 
 
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
-    """Return a dict from the index of an output to the mesh axes over which the output does not vary, but has to.
+    """Find the outputs that must vary over more mesh axes.
+
+    Return a dict from the index of such an output to these axes.
 
     Within a shard_map, if an output does not vary over a mesh axis, JAX sums its cotangent over the devices along this
     axis. `backward` would then compute the gradients of varying inputs from the sum: see NOTE [all outputs are batched]
@@ -550,7 +562,7 @@ def _outputs_and_tangents(
 def linearize(
     call: LayerCall, run: ForwardResult, inputs: Sequence[Any], needs: Sequence[bool], packs: bool
 ) -> tuple[LayerMap, Values, Values]:
-    """Return the linear map of a run of `forward`, the outputs of the run, and the residuals of the linear map.
+    """Linearize a run of `forward`: return the linear map, the outputs, and the residuals that the linear map reads.
 
     If `packs` is True, the hooks around the call pack the saved tensors among the residuals.
     """

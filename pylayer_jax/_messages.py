@@ -98,7 +98,10 @@ def source_of(name: str, function: Callable[..., Any]) -> str:
 
 
 def add_note(error: Exception, layer: str, method: str, where: str = "") -> None:
-    """Add a note to an error: which method of a layer (or which hook, if `layer` is empty) raised the error."""
+    """Add a note that says which method of a layer raised the error.
+
+    If `layer` is empty, the note names a hook instead.
+    """
     note = f"This happened in {layer and layer + '.'}{method}{where}."
     if isinstance(error, jax.errors.UnexpectedTracerError):
         note += (
@@ -116,8 +119,8 @@ def add_note(error: Exception, layer: str, method: str, where: str = "") -> None
 # -- hints -----------------------------------------------------------------------------------------------------
 
 
-# The table lists the most used names of torch and Paddle. Each line has names, a colon, and code in JAX that does the
-# same.
+# The table lists the most used names of torch and Paddle. Each line lists names from torch or Paddle, then a colon and
+# the equivalent JAX code.
 _TABLE: Final = """
 numel nelement: x.size
 dim ndimension: x.ndim
@@ -230,7 +233,8 @@ def _hint_for_attribute(error: AttributeError) -> str:
         is_numeric = owner.__name__.partition(".")[0] in ("jax", "numpy")
     else:
         is_numeric = is_tensor(owner) or isinstance(owner, jax.Array)
-    # If code sets an attribute of a tracer, the AttributeError of Python 3.11 has neither `name` nor `obj`.
+    # If code sets an attribute of a tracer in Python 3.11, the attributes `name` and `obj` of the AttributeError are
+    # None.
     written = re.match(r"'\w*(?:Tracer|ArrayImpl)' object has no attribute '(\w+)'", str(error))
     name = (error.name if is_numeric else None) or (written and written[1])
     if not name:

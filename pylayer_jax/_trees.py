@@ -7,7 +7,7 @@
     {'w': Array([0., 0., 0.], dtype=float32), 'act': <...tanh...>, 'n': 2}
 
 A tensor is a leaf for which `is_tensor` in `_jax/types.py` is True. The other leaves are called *statics*. The skeleton
-holds the statics unchanged, and never compares or hashes them.
+is the pytree without its tensors. It stores all other leaves unchanged, and never compares or hashes them.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[l
 
 
 def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]) -> Skeleton:
-    """Make the skeleton of a tree and append its tensors to `tensors`."""
+    """Return the `Skeleton` of a tree (the tree without its tensors), and append the tensors to the list `tensors`."""
     if predicate(tree):
         tensors.append(tree)
         return LEAF
@@ -201,7 +201,9 @@ def _skeleton(tree: Any, predicate: Callable[[object], bool], tensors: list[Any]
 
 
 def has_changed(before: tuple[list[Any], Skeleton], after: tuple[list[Any], Skeleton]) -> bool:
-    """Return whether two trees, each as returned by `split`, have different leaves or different nodes.
+    """Return whether two trees have different leaves or different nodes.
+
+    Each argument is the result of `split` for one tree.
 
     The leaves are compared by identity, so no array is read.
     """

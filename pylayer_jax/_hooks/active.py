@@ -16,8 +16,8 @@ from .pack import Pair
 SUSPENDED: Final = "suspended"  # the value of `active` while an enclosing operation packs the residuals
 OFF: Final = "off"  # the value of `active` where blocks are ignored: the report counts residuals without hooks
 
-# The innermost block of this thread. The innermost block is part of the key of every cache of JAX: see NOTE [blocks as
-# keys].
+# The innermost block of this thread. JAX adds the innermost block of saved-tensor hooks to the key of each of its
+# caches: see NOTE [blocks as keys].
 active: Final = jax.make_user_context(None)
 
 # Whether `pack_residuals` marks each tensor for the report. This flag is part of the keys of JAX's caches too.
@@ -31,19 +31,21 @@ class Block:
     """One entry into a `with` block of hooks.
 
     NOTE [blocks as keys]
-    JAX's caches have the current block as a part of their keys, and may keep it forever. If a block held its hooks,
-    the caches would keep the hooks alive. Therefore a block that was left holds the key of its pair, but not the pair.
+    JAX's caches have the current block as a part of their keys, and may keep it forever. If a block always referred to
+    its hooks, JAX's caches, which keep the block, would keep the hooks alive too. Therefore a block drops its pair of
+    hooks when the program leaves the block, and keeps only the key of the pair.
 
     There are two cases in which two blocks are equal, so that JAX reuses in one block what it traced in the other.
     First, two blocks are equal if their pairs are equal. So JAX traces a function again if it was traced with other
-    hooks. Second, two blocks of one thread are equal as long as `is_shared` is True for both. `is_shared` is True for a
-    block that was entered outside of staged code, until code that is staged in this block calls `active_pair`. Until
-    then, nothing that JAX has cached in the block depends on the pair, so a new pair compiles nothing again. Staged
-    code that depends on the pair calls `active_pair` before JAX caches this code. So equality changes with time, and
-    the hash is constant.
+    hooks. Second, two blocks of one thread are equal as long as `is_shared` is True for both. At first, `is_shared` of
+    a block is True if the block has a pair of hooks and JAX traces no jaxpr when the block begins. `is_shared` becomes
+    False when code in the block calls `active_pair` while JAX traces a jaxpr. Until then, nothing that JAX has cached
+    in the block depends on the pair, so a new pair compiles nothing again. Staged code that depends on the pair calls
+    `active_pair` before JAX caches this code. So equality changes with time, and the hash is constant.
 
-    The second case does not hold across threads. JAX lets a thread wait while another thread traces code under an equal
-    key, and it is not yet known whether this code will call `active_pair`. tests: hooks/test_identity.py
+    Blocks of different threads are equal only if their pairs of hooks are equal. JAX lets a thread wait while another
+    thread traces code under an equal key, and it is not yet known whether this code will call `active_pair`. tests:
+    hooks/test_identity.py
     """
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
@@ -153,5 +155,5 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which hooks pack nothing. A caller that packs residuals itself, or runs a hook, enters it."""
+    """Return a context in which hooks pack nothing. Enter this context to pack residuals directly, or to run a hook."""
     return active(SUSPENDED)

@@ -122,23 +122,25 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         (3, 2)
 
     The pair packs every tensor that a layer saves with `save_for_backward`, and the residuals of every JAX operation in
-    the block. Each tensor is packed once. A jitted function is one operation; a staged scan packs in each iteration. A
-    tensor that an operation or a jitted function computes from its other residuals (a mask, a square) is recomputed.
-    Arrays on `ctx` attributes, constants and PRNG keys are not packed. Put the block around the differentiated code:
-    inside the function that `jax.grad` gets, or as a decorator of this function. A block around a call of `jax.grad`
-    itself (or of a jitted train step) packs the saved tensors of the layers in that call, but not the residuals of
-    plain operations, which JAX does not show to the block. The `repr` of a pair shows how many tensors the pair has
-    packed. The `repr` shows no tensors if the block is in the wrong place, or if an equal pair was active when the
-    program was compiled.
+    the block. Each tensor is packed once. A jitted function is one operation, and so is a loop in eager mode. If JAX
+    traces a scan to a jaxpr, the hooks pack residuals in each iteration of the scan. A tensor that an operation or a
+    jitted function computes from its other residuals (a mask, a square) is recomputed. Arrays on `ctx` attributes,
+    constants and PRNG keys are not packed. Put the block around the differentiated code: inside the function that
+    `jax.grad` gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted
+    train step) packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX
+    does not show to the block. The `repr` of a pair shows how many tensors the pair has packed. The `repr` reports no
+    tensors if the block is in the wrong place. It also reports none if JAX compiled the program while another, equal
+    pair of hooks was active.
 
     In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
     hooks like any other code. With `host=True`, the hooks run on the host and get NumPy arrays.
 
-    Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. Tensors that only a second
-    derivative keeps are not packed. If the block is inside staged code (a jitted function, the body of a scan) that is
-    differentiated from outside, a second derivative is an error, unless the pair is `differentiable`. Forward mode
-    works in a block; in staged code, JAX may compute its tangents from tensors that were packed and unpacked.
+    Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. The hooks do not pack a tensor
+    that JAX keeps only for a second derivative. If the block is inside staged code (a jitted function, the body of a
+    scan) that is differentiated from outside, a second derivative is an error, unless the pair is `differentiable`.
+    Forward mode works in a block; in staged code, JAX may compute its tangents from tensors that were packed and
+    unpacked.
 
     A block belongs to its thread, so leave the block before each `await`. A copied or unpickled pair is a new pair.
 
@@ -193,7 +195,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         Two pairs of one class are equal if their `values` are equal.
 
-        If a subclass has its own `__init__`, the hooks of each pair may keep a state, so no other pair is equal.
+        If a subclass defines its own `__init__`, each of its pairs is equal only to itself, because the hooks of the
+        pair may have a state.
         """
         self._was_entered = self._was_reported = False
         if type(self).__init__ is owner.__init__:
@@ -302,10 +305,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         A backward that needs these values fails.
 
-        Equal pairs share these values. The values are dropped when all existing pairs that were entered are closed.
-        Without `close`, a program holds the values of its last run until the program runs again, or until JAX deletes
-        it. (Each call of `jax.lax.scan` outside of `jax.jit` is a new program, and JAX keeps the old programs.)
-        Deleting the pair object drops nothing, since JAX returns from a call before the program has run.
+        Equal pairs share these values. The host drops the values as soon as the user has closed each equal pair that
+        was entered and still exists. Without `close`, a program holds the values of its last run until the program runs
+        again, or until JAX deletes it. (Each call of `jax.lax.scan` outside of `jax.jit` is a new program, and JAX
+        keeps the old programs.) Deleting the pair object drops nothing, since JAX returns from a call before the
+        program has run.
         """
         self._pair.store.close(self)
 

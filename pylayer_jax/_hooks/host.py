@@ -1,4 +1,4 @@
-"""Hooks that run on the host each time a program runs, and stores that hold their results for compiled programs.
+"""Runs saved-tensor hooks on the host each time a program runs, and stores the packed values of compiled programs.
 
 A pack hook with `host=True` gets a NumPy array. The host holds its result, and the program keeps a number, the token,
 by which the host finds the result:
@@ -72,7 +72,7 @@ def store_of(key: Any) -> HostStore:
 
 
 class PackSite:
-    """One call of a pack hook in a program.
+    """One place in a compiled program that calls a pack hook on the host.
 
     The call runs once per execution of the program, or once per iteration of a loop.
     """

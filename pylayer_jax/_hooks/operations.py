@@ -1,4 +1,4 @@
-"""The trace of a block of hooks. It binds operations as functions that have a rule for their derivative.
+"""The trace of a block of hooks. This trace can bind a function with a custom derivative rule in place of an operation.
 
 A block makes a `BlockTrace` JAX's current trace, so JAX passes every operation of the block to it. If JAX
 differentiates an operation now, or may do so later, the trace binds a `HookedOperation`. Its rule calls `jax.vjp` on
@@ -9,7 +9,8 @@ the operation and packs the residuals:
     its derivative:               c, r = sin a, cos a;  p = pack r;  dc = linear_map[name=sin] p da
 
 An operation is any equation that JAX binds: an addition, a jitted function, a scan, a function with a custom gradient.
-The rule runs the operation with hooks suspended, so that its residuals are packed once.
+The derivative rule of an operation suspends all saved-tensor hooks while it runs the operation. Otherwise hooks would
+pack the residuals of the operation twice.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ _PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, N
 class _Facts(NamedTuple):
     """Properties of a jitted function.
 
-    The first three are True only for small functions, such as most functions of jax.numpy.
+    The fields `is_view`, `keeps_nothing` and `adds_number` are False for every large function. Most functions of
+    jax.numpy are small.
     """
 
     is_view: bool  # all its equations are views, or have no tangent
@@ -174,7 +176,7 @@ class Operation(NamedTuple):
         return self.kind in _VIEWS or (self.is_jitted and _facts_of(self.params).is_view)
 
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
-        """Return whether nothing is gained by a `HookedOperation`, because the vjp keeps no array.
+        """Return whether hooks have nothing to do for this operation, because its vjp function keeps no array.
 
         A sum with a number is hooked under an absolute error, although its vjp keeps nothing, so that the pair
         remembers how backward can recompute the sum.
@@ -187,10 +189,13 @@ class Operation(NamedTuple):
 
 
 class HookedOperation(RuleFunction):
-    """An operation in a block, as a function whose derivative keeps packed residuals.
+    """A function that computes one operation in a block of hooks.
 
-    Further operands may follow the operands of the operation. These are values from outside the block, from which
-    backward recomputes operands that are not packed.
+    Its derivative keeps residuals that the hooks have packed.
+
+    In a call of this function, further operands may follow the operands of the original operation. These further
+    operands are arrays from outside the block of hooks. Some operands of the operation are not packed, and backward
+    recomputes them from the further operands.
     """
 
     def __init__(
@@ -227,7 +232,7 @@ class HookedOperation(RuleFunction):
         return super().batch(axis, dims, types)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return one cotangent for each operand that is None in `args`.
+        """Return one entry per operand: its cotangent if `args` has None for the operand, and None otherwise.
 
         `jax.linear_transpose` of code with a block calls this.
         """
@@ -265,7 +270,10 @@ class HookedOperation(RuleFunction):
         return values, scatter(found, [has_tangent(typeof(v)) for v in values])
 
     def _packing(self, primals: Sequence[Any], array_of: dict[int, Any], recorder: Recorder) -> Packing:
-        """Return the arguments of `pack_residuals`. `array_of`: id of a leaf of the pullback -> its JAX array."""
+        """Return the arguments of `pack_residuals`.
+
+        `array_of` maps the `id()` of each leaf of the vjp function to the JAX array that replaces the leaf.
+        """
         primals = [array_of.get(id(x), x) for x in primals]
         consts, args = primals[: self.n_consts], primals[self.n_consts :]
         left = [(args[i], fold(residual, args.__getitem__, Residual, {})) for i, residual in self.left_unpacked.items()]
@@ -396,7 +404,10 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
 
 
 def _is_staged_below(example: Any) -> bool:
-    """Return whether a whole batch is staged, or its primal, if reverse mode differentiates the batch."""
+    """Return whether a whole batch is staged.
+
+    If reverse mode differentiates the batch, look at the primal of the batch instead.
+    """
     return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
 
 
@@ -440,7 +451,7 @@ class ValueRecord(NamedTuple):
 
 
 class BlockTrace(PassThroughTrace):
-    """The trace that gets all operations in a block of hooks."""
+    """The current trace in a block of hooks. JAX passes each operation in the block to this trace."""
 
     __slots__ = ("block", "entry", "is_staging", "outer", "records")
 
@@ -513,8 +524,8 @@ class BlockTrace(PassThroughTrace):
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.value is None:
-                # In this case hooks are suspended, an inner block is active, or JAX restored this trace after its block
-                # was left.
+                # The trace packs nothing in three cases: hooks are suspended, the program is in an inner block of
+                # hooks, or JAX restored this trace after the program had left the block.
                 return operation.bind(*args)
             self.block.check_task()
             records = list(map(self.record_of, args))
@@ -532,8 +543,9 @@ class BlockTrace(PassThroughTrace):
         if outcome is Outcome.PASS_ON:
             return operation.bind(*args)
         if outcome is Outcome.SUSPEND:
-            # JAX's caches depend on the block, so JAX would compile an eager operation again for each pair. With
-            # suspended hooks, all pairs share one compiled operation.
+            # The keys of JAX's caches contain the active block of saved-tensor hooks. Therefore JAX would compile an
+            # eager operation again for each pair of hooks. With suspended hooks, all pairs share one compiled
+            # operation.
             with hooks_suspended():
                 return operation.bind(*args)
         if outcome is Outcome.PACK_INSIDE:
@@ -545,7 +557,7 @@ class BlockTrace(PassThroughTrace):
     def _bind_hooked(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values:
-        """Bind a `HookedOperation`: staged, unless JAX differentiates it now."""
+        """Bind a `HookedOperation`. Trace it to a jaxpr first, unless JAX is differentiating the operation now."""
         __tracebackhide__ = True
         left_unpacked, further = self._left_unpacked(args, records)
         hooked = HookedOperation(operation, self.pair, origin, [r.origin for r in records], left_unpacked)
@@ -561,7 +573,7 @@ class BlockTrace(PassThroughTrace):
     def _pack_inside(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values | None:
-        """Bind a scan or a jitted function whose body is staged again, this time in a block of hooks.
+        """Trace the body of a scan or jitted function again in a block of hooks. Bind the equation with the new body.
 
         Return None if the new body closes over values, or if its results have other types than before.
         """
@@ -588,7 +600,9 @@ class BlockTrace(PassThroughTrace):
         return operation.bind(*args, jaxpr=as_parameter(hooked))
 
     def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
-        """Return the residuals of the operands that are not packed, and further operands that these residuals read.
+        """Return the residuals of those operands that the hooks leave unpacked.
+
+        Also return the other arrays that these residuals read.
 
         In these residuals, the position of an array among all operands replaces the array. The keys are positions too.
         """
@@ -634,7 +648,7 @@ class BlockTrace(PassThroughTrace):
     def _record_results(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin, values: Values
     ) -> None:
-        """Record the place, the origin and the residual of the results of an operation."""
+        """Record where an operation computed its results, their origin, and how to recompute a view."""
         place = _place_of_results(operation, args, records)
         if operation.is_view:
             origin = next((r.origin for r in records if r.place is not Place.CONSTANT), origin)
@@ -652,11 +666,11 @@ _CONSTANT: Final = ValueRecord(Place.CONSTANT)
 
 
 def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord]) -> Place:
-    """Return where the results of an operation were computed.
+    """Return the `Place` of an operation's results: outside the block of hooks, inside the block, or constant.
 
     A view of a value from outside the block counts as computed outside. This holds even if the block computed an
-    integer operand of the view, such as the start indices of `dynamic_slice`. The result of any other operation on
-    values from outside counts as computed in the block.
+    integer operand of the view, such as the start indices of `dynamic_slice`. If any other operation reads values from
+    outside the block, its results count as computed inside the block.
     """
     places = [record.place for record in records]
     if all(place is Place.CONSTANT for place in places):
@@ -748,7 +762,7 @@ def layer_block(pair: Pair, layer: str, operands: Sequence[Any]) -> LayerBlock:
 def layers_pack_themselves() -> Any:
     """Return a context in which the current block does not see the code of a layer as an operation.
 
-    Otherwise the layer and the block would both pack.
+    Outside this context, residuals of the layer would be packed twice: by the layer, and by the block.
     """
     return set_current_trace(without_pass_through(current_trace()))
 

@@ -1,4 +1,4 @@
-"""A pair of hooks, the origin of a tensor, and functions that pack and unpack one tensor.
+"""Defines pairs of saved-tensor hooks, the origin of a tensor, and functions that pack and restore one tensor.
 
     residual = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; residual.inputs: bf16[8,64]
     residual.function(*residual.inputs)                             # f32[8,64]
@@ -52,10 +52,10 @@ Hook = Callable[[Any], Any]
 class ErrorModel(enum.IntEnum):
     """What is known about the packing error e = unpack(pack(x)) - x of a tensor x.
 
-    The error model decides which operations backward may apply to `x + e` to recompute their results. It allows
-    operations that only move values, and operations whose result has at most a small multiple of the error that packing
-    the result itself would make: squaring, for example, doubles a relative error. A larger number allows more
-    operations.
+    Backward may recompute the results of some operations from the unpacked tensor `x + e` instead of from `x`. The
+    error model decides which operations these are. It allows operations that only move values, and operations whose
+    result has at most a small multiple of the error that packing the result itself would make: squaring, for example,
+    doubles a relative error. A larger number allows more operations.
     """
 
     ANY = 0  # no bound is known: only operations that move or negate values, or compute with integers
@@ -81,7 +81,10 @@ class Origin:
 
     @functools.cached_property
     def inside(self) -> tuple[str, ...]:
-        """Names of functions, classes and named scopes between the block's entry and the operation, outermost first."""
+        """Names of the functions, classes and named scopes between the `with` statement of the hooks and the operation.
+
+        The list begins with the outermost one.
+        """
         if self.source is None:
             return ()
         return (*frames_between(self.block, self.source), *scopes_between(self.block, self.source))
@@ -141,7 +144,10 @@ class Pair:
 
     @property
     def packs_nothing(self) -> bool:
-        """Whether the pair packs no tensor at all. The pair that `names_recorded` makes is such a pair."""
+        """Whether the pair packs no tensor at all.
+
+        For example, `names_recorded` makes a pair of hooks that packs nothing.
+        """
         return self.by_name is None and not self.steps
 
     def predicates(self) -> list[Any]:
@@ -156,7 +162,10 @@ class Pair:
         return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
 
     def note(self, origin: Origin) -> None:
-        """Record that code in a block keeps a tensor with this origin, for the warning about keys without a tensor."""
+        """Record the names of a tensor that code in the block keeps.
+
+        A warning later lists the keys that match no recorded name.
+        """
         if self.unmatched:
             self.unmatched.difference_update(origin.keys)
             self.seen.update(dict.fromkeys(origin.keys))
@@ -203,11 +212,11 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks 
 
 
 class Residual:
-    """An expression `function(*inputs)`, with which backward restores a tensor.
+    """An expression `function(*inputs)`, which the backward pass evaluates to get a tensor.
 
-    An input is an array that JAX keeps, or another `Residual`. The function holds no array: it is a `PackedTensor`, the
-    `Recomputed` of an equation, or `with_tangent`. For a tensor that is neither packed nor recomputed, the array itself
-    takes the place of the `Residual`.
+    An input is an array that JAX keeps, or another `Residual`. The function is a `PackedTensor`, a `Recomputed` or
+    `with_tangent`. It holds no arrays except constant scalars. For a tensor that is neither packed nor recomputed, the
+    array itself takes the place of the `Residual`.
     """
 
     __slots__ = ("function", "inputs")
@@ -318,9 +327,10 @@ def checked(value: Any, expected: Any, where: str) -> Any:
 def _pack(
     store: HostStore, steps: Sequence[Step], array: Any, where: str, origin: Origin, is_part: bool = False
 ) -> Residual:
-    """Pack an array with the first step, and the arrays that this pack hook returns with the next steps.
+    """Pack an array with a chain of pack hooks: each later hook packs the arrays that an earlier hook returned.
 
-    `is_part` is True if a previous step made the array.
+    `is_part` is True if `array` is an array that the pack hook of an earlier step made, and False if it is the saved
+    tensor itself.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)

@@ -9,12 +9,14 @@ The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a r
     1 - y²                recomputed from y            Residual(Recomputed(one_minus_square), [the residual above])
     w, from outside       not packed                   w
 
-JAX keeps the distinct arrays of the right column instead of the tensors.
+As residuals, JAX keeps the arrays in the right column instead of the values in the left column. JAX keeps each of these
+arrays once.
 
 A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For this, `_derivation` walks
 back from the residual, through equations that amplify the packing error little, to the tensors that have to be packed.
-The table `_RECOMPUTED` has an entry for each operation of such equations. `_carry_out` packs these tensors, and
-`_remember` lets the pair find them again when a later operation keeps the same tensor.
+The table `_RECOMPUTED` lists the operations that backward may evaluate again. `_carry_out` packs these tensors.
+`_remember` stores their residuals in the pair of hooks, so that the pair does not pack a tensor again for a later
+operation.
 
 A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
 everywhere. tests: hooks/test_derived.py
@@ -91,7 +93,9 @@ _LONGEST_OPENED: Final = 8  # number of equations; a longer jitted function stay
 
 
 def small_jaxpr(params: dict[str, Any]) -> tuple[Any, Sequence[Any]] | None:
-    """Return the jaxpr and the constants of a small jitted function, as most functions of jax.numpy are.
+    """Return the jaxpr and the constants of a jitted function if its jaxpr is small.
+
+    Most functions of jax.numpy are small.
 
     Return None for a large one.
     """
@@ -202,7 +206,9 @@ def _is_larger(values: Sequence[Any], tensor: Any) -> bool:
 
 
 class Recomputed(NamedTuple):
-    """The function of a `Residual` whose tensor is recomputed: it applies one operation of the forward pass again.
+    """A function that recomputes a tensor in backward by one operation of the forward pass.
+
+    An instance is the `function` of a `Residual`.
 
     It holds constant operands.
     """
@@ -234,7 +240,9 @@ def recomputed(primitive: Any, params: dict[str, Any], operands: Sequence[Any], 
 def fold(
     residual: Any, of_array: Callable[[Any], Any], of_residual: Callable[[Any, list[Any]], Any], done: dict[int, Any]
 ) -> Any:
-    """Return `of_array(x)` for an array x, and `of_residual(function, results of the inputs)` for a residual.
+    """Evaluate an expression: `of_array(x)` for an array x, `of_residual(function, inputs)` for a `Residual`.
+
+    `inputs` contains the results for the inputs of the `Residual`.
 
     `done` holds results by the id of the residual, so that a residual that several others share is visited once.
     """
@@ -261,7 +269,8 @@ def leaves_of(residual: Any) -> list[Any]:
 class PackedResiduals:
     """The residuals of a layer or an operation, as expressions without arrays.
 
-    Each array is replaced by its position in the list of arrays that JAX keeps.
+    An integer takes the place of each array. This integer is the position of the array in the list of arrays that JAX
+    keeps.
     """
 
     def __init__(self, residuals: Sequence[Any], n_arrays: int) -> None:
@@ -270,7 +279,10 @@ class PackedResiduals:
 
     @staticmethod
     def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
-        """Replace arrays by positions. Return the result, and the distinct arrays for JAX to keep, with `marks`."""
+        """Replace arrays by positions. Return the `PackedResiduals`, and a list of the arrays that JAX has to keep.
+
+        This list has each array once, and ends with `marks`.
+        """
         numbered: dict[int, tuple[int, Any]] = {}  # id of an array -> its position, and the array
         distinct: dict[Any, Residual] = {}  # the residuals, each once, by their functions and inputs
         done: dict[int, Any] = {}
@@ -302,7 +314,10 @@ class PackedResiduals:
 
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
-    """Enter a context in which no block packs: hooks are suspended, and operations go to the trace below the block."""
+    """Enter a context in which no block packs.
+
+    In this context, hooks are suspended, and operations bypass the trace of the block.
+    """
     with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
         yield
 
@@ -383,11 +398,11 @@ def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
 
 
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
-    """Return the residual of a tensor that the pair remembers, or None.
+    """Return the residual that the pair of hooks has stored for a tensor, or None if there is none.
 
-    In eager mode, `checkpoint_name` returns the same array, so a tensor may get a name after an operation kept it
-    without packing. Then `by_name` may select this name. So also return None for a tensor with a new name that was not
-    packed.
+    In eager mode, `checkpoint_name` returns its argument itself. So an operation may first keep a tensor without
+    packing it, and the same tensor may get a name afterwards. Then `by_name` may select this name. So also return None
+    for a tensor with a new name that was not packed.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -416,8 +431,8 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 class Mark(RuleFunction):
     """A function that marks a kept tensor x for the report. It returns an empty array: f32[0,8,4] for f32[8,4].
 
-    JAX keeps this array as a residual. From it, the report finds x in the jaxpr. Each enclosing scan or `jax.vmap` adds
-    an axis to its shape: f32[3,0,8,4] for a scan of length 3.
+    JAX keeps this array as a residual. The report follows this residual back through the jaxpr, and so finds the tensor
+    x. Each enclosing scan or `jax.vmap` adds an axis to its shape: f32[3,0,8,4] for a scan of length 3.
     """
 
     def __init__(self, aval: Any, origin: Origin, is_recomputed: bool) -> None:
@@ -452,8 +467,8 @@ def pack_residuals(
 ) -> tuple[PackedResiduals, list[Any], list[Any]]:
     """Pack the tensors that a layer or an operation keeps. Each distinct tensor is kept once, in one way.
 
-    `outputs` are the results of the layer or operation. If backward can compute an output from the residuals, the pair
-    stores this computation. Then a later operation that keeps this output packs nothing more.
+    `outputs` are the results of the layer or operation. If backward can compute an output from the packed residuals,
+    the pair of hooks remembers how to compute it. Then a later operation that keeps this output packs nothing more.
 
     Returns:
         The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
@@ -475,7 +490,7 @@ def pack_residuals(
 
 
 class _KnownResiduals:
-    """The residuals of the values of one layer or operation, as far as they are known."""
+    """The residuals that are known so far for the values in one layer or one operation."""
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
@@ -504,7 +519,8 @@ class _KnownResiduals:
     def is_constant(self, value: Any) -> bool:
         """Return whether a value is a number that is the same in all runs.
 
-        A scalar operand counts as varying between runs, unless it is left unpacked.
+        `is_constant` returns False for a scalar operand of the layer or operation, unless the hooks leave this operand
+        unpacked.
         """
         return is_number(value) and id(value) not in self._varying
 
@@ -513,12 +529,15 @@ class _KnownResiduals:
         return None if self.is_constant(operand) else self.get(operand)
 
     def put_recomputed(self, equations: Sequence[Equation]) -> None:
-        """Add the results of equations that backward evaluates again, in the order in which they ran."""
+        """Store a residual for the result of each equation, which evaluates this equation again in backward.
+
+        The equations must be in the order in which they ran in the forward pass.
+        """
         for e in equations:
             self.put(e.value, recomputed(e.primitive, e.params, e.inputs, self.input_of))
 
     def put_equal(self, values: Sequence[Any], others: Sequence[Any]) -> None:
-        """Store for each of `values` the residual of the entry of `others` at the same position.
+        """For each value in `values`, store the residual of the value at the same position in `others`.
 
         The `values` are the outputs behind a barrier.
         """
@@ -563,8 +582,8 @@ def _derivation(
 ) -> tuple[list[Any], list[Equation]]:
     """Return values from which backward can recompute `value`, and the equations that recompute it, in order.
 
-    The walk back from `value` stops at constants, at values that are given, and at values that no recorded equation may
-    recompute.
+    From `value`, the function follows the recorded equations back to their operands. It stops at constants, at values
+    for which `is_given` returns True, and at results that backward may not recompute.
     """
     recorded, model = known.packing.equations, known.packing.pair.error_model
     roots: dict[int, Any] = {}
@@ -598,7 +617,11 @@ def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equati
 
 
 def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> list[Any]:
-    """Pack the tensors of a plan, and add the residuals of all tensors of the plan to `known`. Return the outputs."""
+    """Pack the tensors that a plan selects for packing.
+
+    Store their residuals in `known`, together with the residuals of the tensors that backward recomputes. Return the
+    outputs.
+    """
     pair, owner, origin_of = known.packing.pair, known.packing.owner, known.packing.origin_of
     with hooks_suspended():
         # `jax.grad(f)(2.0)` passes a Python number in place of an array.
@@ -613,7 +636,8 @@ def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> l
 def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """Return residuals and outputs.
 
-    In staged code, both pass an optimization barrier, so that XLA packs before it uses the outputs.
+    In staged code, the packed arrays and the outputs pass through one optimization barrier. Therefore XLA packs the
+    tensors before it uses the outputs.
 
     Without the barrier, XLA may simplify unpack(pack(x)) to x and keep x (two casts cancel out), or pack late.
     """

@@ -1,4 +1,4 @@
-"""A primitive that calls a function of NumPy arrays when a program runs: arrays -> arrays.
+"""Defines the primitive `host_call`, which calls a Python function on NumPy arrays each time a program runs.
 
     x:f32[8,3] = host_call[name=unpack_hook] token
     y:f32[3]   = host_call[name=Erf.forward] x
@@ -6,10 +6,10 @@
 NOTE [host calls]
 `io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, this copy needs a
 thread of the same pool that runs the callbacks. So a program deadlocks if many callbacks with large arrays run at once.
-In jax 0.10, `pure_callback` with arrays of 16 MiB on 4 devices does so. Therefore, on CPU, functions run in a
-`buffer_callback`, which reads an array in place. Other devices have separate threads for callbacks. `buffer_callback`
-does not support several devices, so a shard_map calls it on the first device and sends the results to the others.
-tests: devices/test_sharded_hooks.py
+For example, in jax 0.10 a program deadlocks if it calls `pure_callback` with arrays of 16 MiB on 4 devices. Therefore,
+on CPU, functions run in a `buffer_callback`, which reads an array in place. Other devices have separate threads for
+callbacks. `buffer_callback` does not support several devices, so a shard_map calls it on the first device and sends the
+results to the others. tests: devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequenc
         return host_call_p.bind(*merge(is_batched, xs, args), payload=function)
 
     if is_staging():
-        # JAX may evaluate the staged code in eager mode later. JAX would then keep the compiled program of a
-        # `jax.lax.map` forever. It drops the program of a jitted function together with the function.
+        # JAX may evaluate the staged code in eager mode later. JAX keeps the compiled program of an eager `jax.lax.map`
+        # forever. When JAX deletes a jitted function, it also deletes the compiled program of this function.
         values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
     else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with the function and all objects that it holds
         results = [one([x[i] for x in batches]) for i in range(axis.size)]

@@ -39,11 +39,12 @@ for _part in Path(__file__).parents[1].iterdir():
 def stage(
     function: Callable[..., tuple[Sequence[Any], Any]], types: Sequence[Any], name: str
 ) -> tuple[Any, list[Any], Any]:
-    """Stage a flat function to a jaxpr. The function returns its outputs and a second value of any kind.
+    """Stage a flat function to a jaxpr. `function` returns a pair: a sequence of outputs, and any other Python object.
 
         jaxpr, consts, second = stage(lambda x: ([x * w], "any object"), [typeof(x)], "Scale at layers.py:12")
 
-    `jax.make_jaxpr` would take five times as long for every traced layer. Errors of JAX call the function `name`.
+    `jax.make_jaxpr` takes five times as long as this function, which runs for every layer that JAX traces. Errors of
+    JAX call the function `name`.
 
     Returns:
         The jaxpr, the values that the function closes over (the first inputs of the jaxpr), and the second value.
@@ -70,7 +71,7 @@ def jaxpr_and_consts(parameter: Any) -> tuple[Any, Sequence[Any]]:
 
 
 def as_parameter(jaxpr: Any) -> Any:
-    """Convert a jaxpr without constants to a parameter of an equation."""
+    """Convert a jaxpr without constants to the class that JAX uses for jaxprs in the parameters of an equation."""
     return jaxpr if ClosedJaxpr is type(jaxpr) else ClosedJaxpr(jaxpr, ())
 
 
@@ -83,7 +84,7 @@ def is_inlinable(params: dict[str, Any]) -> bool:
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """Return how many of a scan's first operands are constants, and how many of the next are carried values."""
+    """Return the number of constants and the number of carried values among the operands of a scan equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()  # since jax 0.12
@@ -91,7 +92,10 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 
 def with_users_line(jaxpr: Any) -> Any:
-    """Add the user's current source line to a jaxpr whose equations have none, as in a jitted function of JAX."""
+    """Add the user's current source line to the equations of a jaxpr if the first equation has no source line.
+
+    JAX's own jitted functions have no source lines.
+    """
     if not jaxpr.eqns or summarize(jaxpr.eqns[0].source_info):
         return jaxpr
     line = current().traceback
@@ -277,7 +281,8 @@ def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
 def frames_between(outer: Any, inner: Any) -> list[str]:
     """Return the names of the functions that were called between `outer` and `inner`, outermost first.
 
-    A method has two names: that of the class that defines it, and its own, unless its own is like `__call__`.
+    For a method, the list has the name of its class and the name of the method. The list leaves out names such as
+    `__call__`.
     """
     frames = _frames(inner)
     functions = [(frame["file"], frame["function"]) for frame in frames]
@@ -301,8 +306,8 @@ def scopes_between(outer: Any, inner: Any) -> list[str]:
 def line_of(sources: Sequence[Any]) -> str:
     """Return the innermost line of the user's code, such as `model.py:12`, or "" if there is none.
 
-    `sources` has the source information of nested equations, outermost first. A line outside of installed packages is
-    preferred.
+    `sources` has the source information of nested equations, outermost first. A line in the user's files takes
+    precedence over a line in an installed package.
     """
     frames = [frame for source in reversed(sources) for frame in reversed(_frames(source))]
     own = [f for f in frames if "site-packages" not in f["file"] and "dist-packages" not in f["file"]]

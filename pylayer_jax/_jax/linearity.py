@@ -1,18 +1,19 @@
 """Functions that prove that a jaxpr is linear in some of its inputs, and transpose a jaxpr after such a proof.
 
 JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
-exactly if it maps zero to zero. Transposition also silently drops a dependence that goes through integers, booleans or
-keys, which have no tangents. The proof finds the kind of each value in a jaxpr. There are four kinds:
+exactly if it maps zero to zero. If an output depends on an input only through integers, booleans or PRNG keys, JAX
+drops this dependence during transposition and raises no error. The reason is that these values have no tangents. The
+proof finds the kind of each value in a jaxpr. There are four kinds:
 
     ZERO      known to be zero
     CONSTANT  does not depend on the inputs for which the proof is made
     LINEAR    linear in these inputs
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
-A table has a rule for each operation, which computes the kinds of the results from the kinds of the operands. If an
-operation is not in the table, and no operand depends on the inputs, its result is CONSTANT. If an operand depends on
-the inputs, the kind of the result is the name of this operation. Therefore the proof fails for a new operation of JAX
-until it is in the table.
+A table contains one rule per operation. From the kinds of the operands, the rule computes the kinds of the results. If
+the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. If an
+operand depends on the inputs, the kind of the result is the name of this operation. Therefore the proof fails for a new
+operation of JAX until it is in the table.
 """
 
 from __future__ import annotations
@@ -97,9 +98,10 @@ def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
-    """Return the first of the kinds that may be nonlinear.
+    """Return the first entry of `kinds` that stands for a value which may be nonlinear in the inputs.
 
-    If there is none, return `if_linear` if any kind is LINEAR, else CONSTANT.
+    If each kind is ZERO, CONSTANT or LINEAR, return `if_linear` if at least one of them is LINEAR, and CONSTANT
+    otherwise.
     """
     failed = next((k for k in kinds if k not in _KNOWN), None)
     return failed or (if_linear if LINEAR in kinds else CONSTANT)
@@ -138,7 +140,7 @@ def _linear_in(positions: Sequence[int]) -> Rule:
 
 
 def _each(equation: Any, operands: list[Kind]) -> list[Kind]:
-    """Return the kinds of the operands as kinds of the results: each result is the operand at the same position."""
+    """Return `operands` unchanged: each result has the kind (such as LINEAR) of the operand at the same position."""
     del equation
     return operands
 

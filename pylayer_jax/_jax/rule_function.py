@@ -1,4 +1,4 @@
-"""Two primitives: a function with its own rule for derivatives, and a linear map with its own transpose.
+"""Defines two primitives: a function with a custom derivative rule, and a linear map with a custom transpose.
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
 tangents. If the rule applies the same `RuleFunction` to its primals, JAX uses the rule again when it differentiates the
@@ -93,14 +93,15 @@ class ObjectPrimitive(Primitive):
     The payload lives as long as the equation.
 
     NOTE [payloads]
-    JAX keeps the parameters of thousands of equations in caches that outlive the equations. A Python object among these
-    parameters would stay alive, with everything that the object holds, such as static arguments of a user. But JAX's
-    caches hold jaxprs weakly. Therefore the parameter of an equation is an empty jaxpr whose debug info has the Python
-    object. The empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
+    JAX keeps the parameters of thousands of equations in caches that outlive the equations. If a parameter were an
+    ordinary Python object, the caches would keep this object alive. They would also keep alive everything that the
+    object references, such as the non-array arguments of a layer. But JAX's caches hold jaxprs weakly. Therefore the
+    parameter of an equation is an empty jaxpr whose debug info has the Python object. The empty jaxpr is nested in
+    tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
 
-    A weak table from jaxprs to objects would not solve this. If an object refers to its own equation, as a hook that
-    stores a tracer does, the table would keep the object, and with it its own key, alive forever. tests:
-    hooks/test_identity.py
+    A table that maps jaxprs to Python objects, with weak references to the jaxprs, could also keep objects alive
+    forever. If an object refers to its own equation, as a hook that stores a tracer does, the table would keep the
+    object, and with it its own key, alive forever. tests: hooks/test_identity.py
 
     If the payload has a jaxpr, the equation has this jaxpr as another parameter: JAX searches the jaxprs among the
     parameters, for example for the devices of a mesh.
@@ -145,12 +146,14 @@ class ObjectPrimitive(Primitive):
         transpose: Callable[..., Any],
         lower: Callable[..., Any],
     ) -> None:
-        """Enter the rules into the tables of `jax.interpreters`. Each rule gets the payload as its first argument.
+        """Register the rules of this primitive in the tables of `jax.interpreters`.
+
+        The first argument of each rule is the payload, which is the Python object that the equation holds.
 
         In the rules, a None tangent or cotangent means zero. The JVP rule is `jvp(payload, primals, tangents) ->
         values, tangents`. In `transpose(payload, args, cotangents) -> cotangents`, each argument that needs a cotangent
-        is None.
-        JAX calls `batch(payload, axis, args, dims) -> values, dims` if an operand is batched or the axis has a name.
+        is None. The batching rule is `batch(payload, axis, args, dims) -> values, dims`. JAX calls this rule if an
+        operand is batched, or if the axis of `jax.vmap` has a name.
         """
 
         def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
@@ -188,7 +191,8 @@ class ObjectPrimitive(Primitive):
         named_rule: Any = jvp_rule
         named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_custom_vjp.py`
         self.def_impl(evaluate_rule)
-        # Some jaxprs have hijax primitives (that of jnp.nonzero). Since jax 0.12, JAX calls `to_lojax` to lower these.
+        # Some jaxprs have hijax primitives (that of jnp.nonzero). To lower a jaxpr with hijax primitives, JAX 0.12 and
+        # later call the method `to_lojax` of a primitive.
         self.to_lojax = evaluate_rule
         self.def_effectful_abstract_eval(lambda *types, payload, **_: abstract(_payload(payload), *types))
         ad.primitive_jvps[self] = jvp_rule
@@ -211,7 +215,7 @@ def _payload(key: Any) -> Any:
 
 
 def payload_of(equation: Any) -> Any:
-    """Return the object that an equation of an `ObjectPrimitive` holds."""
+    """Return the Python object that is stored in the parameters of an equation with an `ObjectPrimitive`."""
     return payload_of_params(equation.params)
 
 
@@ -268,7 +272,9 @@ class RuleFunction:
         return [True] * len(self.jaxpr.invars)
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-        """Return a function that computes only the results in the mask `used`, and a mask of the operands it reads.
+        """Return a function that computes only the results for which `used` is True.
+
+        Also return a mask of the operands that the new function reads.
 
         If JAX may not divide this function, return this function itself.
         """
@@ -291,7 +297,7 @@ class RuleFunction:
         raise NotImplementedError
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Return one cotangent for each operand that is None in `args`.
+        """Return one entry per operand: its cotangent if `args` has None for the operand, and None otherwise.
 
         The function has to be linear in these operands.
         """
@@ -541,8 +547,8 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
             return _evaluate_linear(linear, *merge(nonzero, moving, primals))
 
         return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
-    # The map is linear in its tangents. Bind the linear map again for the tangents of the tangents, so that reverse
-    # mode can transpose it.
+    # The map is linear in its tangents. The derivative of a linear map with respect to its tangents is the same linear
+    # map. So bind the linear map a second time. Reverse mode can then transpose the new equation.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
     return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
@@ -560,7 +566,8 @@ def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Seque
     __tracebackhide__ = True
     n = linear.n_residuals
     # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples. If
-    # the axis has a name, repeat every tangent: `evaluate` may use the axis, for example if `backward` sums over it.
+    # the batch axis has a name, the tangents are repeated even when no operand is batched. The reason is that
+    # `evaluate` may use the axis. For example, `backward` may sum over the axis.
     tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
     values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
     return values, [0] * len(values)
@@ -597,7 +604,7 @@ class Identity(RuleFunction):
     """
 
     # JAX looks into the jaxprs among the parameters of an equation several times while it lowers a program. To save
-    # this time, the jaxpr of an identity is not among the parameters.
+    # time, the equation of an `Identity` does not have the jaxpr of the `Identity` as a parameter.
     is_opaque = True
 
     def __init__(self, name: str, types: tuple[Any, ...], error: Callable[[], Exception] | None = None) -> None:
@@ -662,7 +669,9 @@ partial_eval.custom_partial_eval_rules[rule_function_p] = _partial_eval
 
 
 def barrier(values: Sequence[Any], waits: bool = False) -> Values:
-    """Return the values behind a barrier. XLA uses no value before all are computed, and optimizes nothing across it.
+    """Return the values behind a barrier. XLA computes all of these values before it uses any of them.
+
+    It optimizes no code across the barrier.
 
     If `waits` is True, XLA also waits for values whose results are unused. Otherwise JAX may drop these values. tests:
     `test_memory_of_a_compiled_step` in hooks/test_packers.py
@@ -750,10 +759,11 @@ def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
 
 
 class PartialFunction(RuleFunction):
-    """A function that computes some values of another function, `whole`, and has the derivative of `whole`.
+    """A function that computes some values of another `RuleFunction`, `whole`, and has the derivative of `whole`.
 
-    Its operands are first `n_residuals` values that another part computes, and then the operands of the whole function.
-    Its results are first the values of the whole function at `positions`, and then residuals for another part.
+    The first `n_residuals` operands are values that another part of the function computes. The remaining operands are
+    those of the whole function. Its results are first the values of the whole function at `positions`, and then
+    residuals for another part.
     """
 
     def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
@@ -790,7 +800,9 @@ def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any
 
 
 def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], equation: Any) -> Any:
-    """Divide an equation into a known and an unknown part. This is a rule of `partial_eval_jaxpr_custom_rules`.
+    """Split an equation into one equation for the forward pass and one for the backward pass.
+
+    This is a rule of `partial_eval_jaxpr_custom_rules`.
 
     Returns:
         The equation of the forward pass, the equation of the backward pass, two masks of the results (known only in the

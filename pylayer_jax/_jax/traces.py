@@ -1,9 +1,9 @@
 """The internals of JAX that this package uses: names that may move to other modules of JAX, traces and tracers.
 
-JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. It
-transforms a function (for example with `jax.vmap`) that records the classes of its argument and of the current trace.
-The function runs in `jax.eval_shape`, which compiles nothing and starts no backend. If a class is unexpected, the
-import fails.
+JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. For
+this purpose, the module transforms a small function, for example with `jax.vmap`. This function records the class of
+its argument and the class of the current trace. The function runs in `jax.eval_shape`, which compiles nothing and
+starts no backend. If a trace or tracer has an unexpected class, the import of this module raises an ImportError.
 """
 
 from __future__ import annotations
@@ -212,7 +212,10 @@ def whole_batch(value: Any) -> Any:
 
 
 def is_unknown(value: Any) -> bool:
-    """Return whether a value, or its whole batch, is unknown in a partial evaluation, as in `jax.linear_transpose`."""
+    """Return whether a value is unknown to a partial evaluation, such as that of `jax.linear_transpose`.
+
+    For a value inside `jax.vmap`, look at the array of the whole batch.
+    """
     value = whole_batch(value)
     return isinstance(value, PARTIAL.tracer) and not value.is_known()
 
