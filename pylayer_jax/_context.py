@@ -64,6 +64,7 @@ class Outputs:
         self.types = [typeof(x) for x in arrays]
         self.has_tangent = [i not in marked and has_tangent(t) for i, t in enumerate(self.types)]
         # JAX may place an uncommitted array on any device, so zeros for the cotangent of this array need no sharding.
+        # Zeros for a tracer get their sharding from its type.
         self.shardings = [None if is_tracer(x) or not x.committed else x.sharding for x in arrays]
 
     def with_types(self, types: list[Any]) -> Outputs:
@@ -156,7 +157,7 @@ class ContextState:
 
 
 class PyLayerContext:
-    """The object `ctx` of one application of a layer, which carries values and flags from `forward` to `backward`.
+    """The object `ctx`, which carries values and flags from `forward` to `backward` in one application of a layer.
 
         @staticmethod
         def forward(ctx, x, scale):
@@ -259,7 +260,7 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
-        In a call that takes a `jax.Ref`, a missing cotangent arrives as zeros.
+        In a call that takes a `jax.Ref`, a missing cotangent arrives as zeros in both cases.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -503,7 +504,7 @@ _PLAIN = (
 def _may_hold_arrays(static: Any) -> bool:
     """Return whether an object that is no pytree may hold arrays.
 
-    The closure of a function decides, or the type of any other object.
+    For a function, look at the values that it closes over. For any other object, look at its type.
     """
     if isinstance(static, _PLAIN):
         return False

@@ -98,7 +98,8 @@ class Function(PyLayer):
     `Function` follows torch where a `PyLayer` follows Paddle:
 
     - `backward` receives one cotangent per output (None for an output that is not a tensor), and returns one gradient
-      per argument of the call; further Nones may follow. With `setup_context`, defaults are arguments too.
+      per argument of the call; further Nones may follow. With `setup_context`, parameters that the call leaves at their
+      defaults count as arguments too.
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
 
@@ -107,7 +108,7 @@ class Function(PyLayer):
     derivative is complete or raises an error.
     """
 
-    complex_convention = "paddle"
+    complex_convention = "paddle"  # torch has the same convention
     _context = FunctionCtx
     _torch_convention = True
     _forward_and_setup: ClassVar[Callable[..., Any]]  # a forward(ctx, ...) that calls forward and setup_context
@@ -164,8 +165,8 @@ def _with_setup_context(layer: type[Function], signature: inspect.Signature) -> 
         output = layer.forward(*args, **kwargs)
         tensors, skeleton = split(output)
         if not layer.host and not all(map(is_array, tensors)):  # a NumPy output would be a constant in `setup_context`
-            # There is one array for each object. If `forward` returns the same object at several positions, the
-            # derivative rule of the layer applies to the last of these positions.
+            # If `forward` returns one NumPy array at two positions, both outputs are the same JAX array, as NOTE
+            # [orders] in `_layer_rule.py` requires.
             arrays = {id(x): x if is_array(x) else jnp.copy(as_arrays([x])[0]) for x in tensors}
             output = skeleton.fill([arrays[id(x)] for x in tensors])
             ctx._state.returned = [(x, arrays[id(x)]) for x in tensors if not is_array(x)]

@@ -1,6 +1,7 @@
-"""Defines `PyLayer`, its `apply` and `once_differentiable`.
+"""Defines `PyLayer`, the descriptor of `PyLayer.apply`, and the decorator `once_differentiable`.
 
-The function `_route` chooses how JAX sees a call: as a custom_vjp function, or as a `RuleFunction`.
+For a call under a transformation, `_route` chooses the function that JAX applies: a custom_vjp function, or a
+`RuleFunction`.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def once_differentiable(backward: Method) -> Method:
-    """Mark a `backward` that has no derivative: then a second derivative raises an error.
+    """Declare that `backward` has no derivative, so that a second derivative raises an error.
 
         >>> class Once(Tanh):
         ...     @staticmethod
@@ -199,8 +200,8 @@ class Apply(classmethod):
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
-        # `inspect.signature` follows `__wrapped__`. It also drops the first parameter of a bound method, which would be
-        # `ctx`.
+        # `inspect.signature` reads the signature of `__wrapped__`, which is `forward(ctx, x)`. Since `apply` is a bound
+        # method, it then drops the first parameter. So `apply` shows `(x)`.
         function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)
@@ -229,7 +230,8 @@ class PyLayer:
     transpose `backward`, which then has to be linear in its cotangents. Every run of `backward` gets the values that
     `forward` kept on `ctx`: containers are copied for each run, and other objects are shared.
 
-    In eager mode `forward` and `backward` see concrete values, but a second derivative traces `forward`.
+    In eager mode, a first derivative runs `forward` and `backward` on concrete values. A second derivative traces
+    `forward`, also in eager mode.
 
     A class may also define these static methods:
 
@@ -247,8 +249,9 @@ class PyLayer:
         forward_mode: whether forward mode (`jax.jvp`, `jax.jacfwd`, `jax.linearize`) may transpose `backward`.
         saved_names: a name for each value of `save_for_backward`, in order, for the policies of `jax.checkpoint`; None
             leaves a value without a name. True gives the names `Tanh.saved[0]`, `Tanh.saved[1]`, ... For a tensor in a
-            pytree, the path of the tensor follows the name, as in `y['w']`. By default, saved values have no names:
-            JAX treats a named tensor as a new value, which a scan would stack in addition to the tensor itself.
+            pytree, the path of the tensor follows the name, as in `y['w']`. Names cost memory in a scan: JAX treats a
+            named tensor as a new value, and stacks it in addition to the tensor itself. Therefore saved values have no
+            names by default.
         host: True if `forward` and `backward` are NumPy code, which gets and returns NumPy arrays, also under `jax.jit`
             and the other transformations. "forward" if `backward` is JAX code, so that it has a derivative. Under a
             transformation, the methods first run on example arrays, to find the types of the results. The arrays hold

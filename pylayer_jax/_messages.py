@@ -67,7 +67,7 @@ def closed_over(function: Any) -> dict[str, Any]:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return the values that a function closes over, by name, and the attributes of an object, such as `.scale`."""
+    """Return a dict of the values that a function closes over, and of the attributes of an object, such as `.scale`."""
     found = closed_over(value) if callable(value) else {}
     owner: Any = getattr(value, "__self__", value)  # the object of a bound method
     if isinstance(owner, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)):

@@ -84,7 +84,7 @@ class Skeleton:
         """Return a pair (path, leaf) for each leaf; a placeholder stands for each tensor."""
         if self is LEAF:
             return [("", _TENSOR)]
-        # The placeholder of a dict is a dict, since nodes such as jax.tree_util.Partial accept only a dict as a child.
+        # In place of a dict put a dict: `jax.tree_util.Partial` accepts nothing else for its keywords.
         places = [dict.fromkeys(x.keys) if type(x) is _Dict else _TENSOR for x in self.leaves]
         pairs, _ = jax.tree_util.tree_flatten_with_path(self.treedef.unflatten(places), is_leaf=_is_dict)
         found: list[tuple[str, Any]] = []
@@ -228,7 +228,7 @@ class WeakTable:
         number, entries = id(key), self._entries
         try:
             entries[number] = weakref.ref(key, lambda _: entries.pop(number, None)), value
-        except TypeError:  # a number that JAX passes may allow no weak references
+        except TypeError:  # JAX may pass a Python or NumPy number, to which no weak reference can be made
             return
 
     def drop(self, key: Any) -> None:

@@ -185,7 +185,7 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
     """Return a copy of a jaxpr in which `checkpoint_name` is applied to the variables in `name_of`.
 
     The name follows the equation that computes the variable, and all later equations read the named value. If a policy
-    of `jax.checkpoint` saves this value, no equation before the name has to run again in backward. tests:
+    of `jax.checkpoint` saves this value, the equations that compute it need not run again in backward. tests:
     derivatives/test_checkpoint.py
     """
 
@@ -232,7 +232,7 @@ def uses_own_refs(jaxpr: Any) -> bool:
 
 
 def outside_effects(jaxpr: Any) -> frozenset[Any]:
-    """Return the effects of a jaxpr, except the effects on Refs that the jaxpr itself makes."""
+    """Return the effects of a jaxpr, except effects on Refs that the jaxpr itself makes."""
     return frozenset(jaxpr.effects) - _effects_of_own_refs()
 
 
