@@ -30,7 +30,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,8 +44,7 @@ from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_
 from ._messages import describe, second_derivative_error
 from ._trees import Skeleton, _Dict, contains, split
 
-if TYPE_CHECKING:
-    from ._call import LayerCall
+LayerCall = Any  # the class in `_call.py`, which imports this module
 
 _SAVED = "ctx.save_for_backward"
 _TOKEN = "_has_run"  # the attribute of ctx that holds the token of NOTE [dropped calls]
