@@ -254,22 +254,25 @@ class _Example:
         """Run `forward` on example arrays. Return the run, and whether `forward` may write to its inputs.
 
         `forward` first gets arrays that cannot be written to. If it raises an error, it may have tried to write. So it
-        runs again on other arrays, where any other error is raised again. tests: test_objects_made_from_values
+        runs again on other arrays, where any other error is raised again. tests:
+        test_an_array_that_is_changed_in_place_in_some_runs_only
         """
         arrays = _on_example(call, "example", lambda: _example_arrays(call))
-        forward, needs = call.layer._forward_with_ctx(), self.needs
+        forward = call.layer._forward_with_ctx()
+
+        def run(is_writable: bool) -> _Run:
+            return _on_example(call, "forward", lambda: _forward(call, forward, self.needs, arrays, is_writable))
+
         try:
-            return _on_example(
-                call, "forward", lambda: _forward(call, forward, needs, arrays, is_writable=False)
-            ), False
+            return run(is_writable=False), False
         except Exception:
-            return _on_example(call, "forward", lambda: _forward(call, forward, needs, arrays)), True
+            return run(is_writable=True), True
 
     def backward(self, call: LayerCall, needs: tuple[bool, ...], cotangents: Sequence[Any]) -> _Structure:
         tensors, skeleton = split(cotangents)
         key = (needs, *_parts(skeleton))
         if key not in self._backwards:
-            run = self._run_forward(call)[0] if self._run is None else self._run
+            run = self._run or self._run_forward(call)[0]  # another thread may set `_run` to None meanwhile
             tree = run.structure.skeleton.fill([np.array(x) for x in run.tensors], copy_container)
             given = skeleton.fill(_drawn([typeof(x) for x in tensors]))
             self._backwards[key] = _on_example(call, "backward", lambda: _backward(call, needs, tree, given)).structure
