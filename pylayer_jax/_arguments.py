@@ -51,7 +51,8 @@ class Arguments:
         self.arguments = arguments
         self.types = tensor_types
         self.n_positional = n_positional  # how many arguments the layer's methods get by position
-        # This is True in nearly every call: each argument is a single tensor, and is passed by position.
+        # `is_plain` is True in nearly every call. It says that each argument is a single tensor, and that the methods
+        # of the layer get each argument by position.
         is_positional = n_positional == len(arguments)
         self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - a list is faster
         self.ref_mask = ref_mask  # one bool per tensor: whether the tensor is a Ref; empty if there is no Ref

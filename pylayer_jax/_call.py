@@ -25,9 +25,10 @@ from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
-# True while a `backward` runs that JAX may transpose or differentiate in forward mode. `jax.custom_vjp` allows neither
-# transposition nor forward mode, so a layer applied within such a `backward` does not use it. The flag `in_backward` is
-# part of the cache key of `jax.jit`, since a jitted function may apply a layer.
+# True while a `backward` runs that JAX may transpose or differentiate in forward mode. JAX may transpose this
+# `backward`, or differentiate it in forward mode. `jax.custom_vjp` supports neither. So if this `backward` applies a
+# layer, the layer does not use `jax.custom_vjp`. The flag `in_backward` is part of the cache key of `jax.jit`, since a
+# jitted function may apply a layer.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
@@ -106,7 +107,10 @@ class LayerCall:
         return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
-        """Run `forward` where nothing is differentiated, and return its outputs in the same containers."""
+        """Run `forward` in a call that JAX does not differentiate.
+
+        Return the outputs in the containers (such as a tuple or a dict) that `forward` returned.
+        """
         __tracebackhide__ = True
         ctx, result = self._call_forward(self.layer._forward_with_ctx(), tensors, [False] * len(tensors), False)
         if is_array(result) and not ctx._state.must_return:  # the usual case

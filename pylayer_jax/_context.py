@@ -96,8 +96,8 @@ class Outputs:
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """Return the cotangents for `backward`, with one entry per top-level output that holds a tensor.
 
-        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics` is True, the entry for an
-        output without a tensor is None.
+        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics` is True, the list also has an
+        entry for each top-level output without a tensor. This entry is None.
         """
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []
@@ -200,9 +200,9 @@ class PyLayerContext:
 
         Each value may be a pytree, and the whole pytree is one entry of the saved tuple. Leaves that are not arrays are
         saved unchanged. A `jax.Ref` argument is saved as a reference: `backward` reads the content that the Ref has
-        when `backward` runs. In a second derivative, a saved input has the derivative of the input, and a saved output
-        the derivative that `backward` defines. For any other saved tensor, JAX obtains the derivative by
-        differentiating the code of `forward`.
+        when `backward` runs. When JAX differentiates `backward`, the derivative of a saved input is the derivative of
+        the input itself. The derivative of a saved output is the one that `backward` defines. For any other saved
+        tensor, JAX obtains the derivative by differentiating the code of `forward`.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -260,7 +260,7 @@ class PyLayerContext:
     def set_materialize_grads(self, flag: bool) -> None:
         """Choose whether `backward` gets zeros (True, the default) or None (False) for a missing cotangent.
 
-        In a call that takes a `jax.Ref`, a missing cotangent arrives as zeros in both cases.
+        If a call takes a `jax.Ref`, `backward` always gets zeros for a missing cotangent.
 
         Raises:
             RuntimeError: when called outside `forward`.

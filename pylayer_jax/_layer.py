@@ -435,6 +435,6 @@ def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
     if is_deferred:
-        # The error is raised when JAX differentiates the call. The values read from the Refs are unused, so the
-        # compiled program does not contain these reads.
+        # The error is raised when JAX differentiates the call. No code uses the values that are read from the Refs
+        # here. So the compiled program does not contain these reads.
         forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

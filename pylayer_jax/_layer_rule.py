@@ -81,8 +81,8 @@ class LayerMap(LinearMap):
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
 
     If the class defines a `jvp` method, the map is this method instead. Reverse mode transposes the map B^T. The
-    transpose of B^T is B again. Thus reverse mode just calls `backward`, which need not be linear. Only forward mode
-    evaluates B^T. Therefore only forward mode needs a `backward` that is linear in the cotangents.
+    transpose of B^T is B again. Thus reverse mode just calls `backward`. For this, `backward` need not be linear. Only
+    forward mode evaluates B^T. Therefore only forward mode needs a `backward` that is linear in the cotangents.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -264,7 +264,8 @@ class StagedLayer(RuleFunction):
     def outputs_jaxpr(self) -> Any:
         """The part of the jaxpr that computes the outputs.
 
-        It has no intermediates, and none of the names of `saved_names`.
+        This jaxpr does not return the intermediates. It does not apply `checkpoint_name` with the names in
+        `saved_names`.
         """
         if not self.intermediates:
             return self._jaxpr_without_names
@@ -410,7 +411,8 @@ def _stage_forward(
 
     The residuals are entries of [inputs, *results].
 
-    The outputs in `axes_of_output` are made to vary over these mesh axes: see `_missing_axes`.
+    `axes_of_output` maps the index of an output to mesh axes. The function makes this output vary over these axes: see
+    `_missing_axes`.
 
     Returns:
         The jaxpr; the values that `forward` closes over; and a pair of the saved context and the positions of the
@@ -525,7 +527,11 @@ class EagerLayer(RuleFunction):
 
 
 class EagerBatch(UnstagedBatch):
-    """A batched `EagerLayer`, or a batch of such batches. The `vmap` of the class runs on concrete values."""
+    """A function that runs the `vmap` method of a layer class on a batch of concrete values.
+
+    The inner function is an `EagerLayer`; with nested `jax.vmap`, it is another `EagerBatch`. The `vmap` of the class
+    runs on concrete values.
+    """
 
     inner: EagerLayer | EagerBatch
 

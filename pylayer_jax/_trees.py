@@ -97,7 +97,8 @@ class Skeleton:
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """Return the values at the positions of the tensors in `tree`, which has the structure of this skeleton.
 
-        `tree` may also be None, or, for the skeleton of a box such as `flax.nnx.Param`, an array.
+        `tree` may also be None. If this skeleton describes a container of one array, such as `flax.nnx.Param`, `tree`
+        may also be a bare array.
 
         Raises:
             ValueError: if `tree` has another structure.

@@ -35,13 +35,14 @@ class Block:
     its hooks, JAX's caches, which keep the block, would keep the hooks alive too. Therefore a block drops its pair of
     hooks when the program leaves the block, and keeps only the key of the pair.
 
-    There are two cases in which two blocks are equal, so that JAX reuses in one block what it traced in the other.
+    Two blocks compare equal in two cases. If they are equal, JAX reuses in one block what it traced in the other block.
     First, two blocks are equal if their pairs are equal. So JAX traces a function again if it was traced with other
-    hooks. Second, two blocks of one thread are equal as long as `is_shared` is True for both. At first, `is_shared` of
-    a block is True if the block has a pair of hooks and JAX traces no jaxpr when the block begins. `is_shared` becomes
-    False when code in the block calls `active_pair` while JAX traces a jaxpr. Until then, nothing that JAX has cached
-    in the block depends on the pair, so a new pair compiles nothing again. Staged code that depends on the pair calls
-    `active_pair` before JAX caches this code. So equality changes with time, and the hash is constant.
+    hooks. Second, two blocks of one thread compare equal while the attribute `is_shared` of both blocks is True. At
+    first, `is_shared` of a block is True if the block has a pair of hooks and JAX traces no jaxpr when the block
+    begins. `is_shared` becomes False when code in the block calls `active_pair` while JAX traces a jaxpr. Until code in
+    the block calls `active_pair` while JAX traces a jaxpr, nothing in JAX's caches depends on the pair of hooks. So JAX
+    compiles nothing again for a new pair. Staged code that depends on the pair calls `active_pair` before JAX caches
+    this code. So equality changes with time, and the hash is constant.
 
     Blocks of different threads are equal only if their pairs of hooks are equal. JAX lets a thread wait while another
     thread traces code under an equal key, and it is not yet known whether this code will call `active_pair`. tests:

@@ -10,10 +10,10 @@ NOTE [host packs]
 A program calls the unpack hook with a token once; or several times, if JAX moved the packing of a loop-invariant tensor
 out of the loop; or never, if `backward` does not run. The host cannot know which call is the last. Therefore the host
 drops the packed values that were unpacked at least once when the same device packs at the same `PackSite` again: then a
-new forward pass has begun. A value that was never unpacked stays until the hooks are closed or the program is deleted.
-If a compiled `backward` never reads a tensor (the maximum that softmax subtracts), each run of the program would leave
-one more value on the host. To avoid this on CPU, XLA may remove a call of the pack hook whose token no code reads.
-tests: hooks/test_host.py
+new forward pass has begun. If backward never unpacks a packed value, the host keeps this value until the hooks are
+closed or Python deletes the program. If a compiled `backward` never reads a tensor (the maximum that softmax
+subtracts), each run of the program would leave one more value on the host. To avoid this on CPU, XLA may remove a call
+of the pack hook whose token no code reads. tests: hooks/test_host.py
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class HostStore:
             self._owners.put(hooks, None)
 
     def close(self, hooks: Any) -> None:
-        """Remove the owner `hooks`. Drop all packed values if no other owner is left."""
+        """Remove the owner `hooks`.
+
+        Drop all packed values of this store if no pair of hooks that uses the store is still open.
+        """
         dropped: list[Any] = []
         with _lock:
             self._owners.drop(hooks)

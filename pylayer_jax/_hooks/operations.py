@@ -1,8 +1,8 @@
 """The trace of a block of hooks. This trace can bind a function with a custom derivative rule in place of an operation.
 
 A block makes a `BlockTrace` JAX's current trace, so JAX passes every operation of the block to it. If JAX
-differentiates an operation now, or may do so later, the trace binds a `HookedOperation`. Its rule calls `jax.vjp` on
-the operation and packs the residuals:
+differentiates an operation now, or may differentiate it later, the trace of the block usually binds a `HookedOperation`
+in its place. Its rule calls `jax.vjp` on the operation and packs the residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
@@ -159,7 +159,7 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
 
 
 class Operation(NamedTuple):
-    """An operation that JAX passes to the trace of a block."""
+    """One operation that JAX passes to the trace of a block of saved-tensor hooks."""
 
     bind: Callable[..., Any]  # a function from the operands to a list of values
     kind: str  # the name of the primitive
@@ -373,8 +373,8 @@ def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> 
     """Return whether the body of a scan or of a jitted function is staged again, so that the code inside it packs.
 
     If the residuals of a scan were packed after the scan, JAX would first stack the unpacked residuals of all
-    iterations. If `only` or `by_name` selects tensors by their origin, pack inside a jitted function of the user too,
-    since the origin names operations inside this function.
+    iterations. If `only` or `by_name` selects tensors by their origin, hooks also pack inside a jitted function of the
+    user. The reason is that an origin names an operation inside this function.
     """
     if not (operation.is_jitted or operation.kind == "scan") or not any(map(_is_staged_below, examples)):
         return False
@@ -417,7 +417,10 @@ def _is_differentiated_twice(example: Any) -> bool:
 
 
 def _closes_over_ref(jaxpr: Any) -> bool:
-    """Return whether a jaxpr closes over a `jax.Ref`. Such a Ref is no operand of the equation that holds the jaxpr."""
+    """Return whether a jaxpr closes over a `jax.Ref`.
+
+    A Ref that a jaxpr closes over is not an operand of the equation whose parameter is this jaxpr.
+    """
     return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
 
 
@@ -435,7 +438,7 @@ def _holds_block(jaxpr: Any) -> bool:
 
 
 class Place(enum.Enum):
-    """The place where a value was computed, relative to a block."""
+    """Where a value was computed: outside a block of hooks, as a constant, or inside the block."""
 
     OUTSIDE = 0  # before the block; or a view of such a value
     CONSTANT = 1  # a concrete number; in staged code, any concrete array
@@ -641,7 +644,7 @@ class BlockTrace(PassThroughTrace):
     def _origin_of(self, operation: Operation) -> Origin:
         """Return the origin of an operation's results.
 
-        The origin has source information if the pair selects tensors by origin.
+        The origin includes JAX's source information only if the pair of hooks selects tensors by `only` or `by_name`.
         """
         return Origin(operation.name, source=self.entry and current(), block=self.entry)
 
@@ -709,7 +712,10 @@ def tensors_marked() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def names_recorded() -> Generator[None]:
-    """Enter a block that packs nothing and records where tensors come from, unless there is a block already."""
+    """Enter a block of hooks that packs nothing and records the origin of each tensor.
+
+    If the code is in a block of hooks already, do nothing.
+    """
     if innermost_block() is not None:
         yield
         return
@@ -760,7 +766,9 @@ def layer_block(pair: Pair, layer: str, operands: Sequence[Any]) -> LayerBlock:
 
 
 def layers_pack_themselves() -> Any:
-    """Return a context in which the current block does not see the code of a layer as an operation.
+    """Return a context in which JAX bypasses the trace of the current block of saved-tensor hooks.
+
+    The code of a layer runs in this context, because the layer itself packs the tensors that it saves.
 
     Outside this context, residuals of the layer would be packed twice: by the layer, and by the block.
     """

@@ -53,9 +53,10 @@ class ErrorModel(enum.IntEnum):
     """What is known about the packing error e = unpack(pack(x)) - x of a tensor x.
 
     Backward may recompute the results of some operations from the unpacked tensor `x + e` instead of from `x`. The
-    error model decides which operations these are. It allows operations that only move values, and operations whose
-    result has at most a small multiple of the error that packing the result itself would make: squaring, for example,
-    doubles a relative error. A larger number allows more operations.
+    error model decides which operations these are. The error model allows each operation that only moves values. It
+    also allows an operation that amplifies the packing error only a little. Let e be the error that packing the result
+    of the operation itself would make: recomputing the result may have an error of at most a small multiple of e. For
+    example, squaring doubles a relative error. A larger number allows more operations.
     """
 
     ANY = 0  # no bound is known: only operations that move or negate values, or compute with integers
@@ -156,7 +157,10 @@ class Pair:
         return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
 
     def steps_for(self, origin: Origin) -> Sequence[Step]:
-        """Return the steps for a tensor. In `by_name`, the most specific name of the tensor applies."""
+        """Return the steps for a tensor.
+
+        If several names of the tensor are keys of `by_name`, return the steps under the most specific of these names.
+        """
         if self.by_name is None:
             return self.steps
         return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
@@ -214,9 +218,9 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks 
 class Residual:
     """An expression `function(*inputs)`, which the backward pass evaluates to get a tensor.
 
-    An input is an array that JAX keeps, or another `Residual`. The function is a `PackedTensor`, a `Recomputed` or
-    `with_tangent`. It holds no arrays except constant scalars. For a tensor that is neither packed nor recomputed, the
-    array itself takes the place of the `Residual`.
+    Each input of a `Residual` is an array that JAX keeps for backward, or another `Residual`. The function is a
+    `PackedTensor`, a `Recomputed` or `with_tangent`. It holds no arrays except constant scalars. For a tensor that is
+    neither packed nor recomputed, the array itself takes the place of the `Residual`.
     """
 
     __slots__ = ("function", "inputs")

@@ -12,11 +12,11 @@ The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a r
 As residuals, JAX keeps the arrays in the right column instead of the values in the left column. JAX keeps each of these
 arrays once.
 
-A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For this, `_derivation` walks
-back from the residual, through equations that amplify the packing error little, to the tensors that have to be packed.
-The table `_RECOMPUTED` lists the operations that backward may evaluate again. `_carry_out` packs these tensors.
-`_remember` stores their residuals in the pair of hooks, so that the pair does not pack a tensor again for a later
-operation.
+A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For this decision,
+`_derivation` follows the recorded equations from the residual back to the tensors that have to be packed. It follows
+only equations that amplify the packing error little. The table `_RECOMPUTED` lists the operations that backward may
+evaluate again. `_carry_out` packs these tensors. `_remember` stores their residuals in the pair of hooks, so that the
+pair does not pack a tensor again for a later operation.
 
 A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
 everywhere. tests: hooks/test_derived.py
@@ -69,7 +69,11 @@ class Equation(NamedTuple):
 
 
 class Recorder(PassThroughTrace):
-    """A trace that passes operations on to its parent, and records the equation of each operation with one result."""
+    """A trace that records the equation of each JAX operation that has exactly one result.
+
+    The trace passes each operation on to its parent trace. It opens a short jitted function, and records the operations
+    inside.
+    """
 
     __slots__ = ("equations",)
 
@@ -134,10 +138,12 @@ def _widens(equation: Equation, _: _Equations) -> bool:
 
 
 def _keeps_rows(equation: Equation, _: _Equations) -> bool:
-    """Return False if an operation adds a last axis of length 1, as a reshape of [8] (one number per row) to [8, 1].
+    """Return False if an operation adds a last axis of length 1.
 
-    An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In [8, 1], each
-    value is a row of its own.
+    An example is a reshape of [8], which is one row, to [8, 1], which is eight rows.
+
+    An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In an array of shape
+    [8, 1], each row has only one value. So the packing error of a value depends on this value alone.
     """
     shape, shapes = np.shape(equation.value), [np.shape(x) for x in equation.inputs]
     return not (shape and shape[-1] == 1) or all(not operand or operand[-1] == 1 for operand in shapes)
@@ -255,7 +261,10 @@ def fold(
 
 
 def leaves_of(residual: Any) -> list[Any]:
-    """Return the distinct leaves of an expression. These are arrays, or positions of arrays in a list."""
+    """Return the distinct leaves of an expression.
+
+    Each leaf is an array, or an integer that gives the position of an array in a list.
+    """
     visited: dict[int, Any] = {}
     to_visit = [residual]
     while to_visit:
@@ -300,7 +309,10 @@ class PackedResiduals:
 
     @property
     def owners(self) -> list[int]:
-        """For each array except the marks, the index of the first tensor that is restored from this array."""
+        """List, for each array, the index of the first tensor that backward restores from this array.
+
+        The list leaves out the arrays that only mark tensors for `saved_tensors_report`.
+        """
         pairs = [(i, owner) for owner, residual in enumerate(self.residuals) for i in leaves_of(residual)]
         return [owner for _, owner in sorted(dict(reversed(pairs)).items())]
 
@@ -354,7 +366,8 @@ class UnpackedTensors(Sequence[Any]):
         """Put arrays behind a barrier, so that XLA does not read them before it has the cotangents.
 
         Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-        The barrier has this effect only if backward uses the cotangents that the barrier returns.
+        XLA waits for the cotangents only if backward uses the cotangents that the barrier returns, instead of the
+        original ones.
         """
         arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
@@ -374,7 +387,7 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 class _Remembered(NamedTuple):
-    """What a pair remembers about a tensor that was kept. It keeps no array and no result of a hook alive."""
+    """How a pair of hooks kept one tensor for backward. It keeps no array and no result of a hook alive."""
 
     trace: Callable[[], Any]  # a tracer is valid only in the trace in which it was made
     owner: Callable[[], Any]  # the `PackedResiduals` of the layer or operation that kept the tensor
@@ -383,7 +396,7 @@ class _Remembered(NamedTuple):
 
 
 def _remember(known: _KnownResiduals, plan: _Plan, values: Iterable[Any], owner: PackedResiduals) -> None:
-    """Store in the pair the residual of each of the `values` whose residual is known."""
+    """Store the residual of each of `values` in the pair of hooks, if this residual is known."""
     trace, done = weakref.ref(current_trace()), dict[int, Any]()
     index_of = {id(x): i for x, i in plan.packed}
     for x, residual in known.items(values):
@@ -401,8 +414,8 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual that the pair of hooks has stored for a tensor, or None if there is none.
 
     In eager mode, `checkpoint_name` returns its argument itself. So an operation may first keep a tensor without
-    packing it, and the same tensor may get a name afterwards. Then `by_name` may select this name. So also return None
-    for a tensor with a new name that was not packed.
+    packing it, and the same tensor may get a name afterwards. Then `by_name` may select this name. Therefore also
+    return None if the tensor was kept without packing and got a new name afterwards.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -429,7 +442,10 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 
 
 class Mark(RuleFunction):
-    """A function that marks a kept tensor x for the report. It returns an empty array: f32[0,8,4] for f32[8,4].
+    """A function that marks a tensor x which JAX keeps for backward, so that `saved_tensors_report` finds x.
+
+    The function returns an empty array, which has one more axis, of size 0, in front. For an operand f32[8,4], the
+    result is f32[0,8,4].
 
     JAX keeps this array as a residual. The report follows this residual back through the jaxpr, and so finds the tensor
     x. Each enclosing scan or `jax.vmap` adds an axis to its shape: f32[3,0,8,4] for a scan of length 3.
@@ -447,7 +463,10 @@ class Mark(RuleFunction):
 
 
 def keeps_residuals(tangents: Sequence[Any]) -> bool:
-    """Return whether a rule with these tangents (None means zero) keeps residuals. Eager forward mode keeps none."""
+    """Return whether a derivative rule keeps residuals, given its tangents. A tangent of None means zero.
+
+    Eager forward mode keeps none.
+    """
     return any(is_unknown(t) or is_staged(t) for t in tangents)
 
 
@@ -465,7 +484,10 @@ class Packing(NamedTuple):
 def pack_residuals(
     packing: Packing, tensors: Sequence[Any], outputs: Sequence[Any]
 ) -> tuple[PackedResiduals, list[Any], list[Any]]:
-    """Pack the tensors that a layer or an operation keeps. Each distinct tensor is kept once, in one way.
+    """Pack the tensors that a layer or an operation keeps.
+
+    JAX keeps a tensor only once, even if it occurs several times in `tensors`. The tensor is either packed, or kept
+    unpacked, or recomputed in backward.
 
     `outputs` are the results of the layer or operation. If backward can compute an output from the packed residuals,
     the pair of hooks remembers how to compute it. Then a later operation that keeps this output packs nothing more.
@@ -512,7 +534,7 @@ class _KnownResiduals:
         self._found[id(value)] = residual
 
     def items(self, values: Iterable[Any]) -> list[tuple[Any, Any]]:
-        """Return a pair (value, residual) for each of these values whose residual was found."""
+        """Return a pair (value, residual) for each of `values` whose residual is already known."""
         pairs = [(x, self._found.get(id(x))) for x in values]
         return [(x, residual) for x, residual in pairs if residual is not None]
 
@@ -539,7 +561,7 @@ class _KnownResiduals:
     def put_equal(self, values: Sequence[Any], others: Sequence[Any]) -> None:
         """For each value in `values`, store the residual of the value at the same position in `others`.
 
-        The `values` are the outputs behind a barrier.
+        In staged code, `others` are the operands of an optimization barrier, and `values` are its results.
         """
         self._found |= {id(x): self._found.get(id(other)) for x, other in zip(values, others, strict=True)}
 
@@ -555,7 +577,10 @@ class _Plan(NamedTuple):
 
 
 def _plan(known: _KnownResiduals, tensors: Sequence[Any]) -> _Plan:
-    """Walk back from each tensor to the tensors that have to be packed."""
+    """Decide which tensors to pack, and which equations backward evaluates again.
+
+    The function follows the recorded equations from each of `tensors` back to the tensors that have to be packed.
+    """
     pair, origin_of = known.packing.pair, known.packing.origin_of
     to_pack: dict[int, tuple[Any, int]] = {}
     equations: dict[int, Equation] = {}

@@ -184,9 +184,9 @@ def _values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
 def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) -> Any:
     """Return a copy of a jaxpr in which `checkpoint_name` is applied to the variables in `name_of`.
 
-    The name follows the equation that computes the variable, and all later equations read the named value. If a policy
-    of `jax.checkpoint` saves this value, the equations that compute it need not run again in backward. tests:
-    derivatives/test_checkpoint.py
+    The copy applies `checkpoint_name` right after the equation that computes the variable. All later equations read the
+    result of `checkpoint_name`. If a policy of `jax.checkpoint` saves this value, the equations that compute it need
+    not run again in backward. tests: derivatives/test_checkpoint.py
     """
 
     def named(*args: Any) -> tuple[list[Any], None]:

@@ -3,7 +3,8 @@
 JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
 exactly if it maps zero to zero. If an output depends on an input only through integers, booleans or PRNG keys, JAX
 drops this dependence during transposition and raises no error. The reason is that these values have no tangents. The
-proof finds the kind of each value in a jaxpr. There are four kinds:
+proof assigns a kind to each value in a jaxpr. The kind says whether the value is zero, constant, linear, or perhaps not
+linear. There are four kinds:
 
     ZERO      known to be zero
     CONSTANT  does not depend on the inputs for which the proof is made
@@ -11,9 +12,9 @@ proof finds the kind of each value in a jaxpr. There are four kinds:
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
 A table contains one rule per operation. From the kinds of the operands, the rule computes the kinds of the results. If
-the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. If an
-operand depends on the inputs, the kind of the result is the name of this operation. Therefore the proof fails for a new
-operation of JAX until it is in the table.
+the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. If the
+table has no rule for an operation, and an operand depends on the inputs, the kind of the result is the operation's
+name. Therefore the proof fails for a new operation of JAX until it is in the table.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def evaluate_kinds(jaxpr: Any, kinds: Sequence[Kind]) -> list[Kind]:
-    """Compute the kinds of the outputs of a jaxpr from the kinds of its inputs."""
+    """Compute the kind (such as ZERO or LINEAR) of each output of a jaxpr from the kinds of its inputs."""
     kind_of: dict[Any, Kind] = dict(zip(jaxpr.invars, kinds, strict=True))
     kind_of |= dict.fromkeys(jaxpr.constvars, CONSTANT)
 
@@ -128,7 +129,10 @@ def _product(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _linear_in(positions: Sequence[int]) -> Rule:
-    """Return the rule of an operation that is jointly linear in the operands at `positions`, perhaps not in others."""
+    """Return the rule for an operation that is jointly linear in the operands at `positions`.
+
+    The operation may be nonlinear in its other operands.
+    """
 
     def rule(equation: Any, operands: list[Kind]) -> list[Kind]:
         name = equation.primitive.name

@@ -1,10 +1,10 @@
 """Defines two primitives: a function with a custom derivative rule, and a linear map with a custom transpose.
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
-tangents. If the rule applies the same `RuleFunction` to its primals, JAX uses the rule again when it differentiates the
-result. A rule computes tangents by a `LinearMap`. A `LinearMap` has two Python functions, which JAX calls only when it
-needs them: `evaluate` in forward mode, and `transpose` in reverse mode. This is the jaxpr of a layer that saves its
-output:
+tangents. The rule may apply the same `RuleFunction` to its primals. Then JAX uses the rule again when it differentiates
+the result, for example for a second derivative. A rule computes tangents by a `LinearMap`. A `LinearMap` has two Python
+functions, which JAX calls only when it needs them: `evaluate` in forward mode, and `transpose` in reverse mode. This is
+the jaxpr of a layer that saves its output:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
@@ -96,8 +96,8 @@ class ObjectPrimitive(Primitive):
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. If a parameter were an
     ordinary Python object, the caches would keep this object alive. They would also keep alive everything that the
     object references, such as the non-array arguments of a layer. But JAX's caches hold jaxprs weakly. Therefore the
-    parameter of an equation is an empty jaxpr whose debug info has the Python object. The empty jaxpr is nested in
-    tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
+    equation has an empty jaxpr as its parameter, and the debug info of this jaxpr holds the Python object. The empty
+    jaxpr is nested in tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
 
     A table that maps jaxprs to Python objects, with weak references to the jaxprs, could also keep objects alive
     forever. If an object refers to its own equation, as a hook that stores a tracer does, the table would keep the
@@ -107,12 +107,13 @@ class ObjectPrimitive(Primitive):
     parameters, for example for the devices of a mesh.
 
     NOTE [call_jaxpr]
-    The jaxpr of a `rule_function` is named `call_jaxpr`, so that `checkify` checks its operations. For an equation with
-    this parameter, `checkify` binds the primitive to error values and operands, with a function in `subfuns` that
-    computes error values and results. tests: derivatives/test_checkify.py
+    The parameter of a `rule_function` equation that holds the jaxpr is named `call_jaxpr`. By this name, `checkify`
+    finds the jaxpr and checks the operations in it. For an equation with this parameter, `checkify` binds the primitive
+    to error values and operands, with a function in `subfuns` that computes error values and results. tests:
+    derivatives/test_checkify.py
     """
 
-    # A function that evaluates the code that `checkify` made from the jaxpr of a payload: see NOTE [call_jaxpr].
+    # This function evaluates the jaxpr of a payload with the error checks that `checkify` added: see NOTE [call_jaxpr].
     evaluate_checked: Callable[..., list[Any]]
 
     def __init__(self, name: str, jaxpr_name: str = "jaxpr") -> None:
@@ -129,7 +130,7 @@ class ObjectPrimitive(Primitive):
         return super().bind(*args, **self.params_of(payload))
 
     def params_of(self, payload: Any) -> dict[str, Any]:
-        """Return the parameters of a new equation that holds an object."""
+        """Return the parameters of a new equation that holds the Python object `payload`."""
         holder = _PayloadHolder("pylayer_jax", "payload", None, None)
         holder.payload = payload
         key = Jaxpr((), (), (), (), debug_info=holder)
@@ -151,9 +152,9 @@ class ObjectPrimitive(Primitive):
         The first argument of each rule is the payload, which is the Python object that the equation holds.
 
         In the rules, a None tangent or cotangent means zero. The JVP rule is `jvp(payload, primals, tangents) ->
-        values, tangents`. In `transpose(payload, args, cotangents) -> cotangents`, each argument that needs a cotangent
-        is None. The batching rule is `batch(payload, axis, args, dims) -> values, dims`. JAX calls this rule if an
-        operand is batched, or if the axis of `jax.vmap` has a name.
+        values, tangents`. The transpose rule is `transpose(payload, args, cotangents) -> cotangents`. In `args`, None
+        takes the place of each operand whose cotangent JAX needs. The batching rule is `batch(payload, axis, args,
+        dims) -> values, dims`. JAX calls this rule if an operand is batched, or if the axis of `jax.vmap` has a name.
         """
 
         def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
@@ -197,7 +198,8 @@ class ObjectPrimitive(Primitive):
         self.def_effectful_abstract_eval(lambda *types, payload, **_: abstract(_payload(payload), *types))
         ad.primitive_jvps[self] = jvp_rule
         ad.primitive_transposes[self] = transpose_rule
-        # The "fancy" table passes the axis name to batching rules; collectives inside a layer need this name.
+        # JAX passes the name of the batch axis to a batching rule in the table `fancy_primitive_batchers`. Collectives
+        # inside a layer need this name.
         batching.fancy_primitive_batchers[self] = batch_rule
         # Each equation holds a different object, so JAX could never reuse a cached lowering.
         mlir.register_lowering(self, lower_rule, cacheable=False)
@@ -276,7 +278,7 @@ class RuleFunction:
 
         Also return a mask of the operands that the new function reads.
 
-        If JAX may not divide this function, return this function itself.
+        If JAX may not evaluate only a part of this function, return this function unchanged.
         """
         if not self.is_divisible:
             return self, [True] * len(self.jaxpr.invars)
@@ -304,7 +306,10 @@ class RuleFunction:
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def transpose_code(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Transpose `jaxpr`, which computes a batch or a part of this function, as `transpose` does."""
+        """Transpose `jaxpr` by the method `transpose` of this function.
+
+        `jaxpr` computes a batch of this function, or only some of its results.
+        """
         function = copy.copy(self)
         function.jaxpr = jaxpr
         return function.transpose(args, cotangents)
@@ -762,8 +767,8 @@ class PartialFunction(RuleFunction):
     """A function that computes some values of another `RuleFunction`, `whole`, and has the derivative of `whole`.
 
     The first `n_residuals` operands are values that another part of the function computes. The remaining operands are
-    those of the whole function. Its results are first the values of the whole function at `positions`, and then
-    residuals for another part.
+    those of the whole function. The first results of this function are the values of the whole function at `positions`.
+    The other results are residuals that another part of the whole function reads.
     """
 
     def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:

@@ -330,7 +330,7 @@ class TraceState:
         kinds = self.kinds[:n]
         self.has_unknown_trace = "unknown" in kinds  # as in an eager shard_map
         self.is_forward_mode = [kind for kind in kinds if kind in _DIFFERENTIATIONS][:1] == ["forward mode"]
-        # The traces that differentiate operations now, the innermost first.
+        # These traces differentiate an operation at the moment when it runs. The innermost trace comes first.
         self.differentiations = [t for t, kind in zip(self.traces, kinds, strict=False) if kind in _DIFFERENTIATIONS]
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
