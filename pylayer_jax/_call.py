@@ -365,15 +365,28 @@ class LayerCall:
             f"where each output has the axis of size {axis.size}, or None; got {describe(result)}. {reason}"
         )
 
-    def check_batch(self, axis: Any, outputs: Sequence[Any], expected: Sequence[Any]) -> None:
-        """Raise an error unless `vmap` returns the dtypes and shapes of `forward`, with the batch axis in front."""
-        found = [f"{x.dtype}{list(x.shape)}" for x in outputs]
-        wanted = [f"{t.dtype}{[axis.size, *t.shape]}" for t in expected]
+    def match_batch(self, axis: Any, outputs: Outputs, values: Sequence[Any], expected: Outputs) -> list[Any]:
+        """Return the values that `vmap` returned in the order of `forward`'s outputs, which `expected` describes.
+
+        The order differs if `vmap` returns a dict whose keys are in another order. tests: contract/test_vmap.py
+
+        Raises:
+            ValueError: if `vmap` does not return the outputs of `forward`, with the batch axis in front.
+        """
+        value_at = dict(zip(outputs.skeleton.tensor_paths(), values, strict=True))
+        places = expected.skeleton.tensor_paths()
+        if value_at.keys() != set(places):
+            given, needed = (", ".join(f"output{path}" for path in paths) for paths in (value_at, places))
+            raise ValueError(f"{self.name}.vmap: expected {needed}, as forward returns for one example; got {given}.")
+        values = [value_at[place] for place in places]
+        found = [f"{x.dtype}{list(x.shape)}" for x in values]
+        wanted = [f"{t.dtype}{[axis.size, *t.shape]}" for t in expected.types]
         if found != wanted:
             raise ValueError(
                 f"{self.name}.vmap: expected outputs of dtypes and shapes {', '.join(wanted)} (with the batch axis in "
                 f"front), as forward returns them for one example; got {', '.join(found)}."
             )
+        return values
 
 
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -78,11 +78,11 @@ class LayerMap(LinearMap):
     The map depends on the residuals r. Let B be the pullback (the layer's `backward`, linear in the cotangents c). The
     map is the transpose of B,
 
-        c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c,
+        c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c.
 
-    If the class defines a `jvp` method, the map is this method instead. Reverse mode transposes the map B^T. The
-    transpose of B^T is B again. Thus reverse mode just calls `backward`. For this, `backward` need not be linear. Only
-    forward mode evaluates B^T. Therefore only forward mode needs a `backward` that is linear in the cotangents.
+    If the class defines `jvp`, this method evaluates the map. Reverse mode transposes the map, and the transpose of B^T
+    is B again. So reverse mode just calls `backward`, which need not be linear. Forward mode evaluates B^T. So forward
+    mode needs a `jvp`, or a `backward` that is linear in the cotangents.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -172,6 +172,14 @@ class _Unpacked(Sequence[Any]):
         return self.packed[i] if i < self.n_packed else self.rest[i - self.n_packed]
 
 
+class _Source(NamedTuple):
+    """A variable of a jaxpr from which others are computed, with its value and its tangent."""
+
+    variable: Any
+    value: Any
+    tangent: Any  # None means zero
+
+
 class CodeMap(LinearMap):
     """The derivative of the equations of a jaxpr that compute the variables `targets` from the variables `sources`.
 
@@ -219,14 +227,6 @@ class CodeMap(LinearMap):
         except Exception as error:
             add_note(error, self.name, "forward")
             raise
-
-
-class _Source(NamedTuple):
-    """A variable from which intermediates are computed."""
-
-    variable: Any
-    value: Any
-    tangent: Any  # None means zero
 
 
 class StagedLayer(RuleFunction):
@@ -325,17 +325,17 @@ class StagedLayer(RuleFunction):
             return []
         columns = self.sources, self._of_sources(primals, values), self._of_sources(tangents, of_outputs)
         sources = [_Source(*row) for row in zip(*columns, strict=True)]
-        depends = dependence(self.jaxpr, [source.variable for source in sources if source.tangent is not None])
-        pairs = zip(self.intermediates, depends[self.n_outputs :], strict=True)
-        is_target = [depends and has_tangent(v.aval) for v, depends in pairs]
+        perturbed = [source.variable for source in sources if source.tangent is not None]
+        depends = dependence(self.jaxpr, perturbed)[self.n_outputs :]
+        is_target = [d and has_tangent(v.aval) for d, v in zip(depends, self.intermediates, strict=True)]
         if not any(is_target):
             return [None] * len(is_target)
         targets = select(self.intermediates, is_target)
         read = variables_read(self.jaxpr, self.sources, targets)
         sources = [source for source in sources if source.variable in read]
-        code = CodeMap(self.name, self.jaxpr, sources, targets)
-        residuals, perturbed = [source.value for source in sources], [source.tangent for source in sources]
-        return scatter(apply_linear(code, residuals, select(perturbed, code.perturbed)), is_target)
+        residuals = [source.value for source in sources]
+        nonzero = [source.tangent for source in sources if source.tangent is not None]
+        return scatter(apply_linear(CodeMap(self.name, self.jaxpr, sources, targets), residuals, nonzero), is_target)
 
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         # JAX transposes `forward` if the `backward` of another layer applies this layer.
@@ -348,8 +348,8 @@ class StagedLayer(RuleFunction):
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
             __tracebackhide__ = True
-            _, outputs = self.call.run_vmap(axis, dims[n:], args[n:])
-            self.call.check_batch(axis, outputs, self.kept.outputs.types)
+            structure, values = self.call.run_vmap(axis, dims[n:], args[n:])
+            outputs = self.call.match_batch(axis, structure, values, self.kept.outputs)
 
             def intermediates(*known: Any) -> Values:
                 return evaluate_part(self.jaxpr, dict(zip(self.sources, known, strict=True)), self.intermediates)
@@ -540,12 +540,11 @@ class EagerBatch(UnstagedBatch):
         if isinstance(self.inner, EagerBatch):
             return super().run(*args)
         call = self.inner.call
-        marked = frozenset[int]() if call.outputs is None else call.outputs.marked
         call.outputs, values = call.run_vmap(self.axis, self.dims, as_arrays(args))
-        call.outputs.marked = marked
-        with contextlib.suppress(*NEEDS_VALUES):  # no check for host code, which cannot be staged
-            expected, _ = stage_layer(LayerCall(call.layer, call.arguments), call.arguments.types)
-            call.check_batch(self.axis, values, expected.kept.outputs.types)
+        with contextlib.suppress(*NEEDS_VALUES):  # host code cannot be staged, to compare its outputs with `forward`'s
+            staged, _ = stage_layer(LayerCall(call.layer, call.arguments), call.arguments.types)
+            values = call.match_batch(self.axis, call.outputs, values, staged.kept.outputs)
+            call.outputs = staged.kept.outputs
         return values
 
     def batch(self, axis: Any, dims: Sequence[Any], types: Sequence[Any]) -> tuple[RuleFunction, Values, OutDims]:

@@ -209,6 +209,20 @@ def test_out_dims_of_a_dict_belong_to_its_keys(mode):
     assert_same(mode(jax.vmap(lambda x: made.apply(x)["b"] + 3 * made.apply(x)["a"]))(square), 7 * square)
 
 
+@EAGER_AND_JIT
+def test_a_dict_of_vmap_may_have_another_order_of_keys(mode):
+    def rule(info, in_dims, x):
+        return {"double": 2 * x, "same": x}, 0
+
+    made = layer(lambda ctx, x: {"same": x * 1, "double": 2 * x}, lambda ctx, d: d["same"] + 2 * d["double"], vmap=rule)
+    assert_same(mode(jax.vmap(made.apply))(X), {"same": X, "double": 2 * X})
+    for name, factor in (("same", 1), ("double", 2)):
+        assert_same(mode(jax.vmap(jax.grad(lambda x, name=name: made.apply(x)[name])))(X), factor * jnp.ones_like(X))
+        assert_same(
+            mode(jax.grad(lambda x, name=name: jax.vmap(made.apply)(x)[name].sum()))(X), factor * jnp.ones_like(X)
+        )
+
+
 def scaled_in_numpy(in_dims, x, w):
     x, w = (np.moveaxis(np.asarray(v), d, 0) if d is not None else v for v, d in zip((x, w), in_dims, strict=True))
     return x * np.asarray(w), 0
@@ -281,6 +295,7 @@ WRONG = {
     "another dim": lambda info, dims, x: ((x, x.sum(-1)), (1, 0)),
     "shape": lambda info, dims, x: ((x, x), 0),
     "one output": lambda info, dims, x: (x, 0),
+    "a dict": lambda info, dims, x: ({"y": x, "sum": x.sum(-1)}, 0),
 }
 
 
