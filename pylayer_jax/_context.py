@@ -222,7 +222,7 @@ class PyLayerContext:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The tuple of saved values. As in torch, it is `()` if `forward` saved nothing."""
+        """The tuple of saved values. If `forward` saved nothing, it is the empty tuple, as in torch."""
         return self._state.read_saved() or ()
 
     # -- flags ----------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ class PyLayerContext:
         """A tuple with one bool per argument of the call, which says whether the gradient of this argument is needed.
 
         The bools are exact in eager mode. In `backward`, the bools of `ctx.needs_input_grad` are exact, unless JAX
-        differentiates one jitted function several times with respect to different arguments. In a traced `forward`, the
-        bool is True for every argument that can have a gradient.
+        differentiates one jitted function several times with respect to different arguments. While JAX traces
+        `forward`, the entry of `needs_input_grad` is True for every argument that can have a gradient.
         """
         return self._state.needs()
 
@@ -421,8 +421,8 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
 class _Residuals:
     """Collects the tensors of the values that one run of `forward` keeps.
 
-    A tensor that is saved twice is one residual. A tensor that is saved and also set as an attribute is two residuals,
-    since hooks pack only saved tensors.
+    If `forward` saves one tensor twice, the list of residuals contains it once. A tensor that is saved and also set as
+    an attribute is two residuals, since hooks pack only saved tensors.
     """
 
     __slots__ = ("_index_of", "_output_of", "_state", "_trace", "has_objects", "tensors")
@@ -445,7 +445,8 @@ class _Residuals:
         tensors, skeleton = split(value, is_tensor_or_ref)
         if len(skeleton.leaves) > len(tensors):
             _refuse_closures(skeleton, name, self._state.layer)
-            # In eager mode, nothing has to be checked, because an object holds only concrete arrays, which stay valid.
+            # In eager mode, no check is necessary. An object on `ctx` then holds only concrete arrays, and these stay
+            # valid after `forward` has returned.
             if isinstance(self._trace, STAGED.trace) and not self.has_objects:
                 self.has_objects = any(map(_may_hold_arrays, skeleton.statics()))
         if self._output_of:

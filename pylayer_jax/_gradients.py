@@ -54,7 +54,7 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
 
 
 def _entries(result: Any, unpack_list: bool) -> list[Any]:
-    """Return the items of a tuple as a list, or of a list if `unpack_list` is True.
+    """Return the items of `result` as a list if `result` is a tuple. If `unpack_list` is True, do the same for a list.
 
     Any other result becomes the only item.
     """

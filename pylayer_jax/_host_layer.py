@@ -170,8 +170,9 @@ class _Run(NamedTuple):
 def _positions(tensors: Sequence[Any], state: ContextState, originals: Sequence[np.ndarray]) -> list[int]:
     """Return the position of each tensor in the list [*inputs, *values].
 
-    A tensor at the position of an input has the derivative of the input. Therefore an input that `forward` changed in
-    place is a value. `values` also contains each saved copy of an input whose content differs from the original input.
+    If `_positions` returns the position of an input for a tensor, the layer differentiates the tensor as this input.
+    Therefore an input that `forward` changed in place is a value. `values` also contains each saved copy of an input
+    whose content differs from the original input.
     """
     copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
     position_of = {id(x): i for i, x in enumerate(state.inputs)}
@@ -299,7 +300,11 @@ _examples: weakref.WeakKeyDictionary[type, dict[Any, _Example]] = weakref.WeakKe
 
 
 def _example_of(call: LayerCall, needs: tuple[bool, ...]) -> _Example:
-    """Return the example for the class and the arguments of a call. Cache it if the statics can be hashed."""
+    """Return the `_Example` of a call: the structure of the results of `forward` and `backward`.
+
+    Runs on example arrays give this structure. It depends on the layer class, and on the shapes, dtypes and static
+    arguments of the call. Cache it if the statics can be hashed.
+    """
     types = [(t.shape, t.dtype) for t in call.arguments.types]
     statics = [(a.name, x) for a in call.arguments.arguments for x in _parts(a.skeleton)]
     key = (needs, *types, *((name, type(x), repr(x) if isinstance(x, (float, complex)) else x) for name, x in statics))

@@ -189,7 +189,8 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = owner.__dict__.get(self._name)
-        # A class made from the members of another class, e.g. by unpickling, also contains `bound` of the other class.
+        # A class may be made from the attributes of another class, as in unpickling. Its `__dict__` then contains the
+        # bound method of the other class.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
             bound = types.MethodType(self._function_of(owner), owner)
             setattr(owner, self._name, bound)

@@ -17,13 +17,13 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
 Each residual is an input of the layer (x), an output (y) or an intermediate. If `forward` saves an input, the tangent
 of the saved tensor is the tangent of the input. This holds even if `forward` also returns the input. A saved output has
 the derivative that the rule defines; if `forward` returns one array at two positions, the tangent of the last position.
-An output that is marked non-differentiable is a constant. Any other saved tensor is an intermediate: its derivative is
-the derivative of the equations that compute the tensor.
+An output that is marked non-differentiable is a constant. Every other saved tensor is an intermediate. To differentiate
+it, JAX differentiates the equations of `forward` that compute it.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
-`forward` is not staged, and sees concrete values. No custom_vjp function is used where JAX does not allow one: for a
-class with forward mode, within a `backward` (which JAX may transpose), and in the other cases that `_route` in
-`_layer.py` lists.
+`forward` is not staged, and sees concrete values. Some calls do not use the `jax.custom_vjp` function of the layer
+class. Examples are a call of a class with forward mode, and a call inside a `backward`, which JAX may transpose. The
+docstring of `_route` in `_layer.py` lists all such calls.
 """
 
 from __future__ import annotations
@@ -462,10 +462,11 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     Return a dict from the index of such an output to these axes.
 
     Within a shard_map, if an output does not vary over a mesh axis, JAX sums its cotangent over the devices along this
-    axis. `backward` would then compute the gradients of varying inputs from the sum: see NOTE [all outputs are batched]
-    in `_jax/rule_function.py`. Therefore an output is made to vary over an axis if some inputs vary over it and the
-    output depends on none of these. An output that depends on such inputs, and that `forward` reduced over the axis,
-    stays the same on all devices. tests: devices/test_shard_map.py
+    axis. `backward` would then get the sum of the cotangents of all devices. From this sum, it would compute the
+    gradients of inputs that differ between devices: see NOTE [all outputs are batched] in `_jax/rule_function.py`. An
+    output may depend on no input that varies over a certain mesh axis, although the layer has such inputs. Then the
+    layer makes this output vary over this axis. An output that depends on such inputs, and that `forward` reduced over
+    the axis, stays the same on all devices. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:

@@ -31,7 +31,7 @@ def contains(values: Sequence[Any], wanted: object) -> bool:
 
 
 class Skeleton:
-    """A pytree without its tensors. The skeleton of a bare tensor is always `LEAF`.
+    """A pytree without its tensors. If the whole pytree is one tensor, its skeleton is the object `LEAF`.
 
     A `_Dict` takes the place of each dict: JAX sorts the keys of a dict, and refuses keys that cannot be sorted.
     """
@@ -95,7 +95,9 @@ class Skeleton:
         return found
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """Return the values at the positions of the tensors in `tree`, which has the structure of this skeleton.
+        """Return the values in `tree` at those positions where this skeleton has a tensor.
+
+        `tree` must have the same structure as the skeleton.
 
         `tree` may also be None. If this skeleton describes a container of one array, such as `flax.nnx.Param`, `tree`
         may also be a bare array.
@@ -174,7 +176,10 @@ def _is_dict(node: Any) -> bool:
 
 
 def split(tree: Any, predicate: Callable[[object], bool] = is_tensor) -> tuple[list[Any], Skeleton]:
-    """Return the tensors of a pytree (leaves for which `predicate` holds) in flattening order, and the skeleton."""
+    """Split a pytree into a list of its tensors and a `Skeleton`, which is the pytree without these tensors.
+
+    A leaf is a tensor if `predicate` returns True for it. The list is in flattening order.
+    """
     if predicate(tree):
         return [tree], LEAF
     if type(tree) is tuple and all(map(predicate, tree)):

@@ -41,8 +41,9 @@ class Block:
     first, `is_shared` of a block is True if the block has a pair of hooks and JAX traces no jaxpr when the block
     begins. `is_shared` becomes False when code in the block calls `active_pair` while JAX traces a jaxpr. Until code in
     the block calls `active_pair` while JAX traces a jaxpr, nothing in JAX's caches depends on the pair of hooks. So JAX
-    compiles nothing again for a new pair. Staged code that depends on the pair calls `active_pair` before JAX caches
-    this code. So equality changes with time, and the hash is constant.
+    compiles nothing again for a new pair. Code that depends on the pair of hooks calls `active_pair` while JAX traces
+    it. Therefore the call happens before JAX caches the traced code. So two blocks may be equal at first and unequal
+    later. The hash of a block must not change, so all blocks have the same hash.
 
     Blocks of different threads are equal only if their pairs of hooks are equal. JAX lets a thread wait while another
     thread traces code under an equal key, and it is not yet known whether this code will call `active_pair`. tests:
@@ -133,7 +134,7 @@ def innermost_block() -> Block | None:
 
 
 def entered_block(pair: Pair) -> Block | None:
-    """Return the innermost open block that this thread and asyncio task entered for a pair."""
+    """Return the innermost open block of the hooks `pair` in the current thread and asyncio task, or None."""
     block = _open(_entered.get())
     while block is not None and block.value is not pair:
         block = _open(block.outer)

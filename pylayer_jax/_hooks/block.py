@@ -137,10 +137,10 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     hooks like any other code. With `host=True`, the hooks run on the host and get NumPy arrays.
 
     Derivatives of every order treat `unpack(pack(x))` as the identity, as torch does. The hooks do not pack a tensor
-    that JAX keeps only for a second derivative. If the block is inside staged code (a jitted function, the body of a
-    scan) that is differentiated from outside, a second derivative is an error, unless the pair is `differentiable`.
-    Forward mode works in a block; in staged code, JAX may compute its tangents from tensors that were packed and
-    unpacked.
+    that JAX keeps only for a second derivative. Suppose that the block is inside staged code, such as a jitted function
+    or the body of a scan, and that JAX differentiates this code from outside. A second derivative then raises an error,
+    unless the hooks are `differentiable`. Forward mode works inside a block of hooks. In staged code, JAX may compute
+    the tangents from tensors that the hooks have packed and unpacked.
 
     A block belongs to its thread, so leave the block before each `await`. A copied or unpickled pair is a new pair.
 

@@ -1,8 +1,9 @@
 """The trace of a block of hooks. This trace can bind a function with a custom derivative rule in place of an operation.
 
-A block makes a `BlockTrace` JAX's current trace, so JAX passes every operation of the block to it. If JAX
-differentiates an operation now, or may differentiate it later, the trace of the block usually binds a `HookedOperation`
-in its place. Its rule calls `jax.vjp` on the operation and packs the residuals:
+When a block of hooks begins in code that JAX traces, a `BlockTrace` becomes JAX's current trace. JAX then passes every
+operation in the block to this trace. If JAX differentiates an operation now, or may differentiate it later, the trace
+of the block usually binds a `HookedOperation` in its place. Its rule calls `jax.vjp` on the operation and packs the
+residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
@@ -100,8 +101,9 @@ _WITHOUT_RESIDUALS: Final = MOVES | frozenset(
         "psum", "real", "imag", "reduce_sum", "sharding_constraint", "slice", "split", "stop_gradient", "sub",
     )
 )  # fmt: skip
-# Operations whose results are views of their operand. The result of a view has the origin of the operand, and usually
-# the same `Place`.
+# Operations whose results are views of their operand. A view is the result of an operation such as a reshape or a
+# slice. It gets the `Origin` of its operand. Usually it also gets the `Place` of its operand: inside or outside the
+# block of hooks.
 _VIEWS: Final = MOVES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
@@ -146,9 +148,10 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         return _Facts(False, False, False, has_loop, is_users)
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
-    # The vjp of a division by a literal keeps only this literal. But the pair remembers how backward can recompute a
-    # result only for a `HookedOperation`. So a single division is hooked. A division counts as an operation that keeps
-    # nothing only beside a sum, as in `jnp.mean`.
+    # The vjp of a division by a literal keeps only this literal. The pair of hooks remembers how backward can recompute
+    # the result of an operation. But it does so only if the operation is bound as a `HookedOperation`. So a single
+    # division is hooked. A jitted function that divides by a literal counts as keeping no residuals only if it also
+    # computes a sum. An example is `jnp.mean`.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -178,8 +181,9 @@ class Operation(NamedTuple):
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
         """Return whether hooks have nothing to do for this operation, because its vjp function keeps no array.
 
-        A sum with a number is hooked under an absolute error, although its vjp keeps nothing, so that the pair
-        remembers how backward can recompute the sum.
+        The vjp of a sum of an array and a number keeps no residual. If the error model of the pair is `ABSOLUTE`, the
+        trace binds this sum as a `HookedOperation` all the same. The pair then remembers how backward can recompute the
+        sum.
         """
         if self.is_jitted:
             facts = _facts_of(self.params)
@@ -234,7 +238,7 @@ class HookedOperation(RuleFunction):
     def transpose(self, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         """Return one entry per operand: its cotangent if `args` has None for the operand, and None otherwise.
 
-        `jax.linear_transpose` of code with a block calls this.
+        JAX calls this method if `jax.linear_transpose` gets code that contains a block of saved-tensor hooks.
         """
         missing = [x is None for x in args]
         types = [v.aval for v in self.jaxpr.invars]
@@ -370,7 +374,9 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
 
 
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
-    """Return whether the body of a scan or of a jitted function is staged again, so that the code inside it packs.
+    """Return whether the trace has to stage the body of a scan or of a jitted function again.
+
+    The operations inside the new body pack their own residuals.
 
     If the residuals of a scan were packed after the scan, JAX would first stack the unpacked residuals of all
     iterations. If `only` or `by_name` selects tensors by their origin, hooks also pack inside a jitted function of the
@@ -412,7 +418,10 @@ def _is_staged_below(example: Any) -> bool:
 
 
 def _is_differentiated_twice(example: Any) -> bool:
-    """Return whether reverse mode differentiates a whole batch, while another transformation differentiates it too."""
+    """Return whether reverse mode and an outer transformation both differentiate an array.
+
+    For a value inside `jax.vmap`, `example` is the array of the whole batch.
+    """
     return isinstance(example, REVERSE.tracer) and is_differentiated(example.primal)
 
 
@@ -547,8 +556,8 @@ class BlockTrace(PassThroughTrace):
             return operation.bind(*args)
         if outcome is Outcome.SUSPEND:
             # The keys of JAX's caches contain the active block of saved-tensor hooks. Therefore JAX would compile an
-            # eager operation again for each pair of hooks. With suspended hooks, all pairs share one compiled
-            # operation.
+            # eager operation again for each pair of hooks. While hooks are suspended, the key of JAX's caches is the
+            # same for all pairs of hooks. So JAX compiles an eager operation once, and not again for each pair.
             with hooks_suspended():
                 return operation.bind(*args)
         if outcome is Outcome.PACK_INSIDE:
@@ -578,7 +587,8 @@ class BlockTrace(PassThroughTrace):
     ) -> Values | None:
         """Trace the body of a scan or jitted function again in a block of hooks. Bind the equation with the new body.
 
-        Return None if the new body closes over values, or if its results have other types than before.
+        Return None in two cases: the new body closes over values, or the types of its results differ from those of the
+        old body.
         """
         __tracebackhide__ = True
         jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])
@@ -607,7 +617,8 @@ class BlockTrace(PassThroughTrace):
 
         Also return the other arrays that these residuals read.
 
-        In these residuals, the position of an array among all operands replaces the array. The keys are positions too.
+        These residuals hold no arrays. In place of each array, they hold its position in the list of all operands. The
+        keys are positions too.
         """
         left = [(i, record) for i, record in enumerate(records) if self.is_left_unpacked(record)]
         residuals = {i: args[i] if record.residual is None else record.residual for i, record in left}
@@ -626,7 +637,10 @@ class BlockTrace(PassThroughTrace):
     # -- where values come from ----------------------------------------------------------------------
 
     def record_of(self, value: Any) -> ValueRecord:
-        """Return the record of a value. A value without a record is constant or from outside the block."""
+        """Return the record of a value.
+
+        If the trace has no record of a value, the value is a constant, or it was computed outside the block of hooks.
+        """
         record = self.records.get(value)
         if record is None:
             is_constant = not is_tracer(value) if self.is_staging else is_number(value)
@@ -634,7 +648,10 @@ class BlockTrace(PassThroughTrace):
         return record
 
     def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
-        """Store `record` for each of the values; in the enclosing blocks too, unless the values are from outside."""
+        """Store `record` for each value in `values`.
+
+        Unless `record` says that the values come from outside this block, store it for the enclosing blocks too.
+        """
         if record != _OUTSIDE:
             for value in values:
                 self.records.put(value, record)
@@ -671,9 +688,10 @@ _CONSTANT: Final = ValueRecord(Place.CONSTANT)
 def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord]) -> Place:
     """Return the `Place` of an operation's results: outside the block of hooks, inside the block, or constant.
 
-    A view of a value from outside the block counts as computed outside. This holds even if the block computed an
-    integer operand of the view, such as the start indices of `dynamic_slice`. If any other operation reads values from
-    outside the block, its results count as computed inside the block.
+    A view of a value from outside the block counts as computed outside, even if the block computed an integer operand
+    of the view. An example of such an operand is a
+    start index of `dynamic_slice`. If any other operation reads values from outside the block, its results count as
+    computed inside the block.
     """
     places = [record.place for record in records]
     if all(place is Place.CONSTANT for place in places):
@@ -706,7 +724,10 @@ def hooks_ignored() -> contextlib.AbstractContextManager[Any]:
 
 
 def tensors_marked() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which each kept tensor gets a `Mark`."""
+    """Return a context in which the package applies a `Mark` to each tensor that is kept for backward.
+
+    The report finds these tensors by their marks.
+    """
     return is_reported(True)
 
 
@@ -730,7 +751,10 @@ def names_recorded() -> Generator[None]:
 
 
 class LayerBlock(NamedTuple):
-    """The block in which a layer was applied: its pair, and its records of the layer's inputs."""
+    """A block of saved-tensor hooks, for one call of a layer in this block.
+
+    It has the hooks, and the origin of each input of the layer. It also says which inputs the hooks do not pack.
+    """
 
     pair: Pair
     origin: Origin  # the origin of the tensors that the layer computes

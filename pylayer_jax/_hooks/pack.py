@@ -66,12 +66,15 @@ class ErrorModel(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """The origin of a tensor: where it was computed. The predicate `only` and `by_name` select tensors by their origin.
+    """The origin of a tensor: where it was computed.
+
+    A predicate `only` may read the origin of a tensor to decide whether the hooks pack the tensor. The keys of a
+    `by_name` dict are names in the origin.
 
     A field is empty if it is not known.
 
-    The block records the origin where it binds an operation. A reshape, transpose, slice or cast of a tensor has the
-    origin of the tensor.
+    The block records the origin where it binds an operation. The result of a reshape, transpose, slice or cast has the
+    same origin as its operand.
     """
 
     operation: str = ""  # the jitted function of jax.numpy, or the primitive, that computed the tensor
@@ -110,7 +113,10 @@ class Step(NamedTuple):
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Return a weak reference to an array, or a strong one to a number in a class of JAX without weak references."""
+    """Return a function without arguments that returns `value`. It holds an array by a weak reference.
+
+    Some numbers have a class that allows no weak references, and the function holds these by strong references.
+    """
     try:
         return weakref.ref(value)
     except TypeError:
@@ -140,7 +146,7 @@ class Pair:
 
     @property
     def is_selective(self) -> bool:
-        """Whether the pair selects tensors by their origin."""
+        """Whether a predicate `only` or a `by_name` dict selects the tensors that the hooks pack."""
         return self.by_name is not None or self.only is not None or any(step.only for step in self.steps)
 
     @property
@@ -152,7 +158,7 @@ class Pair:
         return self.by_name is None and not self.steps
 
     def predicates(self) -> list[Any]:
-        """Return the distinct predicates `only` of the pair and of its steps."""
+        """Return all distinct predicates `only`: the one of the pair of hooks, and those of its steps."""
         steps = [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
         return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
 
@@ -232,8 +238,8 @@ class Residual:
 class PackedTensor:
     """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array.
 
-    If a later step of the pair packed one of these arrays, the `Residual` that restores this array is the input
-    instead.
+    A later step of the pair may pack one of these arrays again. Then the input is the `Residual` that restores the
+    array, not the array itself.
     """
 
     def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
@@ -349,7 +355,8 @@ def _pack(
         own = later_of.get(id(x))
         return _pack(store, own, x, where, origin, is_part or x is not array) if own else x
 
-    # A NumPy array that no step packs stays on the host in the skeleton, and is released with the vjp function.
+    # The result of a pack hook may contain a NumPy array that no later step packs. This array stays in host memory,
+    # outside the arrays that JAX keeps. Python releases it together with the vjp function.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
     return Residual(PackedTensor(array, unpack, skeleton, here), list(map(packed_again, leaves)))
 

@@ -276,7 +276,7 @@ def leaves_of(residual: Any) -> list[Any]:
 
 
 class PackedResiduals:
-    """The residuals of a layer or an operation, as expressions without arrays.
+    """The residuals of a layer or an operation as expressions, without the arrays that these expressions read.
 
     An integer takes the place of each array. This integer is the position of the array in the list of arrays that JAX
     keeps.
@@ -448,7 +448,8 @@ class Mark(RuleFunction):
     result is f32[0,8,4].
 
     JAX keeps this array as a residual. The report follows this residual back through the jaxpr, and so finds the tensor
-    x. Each enclosing scan or `jax.vmap` adds an axis to its shape: f32[3,0,8,4] for a scan of length 3.
+    x. Each enclosing scan or `jax.vmap` adds one axis to the shape of the empty array that marks a tensor. For example,
+    the shape is f32[3,0,8,4] in a scan of length 3.
     """
 
     def __init__(self, aval: Any, origin: Origin, is_recomputed: bool) -> None:
@@ -490,7 +491,8 @@ def pack_residuals(
     unpacked, or recomputed in backward.
 
     `outputs` are the results of the layer or operation. If backward can compute an output from the packed residuals,
-    the pair of hooks remembers how to compute it. Then a later operation that keeps this output packs nothing more.
+    the pair of hooks remembers how to compute it. If a later operation keeps this output as a residual, the hooks pack
+    nothing more for this operation.
 
     Returns:
         The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
@@ -523,7 +525,7 @@ class _KnownResiduals:
     def get(self, value: Any, index: int = 0) -> Any:
         """Return the residual of a value, or None if there is none.
 
-        `index` is the index of the tensor that needs the value.
+        Backward needs `value` for one of the tensors of the layer or operation. `index` is the index of this tensor.
         """
         if id(value) not in self._found:
             is_left = _is_never_packed(value, self._is_program)
@@ -677,7 +679,11 @@ def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[l
 
 
 def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[Any]) -> list[Any]:
-    """Return residuals that backward does not read: marks for a report, and numbers by which JAX finds NaN."""
+    """Return further residuals, which backward does not read.
+
+    The first kind is a `Mark`, by which the report finds a tensor. The second kind is the largest absolute value of a
+    tensor, in which JAX looks for NaN.
+    """
     if not (is_reported.value or is_nan_reported()):
         return []
     of_equations = {id(equation.value) for equation in plan.recomputed}
@@ -687,7 +693,9 @@ def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[An
 
 
 def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:
-    """Return the results of a `Mark` for each of these tensors, or nothing if no report is made.
+    """Apply a `Mark` to each of these tensors that hooks can pack, and return the results.
+
+    If no report is being made, return an empty list.
 
     `recomputed`: ids of recomputed tensors.
     """
@@ -701,8 +709,9 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
     """Return the largest absolute value of each traced tensor, as residuals, if JAX is set to report NaN or infinity.
 
     JAX looks for NaN among the results of a program. Packed and recomputed tensors are not among these results, so JAX
-    would not find a NaN in them. JAX reports such a NaN if the largest value of each tensor is a further residual.
-    Backward reads none of these values. tests: hooks/test_modes.py
+    would not find a NaN in them. For each such tensor, the forward pass returns one more residual, the largest absolute
+    value of the tensor. JAX checks this residual, and so finds a NaN in the tensor. Backward reads none of these
+    values. tests: hooks/test_modes.py
     """
     if not is_nan_reported():
         return []

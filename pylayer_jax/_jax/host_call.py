@@ -78,14 +78,15 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
     dtypes = [x.dtype for x in args]
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
-        # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A host layer,
-        # whose function has no effects, copies its inputs itself.
+        # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A layer that
+        # runs on the host copies its inputs itself. The function of such a layer has no effects, so its buffers are not
+        # copied here.
         own = np.array if function.effects else np.asarray
         arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         for out, value in zip(outs, function.run(*arrays), strict=True):
             np.asarray(out)[...] = value
 
-    # XLA may remove a call without a side effect, which is intended: see NOTE [host packs] in `_hooks/host.py`.
+    # XLA may remove a call that has no side effect. This is intended: see NOTE [host packs] in `_hooks/host.py`.
     results = [jax.ShapeDtypeStruct(t.shape, _in_bytes(t.dtype)) for t in function.results]
     values = buffer_callback(run, results, has_side_effect=False)(*(x.astype(_in_bytes(x.dtype)) for x in args))
     return [x.astype(t.dtype) for x, t in zip(values, function.results, strict=True)]

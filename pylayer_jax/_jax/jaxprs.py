@@ -210,7 +210,8 @@ def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> 
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # If a later equation reads a Ref, this equation may have written to the Ref.
+        # An equation may write to a `jax.Ref` that a later equation reads. Therefore keep each equation that has such a
+        # Ref as an operand.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))

@@ -14,7 +14,8 @@ linear. There are four kinds:
 A table contains one rule per operation. From the kinds of the operands, the rule computes the kinds of the results. If
 the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. If the
 table has no rule for an operation, and an operand depends on the inputs, the kind of the result is the operation's
-name. Therefore the proof fails for a new operation of JAX until it is in the table.
+name. Therefore the proof of linearity fails if an output depends on the inputs through an operation for which the table
+has no rule. A new operation of JAX has no rule until somebody adds one.
 """
 
 from __future__ import annotations
@@ -109,7 +110,10 @@ def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
 
 
 def _sum(name: str, kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of the result of an operation, such as a sum, that is jointly linear in all of its operands."""
+    """Return the kind of the result of an operation that is jointly linear in all of its operands, such as a sum.
+
+    The kind says whether the result is zero, constant, linear in the inputs, or perhaps not linear.
+    """
     if all(k == ZERO for k in kinds):
         return ZERO
     affine = f"{name!r}, which adds a term that does not depend on them"
@@ -274,7 +278,8 @@ def transpose_jaxpr(
 ) -> list[Any]:
     """Transpose a jaxpr: compute the cotangents of the arguments that are None from the cotangents of the outputs.
 
-    Error messages use `name` for the jaxpr, and `inputs` for the arguments that are None.
+    In error messages, `name` stands for the jaxpr. The string `inputs` stands for the arguments with respect to which
+    the jaxpr is transposed.
 
     Raises:
         NotLinearError: if the jaxpr is not proved to be linear in these arguments, or if JAX cannot transpose it.

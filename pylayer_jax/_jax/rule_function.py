@@ -76,7 +76,10 @@ def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """Return a copy of `full` in which the values of `if_set` replace, in order, the entries where the mask is True."""
+    """Return a copy of `full` with other entries where `mask` is True.
+
+    These entries are the values of `if_set`, in order.
+    """
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]
 
@@ -263,11 +266,11 @@ class RuleFunction:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether `jax.checkpoint` and dead code elimination may evaluate a part of the jaxpr."""
+        """Whether JAX may split the jaxpr, as `jax.checkpoint` and dead code elimination do."""
         return not uses_own_refs(self.jaxpr)
 
     def mask_of_kept_operands(self) -> list[bool]:
-        """Return a mask of the operands that the function keeps if JAX drops unused results.
+        """Return a mask of the operands that dead code elimination has to keep.
 
         The rule differentiates the whole function, which needs all of its operands.
         """
@@ -286,7 +289,10 @@ class RuleFunction:
         return self.part(code, [i for i, is_used in enumerate(used) if is_used], is_read), list(is_read)
 
     def part(self, code: Any, positions: Sequence[int], is_read: Sequence[bool]) -> RuleFunction:
-        """Return the function that `code` computes: the results at `positions`, from the operands in the mask."""
+        """Return a `RuleFunction` for a part of this function. The jaxpr `code` computes the results at `positions`.
+
+        It reads the operands for which `is_read` is True.
+        """
         return PartialFunction(self, code, 0, positions)
 
     def run(self, *args: Any) -> Values:
@@ -331,8 +337,9 @@ class RuleFunction:
         """Return a function that computes the values of a batch, and the batch axis (0 or None) of each value.
 
         NOTE [all outputs are batched]
-        If an operand is batched, each value that can have a tangent is batched too. Otherwise all examples would get
-        the cotangent of a shared value, which JAX would then add once for each example. tests: contract/test_vmap.py
+        If at least one operand has a batch axis, each result that can have a tangent gets a batch axis too. Otherwise
+        all examples would get the cotangent of a shared value, which JAX would then add once for each example. tests:
+        contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
 
@@ -422,7 +429,9 @@ class BatchedFunction(RuleFunction):
 
 
 class UnstagedBatch(BatchedFunction):
-    """A batched function that is not staged. To run it, `jax.vmap` calls the `run` of the inner function.
+    """A batched function that is not staged.
+
+    Its method `run` applies `jax.vmap` to the method `run` of the function that is batched.
 
     Every value has batch axis 0.
     """
@@ -658,7 +667,10 @@ def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Bind an identity of the unknown operands only: JAX does not transpose it with respect to known operands."""
+    """Evaluate a `rule_function` partially: bind an `Identity` for its unknown operands only.
+
+    Therefore JAX never transposes an `Identity` with respect to only some of its operands.
+    """
     __tracebackhide__ = True
     unknown = [not tracer.is_known() for tracer in tracers]
     function = payload_of_params(params)
@@ -797,7 +809,7 @@ class PartialFunction(RuleFunction):
 
 
 def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any:
-    """Return a copy of an equation that holds another function."""
+    """Return a copy of `equation` that applies `function` instead of its own `RuleFunction`."""
     return equation.replace(params=rule_function_p.params_of(function), effects=function.jaxpr.effects, **changes)
 
 
@@ -875,7 +887,9 @@ partial_eval.partial_eval_jaxpr_custom_rules[rule_function_p] = _divide
 
 
 def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Remove the results that are not in the mask `used` from an equation. This is a rule of `partial_eval.dce_rules`.
+    """Remove from an equation the results for which the mask `used` is False.
+
+    This is a rule of `partial_eval.dce_rules`.
 
     Returns:
         A mask of the operands that the smaller equation uses, and this equation, or None if no code is left.

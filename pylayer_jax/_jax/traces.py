@@ -112,7 +112,8 @@ def discover(what: str, probe: Callable[[Any], Any]) -> Any:
     """
     found: list[Any] = []  # `jax.eval_shape` can return arrays only
     try:
-        # A traced function may import this package. Therefore leave the trace of this function before the discovery.
+        # A traced function may import this package. Therefore enter an eval context, in which no transformation of that
+        # function is active, before JAX traces `probe`.
         with eval_context(), jax.disable_jit(False):
             jax.eval_shape(lambda x: found.append(probe(x)), jax.ShapeDtypeStruct((1,), np.float32))
         return found[0]
@@ -231,7 +232,10 @@ def is_in_forward_mode(value: Any) -> bool:
 
 
 def is_staged(value: Any) -> bool:
-    """Return whether a value, or its whole batch, is staged to a jaxpr that JAX is tracing."""
+    """Return whether JAX is staging a value to a jaxpr.
+
+    For a value inside `jax.vmap`, look at the array of the whole batch.
+    """
     return isinstance(whole_batch(value), STAGED.tracer)
 
 
