@@ -158,7 +158,7 @@ ROWS: dict[str, Callable[[Way], str]] = {
     "runs of `forward` for an eager gradient, if it saves an intermediate": runs,
     "cotangent of an output that the loss does not use": missing_cotangent,
     "getting values out of the backward pass": logs,
-    "`jax.checkpoint` with a policy that saves products: saves those in the function": saves_products(
+    "a `jax.checkpoint` policy that saves matrix products saves those inside the function too": saves_products(
         POLICIES.dots_saveable
     ),
     "the same with a policy that saves a name": saves_products(POLICIES.save_only_these_names("product")),
