@@ -3,16 +3,18 @@
     with quantize_saved(8):             code                 its trace binds             JAX keeps
         y = jnp.tanh(x @ w)             matmul x w           rule_function[matmul]       x, w (from outside: not packed)
                                         tanh h               rule_function[tanh]         q, s (8-bit y, scales)
-    backward                            y = unpack(q, s), then 1 - y² from y; both wait for the cotangent of tanh
+
+    In backward, y = unpack(q, s), and then 1 - y² from y. Both wait for the cotangent of tanh.
 
 A *pair* is a pack hook and an unpack hook with their options; a *block* is the code inside `with pair:`.
 
-1. When a block is entered, a `BlockTrace` becomes JAX's current trace, so JAX passes each operation of the block to it.
+1. When a block is entered in code that JAX traces, a `BlockTrace` becomes JAX's current trace, so JAX passes each
+   operation of the block to it. In a block around a call of `jax.grad` itself, only layers pack.
 2. For each value, the trace records its place (outside the block, constant, or computed in the block) and its origin
    (operation, layer, name, source line). A view of a value, such as a reshape or a cast, has the origin of the value.
-3. The function `_outcome` names what the trace does with an operation: bind it unchanged, since a block inside it
-   packs; bind it with hooks suspended, since its vjp keeps nothing to pack; stage the body of a loop again, so that
-   each iteration packs; or bind it as a `HookedOperation`, staged unless JAX differentiates it now.
+3. The function `_outcome` names what the trace does with an operation: bind it unchanged, as a jitted function in
+   which a block of its own packs; bind it with hooks suspended, as a reshape, whose vjp keeps nothing to pack; stage
+   its body again, as that of a scan, so that each iteration packs; or, as most operations, bind a `HookedOperation`.
 4. A `HookedOperation` is a `RuleFunction`, a function with its own differentiation rule. It holds the pair.
 5. Its rule calls `jax.vjp` on the operation, and records the equations of the forward pass. Each array in the function
    that `jax.vjp` returns is a residual.
@@ -20,8 +22,8 @@ A *pair* is a pack hook and an unpack hook with their options; a *block* is the 
    if the predicate `only` or the keys of `by_name` exclude its origin.
 7. A residual is recomputed in backward if it can be computed from other residuals by equations that amplify the packing
    error by a small factor at most.
-8. Every other residual is packed. The pair holds the result by weak references, so that another operation with the
-   same residual finds and reuses it.
+8. Every other residual is packed. The pair remembers the packed result by weak references, so that another operation
+   with the same residual reuses it as long as JAX keeps it.
 9. JAX keeps each packed array once, as a residual of a `Pullback`, which is a linear map of tangents. In staged code,
    an optimization barrier makes XLA pack before it uses the outputs of the operation.
 10. When JAX transposes the linear map, `Pullback` restores the residuals from the packed arrays and calls the function

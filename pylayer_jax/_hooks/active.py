@@ -23,7 +23,8 @@ active: Final = jax.make_user_context(None)
 # Whether `pack_residuals` marks each tensor for the report. This flag is part of the keys of JAX's caches too.
 is_reported: Final = jax.make_user_context(False)
 
-# The innermost block that this asyncio task entered, or inherited from the task that created it.
+# The innermost block that this asyncio task entered, or inherited from the task that created it. All tasks of a thread
+# see the same `active`, so `check_task` compares the two.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
 
 
@@ -35,15 +36,11 @@ class Block:
     its hooks, JAX's caches, which keep the block, would keep the hooks alive too. Therefore a block drops its pair of
     hooks when the program leaves the block, and keeps only the key of the pair.
 
-    Two blocks compare equal in two cases. If they are equal, JAX reuses in one block what it traced in the other block.
-    First, two blocks are equal if their pairs are equal. So JAX traces a function again if it was traced with other
-    hooks. Second, two blocks of one thread compare equal while the attribute `is_shared` of both blocks is True. At
-    first, `is_shared` of a block is True if the block has a pair of hooks and JAX traces no jaxpr when the block
-    begins. `is_shared` becomes False when code in the block calls `active_pair` while JAX traces a jaxpr. Until code in
-    the block calls `active_pair` while JAX traces a jaxpr, nothing in JAX's caches depends on the pair of hooks. So JAX
-    compiles nothing again for a new pair. Code that depends on the pair of hooks calls `active_pair` while JAX traces
-    it. Therefore the call happens before JAX caches the traced code. So two blocks may be equal at first and unequal
-    later. The hash of a block must not change, so all blocks have the same hash.
+    JAX reuses in one block what it traced in an equal block. Two blocks are equal if their pairs are equal. Two blocks
+    of one thread are also equal while both are shared. A block that is entered outside of traced code is shared until
+    code in it calls `active_pair` while JAX traces a jaxpr. This call comes before JAX caches the jaxpr. So what JAX
+    has cached in a shared block depends on no pair, and JAX compiles nothing again for a new pair. Two blocks may be
+    equal at first and unequal later. Therefore all blocks have the same hash.
 
     Blocks of different threads are equal only if their pairs of hooks are equal. JAX lets a thread wait while another
     thread traces code under an equal key, and it is not yet known whether this code will call `active_pair`. tests:
@@ -58,11 +55,11 @@ class Block:
         self.is_function = False  # whether a decorated function entered the block
         self.outer: Block | None = None
         self._trace = trace  # the trace that gets the operations inside the block; None if nothing is traced around it
-        self._contexts: list[Any] = []
+        self._contexts: list[Any] = []  # empty if the block was left, or if blocks are ignored
 
     @property
     def is_at_top(self) -> bool:
-        """Whether this open block was entered in code that JAX does not trace. False if blocks are ignored there."""
+        """Whether this block is open, was entered in code that JAX does not trace, and is not ignored."""
         return self._trace is None and bool(self._contexts)
 
     def __eq__(self, other: object) -> bool:
@@ -95,10 +92,11 @@ class Block:
         self.value, self._trace, self._contexts = None, None, []
         if _entered.get() is self:
             _entered.set(self.outer)
-        is_innermost = active.value is (self if contexts else OFF)
+        is_innermost = active.value is (self if contexts else OFF)  # where blocks are ignored, `enter` left OFF there
         is_current = trace is None or current_trace() is trace
         if is_innermost:
-            # If another transformation has begun or ended inside the block, JAX itself restores the trace.
+            # The first context is that of `active`, and the second that of the trace. If another transformation has
+            # begun or ended inside the block, JAX itself restores the trace.
             for context in reversed(contexts if is_current else contexts[:1]):
                 context.__exit__(None, None, None)
         if not (is_innermost and is_current):

@@ -72,7 +72,7 @@ from pylayer_jax._jax.traces import (
     without_pass_through,
 )
 from pylayer_jax._jax.types import as_arrays, full_cotangent, has_tangent, tangent_type, typeof
-from pylayer_jax._trees import WeakTable, contains
+from pylayer_jax._trees import WeakTable
 
 from .active import OFF, Block, active, hooks_suspended, innermost_block, is_reported
 from .host import HostStore
@@ -85,7 +85,6 @@ from .residuals import (
     fold,
     is_number,
     keeps_residuals,
-    leaves_of,
     outside_blocks,
     pack_residuals,
     recomputed,
@@ -148,10 +147,9 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         return _Facts(False, False, False, has_loop, is_users)
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
-    # The vjp of a division by a literal keeps only this literal. The pair of hooks remembers how backward can recompute
-    # the result of an operation. But it does so only if the operation is bound as a `HookedOperation`. So a single
-    # division is hooked. A jitted function that divides by a literal counts as keeping no residuals only if it also
-    # computes a sum. An example is `jnp.mean`.
+    # The vjp of a division by a literal keeps only this literal. A single division is hooked all the same: its result
+    # is as large as its operand, and the pair remembers how backward can recompute it. In a function that also computes
+    # a sum, such as `jnp.mean`, the result is small, so it need not be recomputed.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -248,8 +246,8 @@ class HookedOperation(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        n = self.n_consts + len(self.origins)
-        nonzero = [t is not None and i < n for i, t in enumerate(tangents)]
+        n_read = self.n_consts + len(self.origins)  # the operation does not read the further operands
+        nonzero = [t is not None and i < n_read for i, t in enumerate(tangents)]
         given = select(tangents, nonzero)
         if not given:
             values = apply(self, primals)
@@ -261,6 +259,8 @@ class HookedOperation(RuleFunction):
             with hooks_suspended():
                 values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
+        # JAX runs a rule in a partial evaluation, with unknown tangents. The hooks run in the trace around it, in which
+        # the primals are known.
         with set_current_trace(without_pass_through(trace_of_primals(primals))):
             recorder = Recorder(current_trace())
             with hooks_suspended(), set_current_trace(recorder):
@@ -309,14 +309,14 @@ class Pullback(LinearMap):
         self.n_residuals = packed.n_arrays
         self.types = [tangent_type(t) for t in value_types if has_tangent(t)]
         self._packed = packed
-        self._pullback = pullback  # the treedef of the function that `jax.vjp` returned
+        self._treedef = pullback  # the treedef of the function that `jax.vjp` returned
         self._value_types = value_types
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
         __tracebackhide__ = True
         with outside_blocks():
             unpacked = self._packed.unpack(residuals, cotangents)
-            pullback = jax.tree_util.tree_unflatten(self._pullback, unpacked.all())
+            pullback = jax.tree_util.tree_unflatten(self._treedef, unpacked.all())
             return self._call(pullback, unpacked.cotangents)
 
     def _call(self, pullback: Any, cotangents: Sequence[Any]) -> Values:
@@ -336,7 +336,7 @@ class Pullback(LinearMap):
         __tracebackhide__ = True
         types = tuple(jax.ShapeDtypeStruct(t.shape, t.dtype) for t in self.types)
         with outside_blocks():
-            pullback = jax.tree_util.tree_unflatten(self._pullback, self._packed.unpack(residuals, ()).all())
+            pullback = jax.tree_util.tree_unflatten(self._treedef, self._packed.unpack(residuals, ()).all())
             transposed = jax.linear_transpose(lambda *cotangents: self._call(pullback, cotangents), *types)
             return list(transposed(list(tangents)))
 
@@ -367,10 +367,11 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
     """Return whether JAX differentiates an operation in reverse mode, or may do so later. `examples`: whole batches."""
     kinds = {type(x) for x in examples}
     is_differentiated = REVERSE.tracer in kinds
+    # Reverse mode around forward mode keeps tensors for a second derivative only. Such tensors are not packed.
     is_in_forward_mode = FORWARD.tracer in kinds and not is_differentiated
+    is_later = STAGED.tracer in kinds and not is_in_forward_mode  # JAX may differentiate the jaxpr later
     are_arrays = {type(typeof(x)) for x in args} <= {ShapedArray}  # not Refs or tokens
-    is_later = STAGED.tracer in kinds and not is_in_forward_mode
-    return (is_differentiated or is_later) and are_arrays and operation.kind != "while"
+    return (is_differentiated or is_later) and are_arrays and operation.kind != "while"  # which has no reverse mode
 
 
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
@@ -393,9 +394,9 @@ def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> 
 
 
 def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
-    """Return whether `trace` differentiates the operation in reverse mode now. Such an operation need not be staged.
+    """Return whether `trace` differentiates the operation in reverse mode now, before another transformation sees it.
 
-    JAX may call the function of a custom rule only once.
+    The operation then runs once, in `jax.vjp`. It need not be staged, which JAX allows only once for a custom rule.
     """
     examples = list(map(whole_batch, args))
     if operation.kind == "shard_map":
@@ -403,9 +404,8 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
     while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
         if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
             return True
-        trace = without_pass_through(
-            trace.parent_trace
-        )  # a trace that differentiates other values passes on the operation
+        # A trace that differentiates other values passes the operation on to its parent.
+        trace = without_pass_through(trace.parent_trace)
     return False
 
 
@@ -555,9 +555,8 @@ class BlockTrace(PassThroughTrace):
         if outcome is Outcome.PASS_ON:
             return operation.bind(*args)
         if outcome is Outcome.SUSPEND:
-            # The keys of JAX's caches contain the active block of saved-tensor hooks. Therefore JAX would compile an
-            # eager operation again for each pair of hooks. While hooks are suspended, the key of JAX's caches is the
-            # same for all pairs of hooks. So JAX compiles an eager operation once, and not again for each pair.
+            # The keys of JAX's caches contain the active block, so JAX would compile an eager operation again for each
+            # pair of hooks. While hooks are suspended, the key is the same for all pairs.
             with hooks_suspended():
                 return operation.bind(*args)
         if outcome is Outcome.PACK_INSIDE:
@@ -600,17 +599,17 @@ class BlockTrace(PassThroughTrace):
         def body(*args: Any) -> tuple[list[Any], None]:
             trace = BlockTrace(self.pair, self.entry)
             for x, record in zip(args, records, strict=True):
-                trace.set_record([x], record._replace(residual=None))
+                trace.set_record([x], record._replace(residual=None))  # whose arrays are not available in the body
             trace.block.enter()
             try:
                 return eval_jaxpr(jaxpr, consts, *args), None
             finally:
                 trace.block.leave()
 
-        hooked, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], operation.kind)
-        if closed_over or [v.aval for v in hooked.outvars] != [v.aval for v in jaxpr.outvars]:
+        new_jaxpr, closed_over, _ = stage(body, [v.aval for v in jaxpr.invars], operation.kind)
+        if closed_over or [v.aval for v in new_jaxpr.outvars] != [v.aval for v in jaxpr.outvars]:
             return None
-        return operation.bind(*args, jaxpr=as_parameter(hooked))
+        return operation.bind(*args, jaxpr=as_parameter(new_jaxpr))
 
     def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
         """Return the residuals of those operands that the hooks leave unpacked.
@@ -620,14 +619,20 @@ class BlockTrace(PassThroughTrace):
         These residuals hold no arrays. In place of each array, they hold its position in the list of all operands. The
         keys are positions too.
         """
-        left = [(i, record) for i, record in enumerate(records) if self.is_left_unpacked(record)]
-        residuals = {i: args[i] if record.residual is None else record.residual for i, record in left}
-        read = {id(x): x for residual in residuals.values() for x in leaves_of(residual)}.values()
-        operands = [*args, *[x for x in read if not contains(args, x)]]
-        position_of: dict[int, int] = {}
-        for i, x in enumerate(operands):
+        operands, placed = list(args), dict[int, Any]()
+        position_of: dict[int, int] = {}  # id of an operand -> the first position of the operand
+        for i, x in enumerate(args):
             position_of.setdefault(id(x), i)
-        placed = {i: fold(r, lambda x: position_of[id(x)], Residual, {}) for i, r in residuals.items()}
+
+        def position(x: Any) -> int:
+            if id(x) not in position_of:
+                position_of[id(x)] = len(operands)
+                operands.append(x)
+            return position_of[id(x)]
+
+        for i, (x, record) in enumerate(zip(args, records, strict=True)):
+            if self.is_left_unpacked(record):
+                placed[i] = fold(x if record.residual is None else record.residual, position, Residual, {})
         return placed, operands[len(args) :]
 
     def is_left_unpacked(self, record: ValueRecord) -> bool:
@@ -650,9 +655,10 @@ class BlockTrace(PassThroughTrace):
     def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
         """Store `record` for each value in `values`.
 
-        Unless `record` says that the values come from outside this block, store it for the enclosing blocks too.
+        Store it for the enclosing blocks too, unless the values come from outside this block: an enclosing block may
+        have computed them, and then has a record of its own.
         """
-        if record != _OUTSIDE:
+        if record != _OUTSIDE:  # `record_of` returns `_OUTSIDE` for a value without a record
             for value in values:
                 self.records.put(value, record)
         if self.outer is not None and record.place is not Place.OUTSIDE:
@@ -689,9 +695,8 @@ def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequen
     """Return the `Place` of an operation's results: outside the block of hooks, inside the block, or constant.
 
     A view of a value from outside the block counts as computed outside, even if the block computed an integer operand
-    of the view. An example of such an operand is a
-    start index of `dynamic_slice`. If any other operation reads values from outside the block, its results count as
-    computed inside the block.
+    of the view, such as a start index of `dynamic_slice`. If any other operation reads values from outside the block,
+    its results count as computed inside the block.
     """
     places = [record.place for record in records]
     if all(place is Place.CONSTANT for place in places):

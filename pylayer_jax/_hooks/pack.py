@@ -213,7 +213,7 @@ def key_of(value: Any) -> Any:
 # during an outer differentiation, JAX keeps the tensor beside its packed form. JAX needs the tensor for its tangent
 # only and never reads its value, so XLA drops the tensor from a compiled program. If a program is staged now and
 # differentiated later (the body of a scan, `jax.grad` of `jax.jit`), this module cannot know whether a derivative of
-# higher order follows. To keep the tensor would cost the memory that packing saves, so the tensor is not kept. A
+# higher order follows. If JAX kept the tensor there, it would take the memory that packing saves, so JAX does not. A
 # second derivative then differentiates the hooks themselves if the pair is `differentiable`, and is an error
 # otherwise. tests: hooks/test_orders.py
 
@@ -261,6 +261,7 @@ class PackedTensor:
         with _running("unpack_hook", self._where):
             value = self._unpack(self._skeleton.fill(arrays))
         value = checked(value, self._type, self._where)
+        # `pack_hook` hid the tracer in an object that is no pytree, so JAX did not keep the tracer as an array.
         if not arrays and is_tracer(value) and not is_active(value):
             raise TypeError(
                 f"unpack_hook returned a traced tensor of a transformation that has ended, for {self._where}: JAX "
@@ -346,16 +347,19 @@ def _pack(
     here = _in_step(where, step)
     packed, unpack = _run_pack_hook(store, step, array, here)
 
-    later_of: dict[int, Sequence[Step]] = {}  # id of an array in `packed` -> the later steps that pack this array
-    for x in split(packed)[0] if later else ():
-        if is_tracer(x) == is_tracer(array):  # the other arrays are constants of the hook
-            later_of[id(x)] = _steps_for(x, later, where, origin, is_part or x is not array)
+    def is_made(x: Any) -> bool:  # a hook that returns the saved tensor itself made no new array
+        return is_part or x is not array
+
+    # In traced code, a concrete array is a constant of the hook, which no later step packs.
+    candidates = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)] if later else []
+    later_of = {id(x): _steps_for(x, later, where, origin, is_made(x)) for x in candidates}
 
     def packed_again(x: Any) -> Any:
         own = later_of.get(id(x))
-        return _pack(store, own, x, where, origin, is_part or x is not array) if own else x
+        return _pack(store, own, x, where, origin, is_made(x)) if own else x
 
-    # The result of a pack hook may contain a NumPy array that no later step packs. This array stays in host memory,
+    # The leaves are the arrays that JAX keeps, and those that a later step packs. All else stays in the skeleton. The
+    # result of a pack hook may contain a NumPy array that no later step packs. This array stays in host memory,
     # outside the arrays that JAX keeps. Python releases it together with the vjp function.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
     return Residual(PackedTensor(array, unpack, skeleton, here), list(map(packed_again, leaves)))

@@ -88,6 +88,7 @@ class Recorder(PassThroughTrace):
                 return eval_jaxpr(with_users_line(jaxpr), consts, *tracers)
         with set_current_trace(self.parent_trace):
             result = primitive.bind(*tracers, **params)
+        # A primitive that returns its operand computes nothing.
         if not primitive.multiple_results and id(result) not in map(id, tracers):
             self.equations[id(result)] = Equation(primitive, params, tracers, result, len(self.equations))
         return result
@@ -143,10 +144,11 @@ def _keeps_rows(equation: Equation, _: _Equations) -> bool:
     An example is a reshape of [8], which is one row, to [8, 1], which is eight rows.
 
     An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In an array of shape
-    [8, 1], each row has only one value. So the packing error of a value depends on this value alone.
+    [8, 1], each row has only one value, so the packing error of a value depends on this value alone. Other changes of
+    the rows, as by a reshape to [4, 2], are accepted.
     """
-    shape, shapes = np.shape(equation.value), [np.shape(x) for x in equation.inputs]
-    return not (shape and shape[-1] == 1) or all(not operand or operand[-1] == 1 for operand in shapes)
+    last_axes = [np.shape(x)[-1:] for x in equation.inputs]
+    return np.shape(equation.value)[-1:] != (1,) or all(axis in ((), (1,)) for axis in last_axes)
 
 
 def _with_a_number(equation: Equation, equations: _Equations) -> bool:
@@ -163,6 +165,7 @@ def _is_constant_along_rows(value: Any, equations: _Equations) -> bool:
     if equation is None or equation.name != "broadcast_in_dim":
         return False
     operand, dimensions = np.shape(equation.inputs[0]), equation.params["broadcast_dimensions"]
+    # The broadcast repeats values along the last axis if no axis of the operand maps to it, or one of length 1 does.
     return not dimensions or dimensions[-1] != len(shape) - 1 or operand[-1] == 1
 
 
@@ -182,6 +185,7 @@ _RECOMPUTED: Final[dict[str, list[_Condition]]] = {
     "integer_pow": [_Condition(ErrorModel.RELATIVE, _is_low_power)],
     "add": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.ABSOLUTE, _with_a_number)],
     "sub": [_Condition(ErrorModel.ANY, _of_integers), _Condition(ErrorModel.ABSOLUTE, _with_a_number)],
+    # JAX's primitive for 1 - y², in the derivative of tanh
     "one_minus_square": [_Condition(ErrorModel.ABSOLUTE)],
 }
 
@@ -227,6 +231,7 @@ class Recomputed(NamedTuple):
     @unchecked
     def __call__(self, *inputs: Any) -> Any:
         result = self.primitive.bind(*merge(self.is_input, inputs, self.operands), **self.params)
+        # A view of a value from outside the block may be a jitted function, whose one result JAX returns in a list.
         return result[0] if self.primitive.multiple_results else result
 
 
@@ -390,7 +395,9 @@ class _Remembered(NamedTuple):
     """How a pair of hooks kept one tensor for backward. It keeps no array and no result of a hook alive."""
 
     trace: Callable[[], Any]  # a tracer is valid only in the trace in which it was made
-    owner: Callable[[], Any]  # the `PackedResiduals` of the layer or operation that kept the tensor
+    # The `PackedResiduals` of the layer or operation that kept the tensor. After JAX has dropped them, a gradient packs
+    # the tensor again, and so asks `only` again. tests: hooks/test_only.py
+    owner: Callable[[], Any]
     residual: Any  # an expression with weak references to arrays and to `PackedTensor`s
     name: str  # the name of the tensor
 
@@ -400,8 +407,9 @@ def _remember(known: _KnownResiduals, plan: _Plan, values: Iterable[Any], owner:
     trace, done = weakref.ref(current_trace()), dict[int, Any]()
     index_of = {id(x): i for x, i in plan.packed}
     for x, residual in known.items(values):
-        is_left = id(x) in index_of and not isinstance(residual, Residual)
-        name = known.packing.origin_of(x, index_of[id(x)]).name if is_left else ""
+        was_not_packed = id(x) in index_of and not isinstance(residual, Residual)
+        # `_recall` compares this name.
+        name = known.packing.origin_of(x, index_of[id(x)]).name if was_not_packed else ""
         weak = fold(residual, reference, _with_weak_hook, done)
         known.packing.pair.residuals.put(x, _Remembered(trace, weakref.ref(owner), weak, name))
 
@@ -503,13 +511,13 @@ def pack_residuals(
         return *PackedResiduals.of(tensors, _marks(packing, tensors, ())), list(outputs)
     known = _KnownResiduals(packing)
     plan = _plan(known, tensors)
-    behind = _carry_out(known, plan, outputs)  # the outputs; in staged code, behind a barrier
-    of_outputs = _recomputable(known, outputs)
-    known.put_recomputed(of_outputs)
-    known.put_equal(behind, outputs)  # later operations read these outputs, so the pair has to remember them
+    behind = _carry_out(known, plan, outputs)  # the outputs; in staged code, as they come out of a barrier
+    output_equations = _recomputable(known, outputs)  # now that the residuals of `tensors` are known
+    known.put_recomputed(output_equations)
+    known.put_equal(behind, outputs)  # later code reads `behind`, so the pair has to remember these arrays
     packed, arrays = PackedResiduals.of([known.get(x) for x in tensors], _further_residuals(known, plan, tensors))
-    recomputed = [equation.value for equation in (*plan.recomputed, *of_outputs)]
-    _remember(known, plan, [*[x for x, _ in plan.packed], *recomputed, *behind], packed)
+    by_equation = [equation.value for equation in (*plan.recomputed, *output_equations)]
+    _remember(known, plan, [*[x for x, _ in plan.packed], *by_equation, *behind], packed)
     return packed, arrays, behind
 
 

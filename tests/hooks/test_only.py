@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pylayer_jax import saved_tensors_report
 from pylayer_jax.packers import by_name, cast_saved, chain, quantize_saved, save_on_cpu, save_on_disk
-from tests.kit.layers import Multiply, Tanh, layer
+from tests.kit.layers import Multiply, Square, Tanh, layer
 from tests.kit.modes import EAGER_AND_JIT
 
 from .spy import counted_step, noting, tanh_sum
@@ -64,6 +64,17 @@ def test_a_predicate_may_ask_where_a_tensor_is_from(mode):
     assert packed == [X.shape]
     assert {"y"} == {info.name for info in seen if info.layer == "NamedTanh"}
     assert "sin" in {info.operation for info in seen if not info.layer}
+
+
+def test_each_eager_gradient_asks_the_predicate_again():
+    packed, is_on = [], {"only": False}
+    loss = noting(packed, only=lambda x: is_on["only"])(lambda x: jnp.sum(Square.apply(x)))
+    with pytest.warns(UserWarning, match="only"):
+        jax.grad(loss)(X)
+    assert not packed
+    is_on["only"] = True
+    jax.grad(loss)(X)
+    assert packed == [X.shape]
 
 
 # -- by name --------------------------------------------------------------------------------------
