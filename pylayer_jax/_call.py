@@ -25,10 +25,9 @@ from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
-# True while a `backward` runs that JAX may transpose or differentiate in forward mode. JAX may transpose this
-# `backward`, or differentiate it in forward mode. `jax.custom_vjp` supports neither. So if this `backward` applies a
-# layer, the layer does not use `jax.custom_vjp`. The flag `in_backward` is part of the cache key of `jax.jit`, since a
-# jitted function may apply a layer.
+# True while a `backward` runs that JAX may transpose or differentiate in forward mode. `jax.custom_vjp` supports
+# neither, so a layer that this `backward` applies does not use it. The flag is part of the cache key of `jax.jit`,
+# since a jitted function may apply a layer.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
@@ -226,6 +225,7 @@ class LayerCall:
         # changes, JAX compiles jitted functions again.
         may_be_transposed = state.is_staged or state.is_differentiated
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
+        # To transpose is not to differentiate: then @once_differentiable must not raise its error.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self)
@@ -282,10 +282,11 @@ class LayerCall:
     def _without_leaks(self, kept: SavedContext, run: Callable[[], Any], method: str) -> Any:
         """Return the result of `run()`, which calls a method of the layer.
 
-        `forward` may keep an object that holds tracers and is no pytree. If JAX traces `backward` to a jaxpr, a tracer
-        that an object on `ctx` holds becomes a constant of this jaxpr. Then lowering the program fails with an error
-        that does not name the layer. Therefore, if the context has such objects, `backward` (or `jvp`) is first staged
-        to a jaxpr of its own, whose constants are checked. tests: contract/test_context.py
+        Usually, this function only calls `run`. But `forward` may keep an object that holds tracers and is no pytree.
+        If JAX traces `backward` to a jaxpr, a tracer that an object on `ctx` holds becomes a constant of this jaxpr.
+        Then lowering the program fails with an error that does not name the layer. Therefore, if the context has such
+        objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose constants are checked. tests:
+        contract/test_context.py
 
         Raises:
             ValueError: if the method uses a tracer of `forward` that an object on the context holds.

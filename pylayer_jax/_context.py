@@ -376,7 +376,7 @@ class SavedContext:
     n_saved: int  # the number of residuals from save_for_backward, which come first
     attributes: dict[str, ResidualTree]
     saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
-    has_objects: bool  # True if a kept object may hold arrays, although it is no pytree
+    has_objects: bool  # True if a kept object that is no pytree may hold tracers
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
@@ -387,7 +387,7 @@ class SavedContext:
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
-                entry, rest = path[1:].split("]", 1)
+                entry, rest = path[1:].split("]", 1)  # "[0]['w']": the index of a saved value, and a path within it
                 if not names[i] and (name := name_of_saved(int(entry))) is not None:
                     names[i] = name + rest
         others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
@@ -429,7 +429,7 @@ class _Residuals:
 
     def __init__(self, state: ContextState, output_of: dict[int, Any]) -> None:
         self.tensors: list[Any] = []
-        self.has_objects = False  # True if a kept object may hold arrays, although it is no pytree
+        self.has_objects = False  # True if a kept object that is no pytree may hold tracers
         self._state = state
         self._output_of = output_of  # as `_numpy_outputs` returns it
         self._index_of: dict[tuple[bool, int], int] = {}  # from (is_saved, id of a tensor) to its index in `tensors`
@@ -448,7 +448,7 @@ class _Residuals:
             # In eager mode, no check is necessary. An object on `ctx` then holds only concrete arrays, and these stay
             # valid after `forward` has returned.
             if isinstance(self._trace, STAGED.trace) and not self.has_objects:
-                self.has_objects = any(map(_may_hold_arrays, skeleton.statics()))
+                self.has_objects = any(map(_may_hide_tracers, skeleton.statics()))
         if self._output_of:
             tensors = [self._output_of.get(id(x), x) for x in tensors]
         for x in tensors:
@@ -502,14 +502,15 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def _may_hold_arrays(static: Any) -> bool:
-    """Return whether an object that is no pytree may hold arrays.
+def _may_hide_tracers(static: Any) -> bool:
+    """Return whether an object that is no pytree may hold tracers that nothing has checked.
 
     For a function, look at the values that it closes over. For any other object, look at its type.
     """
     if isinstance(static, _PLAIN):
         return False
     if isinstance(innermost(static), types.FunctionType) and not isinstance(static, types.MethodType):
+        # `_refuse_closures` has checked the tensors that the function closes over.
         return not all(isinstance(x, _PLAIN) or callable(x) or is_tensor(x) for x in closed_over(static).values())
     return True
 

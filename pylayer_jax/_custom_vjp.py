@@ -140,7 +140,7 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
 def _batched_like(cotangent: Any, gradients: Sequence[Any]) -> list[Any]:
     """Make each gradient batched, as the cotangent is.
 
-    JAX would not sum a gradient over the examples that depends on no cotangent and so is not batched: see NOTE [all
+    A gradient that depends on no cotangent is not batched, and JAX would not sum it over the examples: see NOTE [all
     outputs are batched] in `_jax/rule_function.py`. `jnp.where` of two equal arrays takes the batch axis of its
     condition.
     """

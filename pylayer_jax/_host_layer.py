@@ -20,9 +20,9 @@ NOTE [dropped calls]
 XLA drops a call of `forward` if the program uses none of its results, as in the gradient of a linear function. A
 dropped call cannot compare its run with the run on example arrays. This comparison finds two errors: an object on `ctx`
 that differs between the runs, and a saved input that `forward` changes in place in one run only. Without it, `backward`
-would silently compute a wrong gradient. Therefore, if `forward` keeps an object or a saved input that it may have
-changed, and keeps no array that it computed, then `forward` has one more result, the *token*, on which `backward`
-depends. tests: test_objects_made_from_values
+would silently compute a wrong gradient. Therefore `forward` gets one more result, the *token*, on which `backward`
+depends, if two conditions hold: `forward` keeps an object, or an input that it may have changed; and it keeps no array
+that it computed. tests: test_objects_made_from_values
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ class _Structure:
 
     def values(self, tensors: Sequence[Any]) -> list[Any]:
         """Return each value once, in the order of positions, from the tensors of a run with this structure."""
-        first = dict(zip(reversed(self.positions), reversed(tensors), strict=True))
-        return [first[i] for i in sorted(first) if i >= self.n_inputs]
+        tensor_at: dict[int, Any] = {}
+        for i, x in zip(self.positions, tensors, strict=True):
+            tensor_at.setdefault(i, x)
+        return [tensor_at[i] for i in sorted(tensor_at) if i >= self.n_inputs]
 
     def value_types(self) -> list[Any]:
         """Return the types of the values as JAX arrays."""
@@ -96,9 +98,11 @@ class _Structure:
         other = run.structure
         if not _all_equal(_parts(self.skeleton), _parts(other.skeleton)) or self.materialize != other.materialize:
             raise ValueError(self._difference(other))
-        partner = {i: i for i in range(self.n_inputs)}
+        # Tensors that are one array in the example run have to be one array in this run, and an input has to be the
+        # same input. Two equal results in this run need no check: both are returned.
+        position_in_run = {i: i for i in range(self.n_inputs)}
         for i, ((shape, dtype), y) in enumerate(zip(self.types, run.tensors, strict=True)):
-            is_same = partner.setdefault(self.positions[i], other.positions[i]) == other.positions[i]
+            is_same = position_in_run.setdefault(self.positions[i], other.positions[i]) == other.positions[i]
             if not is_same or self.marked[i] != other.marked[i]:
                 raise ValueError(
                     f"{self.names()[i]}: an array was changed in place, or marked, in this run and not in the run on "
@@ -170,9 +174,8 @@ class _Run(NamedTuple):
 def _positions(tensors: Sequence[Any], state: ContextState, originals: Sequence[np.ndarray]) -> list[int]:
     """Return the position of each tensor in the list [*inputs, *values].
 
-    If `_positions` returns the position of an input for a tensor, the layer differentiates the tensor as this input.
-    Therefore an input that `forward` changed in place is a value. `values` also contains each saved copy of an input
-    whose content differs from the original input.
+    A tensor with the position of an input is differentiated as this input. So an input (or a copy of it on `ctx`) whose
+    content is not that of the original gets a position of its own, as a value.
     """
     copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
     position_of = {id(x): i for i, x in enumerate(state.inputs)}
@@ -476,7 +479,10 @@ def run_forward(call: LayerCall, forward: Callable[..., Any], ctx: Any, tensors:
 
 
 def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return the tensors, such that a derivative of kept values with respect to them raises an error."""
+    """Return the tensors. If `forward` keeps a float array that it computed, their derivative raises an error.
+
+    An array that `forward` also returns has a derivative, and raises none.
+    """
     rows = list(zip(structure.positions, structure.names(), structure.types, strict=True))
     returned = {position for position, name, _ in rows if _is_returned(name)}
     names = [

@@ -398,8 +398,9 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
     |   later, in a block of hooks              |   tensor again                                               |
     | such a call closes over tracers           | no custom_vjp function may close over these                  |
 
-    In all situations but the first, JAX applies a `RuleFunction`: a `StagedLayer` (the route "staged") if JAX traces a
-    jaxpr, else an `EagerLayer` (the route "eager"), which runs `forward` on concrete values.
+    In all situations but the first, JAX applies a `RuleFunction`. This is an `EagerLayer` (the route "eager"), which
+    runs `forward` on concrete values, or a `StagedLayer` (the route "staged") if JAX traces a jaxpr or has no rule for
+    custom_vjp functions.
 
     Raises:
         TypeError: for forward mode of a class without forward mode, and for a Ref that is differentiated or batched.
@@ -407,8 +408,8 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = call.arguments.has_refs
-    has_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
-    lacks_forward_mode = takes_refs or not has_forward_mode
+    has_rule = layer.forward_mode or layer._jvp_method() is not None or in_backward.value  # for forward mode
+    lacks_forward_mode = takes_refs or not has_rule
     if lacks_forward_mode and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(layer)
@@ -417,7 +418,7 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
         return "custom_vjp with Refs"
     has_vmap, packs_later = layer._has_vmap_method(), is_deferred and call.block is not None
     lacks_custom_vjp = state.has_unknown_trace or any(map(is_unknown, tensors))
-    if has_forward_mode or has_vmap or state.is_forward_over_reverse or lacks_custom_vjp or packs_later:
+    if has_rule or has_vmap or state.is_forward_over_reverse or lacks_custom_vjp or packs_later:
         return "staged" if state.is_staged or lacks_custom_vjp else "eager"
     closed_over = traced_call.stage(tensors)[1] if is_deferred else []
     return "staged" if closed_over else "custom_vjp"

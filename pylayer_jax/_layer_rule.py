@@ -153,6 +153,10 @@ class LayerMap(LinearMap):
             raise error
 
     def _unpacked(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+        """Return the residuals, in which each packed tensor is unpacked when it is first read.
+
+        In a compiled program, XLA waits for the cotangents before it unpacks.
+        """
         if self.packed is None:
             return residuals
         n = self.packed.n_arrays
@@ -253,7 +257,7 @@ class StagedLayer(RuleFunction):
         # The indices of the outputs whose tangents the rule of the class computes, and that are no inputs: an input
         # keeps its own tangent. Intermediates are differentiated with respect to the inputs and these outputs.
         results = jaxpr.outvars
-        last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}
+        last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}  # the last position counts
         inputs = set(jaxpr.invars)
         self.with_rule = [i for v, i in last.items() if kept.outputs.has_tangent[i] and v not in inputs]
         self.sources = [*jaxpr.invars, *[results[i] for i in self.with_rule]]
@@ -424,7 +428,7 @@ def _stage_forward(
     def forward(*inputs: Any) -> tuple[Values, tuple[SavedContext, list[int]]]:
         __tracebackhide__ = True
         needs = call.arguments.can_get_gradient([True] * len(inputs))
-        if axes:
+        if axes:  # gradients vary as inputs do, and cotangents of these outputs vary, so the inputs have to vary too
             inputs = tuple([varying_over(axes, x) if has_tangent(x) else x for x in inputs])
         kept, outputs, residuals = call.run_forward(inputs, needs)
         # Each staged input is a distinct tracer, even if the caller passed one array twice. So Python's `id` identifies
@@ -461,12 +465,11 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
 
     Return a dict from the index of such an output to these axes.
 
-    Within a shard_map, if an output does not vary over a mesh axis, JAX sums its cotangent over the devices along this
-    axis. `backward` would then get the sum of the cotangents of all devices. From this sum, it would compute the
-    gradients of inputs that differ between devices: see NOTE [all outputs are batched] in `_jax/rule_function.py`. An
-    output may depend on no input that varies over a certain mesh axis, although the layer has such inputs. Then the
-    layer makes this output vary over this axis. An output that depends on such inputs, and that `forward` reduced over
-    the axis, stays the same on all devices. tests: devices/test_shard_map.py
+    Within a shard_map, JAX sums the cotangent of an output over each mesh axis over which the output does not vary.
+    From this sum, `backward` would compute wrong gradients of inputs that vary over the axis: see NOTE [all outputs are
+    batched] in `_jax/rule_function.py`. So if the layer has such inputs, an output that depends on none of them is made
+    to vary over the axis. An output that depends on one, and does not vary, was reduced over the axis by `forward`. It
+    stays the same on all devices. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
@@ -509,11 +512,12 @@ class EagerLayer(RuleFunction):
         call, layer = self.call, self.call.layer
         if not any(map(is_tracer, primals)):
             return call.run_on_values(primals, needs)
-        splits = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
-        if splits and not any(map(is_differentiated, primals)):
+        has_two_parts = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
+        if has_two_parts and not any(map(is_differentiated, primals)):
             # `forward` may be host code, which only the `vmap` of the class can batch. So compute the outputs with
             # `vmap`. Then `setup_context` saves values for `backward`, from the inputs and the outputs.
-            output = call.in_containers(apply(self, primals))
+            values = apply(self, primals)  # sets `call.outputs`, which `in_containers` reads
+            output = call.in_containers(values)
             return call.run_forward(primals, needs, layer._setup_with(output))
         return None
 

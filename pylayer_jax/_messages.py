@@ -278,8 +278,8 @@ def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
 
     Return None for other classes.
     """
-    has_none = hasattr(layer.backward, "second_derivative_error") or layer.host is True
-    return second_derivative_error(layer) if has_none else None
+    has_no_derivative = hasattr(layer.backward, "second_derivative_error") or layer.host is True
+    return second_derivative_error(layer) if has_no_derivative else None
 
 
 def second_derivative_error(layer: Any) -> OnceDifferentiableError:

@@ -46,7 +46,7 @@ class Skeleton:
     @property
     def is_container(self) -> bool:
         """Whether the tree is more than a single leaf. None and an empty list count as containers too."""
-        return self.treedef.num_nodes > 1 or type(self.leaves[0] if self.leaves else ()) in (_Dict, tuple)
+        return self.treedef.num_nodes > 1 or not self.leaves or type(self.leaves[0]) is _Dict
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:
         """Rebuild the tree from `tensors`, in flattening order, with each static replaced by `change(static)`."""

@@ -246,7 +246,7 @@ def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:
     consts, carries = scan_counts(equation.params)
     body, _ = jaxpr_and_consts(equation.params["jaxpr"])
     carry = operands[consts : consts + carries]
-    while True:
+    while True:  # until no kind changes: a kind only moves away from ZERO and CONSTANT, to the reason of an error
         results = evaluate_kinds(body, [*operands[:consts], *carry, *operands[consts + carries :]])
         joined = _joined(carry, results[:carries])
         if joined == carry:
@@ -262,7 +262,8 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
         joined = _joined(carry, evaluate_kinds(body, [*operands[n_cond : n_cond + n_body], *carry]))
         if joined == carry:
             (goes_on,) = evaluate_kinds(condition, [*operands[:n_cond], *carry])
-            return carry if goes_on in (CONSTANT, ZERO) else [goes_on if k != CONSTANT else k for k in carry]
+            # If the condition is not constant, neither is the number of iterations, and so no carried value.
+            return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
         carry = joined
 
 

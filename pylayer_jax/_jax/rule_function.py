@@ -312,9 +312,9 @@ class RuleFunction:
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def transpose_code(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Transpose `jaxpr` by the method `transpose` of this function.
+        """Transpose `jaxpr`, which computes a batch of this function, or only some of its results.
 
-        `jaxpr` computes a batch of this function, or only some of its results.
+        A copy of this function gets `jaxpr` as its own, since `transpose` of a subclass reads `self.jaxpr`.
         """
         function = copy.copy(self)
         function.jaxpr = jaxpr
@@ -330,15 +330,15 @@ class RuleFunction:
         return BatchedFunction(self, axis, dims, out_dims, jaxpr, len(consts)), consts, out_dims
 
     def uses_axis(self, types: Sequence[Any]) -> bool:
-        """Return whether this function of operands of these types, a batch, uses the name of its axis."""
+        """Return whether this function uses the name of its batch axis. `types` are the types of its operands."""
         return False
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
         """Return a function that computes the values of a batch, and the batch axis (0 or None) of each value.
 
         NOTE [all outputs are batched]
-        If at least one operand has a batch axis, each result that can have a tangent gets a batch axis too. Otherwise
-        all examples would get the cotangent of a shared value, which JAX would then add once for each example. tests:
+        If an operand or a result has a batch axis, each result that can have a tangent gets one. Otherwise every
+        example would get the cotangent of the shared value, and its gradient would count once for each example. tests:
         contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
@@ -380,13 +380,13 @@ class BatchedFunction(RuleFunction):
         self.out_dims = out_dims
 
     def uses_axis(self, types: Sequence[Any]) -> bool:
-        """Return whether the inner function, for operands of these types, uses the name of the axis.
+        """Return whether this function uses the name of its batch axis. `types` are the types of its operands.
 
         A function may use the axis although neither its operands nor its values are batched: `jax.lax.psum` of a shared
         value is a shared number. Therefore compare the jaxpr before and after batching. Batching removes the effect of
         a collective. Batching `jax.lax.ppermute`, which has no effect, removes its equation.
         """
-        inner, batched = self.inner.jaxpr, self.jaxpr
+        inner, batched = self.inner.jaxpr, self.jaxpr  # before and after batching
         if inner is None:
             inner = stage(lambda *args: (self.inner.run(*args), None), types, self.name)[0]
         return outside_effects(inner) != outside_effects(batched) or operations(inner) != operations(batched)
@@ -734,7 +734,8 @@ def with_tangent(tensor: Any, value: Any) -> Any:
 class _Outputs(RuleFunction):
     """The function `(*operands, *outputs) -> outputs`, which computes nothing.
 
-    Under `jax.vmap`, it makes the outputs batched as NOTE [all outputs are batched] says.
+    Under `jax.vmap`, it makes the outputs batched as NOTE [all outputs are batched] says. It has no rule for a
+    derivative, since JAX does not differentiate the primal function of a custom_vjp function.
     """
 
     name = "outputs"
@@ -836,8 +837,7 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     first = PartialFunction(function, code, 0, range(len(equation.outvars)))
     forward = _with_function(equation, first, invars=known.invars, outvars=known.outvars)
     if not any(instantiated_out):
-        missing = _variables(equation.invars, [not i for i in instantiated])
-        return forward, None, unknown_out, instantiated_out, missing
+        return forward, None, unknown_out, instantiated_out, []
     # JAX's rule may leave an unused equation in the backward part: it computes a value that the policy saves, so all
     # other equations read the saved value. Remove such equations, or backward would compute the value again.
     code, _ = jaxpr_and_consts(staged.params["jaxpr"])

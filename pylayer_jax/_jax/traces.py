@@ -183,6 +183,7 @@ UNSPECIFIED_SHARDING = discover("the shardings of a jitted function that places 
 def _check_classes(x: Any) -> None:
     kinds = (STAGED, BATCHED, FORWARD, REVERSE, PARTIAL)
     for classes in ([k.tracer for k in kinds], [EVAL_TRACE, *(k.trace for k in kinds)]):
+        # Each class is a subclass of itself alone.
         are_unrelated = all(sum(issubclass(c, other) for other in classes) == 1 for c in classes)
         check(are_unrelated, classes)
     found: list[Any] = []
@@ -339,9 +340,11 @@ class TraceState:
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
         """Return whether an operation on `values` becomes an equation that JAX may differentiate later."""
-        return self.is_staged and not any(
-            is_differentiated(x) and any(whole_batch(x)._trace is t for t in self.differentiations) for x in values
-        )
+        if not self.is_staged:
+            return False
+        traces = [whole_batch(x)._trace for x in values if is_differentiated(x)]
+        is_differentiated_now = any([trace is t for trace in traces for t in self.differentiations])  # noqa: C419
+        return not is_differentiated_now
 
 
 def is_active(tracer: Any) -> bool:

@@ -178,8 +178,8 @@ def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
 def shard_counts(value: Any) -> list[int]:
     """Return the number of shards along each axis of an array.
 
-    If the compiler will choose the sharding of an axis, return a multiple of every number of shards that it can choose
-    by a mesh axis that divides the length of the axis.
+    If the compiler will choose the sharding of an axis (AxisType.Auto), it may shard the axis over any mesh axis whose
+    size divides its length. Then return the least common multiple of these sizes.
     """
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]
