@@ -4,17 +4,16 @@ A layer becomes nested `jax.custom_vjp` functions, one per order of derivative. 
 itself. The fwd rule of each other function calls the next inner one for the outputs, and saves these outputs where the
 layer saves its outputs: so a derivative of an output, or of a saved output, follows the custom rule again. Example:
 
-    u0 = sin(a); u1 = u0 * u0          # forward returns (a, u0), and saves u0 and u1
-    gradients(saved, cotangents)       # the rule, from the saved u0 and u1
+    u0 = sin(a); u1 = u0 * u0      # `forward` of the layer, which returns (a, u0), and saves u0 and u1
 
-    def fwd(a):                        # of each custom_vjp function
-        ys = inner(a)                  # (a, u0)
+    def fwd(a):                    # of each custom_vjp function
+        ys = inner(a)              # (a, u0)
         return ys, [ys[1], ys[1] * ys[1]]
 
 How a derivative of the rule treats a saved object:
 
 - An input is that input, also if it is an output too. Two arguments are two inputs, also if they are one array.
-- An output follows the custom rule, as u0 does. If `forward` returns one object at two positions, it is the last one.
+- An output follows the custom rule, as u0 does. An object at two positions is the output at the last one.
 - Any other value is an intermediate, as u1 is: it is differentiated through the operations of `forward`, from the
   inputs and from the outputs that follow the rule.
 - The result of an operation for which JAX returns the operand itself is the operand.
