@@ -24,7 +24,7 @@ import pylayer_jax
 
 
 class Names:
-    """Names of one framework: the attributes of this class, then those of `modules`, of which the first counts."""
+    """Names of one framework: the methods of this class, then the names in `modules`, searched in this order."""
 
     def __init__(self, *modules: Any) -> None:
         self.modules = modules

@@ -185,7 +185,7 @@ class Ours(Side):
             return next_loss
 
         def outputs_and_derivatives(*tensors: Any) -> Any:
-            """Return the outputs, the gradients of each order, and the log after each order."""
+            """Return the outputs, the gradients of each order, and the log so far after each order."""
             if row.orders == 0:
                 return with_statics(outputs_of(*tensors)), [], []
             gradients, logs, f = [], [], loss

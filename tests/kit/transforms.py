@@ -108,7 +108,7 @@ def batched(args: Sequence[Any], size: int) -> list[jax.Array]:
     return [a * factors.reshape(size, *[1] * (a.ndim - 1)) if k in chosen else a for k, a in enumerate(stacked)]
 
 
-# -- functions that contain the function: each maps a function and its arguments to another function -------
+# -- containers: each maps a function and its arguments to another function ---------------------------------
 
 
 def _scanned(f, args):
@@ -215,13 +215,13 @@ def hessian(f: Function, args: Sequence[Any]) -> Callable[..., Any]:
     return jax.hessian(f, floats(args))
 
 
-# -- transforms that contain several functions: `compiled(_scanned)` is jax.jit of the gradient of `_scanned` ----
+# -- transforms that are made of containers ------------------------------------------------------------------
 
 DERIVATIVE = "derivative"  # in a transform of FORWARD, stands for `along` or `pushed`
 
 
 def transformed(run: Any, *around: Any, size: int = 0) -> Callable[..., Any]:
-    """Return the transform that applies `run` to a function inside the functions `around`, the last one innermost.
+    """Return the transform that applies `run` to a function inside the containers `around`, the last one innermost.
 
     `transformed(jax.jit, gradient, _scanned)(f, args)` is `jax.jit(g)(*args)`, where `g` is the gradient of
     `_scanned(f, args)`. With a `size`, the arguments are a batch of that many examples.
@@ -236,7 +236,7 @@ def transformed(run: Any, *around: Any, size: int = 0) -> Callable[..., Any]:
 
 
 def over_the_first(transform: Any) -> Any:
-    """Return a transform of a batch of the first argument, with the same other arguments for all examples."""
+    """Return `transform` for a batch of the first argument, with the same other arguments for all examples."""
     return lambda f, args, *derivative: transform(f, [batched(args, 3)[0], *args[1:]], *derivative)
 
 
@@ -244,7 +244,8 @@ def in_a_batch(f: Function) -> Function:
     return jax.jit(jax.vmap(f))
 
 
-# The value of the function that the arguments make, or its gradient; operation by operation, or under jit.
+# Under jit, `compiled(_scanned)` computes the gradient of `_scanned(f, args)`; `value_compiled(_scanned)`, its value.
+# `eagerly` and `value_eagerly` do the same operation by operation.
 value_eagerly = functools.partial(transformed, lambda f: f)
 value_compiled = functools.partial(transformed, jax.jit)
 eagerly = functools.partial(transformed, lambda f: f, gradient)
