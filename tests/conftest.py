@@ -7,8 +7,9 @@ import re
 import warnings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Thousands of tiny programs are compiled and run once, so that LLVM's optimizations would be most of the time. The last
-# option chooses the older code generators of jaxlib 0.10, which take less than half the time; jaxlib 0.12 ignores it.
+# The tests compile thousands of small programs that run once. With LLVM's optimizations, compilation would take most of
+# the time. The last option chooses the older code generators of jaxlib 0.10, which take less than half the time; jaxlib
+# 0.12 ignores it.
 FLAGS = (
     "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
     "--xla_llvm_disable_expensive_passes=true --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
@@ -20,8 +21,8 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# A bare `python -m pytest` runs these tests, which have the name `core` after -m: all tests except slow ones, and those
-# that need other packages.
+# `python -m pytest` without arguments runs the tests that match this expression. In an expression after -m, the word
+# `core` stands for it. It leaves out slow tests and tests that need other packages.
 CORE = " and ".join(
     f"not {marker}"
     for marker in ("slow", "every_pair", "checkers", "frameworks", "ecosystem", "notebooks", "generated")
@@ -62,20 +63,23 @@ def pytest_collection_modifyitems(items):
         for reason, names in KNOWN_GAPS.items():
             if item.nodeid.removeprefix("tests/") in names:
                 item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
-    # All that a test after them needs would be compiled again.
+    # Tests that clear JAX's caches run last, because each later test would have to compile its programs again.
     items.sort(key=lambda item: item.get_closest_marker("clears_caches") is not None)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_heap():
-    """A test that collects garbage walks over its own objects, not over all that JAX has cached for other tests."""
+    """Freeze the heap, so that `gc.collect()` in a test does not walk over what JAX has cached for other tests."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture
 def framework(request):
-    """Imports Paddle, torch or pyright; skips the test where it is absent, unless it is required."""
+    """Return a function that imports Paddle, torch or pyright by name.
+
+    If the package is absent, it skips the test, or fails it under --require-frameworks.
+    """
 
     def load(name):
         try:

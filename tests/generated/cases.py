@@ -1,11 +1,21 @@
 """A generated case as data: layers, a program that applies them, and the derivatives and transforms around it.
 
-    f(x) = sin(x), saved; backward gives 1.3 s0 d:  Layer(body=[Statement("u0", "sin", ("a",))], returned="u0",
-        saved=[("u0", "save")], gradients=[[Term(0, "times", "scaled", (0, 0))]], ...)
+This layer saves and returns u0 = sin(a). Its gradient of `a` is 1.3 * u0 * d, where d is the cotangent of u0:
 
-Names: a, b, c are the tensors among the arguments of a layer, u0, u1, ... what `forward` computes, o0, ... and v0, ...
-what `setup_context` has and computes, k0, ... Python numbers among the arguments; C0, C1 closed-over arrays, N0 a
-closed-over NumPy array; x0, x1, ... the inputs of the program, y0, y1, ... its values.
+    Layer(arguments=["a"], body=[Statement("u0", "sin", ("a",))], returned="u0", saved=[("u0", "save")],
+          gradients=[[Term(output=0, form="times", coefficient="scaled", saved=(0, 0))]], ...)
+
+A value has the same name wherever a case mentions it:
+
+    a, b, c         tensors among the arguments of a layer
+    k0, k1, ...     Python numbers among the arguments of a layer
+    ref             a `jax.Ref` among the arguments of a layer
+    u0, u1, ...     what `forward` computes
+    o0, o1, ...     the outputs, as `setup_context` gets them
+    v0, v1, ...     what `setup_context` computes
+    C0, C1, N0      closed-over arrays, of which N0 is a NumPy array
+    x0, x1, ...     the inputs of the program
+    y0, y1, ...     what the program computes
 """
 
 from __future__ import annotations
@@ -20,6 +30,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 CONSTANTS = ("C0", "C1", "N0")
+NUMPY_CONSTANT = "N0"
+REF = "ref"
 
 # The operations of statements. They are functions of JAX, because the result of a NumPy operation on N0 would be a
 # constant.
@@ -39,13 +51,14 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "output": lambda x: x,  # in setup_context
 }
 # Operations for which JAX returns the operand itself, always or under a trace.
-NOTHING: dict[str, Callable[..., Any]] = {
+IDENTITIES: dict[str, Callable[..., Any]] = {
     "astype": lambda x: x.astype(x.dtype),
     "broadcast": lambda x: jnp.broadcast_to(x, x.shape),
     "real": jnp.real,
     "asarray": jnp.asarray,
     "reshape": lambda x: x.reshape(x.shape),
 }
+# Coefficients of a gradient, as functions of two saved values.
 COEFFICIENTS: dict[str, Callable[..., Any]] = {
     "one": lambda s, t: s,
     "scaled": lambda s, t: 1.3 * s,
@@ -54,7 +67,7 @@ COEFFICIENTS: dict[str, Callable[..., Any]] = {
     "plus": lambda s, t: s + t,
     "square": lambda s, t: 1.0 + s * s,
 }
-# What a gradient is made of, from a coefficient and a cotangent.
+# Forms of a gradient, as functions of a coefficient c and a cotangent d. These are linear in d.
 LINEAR: dict[str, Callable[..., Any]] = {
     "times": lambda c, d: c * d,
     "half": lambda c, d: 0.6 * d,
@@ -62,7 +75,7 @@ LINEAR: dict[str, Callable[..., Any]] = {
     "flip": lambda c, d: jnp.flip(c * d) if (c * d).ndim else c * d,
     "cumsum": lambda c, d: c * jnp.cumsum(d) if d.ndim else c * d,
 }
-# Nearly linear for large cotangents, so that rounding does not grow.
+# These are not linear in d. They grow at most linearly in d, so that rounding errors do not grow with the order.
 NOT_LINEAR: dict[str, Callable[..., Any]] = {
     "times tanh": lambda c, d: c * d * jnp.tanh(d),
     "tanh": lambda c, d: jnp.tanh(c * d),
@@ -73,37 +86,36 @@ FORMS = LINEAR | NOT_LINEAR
 
 @dataclasses.dataclass
 class Static:
-    """A value in a tree that is no tensor of the case; an array of integers is one, too."""
+    """A leaf of a tree that is not differentiated: a Python value or an array of integers."""
 
     value: Any
 
 
-REF = "ref"  # the name of a `jax.Ref` among the arguments
-
-
 @dataclasses.dataclass
 class Statement:
+    """`name = operation(*operands)`. In `setup_context`, the operation "output" means that `name` is an output."""
+
     name: str
     operation: str
     operands: tuple[str, ...]
 
     @property
     def same_as(self) -> str | None:
-        """The operand, where this is the same object under another name."""
-        return self.operands[0] if self.operation in NOTHING or self.operation == "output" else None
+        """The operand, if JAX returns the operand itself for this operation; else None."""
+        return self.operands[0] if self.operation in IDENTITIES or self.operation == "output" else None
 
     def value(self, scope: dict[str, Any]) -> Any:
-        return (OPERATIONS | NOTHING)[self.operation](*(scope[name] for name in self.operands))
+        return (OPERATIONS | IDENTITIES)[self.operation](*(scope[name] for name in self.operands))
 
 
 @dataclasses.dataclass
 class Term:
-    """A part of a gradient."""
+    """A summand of a gradient: a form of a coefficient and of the cotangent of an output."""
 
-    output: int
+    output: int  # position among the outputs
     form: str
     coefficient: str
-    saved: tuple[int, int]  # of which the coefficient is made
+    saved: tuple[int, int]  # positions of the saved values from which the coefficient is computed
 
     def value(self, saved: list[Any], cotangent: Any) -> Any:
         return FORMS[self.form](COEFFICIENTS[self.coefficient](*(saved[i] for i in self.saved)), cotangent)
@@ -111,28 +123,30 @@ class Term:
 
 @dataclasses.dataclass
 class Layer:
+    """A layer. A tree of names and statics is a name, a `Static`, or a list, tuple or dict of such trees."""
+
     name: str
-    dialect: str
+    dialect: str  # "PyLayer", "Function", or "setup_context", a Function with this method
     arguments: list[Any]  # trees of names and statics
-    kinds: list[str]  # how each is passed: "positional", "default", "rest", "keyword", "more"
-    shapes: dict[str, tuple[int, ...]]  # of the inputs
-    body: list[Statement]
+    kinds: list[str]  # how each argument is passed: "positional", "default", "rest", "keyword", "more"
+    shapes: dict[str, tuple[int, ...]]  # by name of the input
+    body: list[Statement]  # of `forward`
     returned: Any  # a tree of names and statics
-    saved: list[tuple[str, str]]  # name, how
-    gradients: list[list[Term] | None]  # per input
-    later: list[Statement] = dataclasses.field(default_factory=list)  # in setup_context
-    marked: list[str] = dataclasses.field(default_factory=list)
-    dirty: list[str] = dataclasses.field(default_factory=list)
-    by_name: bool = False  # positional arguments are passed by keyword, last first
-    materialize: bool = True
-    per_slot: bool = False  # one gradient per argument that holds a tensor, and not one per argument
-    wide: bool = False  # gradients stay in the shape of the outputs
-    left_out: bool = False  # backward omits trailing gradients that are not needed
-    surplus: int = 0  # Nones behind the gradients of a Function
-    asks: bool = False  # computes a gradient only where ctx.needs_input_grad
+    saved: list[tuple[str, str]]  # name, and one of WAYS_TO_SAVE
+    gradients: list[list[Term] | None]  # of each input, a sum of terms; None is the gradient None
+    setup_statements: list[Statement] = dataclasses.field(default_factory=list)  # of `setup_context`
+    non_differentiable: list[str] = dataclasses.field(default_factory=list)  # given to ctx.mark_non_differentiable
+    dirty: list[str] = dataclasses.field(default_factory=list)  # given to ctx.mark_dirty
+    passed_by_keyword: bool = False  # positional arguments are passed by keyword, last first
+    materialize_grads: bool = True
+    entry_per_tensor_argument: bool = False  # backward returns entries for arguments with a tensor only, not for all
+    keeps_broadcast_shape: bool = False  # a gradient may be larger than its input, for the package to sum
+    omits_trailing: bool = False  # backward omits trailing gradients that are not needed
+    n_extra_nones: int = 0  # after the gradients that the backward of a Function returns
+    checks_needs_input_grad: bool = False  # backward computes only gradients that ctx.needs_input_grad asks for
     forward_mode: bool = False
-    has_names: bool = False  # of what is saved, for the policies of jax.checkpoint
-    writes: str = ""  # the method that writes to the Ref, if there is one
+    saved_names: bool = False  # whether what is saved has names, for the policies of jax.checkpoint
+    ref_writer: str = ""  # the method that writes to the Ref: "forward" or "backward"; empty if there is no Ref
 
     @property
     def inputs(self) -> list[str]:
@@ -147,35 +161,35 @@ class Layer:
         return {f"k{i}": tree.value for i, tree in enumerate(self.arguments) if isinstance(tree, Static)}
 
     def origin(self, name: str) -> str:
-        """The name under which the object was made."""
-        same_as = {s.name: s.same_as for s in [*self.body, *self.later] if s.same_as}
+        """Return the name under which an object was first defined: "a" for u0 = a.astype(a.dtype)."""
+        same_as = {s.name: s.same_as for s in [*self.body, *self.setup_statements] if s.same_as}
         while name in same_as:
             name = same_as[name]
         return name
 
-    def fitted(self, gradient: Any, name: str, wide: bool) -> Any:
-        """A gradient in the shape of the input, or in that of the outputs where this is larger."""
+    def fitted(self, gradient: Any, name: str, keep_broadcast: bool) -> Any:
+        """Return a gradient in the shape of an input. If `keep_broadcast`, it may have a larger shape."""
         shape = self.shapes[name]
         gradient = jnp.broadcast_to(gradient, jnp.broadcast_shapes(gradient.shape, shape))
-        return gradient if wide or gradient.shape == shape else gradient.sum().reshape(shape)
+        return gradient if keep_broadcast or gradient.shape == shape else gradient.sum().reshape(shape)
 
 
 @dataclasses.dataclass
 class Call:
-    """`results = layer(*arguments)` of a program; an operation of plain JAX has its name in place of a layer."""
+    """`results = layer(*arguments)` in a program, or `results = operation(*arguments)` if `layer` is None."""
 
     results: list[str]
     layer: str | None
     arguments: list[str]
     operation: str = ""
-    around: tuple[str, Any] = ("", None)  # a transform around the layer
+    around: tuple[str, Any] = ("", None)  # a transform around the layer, and its parameter
 
 
 @dataclasses.dataclass
 class Block:
-    """A block of hooks."""
+    """A block of saved-tensor hooks."""
 
-    pair: str
+    hooks: str  # a key of HOOKS in `reference.py`
     form: str  # "with" or "decorator"
     differentiable: bool
 
@@ -190,7 +204,9 @@ class Case:
     calls: list[Call]
     results: list[str]
     blocks: dict[str, Block]  # "inside": around what the program does; "outside": around everything
-    steps: list[tuple[str, Any]]  # transforms, and derivatives with the positions that they differentiate
+    # From the inside to the outside: derivatives with the positions of the inputs with respect to which they
+    # differentiate, and transforms with their parameter.
+    steps: list[tuple[str, Any]]
 
     @property
     def inputs(self) -> list[str]:
@@ -205,32 +221,41 @@ def names_in(tree: Any) -> list[str]:
 
 
 def filled(tree: Any, scope: dict[str, Any]) -> Any:
+    """Return a tree with the value of each name and each static."""
     return jax.tree.map(lambda leaf: leaf.value if isinstance(leaf, Static) else scope[leaf], tree)
 
 
-def pairs(tree: Any, value: Any) -> Iterator[tuple[str, Any]]:
-    """Each name in a tree with what the value has in its place; None for all of a branch that is None."""
+def names_and_values(tree: Any, values: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) for each name in `tree`, from values in the same structure.
+
+    If a branch of the values is None, each name in it gets None.
+    """
     if isinstance(tree, list | tuple):
         for i, part in enumerate(tree):
-            yield from pairs(part, None if value is None else value[i])
+            yield from names_and_values(part, None if values is None else values[i])
     elif isinstance(tree, dict):
         for key in sorted(tree):
-            yield from pairs(tree[key], None if value is None else value[key])
+            yield from names_and_values(tree[key], None if values is None else values[key])
     elif isinstance(tree, str):
-        yield tree, value
+        yield tree, values
 
 
-def is_slot(tree: Any) -> bool:
-    """Whether an argument holds a tensor."""
+def holds_tensor(tree: Any) -> bool:
+    """Return whether an argument holds a tensor."""
     leaves = jax.tree.leaves(tree)
     return any(leaf != REF if isinstance(leaf, str) else hasattr(leaf.value, "dtype") for leaf in leaves)
 
 
-def without_what_is_not_used(layer: Layer) -> None:
-    used = {*layer.outputs, *(name for name, _ in layer.saved), *layer.marked}
-    for statements in (layer.later, layer.body):
-        for statement in reversed(list(statements)):
+def without_unused_statements(layer: Layer) -> Layer:
+    used = {*layer.outputs, *(name for name, _ in layer.saved), *layer.non_differentiable}
+
+    def kept(statements: list[Statement]) -> list[Statement]:
+        found = []
+        for statement in reversed(statements):
             if statement.name in used:
-                used |= set(statement.operands)
-            else:
-                statements.remove(statement)
+                used.update(statement.operands)
+                found.append(statement)
+        return found[::-1]
+
+    setup_statements = kept(layer.setup_statements)
+    return dataclasses.replace(layer, setup_statements=setup_statements, body=kept(layer.body))

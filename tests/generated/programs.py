@@ -1,6 +1,8 @@
-"""Programs that are drawn at random, in blocks of hooks, beside the same programs without hooks.
+"""Draws random programs, and compares each with the same program in blocks of saved-tensor hooks.
 
-python -m tests.generated.programs 200 [seed]    # prints each program that differs, and how many were drawn
+    python -m tests.generated.programs 200 [seed]    # prints each program that differs, and how many were drawn
+
+A program is drawn as a function from `use_hooks` to a function of arrays, so that both versions share all choices.
 """
 
 from __future__ import annotations
@@ -8,6 +10,8 @@ from __future__ import annotations
 import random
 import sys
 import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +31,7 @@ def normalized(x):
     return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True) + 1)
 
 
-def reduced(x):
+def moved(x):
     return x.reshape(2, 2, 8).transpose(1, 0, 2).reshape(SHAPE)[::-1] * 0.5
 
 
@@ -42,7 +46,7 @@ UNARY = {
     "matmul": lambda x: x @ W,
     "attention": lambda x: jax.nn.softmax(x @ x.T) @ x,
     "normalized": normalized,
-    "moved": reduced,
+    "moved": moved,
     "masked": lambda x: jnp.where(MASK, x, 0.5 * x),
     "cube": lambda x: 0.1 * x**3,
     "one minus": lambda x: 1 - x * 0.5,
@@ -67,41 +71,50 @@ BINARY = {
 KEYS = ["named", "Tanh", "exp", "matmul", "sin", "multiply", "body", "program", "saved[0]", "tanh", ...]
 
 
-def exact(draw, **options):
-    """A pair whose packed tensors are equal to the tensors."""
+def exact_hooks(rng, **options):
+    """Return hooks that pack tensors without loss."""
     made = [
         lambda: saved_tensors_hooks(lambda x: {"x": x}, lambda p: p["x"], differentiable=True, **options),
-        lambda: save_on_cpu(arguments=draw.random() < 0.5, **options),
+        lambda: save_on_cpu(arguments=rng.random() < 0.5, **options),
         lambda: chain(
             saved_tensors_hooks(lambda x: (x, 1), lambda p: p[0], differentiable=True), save_on_cpu(), **options
         ),
     ]
-    return draw.choice(made)()
+    return rng.choice(made)()
 
 
-def pair(draw):
-    """An exact pair, perhaps for some tensors only."""
-    kind = draw.choice(["all", "by name", "only", "origin"])
+def hooks_for_some(rng):
+    """Return hooks that pack without loss, perhaps for some tensors only."""
+    kind = rng.choice(["all", "by name", "only", "origin"])
     if kind == "by name":
-        keys = draw.sample(KEYS, draw.randint(1, 4))
-        return by_name({key: exact(draw) if draw.random() < 0.7 else None for key in keys})
+        keys = rng.sample(KEYS, rng.randint(1, 4))
+        return by_name({key: exact_hooks(rng) if rng.random() < 0.7 else None for key in keys})
     if kind == "only":
-        return exact(draw, only=lambda x: x.ndim > 1)
+        return exact_hooks(rng, only=lambda x: x.ndim > 1)
     if kind == "origin":
-        name = draw.choice(["exp", "multiply", "tanh", "matmul"])
-        return exact(draw, only=lambda x, info: info.operation != name and "body" not in info.inside)
-    return exact(draw)
+        name = rng.choice(["exp", "multiply", "tanh", "matmul"])
+        return exact_hooks(rng, only=lambda x, info: info.operation != name and "body" not in info.inside)
+    return exact_hooks(rng)
 
 
-def code(draw, depth, hooked):
-    """A function from an array to an array of the same shape, as code with blocks (if `hooked`) and without."""
-    steps = [step(draw, depth, hooked) for _ in range(draw.randint(2, 4))]
+class Step(NamedTuple):
+    """A statement of a program: it computes an array from two of the values before it."""
+
+    make: Callable[[bool], Callable[[Any, Any], Any]]  # from `use_hooks` to a function of the two arrays
+    i: int  # positions of the two values, modulo the number of values
+    j: int
+
+
+def draw_body(rng, depth):
+    """Return a function from `use_hooks` to a function from an array to an array of the same shape."""
+    steps = [draw_step(rng, depth) for _ in range(rng.randint(2, 4))]
 
     def body(use_hooks):
         def run(x):
             values = [x]
-            for make, i, j in steps:
-                values.append(make(use_hooks)(values[i % len(values)], values[j % len(values)]))
+            for step in steps:
+                a, b = values[step.i % len(values)], values[step.j % len(values)]
+                values.append(step.make(use_hooks)(a, b))
             return values[-1] + 0.1 * values[len(values) // 2]
 
         return run
@@ -109,86 +122,100 @@ def code(draw, depth, hooked):
     return body
 
 
-def step(draw, depth, hooked):
-    i, j = draw.randint(0, 9), draw.randint(0, 9)
-    kind = draw.choice(
-        ["unary"] * 5 + ["binary"] * 3 + (["scan", "vmap", "remat", "cond", "jit", "block"] if depth else [])
-    )
+def draw_step(rng, depth):
+    i, j = rng.randint(0, 9), rng.randint(0, 9)
+    containers = [*CONTAINERS, "block"] if depth else []
+    kind = rng.choice(["unary"] * 5 + ["binary"] * 3 + containers)
     if kind == "unary":
-        f = UNARY[draw.choice(list(UNARY))]
-        return lambda _: lambda a, b: f(a), i, j
+        unary = UNARY[rng.choice(list(UNARY))]
+        return Step(lambda _: lambda a, b: unary(a), i, j)
     if kind == "binary":
-        f = BINARY[draw.choice(list(BINARY))]
-        return lambda _: f, i, j
-    inner = code(draw, depth - 1, hooked)
+        binary = BINARY[rng.choice(list(BINARY))]
+        return Step(lambda _: binary, i, j)
+    body = draw_body(rng, depth - 1)
     if kind == "block":
-        hooks = pair(draw)
-        return lambda on: lambda a, b: hooks(inner(on))(a) if on else inner(on)(a), i, j
-    if kind == "scan":
-        weights = np.linspace(0.5, 1.0, 3)
+        hooks = hooks_for_some(rng)
 
-        def scanned(on):
-            f = inner(on)
-            return lambda a, b: jax.lax.scan(lambda c, w: (jnp.tanh(f(c) * w) + 0.1 * b, c[0]), a, weights)[0]
+        def in_block(use_hooks):
+            f = hooks(body(use_hooks)) if use_hooks else body(use_hooks)
+            return lambda a, b: f(a)
 
-        return scanned, i, j
-    if kind == "vmap":
+        return Step(in_block, i, j)
+    return Step(lambda use_hooks: CONTAINERS[kind](body(use_hooks)), i, j)
 
-        def mapped(on):
-            f = inner(on)
-            return lambda a, b: jax.vmap(lambda x: f(x) * b)(jnp.stack([a, a * 0.5])).sum(0)
 
-        return mapped, i, j
-    if kind == "cond":
-        return lambda on: lambda a, b: jax.lax.cond(b.sum() > 0, inner(on), jnp.sin, a), i, j
-    wrap = {"remat": jax.checkpoint, "jit": jax.jit}[kind]
-    return lambda on: lambda a, b: wrap(inner(on))(a), i, j
+def scan(f):
+    weights = np.linspace(0.5, 1.0, 3)
+    return lambda a, b: jax.lax.scan(lambda c, w: (jnp.tanh(f(c) * w) + 0.1 * b, c[0]), a, weights)[0]
+
+
+def vmap(f):
+    return lambda a, b: jax.vmap(lambda x: f(x) * b)(jnp.stack([a, a * 0.5])).sum(0)
+
+
+# Code that contains a function of one array, as a function of two arrays.
+CONTAINERS = {
+    "scan": scan,
+    "vmap": vmap,
+    "remat": lambda f: lambda a, b: jax.checkpoint(f)(a),
+    "cond": lambda f: lambda a, b: jax.lax.cond(b.sum() > 0, f, jnp.sin, a),
+    "jit": lambda f: lambda a, b: jax.jit(f)(a),
+}
+DERIVATIVES = {
+    "value": lambda f: f,
+    "gradient": jax.grad,
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "second": lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(f)(x)))),
+    "forward over reverse": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
+}
 
 
 def draw_program(seed):
-    """Return the numbers of a random program with hooks and without: values and derivatives of two orders."""
-    draw = random.Random(seed)
-    inner, hooks, compiled = code(draw, draw.randint(0, 2), True), pair(draw), draw.random() < 0.6
+    """Draw a program.
 
-    def loss(on):
-        body = inner(on)
+    Return its title; a function `run(use_hooks)`, which computes its value or one derivative; a function
+    `loss(use_hooks)`, which returns the program as a function of its input; and the input.
+    """
+    rng = random.Random(seed)
+    body, hooks, is_jitted = draw_body(rng, rng.randint(0, 2)), hooks_for_some(rng), rng.random() < 0.6
+
+    def loss(use_hooks):
+        f = body(use_hooks)
 
         def program(x):
-            return jnp.sum(jnp.sin(body(x)))
+            return jnp.sum(jnp.sin(f(x)))
 
-        return hooks(program) if on else program
+        return hooks(program) if use_hooks else program
 
-    orders = {
-        "value": lambda f: f,
-        "gradient": jax.grad,
-        "grad of jit": lambda f: jax.grad(jax.jit(f)),
-        "second": lambda f: jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(f)(x)))),
-        "forward over reverse": lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
-    }
-    name = draw.choice(list(orders))
-    mode = jax.jit if compiled else lambda f: f
+    derivative = rng.choice(list(DERIVATIVES))
     x = jnp.asarray(np.sin(np.arange(32.0)).reshape(SHAPE))
-    return f"{seed} {name} {'jit' if compiled else 'eager'}", lambda on: mode(orders[name](loss(on)))(x), loss, x
+
+    def run(use_hooks):
+        f = DERIVATIVES[derivative](loss(use_hooks))
+        return (jax.jit(f) if is_jitted else f)(x)
+
+    return f"{seed} {derivative} {'jit' if is_jitted else 'eager'}", run, loss, x
 
 
-# `save_on_cpu` in a cond that is differentiated twice is an error of JAX, with plain JAX too: see the guide on packing.
+# An error of JAX for `save_on_cpu` in a cond that is differentiated twice, also without this package: see the guide on
+# packing.
 REFUSED = "Expected cotangent type float64<host>"
 
 
 def difference(seed):
-    """Return how a random program with hooks differs from the same program without, or None."""
+    """Return how a random program with hooks differs from the same program without. Return None if they agree."""
     with jax.enable_x64(True), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of keys that name nothing
+        warnings.simplefilter("ignore", UserWarning)  # about keys of `by_name` that name nothing
         title, run, loss, x = draw_program(seed)
         try:
             want = run(False)
-        except Exception:  # JAX cannot do it without hooks
+        except Exception:  # JAX cannot differentiate this program, also without hooks
             return None
         try:
             got = run(True)
         except Exception as error:
             return None if REFUSED in str(error) else f"{title}: {type(error).__name__}: {str(error)[:200]}"
-        scale = 1e-6 + float(jnp.abs(want).max())  # a derivative that is zero but for rounding is no measure
+        scale = 1e-6 + float(jnp.abs(want).max())  # the small number is for a derivative that is zero up to rounding
         if not bool(jnp.abs(got - want).max() <= 1e-9 * scale):
             return f"{title}: differs by {float(jnp.abs(got - want).max() / scale):.2g}"
         if seed % 4 == 0:
@@ -197,22 +224,24 @@ def difference(seed):
     return None
 
 
+LOSSY = [(cast_saved(jnp.float32), 1e-4), (quantize_saved(8), 0.5)]  # hooks, and the relative error that they may make
+
+
 def lossy_difference(seed, f, x):
-    """Compare the gradient with a cast or with 8 bits, which changes the tensors a little."""
-    want = jax.grad(f)(x)
-    hooks = [cast_saved(jnp.float32), quantize_saved(8)][seed // 4 % 2]
-    got = jax.grad(hooks(f))(x)
-    share = float(jnp.linalg.norm(got - want) / (1e-6 + jnp.linalg.norm(want)))
-    return None if share <= (1e-4, 0.5)[seed // 4 % 2] else f"{hooks!r} differs by {share:.2g}"
+    """Return how the gradient with hooks that change the tensors a little differs too much, or None."""
+    hooks, tolerance = LOSSY[seed // 4 % 2]
+    want, got = jax.grad(f)(x), jax.grad(hooks(f))(x)
+    error = float(jnp.linalg.norm(got - want) / (1e-6 + jnp.linalg.norm(want)))
+    return None if error <= tolerance else f"{hooks!r} differs by {error:.2g}"
 
 
 if __name__ == "__main__":
     count, start = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    found = 0
+    n_different = 0
     for seed in range(start, start + count):
         if (text := difference(seed)) is not None:
-            found += 1
+            n_different += 1
             print(text, flush=True)
         if seed % 20 == 19:
             jax.clear_caches()
-    print(f"{found} of {count} differ")
+    print(f"{n_different} of {count} differ")

@@ -1,105 +1,123 @@
-"""What a generated layer has to compute, in plain JAX, which shares no code with the package.
+"""Computes what a generated layer has to compute, in plain JAX, with no code of the package.
 
-A layer becomes nested `jax.custom_vjp` functions, one per order of derivative: the rule of each takes the outputs, and
-the saved values, from the next function, so that a derivative of an output, or of a saved output, follows the custom
-rule again. The innermost is the bare `forward`. What a saved object counts as (the contract, section 7):
+A layer becomes nested `jax.custom_vjp` functions, one per order of derivative. The innermost function is `forward`
+itself. The fwd rule of each other function calls the next inner one for the outputs, and saves these outputs where the
+layer saves its outputs: so a derivative of an output, or of a saved output, follows the custom rule again. Example:
 
-- an object that is an input counts as that input, also where it is returned as well; each argument is an input of its
-  own, also where one array is passed twice;
-- a closed-over array is a constant for what is computed from it; if it is returned and saved, it is that output;
-  `setup_context` gets a NumPy output as a new JAX array, so that values computed from it follow the rule;
-- an operation that does nothing, for which JAX hands back its operand, is its operand;
-- an object that is an output carries the rule; of one that is returned twice, the last counts;
-- all else is an intermediate: what `forward` makes of the inputs and of those outputs that carry the rule;
-- an output that is marked as not differentiable carries no rule: saved, it is a constant of later derivatives; what
-  `forward` computes from it is an intermediate. Outside its derivative is zero.
+    u0 = sin(a); u1 = u0 * u0      # `forward` of the layer, which returns (a, u0), and saves u0 and u1
 
-Forward mode is the transpose of the rule, so that a tangent is the Jacobian of reverse mode times the tangent. A Ref is
-an argument of the function, which has a first derivative only.
+    def fwd(a):                    # of each custom_vjp function
+        ys = inner(a)              # (a, u0)
+        return ys, [ys[1], ys[1] * ys[1]]
+
+How a derivative of the rule treats a saved object:
+
+- An input is that input, also if it is an output too. Two arguments are two inputs, also if they are one array.
+- An output follows the custom rule, as u0 does. An object at two positions is the output at the last one.
+- Any other value is an intermediate, as u1 is: it is differentiated through the operations of `forward`, from the
+  inputs and from the outputs that follow the rule.
+- The result of an operation for which JAX returns the operand itself is the operand.
+- A closed-over array is a constant for the operations of `forward`. If it is both returned and saved, the saved one is
+  the output. `setup_context` gets a NumPy output as a new JAX array: what it computes from that follows the rule.
+- An output that is marked as not differentiable is a constant, unless it is an input, but what `forward` computes from
+  it is an intermediate. The caller of the layer gets it with a zero derivative.
+
+In forward mode, the tangent of the outputs is the Jacobian of reverse mode times the tangent of the inputs. A Ref is an
+argument of the functions, which then have a first derivative only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .cases import CONSTANTS, OPERATIONS, Case, Layer
+from .cases import CONSTANTS, NUMPY_CONSTANT, OPERATIONS, Case, Layer
 from .classes import function_of
 
 Tensors = tuple[jax.Array, ...]
 
 
 def reference_of(layer: Layer, constants: dict[str, Any], order: int, ref: Any = None) -> Callable[..., Tensors]:
-    """The layer as a function of its tensors, for derivatives up to that order."""
-    inputs = layer.inputs
-    outputs = [layer.origin(name) for name in layer.outputs]
-    marked = {layer.origin(name) for name in layer.marked}
-    plain = {*inputs, *constants, *marked}
-    carries_rule = {name: i for i, name in enumerate(outputs) if name not in plain}
-    returned_constants = {name: i for i, name in enumerate(outputs) if name in constants and name not in marked}
-    if "N0" in returned_constants:
-        of_numpy = [s.name for s in layer.later if s.operation == "output" and s.operands == ("N0",)]
-        carries_rule |= dict.fromkeys(of_numpy, returned_constants["N0"])
-    saved_origins = [(name, layer.origin(name)) for name, _ in layer.saved]
+    """Return the layer as a function of its tensors, with derivatives up to that order."""
+    non_differentiable = {layer.origin(name) for name in layer.non_differentiable}
 
-    def names(xs: Tensors, carried: dict[str, jax.Array]) -> dict[str, Any]:
-        """What each name of `forward` stands for, where some objects are given."""
-        scope = {**constants, **layer.statics, **dict(zip(inputs, xs, strict=True))}
-        for statement in [*layer.body, *layer.later]:
-            if statement.name in carried:
-                scope[statement.name] = carried[statement.name]
-            elif statement.same_as:
-                scope[statement.name] = scope[statement.same_as]
-            else:
-                scope[statement.name] = statement.value(scope)
-        return scope
-
-    def bare(ref: Any, *xs: jax.Array) -> Tensors:
-        if layer.writes == "forward":
+    def forward(ref: Any, *xs: jax.Array) -> Tensors:
+        if layer.ref_writer == "forward":
             ref[...] += 1.0
-        scope = names(xs, {})
-        return tuple(jnp.asarray(scope[name]) for name in outputs)
+        scope = _scope(layer, constants, xs, {})
+        return tuple(jnp.asarray(scope[layer.origin(name)]) for name in layer.outputs)
 
-    def gradients(saved: list[jax.Array], xs: Tensors, ref: Any, cotangents: Tensors) -> tuple[Any, ...]:
-        given = [jnp.zeros_like(d) if o in marked else d for d, o in zip(cotangents, outputs, strict=True)]
-        if layer.writes == "backward":
-            ref[...] += sum((jnp.sum(d) for d in given), jnp.zeros((), given[0].dtype))
+    function = forward
+    for _ in range(order):
+        function = _with_rule(function, layer, constants, non_differentiable)
+
+    def of_tensors(*xs: jax.Array) -> Tensors:
+        ys = zip(layer.outputs, function(ref, *xs), strict=True)
+        return tuple(jax.lax.stop_gradient(y) if layer.origin(name) in non_differentiable else y for name, y in ys)
+
+    return of_tensors
+
+
+def _scope(layer: Layer, constants: dict[str, Any], xs: Tensors, outputs: dict[str, jax.Array]) -> dict[str, Any]:
+    """Return the value of each name. A name in `outputs` has the value given there; others are computed."""
+    scope = {**constants, **layer.statics, **dict(zip(layer.inputs, xs, strict=True))}
+    for statement in [*layer.body, *layer.setup_statements]:
+        if statement.name in outputs:
+            scope[statement.name] = outputs[statement.name]
+        elif statement.same_as:
+            scope[statement.name] = scope[statement.same_as]
+        else:
+            scope[statement.name] = statement.value(scope)
+    return scope
+
+
+def _with_rule(
+    inner: Callable[..., Tensors], layer: Layer, constants: dict[str, Any], non_differentiable: set[str]
+) -> Callable[..., Tensors]:
+    """Return `inner` with the rule of the layer."""
+    # Each is a dict from a name, under which an object was first defined, to the position among the outputs: the last.
+    position = {layer.origin(name): i for i, name in enumerate(layer.outputs)}
+    computed = {n: i for n, i in position.items() if n not in {*layer.inputs, *constants, *non_differentiable}}
+    closed_over = {n: i for n, i in position.items() if n in constants and n not in non_differentiable}
+    if NUMPY_CONSTANT in closed_over:
+        arrays = [s.name for s in layer.setup_statements if s.operation == "output" and s.same_as == NUMPY_CONSTANT]
+        computed |= dict.fromkeys(arrays, closed_over[NUMPY_CONSTANT])
+
+    def saved_value(name: str, scope: dict[str, Any], ys: Tensors) -> Any:
+        origin = layer.origin(name)
+        if origin in closed_over:
+            return ys[closed_over[origin]]
+        is_constant = origin in non_differentiable and origin not in layer.inputs
+        return jax.lax.stop_gradient(scope[name]) if is_constant else scope[name]
+
+    def fwd(ref: Any, *xs: jax.Array) -> Any:
+        ys = inner(ref, *xs)
+        scope = _scope(layer, constants, xs, {name: ys[i] for name, i in computed.items()})
+        return ys, ([saved_value(name, scope, ys) for name, _ in layer.saved], xs, ref)
+
+    def bwd(residuals: Any, cotangents: Tensors) -> tuple[Any, ...]:
+        saved, xs, ref = residuals
+        pairs = zip(layer.outputs, cotangents, strict=True)
+        cotangents = [jnp.zeros_like(d) if layer.origin(name) in non_differentiable else d for name, d in pairs]
+        if layer.ref_writer == "backward":
+            ref[...] += sum((jnp.sum(d) for d in cotangents), jnp.zeros((), cotangents[0].dtype))
 
         def gradient(name: str, x: jax.Array, terms: Any) -> jax.Array:
-            values = [term.value(saved, given[term.output]) for term in terms or []]
-            return sum((layer.fitted(value, name, wide=False) for value in values), jnp.zeros_like(x))
+            values = [term.value(saved, cotangents[term.output]) for term in terms or []]
+            return sum((layer.fitted(value, name, keep_broadcast=False) for value in values), jnp.zeros_like(x))
 
-        return None, *map(gradient, inputs, xs, layer.gradients)
+        return None, *map(gradient, layer.inputs, xs, layer.gradients)
 
-    def with_rule(inner: Callable[..., Tensors]) -> Callable[..., Tensors]:
-        def forward(ref: Any, *xs: jax.Array) -> Any:
-            ys = inner(ref, *xs)
-            scope = names(xs, {name: ys[i] for name, i in carries_rule.items()})
-            scope |= {name: ys[returned_constants[o]] for name, o in saved_origins if o in returned_constants}
-            constant = marked.difference(inputs)
-            saved = [jax.lax.stop_gradient(scope[n]) if o in constant else scope[n] for n, o in saved_origins]
-            return ys, (saved, xs, ref)
-
-        function = jax.custom_vjp(inner)
-        function.defvjp(forward, lambda residuals, cotangents: gradients(*residuals, cotangents))
-        return function
-
-    function = bare
-    for _ in range(order):
-        function = with_rule(function)
-
-    def outside(*xs: jax.Array) -> Tensors:
-        ys = function(ref, *xs)
-        return tuple(jax.lax.stop_gradient(y) if o in marked else y for y, o in zip(ys, outputs, strict=True))
-
-    return outside
+    function = jax.custom_vjp(inner)
+    function.defvjp(fwd, bwd)
+    return function
 
 
-# -- derivatives and transforms, each with its counterpart for the reference -----------------------------
+# -- derivatives and transforms: functions of a function and a parameter --------------------------------------
 
 
 def weights(y: Any) -> jax.Array:
@@ -110,14 +128,14 @@ def _loss(f):
     return lambda *xs: sum(jnp.sum(weights(y) * jnp.sin(y)) for y in jax.tree.leaves(f(*xs)))
 
 
-def _of_some(f, positions, xs):
-    """`f` of the arguments at those positions, and these."""
+def _of_positions(f, positions, xs):
+    """Return `f` as a function of the arguments at some positions, and these arguments."""
 
-    def run(*some):
-        given = dict(zip(positions, some, strict=True))
-        return f(*(given.get(i, x) for i, x in enumerate(xs)))
+    def g(*chosen):
+        replaced = dict(zip(positions, chosen, strict=True))
+        return f(*(replaced.get(i, x) for i, x in enumerate(xs)))
 
-    return run, [xs[i] for i in positions]
+    return g, [xs[i] for i in positions]
 
 
 def _grad(f, positions):
@@ -126,20 +144,20 @@ def _grad(f, positions):
 
 def _vjp(f, positions):
     def run(*xs):
-        g, some = _of_some(f, positions, xs)
-        ys, pull = jax.vjp(g, *some)
+        g, chosen = _of_positions(f, positions, xs)
+        ys, pull = jax.vjp(g, *chosen)
         return pull(jax.tree.map(weights, ys))
 
     return run
 
 
 def _along_weights(slope):
-    """The step that is a derivative along fixed tangents, from `slope(f, arguments, tangents)`."""
+    """Return the derivative along fixed tangents that `slope(f, arguments, tangents)` computes."""
 
     def step(f, positions):
         def run(*xs):
-            g, some = _of_some(f, positions, xs)
-            return slope(g, some, [weights(x) for x in some])
+            g, chosen = _of_positions(f, positions, xs)
+            return slope(g, chosen, [weights(x) for x in chosen])
 
         return run
 
@@ -147,7 +165,7 @@ def _along_weights(slope):
 
 
 def _reverse_slope(f, xs, tangents):
-    """The Jacobian of reverse mode, times the tangent."""
+    """Return the Jacobian, computed by reverse mode, times the tangents."""
     jacobian = jax.jacrev(f, tuple(range(len(xs))))(*xs)
 
     def times_tangent(_, row):
@@ -162,27 +180,34 @@ _jvp_in_reverse = _along_weights(_reverse_slope)
 
 
 def _scales(xs):
+    """Return the factor of each example in a batch of `xs`.
+
+    There are as many as the last axis is long, so that a batch is square. Then a batch axis that is taken for another
+    axis changes the numbers, and raises no error.
+    """
     return (1.0, 0.5, 0.8)[: max(2, *(x.shape[-1] if x.ndim else 2 for x in xs))]
 
 
-def _vmap(f, how):
-    axes, out_axis = how
+def _vmap(f, axes):
+    """Return the sum of `f` over a batch. An axis of -1 is the last axis of the batch of an array."""
+    in_axes, out_axis = axes
 
     def run(*xs):
         stacked = [
             x if a is None else jnp.stack([s * x for s in _scales(xs)], max(a, -1 - x.ndim))
-            for x, a in zip(xs, axes, strict=True)
+            for x, a in zip(xs, in_axes, strict=True)
         ]
-        return jax.tree.map(lambda y: y.sum(out_axis), jax.vmap(f, axes, out_axis)(*stacked))
+        return jax.tree.map(lambda y: y.sum(out_axis), jax.vmap(f, in_axes, out_axis)(*stacked))
 
     return run
 
 
-def _one_by_one(f, how):
-    axes, _ = how
+def _one_by_one(f, axes):
+    """Return what `_vmap` returns, by one call of `f` for each example."""
+    in_axes, _ = axes
 
     def run(*xs):
-        examples = [[x if a is None else s * x for x, a in zip(xs, axes, strict=True)] for s in _scales(xs)]
+        examples = [[x if a is None else s * x for x, a in zip(xs, in_axes, strict=True)] for s in _scales(xs)]
         return jax.tree.map(lambda *ys: sum(ys[1:], ys[0]), *(f(*example) for example in examples))
 
     return run
@@ -198,14 +223,16 @@ def _scan(f, _):
 
 
 def _twice(f, _):
+    """Return what `_scan` returns, by two calls of `f`."""
     return lambda *xs: jax.tree.map(jnp.add, f(*xs), f(*(0.7 * x for x in xs)))
 
 
-def _branch(f, _):
+def _cond(f, _):
+    """Return `f` as the branch of a cond that is taken."""
     return lambda *xs: jax.lax.cond(xs[0].sum() < 1e3, f, lambda *xs: jax.tree.map(lambda y: 0 * y, f(*xs)), *xs)
 
 
-def _nothing(f, _):
+def _unchanged(f, _):
     return f
 
 
@@ -224,66 +251,78 @@ POLICIES = {
     ),
 }
 
-STEPS: dict[str, tuple[Any, Any]] = {
-    "": (_nothing, _nothing),
-    "grad": (_grad, _grad),
-    "vjp": (_vjp, _vjp),
-    "jacrev": (jax.jacrev, jax.jacrev),
-    "jvp": (_jvp, _jvp_in_reverse),
-    "linearize": (_linearize, _jvp_in_reverse),
-    "jacfwd": (jax.jacfwd, jax.jacrev),
-    "jit": (lambda f, _: jax.jit(f), _nothing),
-    "remat": (lambda f, policy: jax.checkpoint(f, policy=POLICIES.get(policy)), _nothing),
-    "vmap": (_vmap, _one_by_one),
-    "scan": (_scan, _twice),
-    "cond": (_branch, _nothing),
+
+class Step(NamedTuple):
+    """A derivative or transform, as a function of a function and a parameter."""
+
+    package: Callable[..., Any]  # applied to the layers of the package
+    reference: Callable[..., Any]  # gives the same numbers; applied to the reference
+
+
+STEPS = {
+    "": Step(_unchanged, _unchanged),
+    "grad": Step(_grad, _grad),
+    "vjp": Step(_vjp, _vjp),
+    "jacrev": Step(jax.jacrev, jax.jacrev),
+    "jvp": Step(_jvp, _jvp_in_reverse),
+    "linearize": Step(_linearize, _jvp_in_reverse),
+    "jacfwd": Step(jax.jacfwd, jax.jacrev),
+    "jit": Step(lambda f, _: jax.jit(f), _unchanged),
+    "remat": Step(lambda f, policy: jax.checkpoint(f, policy=POLICIES.get(policy)), _unchanged),
+    "vmap": Step(_vmap, _one_by_one),
+    "scan": Step(_scan, _twice),
+    "cond": Step(_cond, _unchanged),
 }
+PACKAGE_STEPS = {name: step.package for name, step in STEPS.items()}
+REFERENCE_STEPS = {name: step.reference for name, step in STEPS.items()}
 DERIVATIVES = {"grad", "vjp", "jacrev", "jvp", "linearize", "jacfwd"}
 
 
-# -- what both sides make of a case ------------------------------------------------------------------------
+# -- a case, by the package and by the reference -----------------------------------------------------------------
 
 
-def computed(case: Case, package: Any) -> Any:
-    """What the layers of `package` make of a case."""
+def run_package(case: Case, package: Any) -> Any:
+    """Return the results of a case, and the value of its Ref, by layers of `package`."""
     constants = _arrays(case, CONSTANTS)
 
     def run() -> Any:
         ref = _ref(case)
         layers = {layer.name: function_of(layer, package, constants, ref) for layer in case.layers}
-        program = _in_block(case, "inside", package, _program(case, layers, constants, 0))
-        return _applied(case, program, 0), None if ref is None else ref[...]
+        program = _in_block(case, "inside", package, _program(case, layers, constants, PACKAGE_STEPS))
+        return _apply_steps(case, program, PACKAGE_STEPS), None if ref is None else ref[...]
 
     # JAX compiles a jitted function that closes over a Ref only within another one.
-    return _in_block(case, "outside", package, jax.jit(run) if _writes(case) else run)()
+    return _in_block(case, "outside", package, jax.jit(run) if _has_ref(case) else run)()
 
 
-def expected(case: Case) -> Any:
+def run_reference(case: Case) -> Any:
+    """Return the results of a case, and the value of its Ref, by the reference."""
     order = sum(name in DERIVATIVES for name, _ in case.steps)
 
     def run() -> Any:
         ref, constants = _ref(case), _arrays(case, CONSTANTS)
         layers = {layer.name: reference_of(layer, constants, order, ref) for layer in case.layers}
-        return _applied(case, _program(case, layers, constants, 1), 1), None if ref is None else ref[...]
+        program = _program(case, layers, constants, REFERENCE_STEPS)
+        return _apply_steps(case, program, REFERENCE_STEPS), None if ref is None else ref[...]
 
-    # One program: operation by operation it takes four times as long.
+    # Jitted, because the reference takes four times as long operation by operation.
     return jax.jit(run)()
 
 
-def _writes(case: Case) -> bool:
-    return any(layer.writes for layer in case.layers)
+def _has_ref(case: Case) -> bool:
+    return any(layer.ref_writer for layer in case.layers)
 
 
 def _ref(case: Case) -> Any:
-    return jax.new_ref(jnp.zeros((), case.dtype)) if _writes(case) else None
+    return jax.new_ref(jnp.zeros((), case.dtype)) if _has_ref(case) else None
 
 
 def _arrays(case: Case, names: Any) -> dict[str, Any]:
-    """NumPy where the name says so."""
-    return {k: (np if k[0] == "N" else jnp).asarray(case.values[k], case.dtype) for k in names}
+    """Return the arrays with these names: JAX arrays, but for the NumPy constant."""
+    return {k: (np if k == NUMPY_CONSTANT else jnp).asarray(case.values[k], case.dtype) for k in names}
 
 
-PAIRS: dict[str, tuple[Any, Any]] = {
+HOOKS: dict[str, tuple[Any, Any]] = {  # pack and unpack
     "same": (lambda x: x, lambda x: x),
     "boxed": (lambda x: {"x": [x]}, lambda packed: packed["x"][0]),
     "negated": (
@@ -294,11 +333,12 @@ PAIRS: dict[str, tuple[Any, Any]] = {
 
 
 def _in_block(case: Case, place: str, package: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function in the block of hooks that a case has at a place, "inside" or "outside"."""
     block = case.blocks.get(place)
     if block is None:
         return function
     options = {"differentiable": True} if block.differentiable else {}
-    hooks = package.saved_tensors_hooks(*PAIRS[block.pair], **options)
+    hooks = package.saved_tensors_hooks(*HOOKS[block.hooks], **options)
 
     def run(*args: Any) -> Any:
         with hooks:
@@ -307,33 +347,38 @@ def _in_block(case: Case, place: str, package: Any, function: Callable[..., Any]
     return run if block.form == "with" else hooks(function)
 
 
-def _program(case: Case, layers: dict[str, Any], constants: dict[str, Any], which: int) -> Callable[..., Tensors]:
+def _program(
+    case: Case, layers: dict[str, Any], constants: dict[str, Any], steps: dict[str, Callable[..., Any]]
+) -> Callable[..., Tensors]:
+    """Return the program of a case as a function of its inputs."""
     shapes = {layer.name: [layer.shapes[name] for name in layer.inputs] for layer in case.layers}
 
     def program(*xs: Any) -> Tensors:
-        pool = constants | dict(zip(case.inputs, xs, strict=True))
+        values = constants | dict(zip(case.inputs, xs, strict=True))
         for call in case.calls:
-            given = [pool[name] for name in call.arguments]
+            arguments = [values[name] for name in call.arguments]
             if call.layer is None:
-                found = (OPERATIONS[call.operation](*given),)
+                results = (OPERATIONS[call.operation](*arguments),)
             else:
-                name, how = call.around
-                given = [_in_shape(x, shape) for x, shape in zip(given, shapes[call.layer], strict=True)]
-                found = STEPS[name][which](layers[call.layer], how)(*given)
-            pool |= dict(zip(call.results, found, strict=True))
-        return tuple(pool[name] for name in case.results)
+                transform, parameter = call.around
+                arguments = [_in_shape(x, shape) for x, shape in zip(arguments, shapes[call.layer], strict=True)]
+                results = steps[transform](layers[call.layer], parameter)(*arguments)
+            values |= dict(zip(call.results, results, strict=True))
+        return tuple(values[name] for name in case.results)
 
     return program
 
 
 def _in_shape(x: Any, shape: tuple[int, ...]) -> Any:
-    """A tensor in the shape that a layer takes; the same object where it has it."""
+    """Return a tensor in the shape that a layer takes: the same object, if it has this shape."""
     if x.shape == shape:
         return x
     return jnp.mean(x).reshape(shape) if np.prod(shape) == 1 else jnp.broadcast_to(x, shape)
 
 
-def _applied(case: Case, function: Any, which: int) -> Any:
-    for name, how in case.steps:
-        function = STEPS[name][which](function, how)
+def _apply_steps(case: Case, program: Any, steps: dict[str, Callable[..., Any]]) -> Any:
+    """Apply the derivatives and transforms of a case to its program, and the result to its inputs."""
+    function = program
+    for name, parameter in case.steps:
+        function = steps[name](function, parameter)
     return function(*_arrays(case, case.inputs).values())

@@ -1,4 +1,4 @@
-"""Layers drawn at random, with rules that are not their gradients, against nested `jax.custom_vjp` functions.
+"""Compares layers that are drawn at random, with arbitrary rules, with nested `jax.custom_vjp` functions.
 
 PYLAYER_JAX_EXAMPLES=5000 python -m pytest tests/generated
 """
@@ -16,33 +16,37 @@ import pylayer_jax
 
 from .cases import Case, Layer, Statement, Term
 from .draw import draw
-from .reference import computed, expected, reference_of
+from .reference import reference_of, run_package, run_reference
 
 
-def is_allowed(case: Case, error: str) -> bool:
-    """Whether a refusal is right: packed in staged code, a tensor has no second derivative and no other mode."""
+def may_refuse(case: Case, error: str) -> bool:
+    """Return whether the package may refuse a case with this error.
+
+    With hooks that are not `differentiable`, a tensor packed in staged code has no second derivative and no forward
+    mode.
+    """
     return error.startswith("TypeError") and any(not block.differentiable for block in case.blocks.values())
 
 
 def outcome(case: Case) -> tuple[str, str]:
-    """("agreed", "refused" or "differs", and a text about it)."""
+    """Return "agreed", "refused" or "differs", and the error or the difference."""
     with jax.enable_x64(case.dtype == "float64"):
-        wanted = expected(case)
+        expected = run_reference(case)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                got = computed(case, pylayer_jax)
+                got = run_package(case, pylayer_jax)
         except Exception as error:
             return "refused", f"{type(error).__name__}: {error}"
-        if jax.tree.structure(got) != jax.tree.structure(wanted):
-            return "differs", f"got structure {jax.tree.structure(got)}\nnot {jax.tree.structure(wanted)}"
-        pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True))
-        assert all(np.all(np.isfinite(w)) for _, w in pairs), f"{case}\nthe reference is not finite"
-        scale = max(1.0, *(float(np.max(np.abs(w))) for _, w in pairs))
+        if jax.tree.structure(got) != jax.tree.structure(expected):
+            return "differs", f"got structure {jax.tree.structure(got)}\nnot {jax.tree.structure(expected)}"
+        pairs = list(zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True))
+        assert all(np.all(np.isfinite(e)) for _, e in pairs), f"{case}\nthe reference is not finite"
+        scale = max(1.0, *(float(np.max(np.abs(e))) for _, e in pairs))
         tolerance = scale * (1e-9 if case.dtype == "float64" else 2e-4)
-        for g, w in pairs:
-            if g.shape != w.shape or g.dtype != w.dtype or not np.allclose(g, w, rtol=0, atol=tolerance):
-                return "differs", f"got      {jax.tree.leaves(got)}\nexpected {jax.tree.leaves(wanted)}"
+        for g, e in pairs:
+            if g.shape != e.shape or g.dtype != e.dtype or not np.allclose(g, e, rtol=0, atol=tolerance):
+                return "differs", f"got      {jax.tree.leaves(got)}\nexpected {jax.tree.leaves(expected)}"
     return "agreed", ""
 
 
@@ -63,14 +67,17 @@ def test_generated_layers(first):
         if kind == "agreed":
             continue
         assert kind == "refused", f"{case}\n{message}"
-        assert is_allowed(case, message), f"{case}\n{message}"
+        assert may_refuse(case, message), f"{case}\n{message}"
         refused.append(case.seed)
     assert len(refused) <= CHUNK // 2, f"refused: {refused}"
 
 
 @pytest.mark.parametrize(("saved", "expected"), [("u0", 0.0), ("u1", 2.0)])
-def test_the_reference_takes_a_marked_output_for_a_constant_and_what_is_computed_from_it_for_code(saved, expected):
-    # Such layers are rare among those that are drawn.
+def test_reference_of_a_marked_output(saved, expected):
+    """Differentiate a saved value that is computed from an output marked as not differentiable, but not that output.
+
+    Such layers are rare among those that are drawn.
+    """
     layer = Layer(
         name="l0",
         dialect="PyLayer",
@@ -81,7 +88,7 @@ def test_the_reference_takes_a_marked_output_for_a_constant_and_what_is_computed
         returned=("a", "u0"),
         saved=[(saved, "save")],
         gradients=[[Term(0, "times", "one", (0, 0)), Term(1, "half", "one", (0, 0))]],
-        marked=["u0"],
+        non_differentiable=["u0"],
     )
     second = jax.grad(jax.grad(lambda x: reference_of(layer, {}, order=2)(x)[0]))
     np.testing.assert_allclose(second(0.3), expected * np.cos(0.3), rtol=1e-6)

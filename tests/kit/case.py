@@ -18,15 +18,19 @@ stop = jax.lax.stop_gradient
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """A layer that is tested under all transforms, and a function in plain JAX with the same derivatives."""
+
     name: str
-    layer: Callable[..., Any]  # of the arrays in args; calls Layer.apply
-    reference: Callable[..., Any]
-    args: tuple[Any, ...]  # float arrays are differentiated
-    # Whether the loss is linear in the outputs, for references that are a plain custom_vjp: exact at second
-    # order as long as what is differentiated again is made of inputs alone.
+    layer: Callable[..., Any]  # takes `args`; calls `kind.apply`
+    reference: Callable[..., Any]  # takes `args`
+    args: tuple[Any, ...]  # arrays, of which those of floats are differentiated
+    # True if the reference was made by `ruled`. JAX differentiates the outputs of such a reference as plain code, not
+    # by its rule. If the loss is linear in the outputs, this does not matter: the cotangents are constants, and the
+    # second derivative is right as long as the rule reads only inputs.
     linear_loss: bool = False
-    second_order: bool = True  # whether the reference has the layer's second derivatives too
-    forward_over_reverse: str = ""  # the error of jax.hessian, where backward cannot be transposed
+    second_order: bool = True  # whether the reference also has the second derivatives of the layer
+    # A pattern in the TypeError of jax.hessian, if `backward` is not linear in its cotangents; empty if it is.
+    forward_over_reverse: str = ""
     kind: type[PyLayer] = PyLayer  # the class of `layer`
 
     @property
@@ -35,18 +39,23 @@ class Case:
         return not self.forward_over_reverse
 
     def in_forward_mode(self, monkeypatch: Any) -> Case:
-        """Return the same case with `forward_mode = True` for its layer and for the other layers of its module."""
+        """Return the case with `forward_mode = True` for its layer.
+
+        Until the test ends, the module of the layer has a subclass with this flag in place of each of its layers,
+        because layers call each other.
+        """
         module = sys.modules[self.kind.__module__]
-        kinds = {
+        subclasses = {
             name: type(name, (kind,), {"forward_mode": True})
             for name, kind in vars(module).items()
             if isinstance(kind, type) and issubclass(kind, PyLayer) and kind.__module__ == module.__name__
         }
-        for name, kind in kinds.items():
-            monkeypatch.setattr(module, name, kind)
-        kind = next((kind for kind in kinds.values() if kind.__base__ is self.kind), self.kind)
-        called = self.layer != self.kind.apply
-        return dataclasses.replace(self, kind=kind, layer=self.layer if called else kind.apply)
+        for name, subclass in subclasses.items():
+            monkeypatch.setattr(module, name, subclass)
+        kind = next((subclass for subclass in subclasses.values() if subclass.__base__ is self.kind), self.kind)
+        # A function of the module, unlike `apply`, looks up the subclass itself.
+        layer = kind.apply if self.layer == self.kind.apply else self.layer
+        return dataclasses.replace(self, kind=kind, layer=layer)
 
 
 CASES: list[Case] = []  # the registry
@@ -55,7 +64,10 @@ CASES: list[Case] = []  # the registry
 def case(
     reference: Callable[..., Any], *args: Any, call: Callable[..., Any] | None = None, name: str = "", **flags: Any
 ) -> Any:
-    """Return a decorator that adds a layer to the registry. `call` applies the layer, if not `apply(*args)`."""
+    """Return a decorator that adds a layer to the registry.
+
+    The test calls `call(*args)`, which is `apply(*args)` of the layer by default. `flags` are fields of `Case`.
+    """
     arrays = tuple(jnp.asarray(a, jnp.float32) if isinstance(a, (float, list)) else a for a in args)
 
     def add(layer: type[PyLayer]) -> type[PyLayer]:
@@ -66,34 +78,42 @@ def case(
 
 
 def after(layer: Any, module: str, name: str = "") -> type[PyLayer]:
-    """Return a PyLayer of `module` with the methods of another layer, such as a `Function`."""
+    """Return a PyLayer with the `forward` and `backward` of another layer, such as a `Function`.
+
+    It belongs to `module`, the name of the module that registers it, so that `Case.in_forward_mode` finds it there.
+    """
     methods = {method: vars(layer)[method] for method in ("forward", "backward")}
     return type(name or layer.__name__, (PyLayer,), {"__module__": module, "__doc__": layer.__doc__, **methods})
 
 
 def ruled(value: Callable[..., Any], rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `value` with the gradients `rule(args, cotangent)`, as a custom_vjp function that saves its inputs."""
+    """Return a `jax.custom_vjp` of `value` with the gradients `rule(args, cotangent)`, a tuple of one per argument."""
     function = jax.custom_vjp(value)
     function.defvjp(lambda *args: (value(*args), args), rule)
     return function
 
 
 def once(value: float, cotangent: Any) -> Any:
-    """Return a gradient that does not depend on the cotangent. Under vmap there is one for each example."""
+    """Return the constant `value` as a gradient.
+
+    The term of zero makes it depend on the cotangent, so that under vmap there is one gradient for each example.
+    """
     return value + 0 * jnp.sum(cotangent)
 
 
 def straight_through(value: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a function with the values of `value` and the derivative of the identity."""
     return lambda x: x + stop(value(x) - x)
 
 
 def numpy_grid(*shape: int, low: float = -1.4, high: float = 1.7) -> np.ndarray:
-    """Return equally spaced numbers from low to high, in a random order."""
+    """Return an array of equally spaced numbers from low to high, in a random order."""
     ordered = np.linspace(low, high, int(np.prod(shape)))
     return np.random.default_rng(sum(shape)).permutation(ordered).reshape(shape).astype(np.float32)
 
 
 def grid(*shape: int, low: float = -1.4, high: float = 1.7) -> jax.Array:
+    """Return `numpy_grid` as a JAX array."""
     return jnp.asarray(numpy_grid(*shape, low=low, high=high))
 
 

@@ -1,11 +1,11 @@
-"""The equations of a jaxpr."""
+"""Walks over the equations of a jaxpr."""
 
-import jax
+from jax.extend import core
 
 
 def equations(jaxpr):
     """Yield each equation of a jaxpr and of the jaxprs within its equations, in order."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+        for inner in core.jaxprs_in_params(equation.params):
             yield from equations(inner)

@@ -12,23 +12,25 @@ def layer(forward=None, backward=None, base=PyLayer, name="Made", *, plain=False
     """Make a layer from functions.
 
     By default, `forward(ctx, x)` returns `2 * x` and `backward(ctx, dy)` returns `dy`, unless `base` has these methods.
-    With `plain=True` no method takes a context: `forward(*arguments)` has its arguments saved, and `backward` is
-    `backward(*arguments, *cotangents)`. Other keywords are flags of the class, or functions for static methods.
+    With `plain=True`, the methods take no context: `forward` takes the arguments, which the made layer saves, and
+    `backward` takes them before the cotangents. Other keywords are flags of the class, or functions for static methods:
+
+        layer(jnp.sin, lambda x, dy: dy * jnp.cos(x), plain=True, forward_mode=True)
     """
     if base in (PyLayer, Function):
         forward, backward = forward or (lambda ctx, x: x * 2), backward or (lambda ctx, dy: dy)
 
-    def run(ctx, *arguments):
+    def saving_forward(ctx, *arguments):
         ctx.save_for_backward(*arguments)
         return forward(*arguments)
 
-    def pull(ctx, *cotangents):
+    def backward_of_saved(ctx, *cotangents):
         return backward(*ctx.saved_tensors, *cotangents)
 
-    methods = {"forward": run, "backward": pull} if plain else {"forward": forward, "backward": backward}
-    members = {key: method for key, method in methods.items() if method is not None} | members
-    static = {key: staticmethod(x) if isinstance(x, types.FunctionType) else x for key, x in members.items()}
-    return type(name, (base,), static)
+    methods = (saving_forward, backward_of_saved) if plain else (forward, backward)
+    members |= {key: x for key, x in zip(("forward", "backward"), methods, strict=True) if x is not None}
+    namespace = {key: staticmethod(x) if isinstance(x, types.FunctionType) else x for key, x in members.items()}
+    return type(name, (base,), namespace)
 
 
 class Tanh(PyLayer):
@@ -47,31 +49,58 @@ class Tanh(PyLayer):
 
 
 ForwardTanh = layer(base=Tanh, name="ForwardTanh", forward_mode=True)
-# Twice the true gradient.
+# The gradient of `Steep` is twice that of tanh.
 Steep = layer(base=Tanh, name="Steep", backward=lambda ctx, dy: 2 * Tanh.backward(ctx, dy))
 SteepBothWays = layer(base=Steep, name="SteepBothWays", forward_mode=True)
-# The next three save their inputs, and name them: `plain` would not.
-Multiply = layer(
-    lambda ctx, a, b: ctx.save_for_backward(a, b) or a * b,
-    lambda ctx, dy: (dy * ctx.saved_tensors[1], dy * ctx.saved_tensors[0]),
-    name="Multiply",
-)
-Matmul = layer(
-    lambda ctx, x, w: ctx.save_for_backward(x, w) or x @ w,
-    lambda ctx, dy: (dy @ ctx.saved_tensors[1].T, ctx.saved_tensors[0].T @ dy),
-    name="Matmul",
-)
-Square = layer(
-    lambda ctx, x: ctx.save_for_backward(x) or x * x,
-    lambda ctx, dy: 2 * dy * ctx.saved_tensors[0],
-    name="Square",
-    forward_mode=True,
-)
 
 
-def loss(made, *rest, **named):
-    """Return the sum of a layer's output, as a function of its first argument."""
-    return lambda x: made.apply(x, *rest, **named).sum()
+# The next three are not made with `plain=True`, because messages and reports name the parameters of their `forward`.
+class Multiply(PyLayer):
+    """Layer that saves its two inputs."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, dy):
+        a, b = ctx.saved_tensors
+        return dy * b, dy * a
+
+
+class Matmul(PyLayer):
+    """Layer that saves its two matrices."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        return dy @ w.T, x.T @ dy
+
+
+class Square(PyLayer):
+    """Layer that saves its input."""
+
+    forward_mode = True
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return 2 * dy * ctx.saved_tensors[0]
+
+
+def loss(layer_class, *arguments, **keywords):
+    """Return a function of the first argument of a layer: the sum of the output, with these further arguments."""
+    return lambda x: layer_class.apply(x, *arguments, **keywords).sum()
 
 
 def text_of(error):

@@ -1,4 +1,11 @@
-"""Defines modes: transforms under which a test runs a function, or computes the gradient of a scalar function."""
+"""Defines tables of transforms, under which tests run a function or compute its derivatives.
+
+    @modes                                    # runs the test for each key of MODES
+    def test_gradient(mode):
+        assert MODES[mode](loss(Square))(X).tolist() == (2 * X).tolist()
+
+`@runs`, `@gradients` and `@EAGER_AND_JIT` give the test the transform itself, and not its key.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,7 @@ from pylayer_jax import saved_tensors_hooks
 
 X = jnp.array([0.5, -1.0, 2.0])
 
+# Each maps a scalar function of an array to its gradient.
 MODES = {
     "grad": jax.grad,
     "jit-grad": lambda f: jax.jit(jax.grad(f)),
@@ -28,7 +36,8 @@ runs = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 gradients = pytest.mark.parametrize("run", GRADIENTS.values(), ids=GRADIENTS)
 EAGER_AND_JIT = pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
-# Code that JAX stages, around a function of one array that gives one like it.
+# Each maps a function f, from an array to an array of the same shape and dtype, to code that JAX stages and that
+# applies f once.
 STAGED = {
     "jit": jax.jit,
     "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, length=1)[0],
@@ -37,7 +46,8 @@ STAGED = {
     "checkpoint": jax.checkpoint,
 }
 
-# Ways to run a function from an array of several rows to a scalar, and its derivatives.
+# Each maps a scalar function of an array with several rows to the function, to one of its derivatives, or to a batch of
+# these.
 DERIVATIVES = {
     "eager": lambda f: f,
     "jit": jax.jit,
@@ -54,7 +64,7 @@ DERIVATIVES = {
     "jit of scan of grad": lambda f: jax.jit(STAGED["scan"](jax.grad(f))),
 }
 
-# Ways to get the second derivative of a function from a scalar to a scalar.
+# Each maps a function from a scalar to a scalar to its second derivative.
 SECOND = {
     "grad of grad": lambda f: jax.grad(jax.grad(f)),
     "jit of grad of grad": lambda f: jax.jit(jax.grad(jax.grad(f))),

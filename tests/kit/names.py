@@ -1,6 +1,13 @@
-"""Defines names for the code of a layer, so that the same code runs under JAX, real torch and real Paddle.
+"""Defines the names that the code of a layer calls, so that the same code runs under JAX, real torch and real Paddle.
 
-A name that the frameworks share comes from the framework itself; the classes below add those that differ.
+    def layers(xp):  # `xp` is JAX, Torch(torch) or Paddle(paddle)
+        class Sine(xp.PyLayer):
+            @staticmethod
+            def forward(ctx, x):
+                ctx.save_for_backward(x)
+                return xp.sin(x)
+
+A name that the frameworks share, as `sin`, comes from the framework itself. The classes below add names that differ.
 """
 
 from __future__ import annotations
@@ -17,6 +24,8 @@ import pylayer_jax
 
 
 class Names:
+    """Names of one framework: the methods of this class, then the names in `modules`, searched in this order."""
+
     def __init__(self, *modules: Any) -> None:
         self.modules = modules
 
@@ -50,7 +59,7 @@ class Jax(Names):
     tensor, jit = staticmethod(jnp.asarray), staticmethod(jax.jit)
 
     def __init__(self) -> None:
-        super().__init__(jnp, jax.nn, jax)  # of jax the transforms
+        super().__init__(jnp, jax.nn, jax)  # `jax` itself has the transforms
 
     def pull(self, function: Any, args: Any, dy: Any) -> Any:
         """Return the value of a function, and the gradients of its arguments for the cotangent `dy`."""
@@ -86,8 +95,8 @@ class Torch(Framework):
         self.Function = self.PyLayer = torch.autograd.Function
         self.hooks = torch.autograd.graph.saved_tensors_hooks
         self.disable_hooks = torch.autograd.graph.disable_saved_tensors_hooks
-        self.grad = torch.func.grad  # the functional module has another
-        self.moveaxis = torch.movedim  # the other has no rule for vmap of vmap
+        self.grad = torch.func.grad  # torch.nn.functional, searched before, has another `grad`
+        self.moveaxis = torch.movedim  # torch.moveaxis has no batching rule for vmap of vmap
         self.once_differentiable = torch.autograd.function.once_differentiable
 
     def cast(self, x: Any, dtype: Any) -> Any:
@@ -170,10 +179,15 @@ class Paddle(Framework):
 
 
 JAX = Jax()
-named = functools.cache(lambda kind, module: kind(module))  # one per framework
+
+
+@functools.cache
+def of_framework(kind: type[Names], module: Any) -> Names:
+    """Return `kind(module)`, such as `Torch(torch)`: always the same object, for the cache of `text`."""
+    return kind(module)
 
 
 @functools.cache
 def text(define: Callable[[Any], Any], names: Names) -> Any:
-    """Return the layers that `define` defines with these names. Each framework has a module of its own."""
+    """Return `define(names)`, a namespace of layers. It is made once per framework."""
     return define(names)

@@ -1,4 +1,19 @@
-"""Runs the same code of a layer by real Paddle, by real torch and by this package, and compares results and errors."""
+"""Runs the same code of a layer in real Paddle, in real torch and in this package, and compares results and errors.
+
+    @TABLE.add(X, summed=True)
+    def doubled_sine(of):
+        return of.layer(of.saving(of.sin), lambda ctx, dy: 2 * dy * of.cos(of.saved(ctx)[0])).apply
+
+`of` is a side: the object `Paddle`, `Torch` or `Ours`, which has the operations of its framework. The decorator adds
+a row to a table. `compare(Torch(torch), "jit", row)` calls `doubled_sine` with torch and with this package as `of`. It
+applies the two functions that this returns to X, that of this package under `jax.jit`, and compares:
+
+    outputs     sin(X)
+    gradients   [[2 cos(X)], [-2 sin(X)]], the first and the second derivative of the sum of the outputs
+    log         [([1, 1],)], the cotangents of each call of `backward` in the first derivative
+
+`TABLE.differ` adds a row whose results differ between the sides, and `TABLE.count` a row of hooks that are counted.
+"""
 
 from __future__ import annotations
 
@@ -37,23 +52,23 @@ class Traced(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Found(NamedTuple):
+class Result(NamedTuple):
     outputs: Any
-    gradients: list[list[np.ndarray]]  # of each order
-    log: list[Any]  # what the methods noted, and the cotangents of each call of backward, at first order
-    calls: tuple[int, int]  # of the hooks: packs and unpacks
+    gradients: list[list[np.ndarray]]  # of each order, with respect to each argument in `wrt`
+    log: list[Any]  # values passed to `note`, and the cotangents of each call of `backward`, in the first derivative
+    hook_calls: tuple[int, int]  # how many times hooks packed, and unpacked
 
 
 class Side:
-    """A framework, for the code of a layer. Operations have names that all frameworks share (`of.sin`)."""
+    """One framework in which the code of a layer runs.
 
-    def __init__(self, named: names.Names) -> None:
-        self.names = named
+    The code gets this object as `of`, and calls `of.sin(x)` in all frameworks: see `names.py`.
+    """
+
+    def __init__(self, framework_names: names.Names) -> None:
+        self.names = framework_names
         self.log: list[Any] = []
         self.packs = self.unpacks = 0
-
-    def calls(self) -> tuple[int, int]:
-        return self.packs, self.unpacks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.names, name)
@@ -110,24 +125,37 @@ class Side:
 
         return inside
 
-    def total(self, outputs: Any, case: Row) -> Any:
-        """Return a scalar loss of the outputs: their sum, or a sum in which each entry has another cotangent."""
-        floats = [x for x in leaves(outputs) if hasattr(x, "dtype") and self.is_float(x)]
-        chosen = [(i, y) for i, y in enumerate(floats) if case.used is None or i in case.used]
-        parts = [y.sum() if case.summed else self.bent(y, i) for i, y in chosen]
+    def total(self, values: Any, summed: bool, used: tuple[int, ...] | None = None) -> Any:
+        """Return a scalar loss of tensors: the sum, if `summed`, or weighted sines, so that all cotangents differ.
+
+        `used` are the positions, among the floating-point tensors, of those that enter the loss; None means all.
+        """
+        floats = [x for x in leaves(values) if hasattr(x, "dtype") and self.is_float(x)]
+        parts = [x.sum() if summed else self.bent(x, i) for i, x in enumerate(floats) if used is None or i in used]
         return sum(parts[1:], parts[0])
 
-    def bent(self, y: Any, place: int = 0) -> Any:
-        y = self.abs(y) if "complex" in str(y.dtype) else self.cast(y, "float32")
-        shape = tuple(y.shape)
+    def bent(self, x: Any, place: int = 0) -> Any:
+        """Return a sum of the sines of a tensor, with weights that differ for each entry and each `place`."""
+        x = self.abs(x) if "complex" in str(x.dtype) else self.cast(x, "float32")
+        shape = tuple(x.shape)
         weights = place + 1 + 0.5 * np.sin(np.arange(np.prod(shape)))
-        return (self.sin(y) * self.tensor(weights.reshape(shape).astype(np.float32))).sum()
+        return (self.sin(x) * self.tensor(weights.reshape(shape).astype(np.float32))).sum()
 
     def is_float(self, x: Any) -> bool:
         return "float" in str(x.dtype) or "complex" in str(x.dtype)
 
 
+@jax.tree_util.register_static
+class Static:
+    """A value that is no array: a traced function returns it as a part of the structure of its result."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Ours(Side):
+    """This package."""
+
     def __init__(self, mode: str) -> None:
         super().__init__(names.JAX)
         self.scanned = mode == "scan"
@@ -136,44 +164,49 @@ class Ours(Side):
     def numpy(self, x: Any) -> Any:
         return Traced(np.dtype(x.dtype), x.shape) if isinstance(x, jax.core.Tracer) else np.asarray(x)
 
-    def run(self, case: Row) -> Found:
-        call, places = case.build(self), [i for i, a in enumerate(case.args) if isinstance(a, np.ndarray)]
-        call = in_a_scan(call) if self.scanned else call
-        wrt, first = tuple(places.index(i) for i in case.wrt), []
+    def run(self, row: Row) -> Result:
+        call = in_a_scan(row.build(self)) if self.scanned else row.build(self)
+        positions = [i for i, a in enumerate(row.args) if isinstance(a, np.ndarray)]  # of the tensors
+        wrt = tuple(positions.index(i) for i in row.wrt)
+
+        def outputs_of(*tensors: Any) -> Any:
+            args = dict(enumerate(row.args)) | dict(zip(positions, tensors, strict=True))
+            return call(*args.values())
 
         def loss(*tensors: Any) -> Any:
-            args = list(case.args)
-            for i, tensor in zip(places, tensors, strict=True):
-                args[i] = tensor
-            outputs = call(*args)
-            first[:] = first or [outputs]
-            return self.total(outputs, case) if case.orders else None, [
-                x for x in leaves(outputs) if hasattr(x, "dtype")
-            ]
+            outputs = outputs_of(*tensors)
+            return self.total(outputs, row.summed, row.used), with_statics(outputs)
 
-        def slope_of(f: Any) -> Any:
-            def slope(*tensors: Any) -> Any:
-                gradients, found = jax.grad(f, wrt, has_aux=True)(*tensors)
-                return self.total(gradients, dataclasses.replace(case, used=None)), found
+        def loss_of_gradients(f: Any) -> Any:
+            def next_loss(*tensors: Any) -> Any:
+                gradients, outputs = jax.grad(f, wrt, has_aux=True)(*tensors)
+                return self.total(gradients, row.summed), outputs
 
-            return slope
+            return next_loss
 
-        def everything(*tensors: Any) -> Any:
-            every, f = [], loss
-            for order in range(case.orders):
-                gradients, found = jax.grad(f, wrt, has_aux=True)(*tensors)
-                log[:] = log if order else self.log
-                every.append(gradients)
-                f = slope_of(f)
-            return found if case.orders else loss(*tensors)[1], every
+        def outputs_and_derivatives(*tensors: Any) -> Any:
+            """Return the outputs, the gradients of each order, and the log so far after each order."""
+            if row.orders == 0:
+                return with_statics(outputs_of(*tensors)), [], []
+            gradients, logs, f = [], [], loss
+            for _ in range(row.orders):
+                gradients_of_order, outputs = jax.grad(f, wrt, has_aux=True)(*tensors)
+                gradients.append(gradients_of_order)
+                logs.append(Static(list(self.log)))
+                f = loss_of_gradients(f)
+            return outputs, gradients, logs
 
-        log: list[Any] = []
-        tensors, gradients = self.mode(everything)(*(jnp.asarray(case.args[i]) for i in places))
-        found = iter(tensors)
-        outputs = mapped(lambda x: np.asarray(next(found)) if hasattr(x, "dtype") else x, first[0])
-        # Complex gradients as Paddle and torch have them.
+        tensors = [jnp.asarray(row.args[i]) for i in positions]
+        outputs, gradients, logs = self.mode(outputs_and_derivatives)(*tensors)
+        outputs = mapped(lambda x: x.value if isinstance(x, Static) else np.asarray(x), outputs)
+        # Paddle and torch define a complex gradient as the conjugate of that of JAX.
         gradients = [[np.asarray(np.conj(g)) for g in of_order] for of_order in gradients]
-        return Found(outputs, gradients, log if case.orders else self.log, self.calls())
+        return Result(outputs, gradients, logs[0].value if logs else self.log, (self.packs, self.unpacks))
+
+
+def with_statics(outputs: Any) -> Any:
+    """Return outputs in which each value that is no tensor is a `Static`."""
+    return mapped(lambda x: x if hasattr(x, "dtype") else Static(x), outputs)
 
 
 def in_a_scan(f: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,25 +218,33 @@ def in_a_scan(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Theirs(Side):
+    """Real Paddle or torch."""
+
     name: str
 
-    def run(self, case: Row) -> Found:
-        args = self.tensors(case)
-        wrt = [args[i] for i in case.wrt]
-        outputs = case.build(self)(*args)
-        shown, log, gradients = self.plain(outputs), self.log, []
-        found = self.total(outputs, case) if case.orders else None
-        for left in reversed(range(case.orders)):
-            # Where nothing leads to the inputs, both frameworks would raise.
-            slopes = self.slope(found, wrt, left > 0) if self.differentiable(found) else [None] * len(wrt)
-            slopes = [self.zeros_like(x) if g is None else g for x, g in zip(wrt, slopes, strict=True)]
-            log = log if gradients else list(self.log)
-            gradients.append([self.numpy(g) for g in slopes])
-            found = self.total(slopes, dataclasses.replace(case, used=None)) if left else None
-        return Found(shown, gradients, log, self.calls())
+    def run(self, row: Row) -> Result:
+        args = self.tensors(row)
+        wrt = [args[i] for i in row.wrt]
+        outputs = row.build(self)(*args)
+        shown = self.plain(outputs)
+        gradients, logs = [], []
+        loss = self.total(outputs, row.summed, row.used) if row.orders else None
+        for order in range(1, row.orders + 1):
+            gradients_of_order = self.gradients_of(loss, wrt, create_graph=order < row.orders)
+            gradients.append([self.numpy(g) for g in gradients_of_order])
+            logs.append(list(self.log))
+            loss = self.total(gradients_of_order, row.summed) if order < row.orders else None
+        return Result(shown, gradients, logs[0] if logs else self.log, (self.packs, self.unpacks))
 
-    def tensors(self, case: Row) -> list[Any]:
-        return [self.leaf(v, i in case.wrt) if isinstance(v, np.ndarray) else v for i, v in enumerate(case.args)]
+    def gradients_of(self, loss: Any, wrt: list[Any], create_graph: bool) -> list[Any]:
+        """Return the gradients of a loss: zeros for a tensor on which it does not depend."""
+        if not self.differentiable(loss):  # then both frameworks raise an error
+            return [self.zeros_like(x) for x in wrt]
+        gradients = self.slope(loss, wrt, create_graph)
+        return [self.zeros_like(x) if g is None else g for x, g in zip(wrt, gradients, strict=True)]
+
+    def tensors(self, row: Row) -> list[Any]:
+        return [self.leaf(v, i in row.wrt) if isinstance(v, np.ndarray) else v for i, v in enumerate(row.args)]
 
     def numpy(self, x: Any) -> Any:
         return x.detach().numpy() if hasattr(x, "detach") else x
@@ -213,7 +254,7 @@ class Paddle(Theirs):
     name = "paddle"
 
     def __init__(self, paddle: Any) -> None:
-        super().__init__(names.named(names.Paddle, paddle))
+        super().__init__(names.of_framework(names.Paddle, paddle))
 
     def leaf(self, value: np.ndarray, needs: bool = True) -> Any:
         return self.to_tensor(value, stop_gradient=not needs)
@@ -229,10 +270,10 @@ class Torch(Theirs):
     name = "torch"
 
     def __init__(self, torch: Any) -> None:
-        super().__init__(names.named(names.Torch, torch))
+        super().__init__(names.of_framework(names.Torch, torch))
 
     def leaf(self, value: np.ndarray, needs: bool = True) -> Any:
-        # It takes 64 bits alone for an index.
+        # torch accepts only int64 arrays as an index.
         return self.tensor(value.astype(np.int64) if value.dtype == np.int32 else value, requires_grad=needs)
 
     def numpy(self, x: Any) -> Any:
@@ -263,19 +304,37 @@ def mapped(f: Callable[[Any], Any], value: Any) -> Any:
 # -- cases and their comparison ---------------------------------------------------------------------
 
 
+class Difference(NamedTuple):
+    """What each side does, for a row whose results differ: an exception class or values.
+
+    The values are one array or number per gradient of the last order; if the row has no orders, one per output.
+    """
+
+    theirs: dict[str, Any]  # by name of the framework
+    ours: Any
+    match: str  # a pattern in the message of our exception
+
+
+class HookCalls(NamedTuple):
+    """How many times each side calls pack, and unpack."""
+
+    theirs: dict[str, tuple[int, int]]  # by name of the framework
+    ours: tuple[int, int]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Row:
+    """A function of tensors, whose code all sides share, with its arguments and what to compare."""
+
     name: str
     build: Callable[[Any], Callable[..., Any]]  # from a side to a function of the arguments
     args: tuple[Any, ...]  # NumPy arrays, which become tensors, and statics
-    wrt: tuple[int, ...]  # the arguments that are differentiated
-    used: tuple[int, ...] | None = None  # the float outputs that enter the loss
-    orders: int = 2  # of derivatives; 0 for what is compared as it comes out
+    wrt: tuple[int, ...]  # positions of the arguments with respect to which the loss is differentiated
+    used: tuple[int, ...] | None = None  # positions of the float outputs that enter the loss; None means all
+    orders: int = 2  # number of orders of derivatives to compare; 0 compares the outputs only
     summed: bool = False  # whether the loss is the plain sum, so that each cotangent is 1
-    # What the last gradients are, or which exception is raised, or the calls of hooks; by framework where they differ.
-    theirs: Any = None
-    ours: Any = None
-    match: str = "Layer"  # in the message of our exception
+    difference: Difference | None = None
+    hook_calls: HookCalls | None = None
     modes: tuple[str, ...] = ("eager", "jit")
 
 
@@ -293,15 +352,19 @@ class Table(list[Row]):
 
         return register
 
-    def differ(self, *args: Any, theirs: Any, ours: Any, orders: int = 1, **options: Any) -> Any:
-        return self.add(*args, theirs=theirs, ours=ours, orders=orders, summed=True, **options)
+    def differ(self, *args: Any, theirs: Any, ours: Any, match: str = "Layer", orders: int = 1, **options: Any) -> Any:
+        """Add a row whose results differ. `theirs` is a dict by framework if Paddle and torch differ, too."""
+        difference = Difference(by_framework(theirs), ours, match)
+        return self.add(*args, **{"difference": difference, "orders": orders, "summed": True, **options})
 
     def port(
         self, define: Any, name: str, *args: Any, call: Any = None, label: str = "", plain: bool = False, **options: Any
     ) -> None:
         """Add a row for a layer of a module: `apply` with these arguments, or `call(module, *args)`.
 
-        With `plain` only the first derivatives are compared: our second ones are those of forward, theirs are not.
+        With `theirs` and `ours` among the options, the row is one of `differ`.
+        `plain=True` compares first derivatives only, because the second ones differ: this package differentiates
+        `forward`, the frameworks do not.
         """
 
         def build(of: Any) -> Any:
@@ -309,63 +372,70 @@ class Table(list[Row]):
             return functools.partial(call, module) if call else getattr(module, name).apply
 
         build.__name__ = name
-        self.add(*args, label=label, **options, **({"orders": 1} if plain else {}))(build)
+        add = self.differ if "theirs" in options else self.add
+        add(*args, label=label, **options, **({"orders": 1} if plain else {}))(build)
 
     def count(self, *args: Any, theirs: Any, ours: tuple[int, int], **options: Any) -> Any:
         """Add a row for a layer or operation in a block of hooks, with the number of calls of pack and of unpack."""
-        return self.add(*args, **{"theirs": theirs, "ours": ours, "orders": 1, **options})
+        return self.add(*args, **{"hook_calls": HookCalls(by_framework(theirs), ours), "orders": 1, **options})
 
     def every(self) -> pytest.MarkDecorator:
-        pairs = [pytest.param(mode, one, id=f"{mode}-{one.name}") for one in self for mode in one.modes]
-        return pytest.mark.parametrize(("mode", "one"), pairs)
+        """Run a test for each row in each of its modes."""
+        params = [pytest.param(mode, row, id=f"{mode}-{row.name}") for row in self for mode in row.modes]
+        return pytest.mark.parametrize(("mode", "one"), params)
+
+
+def by_framework(expected: Any) -> dict[str, Any]:
+    return expected if isinstance(expected, dict) else {"paddle": expected, "torch": expected}
 
 
 MODES = pytest.mark.parametrize("mode", ["eager", "jit"])
 
 
 @functools.cache
-def run_ours(mode: str, case: Row) -> Found:
-    """Run a row by this package. The result is cached, because Paddle and torch share many rows."""
-    return Ours(mode).run(case)
+def run_ours(mode: str, row: Row) -> Result:
+    """Run a row in this package. The result is cached, because Paddle and torch share many rows."""
+    return Ours(mode).run(row)
 
 
-def compare(theirs: Theirs, mode: str, one: Row) -> None:
-    """Compare outputs, gradients of each order and logs; or, if frameworks differ, check what the row says of each."""
-    expected = one.theirs[theirs.name] if isinstance(one.theirs, dict) else one.theirs
-    if one.ours is not None and not isinstance(one.ours, tuple):
-        assert_does(theirs.run, one, expected)
-        assert_does(functools.partial(run_ours, mode), one, one.ours, one.match)
+def compare(theirs: Theirs, mode: str, row: Row) -> None:
+    """Compare outputs, gradients and logs of both sides. If they differ, check each against what the row expects."""
+    if row.difference is not None:
+        check(theirs.run, row, row.difference.theirs[theirs.name])
+        check(functools.partial(run_ours, mode), row, row.difference.ours, row.difference.match)
         return
-    ours, other = run_ours(mode, one), theirs.run(one)
+    ours, other = run_ours(mode, row), theirs.run(row)
     assert_same(ours.outputs, other.outputs)
     assert_same(ours.gradients, other.gradients)
-    if one.ours is not None:  # counts of calls, which may differ
-        assert_same({"ours": ours.calls, "theirs": other.calls}, {"ours": one.ours, "theirs": expected})
+    if row.hook_calls is not None:
+        assert (ours.hook_calls, other.hook_calls) == (row.hook_calls.ours, row.hook_calls.theirs[theirs.name])
         return
     # Transforms of JAX may trace a method more than once.
-    assert_same(*(log if one.orders else log[-1:] for log in (ours.log, other.log)))
-    if mode == "eager" and one.orders:
-        compare_undifferentiated(theirs, one)
+    assert_same(*(log if row.orders else log[-1:] for log in (ours.log, other.log)))
+    if mode == "eager" and row.orders:
+        compare_undifferentiated(theirs, row)
 
 
-def assert_does(run: Callable[[Row], Found], one: Row, expected: Any, match: str | None = None) -> None:
+def check(run: Callable[[Row], Result], row: Row, expected: Any, match: str | None = None) -> None:
+    """Check that a side raises the exception, or has the values, that a row expects of it."""
     if isinstance(expected, type):
         with pytest.raises(expected, match=match):
-            run(one)
-    else:
-        found = run(one)
-        values = found.gradients[-1] if one.orders else list(leaves(found.outputs))
-        likes = [one.args[i] for i in one.wrt] if one.orders else values
-        for got, value, like in zip(values, expected, likes, strict=True):
-            assert_same(got, value if isinstance(value, np.ndarray) else np.full_like(like, value))
+            run(row)
+        return
+    result = run(row)
+    values = result.gradients[-1] if row.orders else list(leaves(result.outputs))
+    likes = [row.args[i] for i in row.wrt] if row.orders else values
+    for got, value, like in zip(values, expected, likes, strict=True):
+        assert_same(got, value if isinstance(value, np.ndarray) else np.full_like(like, value))
 
 
-def compare_undifferentiated(theirs: Theirs, one: Row) -> None:
+def compare_undifferentiated(theirs: Theirs, row: Row) -> None:
+    """Compare the outputs of calls that are not differentiated."""
     ours = Ours("eager")
-    args = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in one.args]
-    mine = ours.plain(one.build(ours)(*args))
+    args = [jnp.asarray(a) if isinstance(a, np.ndarray) else a for a in row.args]
+    outputs = ours.plain(row.build(ours)(*args))
     with theirs.names.modules[0].no_grad():
-        assert_same(mine, theirs.plain(one.build(theirs)(*theirs.tensors(one))))
+        assert_same(outputs, theirs.plain(row.build(theirs)(*theirs.tensors(row))))
 
 
 def assert_same(ours: Any, theirs: Any) -> None:

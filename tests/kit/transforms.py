@@ -1,7 +1,16 @@
-"""JAX transforms, each from a scalar function and its arguments to numbers that can be compared."""
+"""Tables of JAX transforms. A transform takes a scalar function and its arguments, and returns numbers to compare.
+
+    FIRST_ORDER["scan_of_remat"](f, args)    # jax.jit(jax.grad(g))(*args), where g calls jax.checkpoint(f) in a scan
+
+A test computes these numbers for a layer, and compares them with `expected`, which are those of its reference:
+
+    got = FIRST_ORDER["scan_of_remat"](scalar(case.layer, case.linear_loss), case.args)
+    assert_same(got, expected(case, FIRST_ORDER, "scan_of_remat"))
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,25 +25,33 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .case import Case
 
 Function = Callable[..., jax.Array]
-Transform = Callable[[Function, tuple[Any, ...]], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform:
+    """A transform of a table, and how it is tested."""
+
+    run: Callable[..., Any]  # from a scalar function and its arguments to numbers
+    slow: bool = False  # whether it runs operation by operation; then it is tested with the main layers only
+    covered: bool = False  # whether other transforms cover it; then it is tested with the main layers only
+    same_as: str = ""  # the transform of the same table whose expected numbers it has, which is often itself
+    for_reference: Callable[..., Any] | None = None  # gives the same numbers for the reference, and compiles faster
+
+    def __call__(self, f: Function, args: Sequence[Any], *derivative: Any) -> Any:
+        return self.run(f, args, *derivative)
+
 
 FIRST_ORDER: dict[str, Transform] = {}
 SECOND_ORDER: dict[str, Transform] = {}
 FORWARD_OVER_REVERSE: dict[str, Transform] = {}
-# These transforms get a third argument: a function that computes slopes, `along` (in reverse mode) or `pushed`.
-FORWARD: dict[str, Callable[[Function, tuple[Any, ...], Any], Any]] = {}
+# These transforms take a third argument: `pushed` (forward mode) for a layer, or the default `along` (reverse mode),
+# by which `expected` computes the same numbers for the reference.
+FORWARD: dict[str, Transform] = {}
 
-# Each layer is tested under each transform, with two exceptions. The layers other than these are not tested under
-# transforms that are slow because they run operation by operation, or that other transforms already cover.
+# The layers that are tested under all transforms. Other layers are not tested under those that are slow or covered.
 MAIN_CASES = {"DoubledTanh", "SavedIntermediate", "Trees", "AskedLinear", "VectorQuantize"}
-SLOW: set[str] = set()
-COVERED: set[str] = set()
 # A bare `python -m pytest` tests the main layers under all transforms, and the other layers under these.
 CORE_TRANSFORMS = {"jit_of_grad", "jit_of_grad_of_grad", "jvp_of_grad"}
-# For each transform, the transform of the same table that gives the same numbers: its expected values are used.
-SAME_AS: dict[str, str] = {}
-# For some transforms, another that gives the same numbers for the reference, and is compiled in less time.
-FOR_REFERENCE: dict[str, Any] = {}
 _EXPECTED: dict[tuple[str, Callable[..., Any], str], Any] = {}
 
 
@@ -53,49 +70,24 @@ def is_tested(transform: str, case: str) -> bool:
     return case in MAIN_CASES or transform not in SLOW | COVERED
 
 
-def register(
-    table: dict[str, Any],
-    name: str,
-    transform: Any,
-    slow: bool = False,
-    covered: bool = False,
-    same_as: str = "",
-    for_reference: Any = None,
-) -> Any:
-    """Add a transform to a table.
-
-    Args:
-        table: one of the tables above.
-        name: the name of the transform in the names of tests.
-        transform: the transform. It gets a scalar function and its arguments, and returns numbers to compare.
-        slow: whether it runs operation by operation. Then only the main layers are tested under it.
-        covered: whether other transforms cover it. Then only the main layers are tested under it.
-        same_as: another transform of the table that gives the same numbers. The reference is compiled once for both.
-        for_reference: a transform that gives the same numbers for the reference, and is compiled in less time.
-    """
-    table[name], SAME_AS[name] = transform, same_as or name
-    if for_reference:
-        FOR_REFERENCE[name] = for_reference
-    if slow:
-        SLOW.add(name)
-    if covered:
-        COVERED.add(name)
-    return transform
+def register(table: dict[str, Transform], name: str, run: Callable[..., Any], same_as: str = "", **options: Any) -> Any:
+    """Add a transform to a table, with the options of `Transform`. By default it is `same_as` itself."""
+    table[name] = Transform(run, same_as=same_as or name, **options)
+    return run
 
 
-def registered(table: dict[str, Any], **flags: Any) -> Callable[[Any], Any]:
+def registered(table: dict[str, Transform], **options: Any) -> Callable[[Any], Any]:
     """Return a decorator that adds a function to a table, under the name of the function."""
-    return lambda transform: register(table, transform.__name__, transform, **flags)
+    return lambda run: register(table, run.__name__, run, **options)
 
 
-def expected(case: Case, table: dict[str, Any], name: str) -> Any:
+def expected(case: Case, table: dict[str, Transform], name: str) -> Any:
     """Return the numbers of a transform of the reference, compiled once for all transforms with the same numbers."""
-    source = SAME_AS[name]
+    source = table[name].same_as
     key = case.name, case.reference, source
     if key not in _EXPECTED:
-        plain, more = scalar(case.reference, case.linear_loss), [along] if table is FORWARD else []
-        run = FOR_REFERENCE.get(source, table[source])
-        _EXPECTED[key] = jax.jit(lambda *args: run(plain, args, *more))(*case.args)
+        f, run = scalar(case.reference, case.linear_loss), table[source].for_reference or table[source]
+        _EXPECTED[key] = jax.jit(lambda *args: run(f, args))(*case.args)
     return _EXPECTED[key]
 
 
@@ -116,7 +108,7 @@ def batched(args: Sequence[Any], size: int) -> list[jax.Array]:
     return [a * factors.reshape(size, *[1] * (a.ndim - 1)) if k in chosen else a for k, a in enumerate(stacked)]
 
 
-# -- transforms that contain the function: each maps a function and its arguments to another function ------
+# -- containers: each maps a function and its arguments to another function ---------------------------------
 
 
 def _scanned(f, args):
@@ -191,41 +183,73 @@ def along(f: Function, args: Sequence[Any]) -> Function:
     return slope
 
 
+def pushed(f: Function, args: Sequence[Any]) -> Function:
+    """Return the derivative of f along the direction of `along`, by forward mode."""
+
+    def slope(*a):
+        return jax.jvp(*_of_floats(f, a), _directions(args))[1]
+
+    return slope
+
+
 def _directions(args: Sequence[Any]) -> list[jax.Array]:
     return [np.cos(np.arange(args[i].size, dtype=np.float32)).reshape(args[i].shape) for i in floats(args)]
+
+
+def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
+    """Return `f` as a function of the arguments that are differentiated, and these arguments."""
+    chosen = floats(args)
+
+    def g(*differentiated):
+        rest = dict(zip(chosen, differentiated, strict=True))
+        return f(*(rest.get(i, a) for i, a in enumerate(args)))
+
+    return g, [args[i] for i in chosen]
+
+
+def _two_outputs(f: Function) -> Function:
+    return lambda *args: jnp.stack([f(*args), f(*args) * 2])
 
 
 def hessian(f: Function, args: Sequence[Any]) -> Callable[..., Any]:
     return jax.hessian(f, floats(args))
 
 
-def transformed(run: Any, *around: Callable[[Function, Any], Function], size: int = 0) -> Any:
-    """Return a transform: `run` of a function inside the transforms `around`, over `size` examples if a size is given.
+# -- transforms that are made of containers ------------------------------------------------------------------
 
-    A transform of the table FORWARD also gets how slopes are computed, in place of `along` in `around`.
+DERIVATIVE = "derivative"  # in a transform of FORWARD, stands for `along` or `pushed`
+
+
+def transformed(run: Any, *around: Any, size: int = 0) -> Callable[..., Any]:
+    """Return the transform that applies `run` to a function inside the containers `around`, the last one innermost.
+
+    `transformed(jax.jit, gradient, _scanned)(f, args)` is `jax.jit(g)(*args)`, where `g` is the gradient of
+    `_scanned(f, args)`. With a `size`, the arguments are a batch of that many examples.
     """
 
-    def transform(f, args, slope=along):
-        for one in reversed(around):
-            f = slope(f, args) if one is along else one(f, args)
+    def transform(f, args, derivative=along):
+        for contain in reversed(around):
+            f = (derivative if contain == DERIVATIVE else contain)(f, args)
         return run(f)(*(batched(args, size) if size else args))
 
     return transform
 
 
 def over_the_first(transform: Any) -> Any:
-    """Return a transform of a batch of the first argument, with the same other arguments for all examples."""
-    return lambda f, args, *slope: transform(f, [batched(args, 3)[0], *args[1:]], *slope)
+    """Return `transform` for a batch of the first argument, with the same other arguments for all examples."""
+    return lambda f, args, *derivative: transform(f, [batched(args, 3)[0], *args[1:]], *derivative)
 
 
 def in_a_batch(f: Function) -> Function:
     return jax.jit(jax.vmap(f))
 
 
-in_turn = functools.partial(transformed, lambda f: f)  # operation by operation
-jitted = functools.partial(transformed, jax.jit)
-eagerly = functools.partial(in_turn, gradient)
-compiled = functools.partial(jitted, gradient)
+# Under jit, `compiled(_scanned)` computes the gradient of `_scanned(f, args)`; `value_compiled(_scanned)`, its value.
+# `eagerly` and `value_eagerly` do the same operation by operation.
+value_eagerly = functools.partial(transformed, lambda f: f)
+value_compiled = functools.partial(transformed, jax.jit)
+eagerly = functools.partial(transformed, lambda f: f, gradient)
+compiled = functools.partial(transformed, jax.jit, gradient)
 compiled_batch = functools.partial(transformed, in_a_batch, gradient, size=4)
 
 
@@ -244,14 +268,15 @@ register(FIRST_ORDER, "scan_of_remat", compiled(_scanned, _remat), same_as="jit_
 register(FIRST_ORDER, "cond", eagerly(_conditional), slow=True, same_as="jit_of_grad")
 register(FIRST_ORDER, "jit_of_cond_and_remat", compiled(_conditional, _remat), same_as="jit_of_grad")
 register(FIRST_ORDER, "remat", eagerly(_remat), slow=True, same_as="jit_of_grad")
-# Each apart, as JAX itself cannot save a complex residual under one of them.
-for what in ("everything", "dots"):
-    remat = functools.partial(_remat, policy=getattr(jax.checkpoint_policies, f"{what}_saveable"))
-    covered = what == "everything"
-    register(FIRST_ORDER, f"remat_that_saves_{what}", compiled(remat), covered=covered, same_as="jit_of_grad")
+# JAX cannot save a complex residual in a remat. Under "everything" it would have to for some layers, so that this entry
+# is for the main layers only; under "dots" it saves the results of matrix products only.
+remat_everything = functools.partial(_remat, policy=jax.checkpoint_policies.everything_saveable)
+register(FIRST_ORDER, "remat_that_saves_everything", compiled(remat_everything), covered=True, same_as="jit_of_grad")
+remat_dots = functools.partial(_remat, policy=jax.checkpoint_policies.dots_saveable)
+register(FIRST_ORDER, "remat_that_saves_dots", compiled(remat_dots), same_as="jit_of_grad")
 register(FIRST_ORDER, "shard_map", compiled(_sharded, size=4), same_as="vmap_of_grad")
 register(FIRST_ORDER, "eager_shard_map", eagerly(_sharded, size=4), slow=True, same_as="vmap_of_grad")
-register(FIRST_ORDER, "eager", in_turn(), covered=True)
+register(FIRST_ORDER, "eager", value_eagerly(), covered=True)
 register(FIRST_ORDER, "fori_loop", compiled(_looped), covered=True, same_as="jit_of_grad")
 register(FIRST_ORDER, "grad_of_vmap_of_the_first", over_the_first(compiled(_mapped_over_the_first)))
 
@@ -263,7 +288,7 @@ def value_and_grad_of_each(f, args):
 
 @registered(FIRST_ORDER, slow=True)
 def jacrev(f, args):
-    return jax.jacrev(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args))(*args)
+    return jax.jacrev(_two_outputs(f), floats(args))(*args)
 
 
 @registered(FIRST_ORDER, slow=True)
@@ -309,17 +334,6 @@ def debug_nans(f, args):
         return compiled()(f, args)
 
 
-def _of_floats(f: Function, args: Sequence[Any]) -> tuple[Function, list[Any]]:
-    """Return `f` as a function of the arguments that are differentiated, and these arguments."""
-    chosen = floats(args)
-
-    def g(*differentiated):
-        rest = dict(zip(chosen, differentiated, strict=True))
-        return f(*(rest.get(i, a) for i, a in enumerate(args)))
-
-    return g, [args[i] for i in chosen]
-
-
 # -- second order ---------------------------------------------------------------------------------
 
 
@@ -340,71 +354,87 @@ register(SECOND_ORDER, "second_order_in_shard_map", compiled(along, _sharded, si
 # -- forward over reverse -------------------------------------------------------------------------
 
 
-register(FORWARD_OVER_REVERSE, "hessian", in_turn(hessian), slow=True, same_as="jit_of_hessian")
-register(FORWARD_OVER_REVERSE, "jit_of_hessian", jitted(hessian), covered=True)
+register(FORWARD_OVER_REVERSE, "hessian", value_eagerly(hessian), slow=True, same_as="jit_of_hessian")
+register(FORWARD_OVER_REVERSE, "jit_of_hessian", value_compiled(hessian), covered=True)
 register(
-    FORWARD_OVER_REVERSE, "hessian_of_scan", jitted(hessian, _scanned), for_reference=jitted(hessian, _steps_at_once)
+    FORWARD_OVER_REVERSE,
+    "hessian_of_scan",
+    value_compiled(hessian, _scanned),
+    for_reference=value_compiled(hessian, _steps_at_once),
 )
-register(FORWARD_OVER_REVERSE, "hessian_of_remat", in_turn(hessian, _remat), slow=True, same_as="jit_of_hessian")
+register(FORWARD_OVER_REVERSE, "hessian_of_remat", value_eagerly(hessian, _remat), slow=True, same_as="jit_of_hessian")
 
 
 @registered(FORWARD_OVER_REVERSE)
 def jvp_of_grad(f, args):
-    # Compiled, as `hessian` is what runs it operation by operation.
+    # Jitted here; the entry `hessian` runs the same derivative operation by operation.
     g, primals = _of_floats(gradient(f, args), args)
     return jax.jit(lambda *p: jax.jvp(g, p, tuple(jnp.sin(3 * x) for x in p))[1])(*primals)
 
 
-# -- forward mode: each against the same numbers by reverse mode -------------------------------------
+# -- forward mode: the reference has the same numbers by reverse mode -----------------------------------
 
 
-def pushed(f: Function, args: Sequence[Any]) -> Function:
-    """Return the derivative of f along the direction of `along`, by forward mode."""
-
-    def slope(*a):
-        return jax.jvp(*_of_floats(f, a), _directions(args))[1]
-
-    return slope
-
-
-register(FORWARD, "jvp", in_turn(along), slow=True, same_as="jit_of_jvp")
-register(FORWARD, "jit_of_jvp", jitted(along), covered=True)
-register(FORWARD, "jvp_of_jit", in_turn(along, _jitted), slow=True, same_as="jit_of_jvp")
-register(FORWARD, "vmap_of_jvp", transformed(in_a_batch, along, size=3), slow=True)
-register(FORWARD, "jvp_of_vmap_of_the_first", over_the_first(jitted(along, _mapped_over_the_first)), slow=True)
-register(FORWARD, "jvp_of_scan", jitted(along, _scanned), for_reference=jitted(along, _steps_at_once))
-register(FORWARD, "jvp_of_cond_and_remat", jitted(along, _conditional, _remat), slow=True, same_as="jit_of_jvp")
-register(FORWARD, "jvp_of_jvp", jitted(along, along), covered=True)
-register(FORWARD, "grad_of_jvp", compiled(along))
-register(FORWARD, "eager_grad_of_jvp", eagerly(along), slow=True, same_as="grad_of_jvp")
-register(FORWARD, "jvp_of_jvp_of_scan", jitted(along, along, _scanned), slow=True)
-register(FORWARD, "vmap_of_jvp_of_jvp", transformed(in_a_batch, along, along, size=2), slow=True)
+register(FORWARD, "jvp", value_eagerly(DERIVATIVE), slow=True, same_as="jit_of_jvp")
+register(FORWARD, "jit_of_jvp", value_compiled(DERIVATIVE), covered=True)
+register(FORWARD, "jvp_of_jit", value_eagerly(DERIVATIVE, _jitted), slow=True, same_as="jit_of_jvp")
+register(FORWARD, "vmap_of_jvp", transformed(in_a_batch, DERIVATIVE, size=3), slow=True)
+register(
+    FORWARD, "jvp_of_vmap_of_the_first", over_the_first(value_compiled(DERIVATIVE, _mapped_over_the_first)), slow=True
+)
+register(
+    FORWARD,
+    "jvp_of_scan",
+    value_compiled(DERIVATIVE, _scanned),
+    for_reference=value_compiled(DERIVATIVE, _steps_at_once),
+)
+register(
+    FORWARD, "jvp_of_cond_and_remat", value_compiled(DERIVATIVE, _conditional, _remat), slow=True, same_as="jit_of_jvp"
+)
+register(FORWARD, "jvp_of_jvp", value_compiled(DERIVATIVE, DERIVATIVE), covered=True)
+register(FORWARD, "grad_of_jvp", compiled(DERIVATIVE))
+register(FORWARD, "eager_grad_of_jvp", eagerly(DERIVATIVE), slow=True, same_as="grad_of_jvp")
+register(FORWARD, "jvp_of_jvp_of_scan", value_compiled(DERIVATIVE, DERIVATIVE, _scanned), slow=True)
+register(FORWARD, "vmap_of_jvp_of_jvp", transformed(in_a_batch, DERIVATIVE, DERIVATIVE, size=2), slow=True)
 
 
 @registered(FORWARD, slow=True, same_as="jit_of_jvp")
-def linearize(f, args, slope):
-    if slope is along:
-        return along(f, args)(*args)
+def linearize(f, args, _):  # in forward mode always
     g, primals = _of_floats(f, args)
     return jax.linearize(g, *primals)[1](*_directions(args))
 
 
 @registered(FORWARD)
-def jvp_of_vmap(f, args, slope):
-    return jitted(along, _mapped)(f, batched(args, 3), slope)
+def jvp_of_vmap(f, args, derivative=along):
+    return value_compiled(DERIVATIVE, _mapped)(f, batched(args, 3), derivative)
 
 
-@registered(FORWARD, slow=True)
-def jacfwd(f, args, slope):
-    jacobian = jax.jacrev if slope is along else jax.jacfwd
-    return jax.jit(jacobian(lambda *a: jnp.stack([f(*a), f(*a) * 2]), floats(args)))(*args)
+def jacobian_by_reverse_mode(f, args):
+    return jax.jit(jax.jacrev(_two_outputs(f), floats(args)))(*args)
+
+
+@registered(FORWARD, slow=True, for_reference=jacobian_by_reverse_mode)
+def jacfwd(f, args, _):
+    return jax.jit(jax.jacfwd(_two_outputs(f), floats(args)))(*args)
+
+
+# -- which layers are tested under a transform ------------------------------------------------------------
+
+TABLES = (FIRST_ORDER, SECOND_ORDER, FORWARD_OVER_REVERSE, FORWARD)
+SLOW = {name for table in TABLES for name, transform in table.items() if transform.slow}
+COVERED = {name for table in TABLES for name, transform in table.items() if transform.covered}
+# For each transform, the one of the same table whose expected numbers it has.
+SAME_AS = {name: transform.same_as for table in TABLES for name, transform in table.items()}
 
 
 # -- comparison -----------------------------------------------------------------------------------
 
 
 def scalar(function: Callable[..., Any], linear: bool) -> Function:
-    """The outputs against fixed weights; with `linear` false, bent, so that cotangents depend on the outputs."""
+    """Return the loss sum(weights * y) over the float outputs y of a function, whose cotangents are constants.
+
+    If not `linear`, the loss is sum(weights * sin(y)), so that the cotangents depend on the outputs.
+    """
 
     def loss(*args):
         total = jnp.zeros(())
