@@ -1,4 +1,7 @@
-"""Defines the demo, which classifies handwritten digits by a network whose activations and quantizer are layers."""
+"""Defines the demo: it trains a network that classifies handwritten digits.
+
+The activations and the quantizer of the network are layers of this package.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +60,8 @@ class Quantize(PyLayer):
         x, step = ctx.saved_tensor()
         q = x / step
         is_inside = (q >= LOW) & (q <= HIGH)
-        change = jnp.where(is_inside, jnp.round(q) - q, jnp.clip(q, LOW, HIGH))
-        return jnp.where(is_inside, dy, 0.0), ctx.factor * jnp.sum(dy * change)
+        d_step = jnp.where(is_inside, jnp.round(q) - q, jnp.clip(q, LOW, HIGH))
+        return jnp.where(is_inside, dy, 0.0), ctx.factor * jnp.sum(dy * d_step)
 
 
 def _plain_quantize(x: jax.Array, step: jax.Array, factor: float) -> jax.Array:
