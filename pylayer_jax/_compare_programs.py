@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -193,11 +194,11 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
     held: dict[Any, int] = {}
     for name in programs:
         with _noted(name):
-            held[name] = saved_tensors_report(lambda *tensors, name=name: value(name, *tensors), *tensors).total_bytes
+            held[name] = saved_tensors_report(functools.partial(value, name), *tensors).total_bytes
     compiled: dict[Any, _Compiled] = {}
     for name in programs:
         with _noted(name):
-            compiled[name] = _compile(lambda *tensors, name=name: gradient(name, *tensors), tensors)
+            compiled[name] = _compile(functools.partial(gradient, name), tensors)
     errors: dict[Any, float] = {}
     seconds: dict[Any, list[float]] = {name: [] for name in programs}
     if has_values:
