@@ -38,13 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["check"]:
         passed, report = check(arguments[1:])
-        try:
-            report.encode(sys.stdout.encoding or "utf-8")
-        except UnicodeEncodeError:  # many terminals on Windows cannot print ticks
-            for mark, word in {"✓ ": "ok     ", "✗ ": "FAILED ", "– ": "-      "}.items():
-                report = report.replace(mark, word)
-            report = report.encode("ascii", "replace").decode()
-        print(report)
+        print(_printable(report))
         return 0 if passed else 1
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax",
@@ -65,6 +59,17 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"{error.name} is missing. The demo needs: pip install optax scikit-learn tqdm", file=sys.stderr)
         return 1
+
+
+def _printable(report: str) -> str:
+    """Return the report with words instead of ticks if the terminal, as many on Windows, cannot print ticks."""
+    try:
+        report.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        for mark, word in {"✓ ": "ok     ", "✗ ": "FAILED ", "– ": "-      "}.items():
+            report = report.replace(mark, word)
+        return report.encode("ascii", "replace").decode()
+    return report
 
 
 def _main_without_traceback() -> int:
@@ -92,16 +97,18 @@ def _exit_after_interrupt(*_: object) -> None:
 
 _KINDS: Final = {"f": (16, 32, 64), "bf": (16,), "c": (64, 128), "i": (8, 16, 32, 64), "u": (8, 16, 32, 64)}
 _NAMES: Final = {"f": "float", "bf": "bfloat", "c": "complex", "i": "int", "u": "uint"}
-_DTYPES: Final = {f"{k}{n}": jnp.dtype(f"{_NAMES[k]}{n}") for k, sizes in _KINDS.items() for n in sizes}
-_DTYPES["bool"] = jnp.dtype("bool")
+_DTYPES: Final = {
+    **{f"{k}{n}": jnp.dtype(f"{_NAMES[k]}{n}") for k, sizes in _KINDS.items() for n in sizes},
+    "bool": jnp.dtype("bool"),
+}
 _WIDE: Final = ("f64", "c128", "i64", "u64")  # these dtypes need jax.enable_x64
 _TARGET: Final = "Expected MODULE:NAME, such as mypackage.layers:Tanh or layers.py:Tanh."
 _SPECS: Final = f"""\
 An argument of the layer (SPEC) is one of
-  "f32[8,8]" "f32[]"   an array: numbers between 0.2 and 1.2 in size, of either sign; zeros and ones for "i32[4]" and
-                       "bool[4]". The dtypes are {", ".join(_DTYPES)}
+  "f32[8,8]" "f32[]"   an array of random numbers, with absolute values from 0.2 to 1.2 and random signs; or of random
+                       zeros and ones, for "i32[4]" and "bool[4]". The dtypes are {", ".join(_DTYPES)}
   "key[]"              a PRNG key
-  0.5 -3 None "'sum'"  a Python literal, which the layer gets unchanged; a string has quotes of its own
+  0.5 -3 None "'sum'"  a Python literal, which the layer gets unchanged. Quote a string twice, as in "'sum'"
   jax.numpy.tanh       a function, or any other object of a module, by its dotted name
 
 For other arguments (keywords, dicts of arrays, special values) write a function that makes them from arrays and
@@ -141,22 +148,29 @@ def check(arguments: list[str]) -> tuple[bool, str]:
         action="store_false",
         help="compute numerical gradients in the dtypes given; for a layer that rounds to a narrower dtype inside",
     )
-    options = vars(parser.parse_args(arguments))
-    layer, specs, reference, seed = (options.pop(name) for name in ("layer", "specs", "reference", "seed"))
-    is_wide = any(spec.partition("[")[0] in _WIDE for spec in specs)
+    options = parser.parse_args(arguments)
+    is_wide = any(spec.partition("[")[0] in _WIDE for spec in options.specs)
+    rng = np.random.default_rng(options.seed)
     try:
         with jax.enable_x64(True) if is_wide else contextlib.nullcontext():
-            options["reference"] = None if reference is None else _load(reference)
-            layer, rng = _load(layer), np.random.default_rng(seed)
-            report = check_layer(layer, *(_argument(spec, rng, seed) for spec in specs), **options, raises=False)
+            report = check_layer(
+                _load(options.layer),
+                *[_argument(spec, rng, options.seed) for spec in options.specs],
+                reference=None if options.reference is None else _load(options.reference),
+                skip=options.skip,
+                rtol=options.rtol,
+                atol=options.atol,
+                float64=options.float64,
+                raises=False,
+            )
     except (UnusableError, ValueError) as error:  # `check_layer` raises ValueError for invalid arguments
         parser.error(str(error))
     return report.passed, str(report)
 
 
 def _argument(spec: str, rng: np.random.Generator, seed: int) -> Any:
-    if array := re.fullmatch(r"(\w+)\[([\d\s,]*)\]", spec.strip()):
-        return _array(spec, array[1], tuple(map(int, re.findall(r"\d+", array[2]))), rng, seed)
+    if match := re.fullmatch(r"(\w+)\[([\d\s,]*)\]", spec.strip()):
+        return _array(spec, match[1], tuple(map(int, re.findall(r"\d+", match[2]))), rng, seed)
     try:
         return ast.literal_eval(spec)
     except (SyntaxError, ValueError, TypeError):

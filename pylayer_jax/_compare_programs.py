@@ -7,7 +7,7 @@
 The table is made in three steps:
 
 1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. If a program fails or
-   returns no scalar, the error comes here, before XLA spends minutes on the others.
+   returns no scalar, this step raises the error, before XLA spends minutes on the others.
 2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA reports the memory of
    each gradient, and its number of operations.
 3. The compiled gradients run once, to compute their errors, and then in turn, to measure their times.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import statistics
@@ -48,10 +49,10 @@ class ComparedProgram:
     held_bytes: int  # the bytes that the vjp function holds, without the inputs of the program
     operations: float | None  # floating-point operations, by XLA; None if XLA does not report them
     has_loop: bool  # whether the gradient has a loop: XLA counts the operations in the body of a loop once
-    trace_seconds: float  # of JAX, for tracing and lowering, when its caches have the inner jitted functions
+    trace_seconds: float  # of JAX, for tracing and lowering, after an earlier trace has filled its caches
     compile_seconds: float  # of XLA
     step_seconds: tuple[float, ...]  # of the compiled gradient, one entry per round; empty if it did not run
-    error: float | None  # 2-norm of the difference to the first program's gradient, relative to the first
+    error: float | None  # |g - g_first| / |g_first| of the gradients, in the 2-norm; None if nothing was run
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -81,18 +82,18 @@ class ProgramComparison:
         if any(r.step_seconds for r in rows):
             low, middle, high = zip(*(_quartiles(r.step_seconds) for r in rows), strict=True)
             unit = _unit(middle, _SECONDS)
-            spread = zip(*(_in_unit(values, {"": _SECONDS[unit]}) for values in (low, middle, high)), strict=True)
-            columns["step"] = [f"{m} {unit} [{a}, {b}]" for a, m, b in spread]
+            texts = [[_three_digits(s / _SECONDS[unit]) for s in seconds] for seconds in (low, middle, high)]
+            columns["step"] = [f"{m} {unit} [{a}, {b}]" for a, m, b in zip(*texts, strict=True)]
         if any(r.error is not None for r in rows):
             columns["error"] = ["" if r is rows[0] else f"{r.error:.2g}" for r in rows]
         return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
 
     def _operations(self) -> list[str]:
         """Return the cells of the operations. A program with a loop has no ratio to a program without a loop."""
-        counts, has_loop = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
-        pairs = zip(has_loop, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
-        cells = [with_ratio if loop == has_loop[0] else count for loop, with_ratio, count in pairs]
-        return [f"≥ {cell}" if loop and cell else cell for loop, cell in zip(has_loop, cells, strict=True)]
+        counts, loop_mask = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
+        choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
+        cells = [with_ratio if has_loop == loop_mask[0] else count for has_loop, with_ratio, count in choices]
+        return [f"≥ {cell}" if has_loop and cell else cell for has_loop, cell in zip(loop_mask, cells, strict=True)]
 
     def _caption(self) -> str:
         first, loops = self.rows[0].name, [r.name for r in self.rows if r.has_loop]
@@ -120,15 +121,15 @@ class ProgramComparison:
             import matplotlib.pyplot as plt
 
             _, ax = plt.subplots(layout="constrained", figsize=(6.4, 4))
-        per_byte, per_operation = _unit(memory, _BYTES), _unit(operations, _COUNTS)
+        memory_unit, operations_unit = _unit(memory, _BYTES), _unit(operations, _COUNTS)
         for row, y, x, marker in zip(self.rows, memory, operations, itertools.cycle("osD^vP*X"), strict=False):
             label = f"{row.name} (a loop: more operations)" if row.has_loop else row.name
-            ax.plot(x / _COUNTS[per_operation], y / _BYTES[per_byte], marker, label=label, markersize=8)
+            ax.plot(x / _COUNTS[operations_unit], y / _BYTES[memory_unit], marker, label=label, markersize=8)
         ax.margins(x=0.1)
-        ax.set_ylim(0, 1.1 * max(memory) / _BYTES[per_byte] or 1)
+        ax.set_ylim(0, 1.1 * max(memory) / _BYTES[memory_unit] or 1)
         ax.legend(frameon=False)
-        ax.set_xlabel(f"operations, {per_operation}".rstrip(", "))
-        ax.set_ylabel(f"temporary memory, {per_byte}")
+        ax.set_xlabel(f"operations, {operations_unit}".rstrip(", "))
+        ax.set_ylabel(f"temporary memory, {memory_unit}")
         return ax
 
 
@@ -142,18 +143,21 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
         ['plain', '8 bits']
 
     `programs` maps names to functions (or layers) that take `args` and return a scalar. The gradient is with respect
-    to all float arrays in `args`, which may be any pytrees; integer arrays, keys and statics such as Python numbers are
-    passed as they are. If an array is data, use `jax.lax.stop_gradient` of it in the programs. `rounds` is how often
-    the step is timed; 0 leaves out the times. If `args` holds a `jax.ShapeDtypeStruct`, nothing is run, so that times
-    and errors are left out.
+    to all float arrays in `args`, which may be any pytrees; integer arrays, PRNG keys and leaves that are not arrays
+    are passed unchanged. To leave out the gradient with respect to an array, such as a batch of data, apply
+    `jax.lax.stop_gradient` to it in the programs. `rounds` is the number of times that each compiled gradient (a step)
+    is timed; 0 leaves out the times. If `args` holds a `jax.ShapeDtypeStruct`, nothing is run, so that times and errors
+    are left out.
 
     The table shows per program:
 
     - the temporary memory and the operations of the compiled gradient, as XLA counts them on one device: the
       operations in the body of a loop count once, and those in kernels and callbacks do not count;
-    - the bytes that the vjp function holds beside its inputs on all devices, as in `saved_tensors_report`;
-    - the seconds for tracing with lowering (JAX), and for compiling (XLA). Each program is traced once before, so
-      that all find the same functions in the caches of JAX. A persistent compilation cache makes compiling seem fast;
+    - the bytes that the vjp function holds, on all devices together and without the inputs of the program, as
+      `saved_tensors_report` counts them;
+    - the seconds for tracing with lowering (JAX), and for compiling (XLA). Each program is traced once before the
+      measurement, so that JAX's caches hold the inner jitted functions of every program. A persistent compilation cache
+      makes compiling seem fast;
     - the time of a step, as its median and quartiles over the rounds. All programs run in turn in each round;
     - the error of the gradient: the 2-norm of its difference to that of the first program, relative to the first.
 
@@ -190,11 +194,11 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
     held: dict[Any, int] = {}
     for name in programs:
         with _noted(name):
-            held[name] = saved_tensors_report(lambda *tensors, name=name: value(name, *tensors), *tensors).total_bytes
+            held[name] = saved_tensors_report(functools.partial(value, name), *tensors).total_bytes
     compiled: dict[Any, _Compiled] = {}
     for name in programs:
         with _noted(name):
-            compiled[name] = _compile(lambda *tensors, name=name: gradient(name, *tensors), tensors)
+            compiled[name] = _compile(functools.partial(gradient, name), tensors)
     errors: dict[Any, float] = {}
     seconds: dict[Any, list[float]] = {name: [] for name in programs}
     if has_values:
@@ -370,7 +374,8 @@ def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
     """Return the largest unit in which the maximum of the values is at least 1."""
     largest = max((v for v in values if v is not None), default=0)
-    return [unit for unit, size in units.items() if largest >= size or unit == next(iter(units))][-1]
+    smallest = next(iter(units))
+    return [smallest, *(unit for unit, size in units.items() if largest >= size)][-1]
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
@@ -386,6 +391,6 @@ def _three_digits(value: float) -> str:
 
 def _with_ratios(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
     """Return the values as texts in one unit. Each text except the first ends with the ratio to the first value."""
-    first, *others = cells = _in_unit(values, units)
+    first, *others = _in_unit(values, units)
     ratios = ["" if not values[0] or v is None else f" ({v / values[0]:.2f})" for v in values[1:]]
-    return [first, *(cell + ratio for cell, ratio in zip(others, ratios, strict=True))] if len(cells) > 1 else cells
+    return [first, *(cell + ratio for cell, ratio in zip(others, ratios, strict=True))]

@@ -1,11 +1,14 @@
-"""Defines the demo, which classifies handwritten digits by a network whose activations and quantizer are layers."""
+"""Defines the demo: it trains a network that classifies handwritten digits.
+
+The activations and the quantizer of the network are layers of this package.
+"""
 
 from __future__ import annotations
 
 import textwrap
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +60,8 @@ class Quantize(PyLayer):
         x, step = ctx.saved_tensor()
         q = x / step
         is_inside = (q >= LOW) & (q <= HIGH)
-        change = jnp.where(is_inside, jnp.round(q) - q, jnp.clip(q, LOW, HIGH))
-        return jnp.where(is_inside, dy, 0.0), ctx.factor * jnp.sum(dy * change)
+        d_step = jnp.where(is_inside, jnp.round(q) - q, jnp.clip(q, LOW, HIGH))
+        return jnp.where(is_inside, dy, 0.0), ctx.factor * jnp.sum(dy * d_step)
 
 
 def _plain_quantize(x: jax.Array, step: jax.Array, factor: float) -> jax.Array:
@@ -67,8 +70,15 @@ def _plain_quantize(x: jax.Array, step: jax.Array, factor: float) -> jax.Array:
     return (q + jax.lax.stop_gradient(jnp.round(q) - q)) * step
 
 
-LAYERS = (Swish.apply, Quantize.apply)
-PLAIN = (jax.nn.swish, _plain_quantize)  # the same functions in plain JAX, with the same gradients
+class Layers(NamedTuple):
+    """The functions from which the network is built."""
+
+    swish: Callable[..., jax.Array]
+    quantize: Callable[..., jax.Array]
+
+
+LAYERS = Layers(Swish.apply, Quantize.apply)
+PLAIN = Layers(jax.nn.swish, _plain_quantize)  # the same functions in plain JAX, with the same gradients
 Parameters = list[dict[str, jax.Array]]  # for each matrix product, the weight, the bias and the step of the quantizer
 
 
@@ -81,16 +91,15 @@ def new_parameters(key: jax.Array) -> Parameters:
     return parameters
 
 
-def logits(parameters: Parameters, images: jax.Array, layers: Any = LAYERS) -> jax.Array:
-    swish, quantize = layers
+def logits(parameters: Parameters, images: jax.Array, layers: Layers = LAYERS) -> jax.Array:
     x = images
     for i, p in enumerate(parameters):
-        x = swish(x) if i else x
-        x = x @ quantize(p["weight"], p["step"], (p["weight"].size * HIGH) ** -0.5) + p["bias"]
+        x = layers.swish(x) if i else x
+        x = x @ layers.quantize(p["weight"], p["step"], (p["weight"].size * HIGH) ** -0.5) + p["bias"]
     return x
 
 
-def loss(parameters: Parameters, images: jax.Array, labels: jax.Array, layers: Any = LAYERS) -> jax.Array:
+def loss(parameters: Parameters, images: jax.Array, labels: jax.Array, layers: Layers = LAYERS) -> jax.Array:
     """Return the mean cross entropy of images [batch, 64], between 0 and 1, and labels [batch], from 0 to 9."""
     log_probabilities = jax.nn.log_softmax(logits(parameters, images, layers))
     return jnp.mean(-jnp.take_along_axis(log_probabilities, labels[:, None], 1))

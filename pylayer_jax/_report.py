@@ -9,18 +9,18 @@ The second half of this module finds the origin of each value in a jaxpr, also i
             in (e, e) } ] a
       in (c,) }
 
-For this jaxpr, `outputs_of` returns the `Value` of c. The attribute `part` of this value is the `Value` of e.
+For this jaxpr, `outputs_of` returns the `Value` of c, whose attribute `part` is the `Value` of e. It also returns the
+`Note` that the layer Tanh saves e as saved[0].
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import html
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +66,9 @@ def html_table(titles: Sequence[str], rows: Sequence[Sequence[str]], caption: st
 class SavedTensor:
     """One row of a report: a residual, or several residuals that differ only in their values."""
 
-    kind: str  # "layer" if a layer saves the tensor, or "input", "copy" (of an input), "operation", "constant"
+    kind: str  # "input"; or "layer" if a layer saves the tensor; or "copy" (of an input), "operation", "constant"
     layer: str  # the class of the layer that saves the tensor; empty if no layer saves it
-    name: str  # saved[0], a name in `saved_names` of the class or of `checkpoint_name`, an operation or an input
+    name: str  # "saved[0]", a name from `saved_names` or `checkpoint_name`, or the name of the operation or input
     shape: tuple[int, ...]
     dtype: str
     times: int  # the number of residuals in this row: one per iteration of a scan, or per call from one line
@@ -90,7 +90,7 @@ class SavedTensorsReport:
     @property
     def total_bytes(self) -> int:
         """The number of bytes that the vjp function holds on the device, without the inputs, which the caller holds."""
-        return sum(r.packed_bytes - r.host_bytes for r in self.rows if r.kind != "input")
+        return _device_bytes(self.rows)
 
     @property
     def host_bytes(self) -> int:
@@ -118,9 +118,9 @@ class SavedTensorsReport:
     def _table(self) -> list[list[str]]:
         """Return the row of titles and the rows of cells, with a column of packed sizes if a residual is packed."""
         is_packed = any(r.packed_bytes != r.bytes for r in self.rows)
-        table = [["origin", "name", "type", "times", "bytes", *["packed"] * is_packed, "where", ""]]
+        table = [["origin", "name", "type", "times", "bytes", *(["packed"] if is_packed else []), "where", ""]]
         for r in self.rows:
-            sizes = [f"{r.bytes:,}", *[f"{r.packed_bytes:,}"] * is_packed]
+            sizes = [f"{r.bytes:,}", *([f"{r.packed_bytes:,}"] if is_packed else [])]
             shape = ",".join(map(str, r.shape))
             table.append([r.layer or r.kind, r.name, f"{r.dtype}[{shape}]", f"{r.times}", *sizes, r.source, r.note])
         return table
@@ -149,6 +149,10 @@ class SavedTensorsReport:
         return ax
 
 
+def _device_bytes(rows: Sequence[SavedTensor]) -> int:
+    return sum(r.packed_bytes - r.host_bytes for r in rows if r.kind != "input")
+
+
 def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedTensorsReport:
     """List the residuals that `jax.vjp` of `fun` at `args` and `kwargs` holds for backward.
 
@@ -162,57 +166,78 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     apply as in a compiled program.
 
     A row is one residual, or several residuals that differ only in their values. A residual is a tensor that a layer
-    saves, a result of a plain operation, or an input of `fun`, which exists anyway. Hooks use the same names: a
-    predicate `only` gets them in `info`, and `by_name` takes them as keys. The largest rows come first, and inputs come
-    last. If several layers save one tensor, the tensor has one row. Under hooks, a tensor that backward computes again
-    has a row of 0 packed bytes. The size of an array is that of the whole array, on all devices. For a tensor that
-    hooks with `host=True` packed, a row of the report counts the 4 bytes of its token. JAX traces `fun` twice: the
-    second time without hooks, to compute `total_unpacked_bytes`.
+    saves, a result of a plain operation, or an input of `fun`, which takes no extra memory, because the caller holds
+    it. Hooks use the same names: a predicate `only` gets them in `info`, and `by_name` takes them as keys. The largest
+    rows come first, and inputs come last. If several layers save one tensor, the tensor has one row. Under hooks, a
+    tensor that backward computes again has a row of 0 packed bytes. The size of an array is that of the whole array, on
+    all devices. Hooks with `host=True` hold a packed tensor outside of the program, which keeps a number of 4 bytes
+    instead; the row counts these 4 bytes. JAX traces `fun` once with hooks, and once without them, to compute
+    `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
     """
     fun = getattr(fun, "apply", fun) if isinstance(fun, type) else fun
     tensors, skeleton = split((args, kwargs), lambda x: is_tensor(x) or isinstance(x, jax.ShapeDtypeStruct))
-    is_float = [jnp.issubdtype(t.dtype, jnp.inexact) for t in tensors]
-    if not any(is_float):
+    if not any(map(_is_inexact, tensors)):
         raise TypeError("saved_tensors_report: none of the arguments holds a float array, so that nothing is saved.")
 
-    names = [{"[0]": "args", "[1]": "kwargs"}[path[:3]] + path[3:] for path in skeleton.tensor_paths()]
+    def run(*tensors: Any) -> Any:
+        args, kwargs = skeleton.fill(tensors)
+        return fun(*args, **kwargs)
 
-    def rows_of(block: contextlib.AbstractContextManager[Any]) -> list[SavedTensor]:
-        def residuals(*tensors: Any) -> list[Any]:
-            def run(*floats: Any) -> list[Any]:
-                args, kwargs = skeleton.fill(merge(is_float, floats, tensors))
-                with block:
-                    return split(fun(*args, **kwargs))[0]
+    def run_with_names(*tensors: Any) -> Any:
+        with names_recorded():
+            return run(*tensors)
 
-            _, pullback = jax.vjp(run, *select(tensors, is_float))
-            return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
-
-        jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
-        inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
-        # A variable that is returned several times is kept once.
-        return _rows(dict(zip(map(id, jaxpr.outvars), outputs_of(jaxpr, inputs), strict=True)).values())
-
+    names = [_argument_name(path) for path in skeleton.tensor_paths()]
     with hooks_ignored():
-        plain = rows_of(contextlib.nullcontext())
-    with tensors_marked():
-        rows = rows_of(names_recorded())
-    return SavedTensorsReport(rows, SavedTensorsReport(plain, 0).total_bytes)
+        unpacked = _rows(*_residuals(run, tensors, names))
+    with tensors_marked():  # each kept tensor gets a `Mark`, a further residual of size 0
+        rows = _rows(*_residuals(run_with_names, tensors, names))
+    return SavedTensorsReport(rows, _device_bytes(unpacked))
 
 
-def _rows(values: Iterable[Value]) -> list[SavedTensor]:
+def _is_inexact(tensor: Any) -> bool:
+    return jnp.issubdtype(tensor.dtype, jnp.inexact)
+
+
+def _argument_name(path: str) -> str:
+    """Return `args[1]['w']` for the path `[0][1]['w']` in the tuple (args, kwargs)."""
+    return ("args" if path.startswith("[0]") else "kwargs") + path[3:]
+
+
+def _residuals(
+    run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str]
+) -> tuple[list[Value], dict[Value, list[Note]]]:
+    """Return the distinct residuals of `run` at `tensors`, which have the given names, and the notes on each value."""
+    is_float = [_is_inexact(t) for t in tensors]
+
+    def residuals(*tensors: Any) -> list[Any]:
+        def run_floats(*floats: Any) -> list[Any]:
+            return split(run(*merge(is_float, floats, tensors)))[0]
+
+        _, pullback = jax.vjp(run_floats, *select(tensors, is_float))
+        return [x for x in jax.tree_util.tree_leaves(pullback) if not is_ref(x)]  # the caller holds the Refs
+
+    jaxpr, _ = jaxpr_and_consts(jax.make_jaxpr(residuals)(*tensors))
+    inputs = [Value(v.aval, "input", name) for v, name in zip(jaxpr.invars, names, strict=True)]
+    values, notes = outputs_of(jaxpr, inputs)
+    # A variable that is returned several times is kept once.
+    value_of_variable = dict(zip(map(id, jaxpr.outvars), values, strict=True))
+    return list(value_of_variable.values()), _by_value(notes)
+
+
+def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
     """Return one row per group of equal residuals. The largest rows come first, and inputs come last."""
-    # Leave out residuals of size 0, which only encode the number of a run: see NOTE [several runs] in _custom_vjp.py.
+    # Leave out residuals of size 0: the results of `Mark`s, and the numbers of runs, for which see NOTE [several runs]
+    # in _custom_vjp.py.
     kept = [value for value in values if value.aval.size]
-    arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to [tensor] if it is not packed
+    arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to the tensor if it is not packed
     for array in kept:
         arrays_of.setdefault(array.tensor or array, []).append(array)
-    single = [
-        *map(_row, arrays_of, arrays_of.values()),
-        *[_recomputed_row(v) for v in values if v.kind == "recomputed"],
-    ]
+    single = [row for tensor, arrays in arrays_of.items() for row in _rows_of_tensor(tensor, arrays, notes_of)]
+    single += [_recomputed_row(value) for value in values if value.kind == "recomputed"]
     rows = [
         dataclasses.replace(
             row,
@@ -245,33 +270,47 @@ def _recomputed_row(value: Value) -> SavedTensor:
     )
 
 
-def _row(tensor: Value, arrays: list[Value]) -> SavedTensor:
-    """Return the row of a tensor that is packed as `arrays`."""
-    is_packed, is_from_input = arrays != [tensor], tensor.kind == "input"
-    one, times = tensor.innermost()
-    # The row counts a packed tensor once per iteration that packs it, and adds the shards that devices pack. The row
-    # counts an unpacked tensor once per copy that JAX keeps.
-    parts = [(a, *a.innermost()) for a in arrays if a is not tensor]
-    layer, name, equations = (*tensor.savers, ("", tensor.name, tensor.equations))[0]
-    is_input = is_from_input and tensor.part is None and not is_packed
-    notes = {
-        f"the input {tensor.name}": bool(tensor.savers) and is_from_input,
-        **{f"also {other}, {saved}": (other, saved) != (layer, name) for other, saved, _ in tensor.savers},
+def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
+    """Return the row of a tensor that is kept as `arrays`, or two rows: an input, and its copies or packed arrays."""
+    is_kept_input = tensor.kind == "input" and tensor.part is None and tensor in arrays
+    if not is_kept_input:
+        return [_row(tensor, arrays, notes_of)]
+    others = [a for a in arrays if a is not tensor] + [tensor] * (arrays.count(tensor) - 1)
+    rows = [_row(tensor, others, notes_of)] if others else []
+    return [dataclasses.replace(_row(tensor, [tensor], notes_of), kind="input"), *rows]
+
+
+def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> SavedTensor:
+    """Return the row of a tensor that is kept as `arrays`: copies of the tensor, or packed arrays."""
+    one, n_iterations = tensor.innermost()
+    packed = [(a, *a.innermost()) for a in arrays if a is not tensor]
+    if packed:  # count each iteration that packs the tensor, and all shards of it
+        times = n_iterations * max(n for _, _, n in packed)
+        n_bytes = tensor.bytes * max(a.aval.size // part.aval.size for a, part, _ in packed)
+    else:  # count each copy that JAX keeps
+        times, n_bytes = n_iterations * len(arrays), tensor.bytes * len(arrays)
+    notes = _notes_on(tensor, notes_of)
+    savers = [note for note in notes if note.layer]
+    layer, name, equations = savers[0][1:] if savers else ("", _name(tensor, notes), tensor.equations)
+    is_from_input = tensor.kind == "input"
+    remarks = {
+        f"the input {tensor.name}": bool(savers) and is_from_input,
+        **{f"also {n.layer}, {n.name}": (n.layer, n.name) != (layer, name) for n in savers},
         "in host memory": any(map(_is_on_host, arrays)),
-        "packed on the host": any(part.name == "host_call" for _, part, _ in parts),
+        "packed on the host": any(part.name == "host_call" for _, part, _ in packed),
     }
     return SavedTensor(
-        kind="input" if is_input else "layer" if layer else "copy" if is_from_input else tensor.kind,
+        kind="layer" if layer else "copy" if is_from_input else tensor.kind,
         layer=layer,
         name=name,
         shape=tuple(one.aval.shape),
         dtype=str(one.aval.dtype),
-        times=times * max((n_iterations for _, _, n_iterations in parts), default=len(arrays)),
-        bytes=tensor.bytes * max((a.aval.size // part.aval.size for a, part, _ in parts), default=len(arrays)),
+        times=times,
+        bytes=n_bytes,
         packed_bytes=sum(a.bytes for a in arrays),
         host_bytes=sum(a.bytes for a in arrays if _is_on_host(a)),
         source=line_of(equations),
-        note="; ".join(note for note, applies in notes.items() if applies),
+        note="; ".join(remark for remark, applies in remarks.items() if applies),
     )
 
 
@@ -279,24 +318,24 @@ def _is_on_host(value: Value) -> bool:
     return value.aval.memory_space == jax.memory.Space.Host
 
 
-# -- origins of values ----------------------------------------------------------------------------
+# -- values and notes on them ---------------------------------------------------------------------
 
 Equations = tuple[Any, ...]  # from the outermost equation to the innermost; each holds the jaxpr of the next equation
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Value:
     """A value that a program computes. If a program calls a jaxpr twice, each variable of the jaxpr has two values."""
 
     aval: Any
-    kind: str  # "input", "constant" or "operation"; "recomputed" for the mark of a tensor that is not kept
-    name: str  # the name of the input or of the operation, or the name that a block has recorded
+    kind: str  # "input", "constant", "operation"; of the result of a `Mark`: "mark", or "recomputed" for its tensor
+    name: str  # the name of the input, the operation or the layer; of the result of a `Mark`: the name of the tensor
     equations: Equations = ()
     tensor: Value | None = None  # the tensor from which a pack hook computed the value
-    part: Value | None = None  # the value in the inner jaxpr of a scan, shard_map or cond from which JAX makes it
+    part: Value | None = None  # if a scan, shard_map or cond returns the value: the value that its inner jaxpr returns
     times: int = 1  # the number of iterations, each of which computes one `part`
-    layer: str = ""  # for a mark: the layer that saved the tensor
-    savers: list[tuple[str, str, Equations]] = dataclasses.field(default_factory=list)  # (layer, name, equations)
+    whole: Value | None = None  # for a slice, which an inner jaxpr gets: the operand of the scan or shard_map
+    layer: str = ""  # of the result of a `Mark`: the layer that saved the tensor
 
     @property
     def bytes(self) -> int:
@@ -309,6 +348,37 @@ class Value:
             value, times = value.part, times * value.times
         return value, times
 
+    def unsliced(self) -> Value:
+        return self if self.whole is None else self.whole.unsliced()
+
+
+class Note(NamedTuple):
+    """What a layer or a `Mark` says about a value that was computed before."""
+
+    value: Value
+    layer: str  # the layer that saves the value; empty for a `Mark`
+    name: str  # the name of the value in the layer, or the name that a block recorded
+    equations: Equations  # the equation that applies the layer
+
+
+def _by_value(notes: Sequence[Note]) -> dict[Value, list[Note]]:
+    notes_of: dict[Value, list[Note]] = {}
+    for note in notes:
+        notes_of.setdefault(note.value.unsliced(), []).append(note)
+    return notes_of
+
+
+def _notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
+    """Return the notes on a value, on its part, on the whole of which it is a slice, and on slices of it."""
+    whole = value.unsliced()
+    on_part = [] if whole.part is None else _notes_on(whole.part, notes_of)
+    return [*on_part, *notes_of.get(whole, ())]
+
+
+def _name(value: Value, notes: Sequence[Note]) -> str:
+    """Return the last name that a `Mark` gave to the value, or else its own name."""
+    return [value.name, *(note.name for note in notes if not note.layer)][-1]
+
 
 def line_of(equations: Equations) -> str:
     """Return the innermost source line of user code, such as `model.py:12`."""
@@ -316,124 +386,182 @@ def line_of(equations: Equations) -> str:
     return source_line([equation.source_info for equation in equations])
 
 
-def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> list[Value]:
-    """Return the output values of a jaxpr; `within` lists the equations that hold the jaxpr, outermost first."""
+# -- origins of values ----------------------------------------------------------------------------
+
+
+def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> tuple[list[Value], list[Note]]:
+    """Return the output values of a jaxpr, and all notes of the layers and `Mark`s in it.
+
+    `within` lists the equations that hold the jaxpr, outermost first.
+    """
     value_of = dict(zip(jaxpr.invars, inputs, strict=True))
     value_of |= {v: Value(v.aval, "constant", "closed over") for v in jaxpr.constvars}
+    notes: list[Note] = []
 
     def read(atoms: Sequence[Any]) -> list[Value]:
         return [Value(a.aval, "constant", str(a.val)) if is_literal(a) else value_of[a] for a in atoms]
 
     for equation in jaxpr.eqns:
-        results = _results((*within, equation), read(equation.invars))
+        results, new_notes = _results((*within, equation), read(equation.invars))
         value_of.update(zip(equation.outvars, results, strict=True))
-    return read(jaxpr.outvars)
+        notes += new_notes
+    return read(jaxpr.outvars), notes
 
 
-# The results of these primitives equal their operands. If both an operand and its equal result are residuals, JAX keeps
-# two copies.
-_IDENTITIES = frozenset(("name", "optimization_barrier", "pcast", "pvary", "reduce_precision", "stop_gradient"))
-# A `cond` returns the residuals of all branches. By these primitives, each branch makes the residuals of the other
-# branches.
-_FILLED = ("broadcast_in_dim", "empty2")
-
-
-def _results(equations: Equations, operands: list[Value]) -> list[Value]:
+def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
+    """Return the results of the last equation, and the notes of the layers and `Mark`s in it."""
     equation = equations[-1]
-    name, inner = equation.primitive.name, inner_jaxprs(equation.params)
-    in_hook = any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations)
-    # A pack hook may also read constants and the index of the device. So the packed tensor is the largest of the other
-    # operands.
-    tensors = [v.tensor or v for v in operands] if in_hook else []
+    name = equation.primitive.name
+    if _returns_operands(equation):
+        return operands, []
+    if name in _PARTS:
+        parts, times, notes = _PARTS[name](equations, operands)
+        outputs = zip(equation.outvars, parts, times, strict=True)
+        return [dataclasses.replace(v, aval=out.aval, part=v, times=n, whole=None) for out, v, n in outputs], notes
+    function = _nested_functions(equation)[-1] if equation.primitive is rule_function_p else None
+    if isinstance(function, StagedLayer):
+        return _layer_results(equations, operands)
+    if isinstance(function, Mark):
+        return _mark_results(equation, function, operands)
+    if _only_calls(equation):
+        return outputs_of(inner_jaxprs(equation.params)[0], operands, equations)
+    return _operation_results(equations, operands, name), []
+
+
+def _operation_results(equations: Equations, operands: list[Value], name: str) -> list[Value]:
+    outvars = equations[-1].outvars
+    if not any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations):
+        return [Value(v.aval, "operation", name, equations) for v in outvars]
+    # The operands of an equation of a pack hook may be constants and the index of the device. So the packed tensor is
+    # the largest operand that is not a constant.
+    tensors = [v.tensor or v for v in operands]
     tensor = max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=None)
-    kind = "constant" if in_hook else "operation"
-    results = [Value(v.aval, kind, name, equations, tensor) for v in equation.outvars]
-    times = [1] * len(results)
-    if equation.primitive is rule_function_p and isinstance(payload_of(equation), Identity):
-        return operands
-    # A shard_map returns a scalar residual as an array with one entry per device.
-    if name in _IDENTITIES or (name == "broadcast_in_dim" and results[0].aval.size == 1):
-        return operands
-    if name == "scan":
-        n_consts, n_carry = scan_counts(equation.params)
-        n_before = n_consts + n_carry
-        carry = [Value(v.aval, "operation", name, equations) for v in inner[0].invars[n_consts:n_before]]
-        slices = _slices(operands[n_before:], inner[0].invars[n_before:])
-        parts = outputs_of(inner[0], [*operands[:n_consts], *carry, *slices], equations)
-        times[n_carry:] = [equation.params["length"]] * (len(results) - n_carry)
-    elif name == "cond":
-        branches = [outputs_of(branch, operands[1:], equations) for branch in inner]
-        is_computed = lambda v: (bool(v.savers), v.kind != "constant", v.name not in _FILLED)  # noqa: E731
-        parts = [max(values, key=is_computed) for values in zip(*branches, strict=True)]
-    elif name == "shard_map":
-        parts = outputs_of(inner[0], _slices(operands, inner[0].invars), equations)
-    elif equation.primitive is rule_function_p and (
-        _note_savers(equations, operands, results) or _note_mark(equation, operands, results)
-    ):
-        return results
-    elif len(inner) == 1 and _shapes(inner[0].invars, inner[0].outvars) == _shapes(operands, results):
-        return outputs_of(inner[0], operands, equations)  # such as a jitted function or a checkpoint
-    else:
-        return results
-    return [
-        Value(result.aval, v.kind, v.name, v.equations, v.tensor, v, n, v.layer, [*v.savers])
-        for result, v, n in zip(results, parts, times, strict=True)
-    ]
+    return [Value(v.aval, "constant", name, equations, tensor) for v in outvars]
 
 
-def _slices(wholes: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
-    pairs = zip(wholes, variables, strict=True)
-    return [dataclasses.replace(whole, aval=v.aval, part=None, times=1) for whole, v in pairs]
+# If both an operand and its equal result are residuals, JAX keeps two copies of one tensor.
+_IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary", "stop_gradient"))
+
+
+def _returns_operands(equation: Any) -> bool:
+    """Return whether the results of an equation equal its operands, so that they are the same values."""
+    name, params = equation.primitive.name, equation.params
+    if equation.primitive is rule_function_p:
+        return isinstance(payload_of(equation), Identity)
+    if name == "reduce_precision":  # `jax.checkpoint` applies it to what a policy saves, and keeps all bits
+        info = jnp.finfo(equation.outvars[0].aval.dtype)
+        return params["exponent_bits"] >= info.nexp and params["mantissa_bits"] >= info.nmant
+    if name == "broadcast_in_dim":  # a shard_map returns a scalar residual as an array with one entry per device
+        return equation.outvars[0].aval.size == 1
+    return name in _IDENTITIES
+
+
+def _only_calls(equation: Any) -> bool:
+    """Return whether an equation only calls a jaxpr, as that of a jitted function or a checkpoint does."""
+    inner = inner_jaxprs(equation.params)
+    return len(inner) == 1 and _shapes(inner[0].invars, inner[0].outvars) == _shapes(equation.invars, equation.outvars)
 
 
 def _shapes(*values: Sequence[Any]) -> list[Any]:
     return [[getattr(v.aval, "shape", None) for v in vs] for vs in values]
 
 
-def _note_savers(equations: Equations, operands: list[Value], results: list[Value]) -> bool:
-    """Add the layer that the last equation applies to the `savers` of each residual of this equation.
+# -- equations with inner jaxprs, whose outputs are parts of the results --------------------------
 
-    Return False if it applies none.
-    """
-    function, operands, values = _unwrapped(equations[-1], operands, results)
-    if not isinstance(function, StagedLayer):
-        return False
-    layer = function.call.layer
+Parts = tuple[list[Value], list[int], list[Note]]  # the parts, how many iterations compute each of them, and notes
+
+
+def _scan_parts(equations: Equations, operands: list[Value]) -> Parts:
+    params = equations[-1].params
+    (inner,) = inner_jaxprs(params)
+    n_consts, n_carry = scan_counts(params)
+    n_before = n_consts + n_carry
+    carry = [Value(v.aval, "operation", "scan", equations) for v in inner.invars[n_consts:n_before]]
+    slices = _slices(operands[n_before:], inner.invars[n_before:])
+    parts, notes = outputs_of(inner, [*operands[:n_consts], *carry, *slices], equations)
+    return parts, [1] * n_carry + [params["length"]] * (len(parts) - n_carry), notes
+
+
+def _shard_map_parts(equations: Equations, operands: list[Value]) -> Parts:
+    (inner,) = inner_jaxprs(equations[-1].params)
+    parts, notes = outputs_of(inner, _slices(operands, inner.invars), equations)
+    return parts, [1] * len(parts), notes
+
+
+# A `cond` returns the residuals of all its branches. With these primitives, a branch creates placeholders for the
+# residuals of the other branches.
+_PLACEHOLDERS: Final = ("broadcast_in_dim", "empty2")
+
+
+def _cond_parts(equations: Equations, operands: list[Value]) -> Parts:
+    branches = [outputs_of(branch, operands[1:], equations) for branch in inner_jaxprs(equations[-1].params)]
+    notes = [note for _, of_branch in branches for note in of_branch]
+    notes_of = _by_value(notes)
+
+    def preference(value: Value) -> tuple[bool, bool, bool]:
+        on_value = _notes_on(value, notes_of)
+        is_saved = any(note.layer for note in on_value)
+        return is_saved, value.kind != "constant", _name(value, on_value) not in _PLACEHOLDERS
+
+    parts = [max(values, key=preference) for values in zip(*(values for values, _ in branches), strict=True)]
+    return parts, [1] * len(parts), notes
+
+
+_PARTS: Final[dict[str, Callable[[Equations, list[Value]], Parts]]] = {
+    "scan": _scan_parts,
+    "shard_map": _shard_map_parts,
+    "cond": _cond_parts,
+}
+
+
+def _slices(wholes: Sequence[Value], variables: Sequence[Any]) -> list[Value]:
+    pairs = zip(wholes, variables, strict=True)
+    return [dataclasses.replace(v, aval=x.aval, part=None, times=1, whole=v) for v, x in pairs]
+
+
+# -- layers and marks -----------------------------------------------------------------------------
+
+
+def _layer_results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
+    """Return the results of a layer, and a note on each value that the layer saves."""
+    *wrappers, function = _nested_functions(equations[-1])
+    layer = function.call.layer.__name__
+    results = _operation_results(equations, operands, layer)
+    outputs: list[Any] = results
+    for wrapper in wrappers:
+        operands, outputs = _inside(wrapper, operands, outputs)
     names = function.call.residual_names(function.kept, len(function.positions))
-    for name, residual in zip(names, function.residuals(operands[function.n_consts :], values), strict=True):
-        if residual is not None:
-            residual.savers.append((layer.__name__, name, equations))
-    for result in results:
-        result.name = layer.__name__
-    return True
+    residuals = function.residuals(operands[function.n_consts :], outputs)
+    saved = [(v, name) for v, name in zip(residuals, names, strict=True) if v is not None]
+    return results, [Note(v, layer, name, equations) for v, name in saved]
 
 
-def _note_mark(equation: Any, operands: list[Value], results: list[Value]) -> bool:
-    """Give the operand of a `Mark` the name that the mark holds. Return False if the equation has no `Mark`."""
-    function, operands, _ = _unwrapped(equation, operands, results)
-    if not isinstance(function, Mark):
-        return False
-    (tensor,), (result,), origin = operands, results, function.origin
+def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[list[Value], list[Note]]:
+    """Return the result of a `Mark`, and a note with the name that the mark gives to its operand."""
+    tensor, origin = operands[-1], mark.origin  # the operands before it are constants of batched code
     name = origin.name or origin.operation
-    if tensor.kind == "operation" and name:
-        tensor.name = name
-    result.kind, result.layer, result.equations = "mark", origin.layer, tensor.equations
-    if function.is_recomputed:
-        result.kind, result.name = "recomputed", name
-    return True
+    kind = "recomputed" if mark.is_recomputed else "mark"
+    result = Value(equation.outvars[0].aval, kind, name, tensor.equations, layer=origin.layer)
+    return [result], [Note(tensor, "", name, ())] if tensor.kind == "operation" and name else []
 
 
-def _unwrapped(equation: Any, operands: list[Value], results: list[Value]) -> tuple[Any, list[Value], list[Any]]:
-    """Return the function inside the batched and partial functions of an equation, its operands, and its values.
+def _nested_functions(equation: Any) -> list[Any]:
+    """Return the function of a `rule_function`, followed by the functions in it: the last one has no function in it."""
+    functions = [payload_of(equation)]
+    while isinstance(functions[-1], (BatchedFunction, PartialFunction)):
+        outer = functions[-1]
+        functions.append(outer.inner if isinstance(outer, BatchedFunction) else outer.whole)
+    return functions
 
-    A value that the equation does not compute is None.
+
+def _inside(
+    function: BatchedFunction | PartialFunction, operands: list[Value], outputs: list[Any]
+) -> tuple[list[Value], list[Any]]:
+    """Return the operands and outputs of the function in a batched or partial function, from those of the latter.
+
+    An output that a partial function does not compute is None.
     """
-    function, values = payload_of(equation), list[Any](results)
-    while isinstance(function, (BatchedFunction, PartialFunction)):
-        if isinstance(function, BatchedFunction):
-            function, operands = function.inner, operands[function.n_consts :]
-        else:
-            found = dict(zip(function.positions, values, strict=False))
-            function, operands = function.whole, operands[function.n_residuals :]
-            values = [found.get(i) for i in range(len(function.jaxpr.outvars))]
-    return function, operands, values
+    if isinstance(function, BatchedFunction):
+        return operands[function.n_consts :], outputs
+    computed = dict(zip(function.positions, outputs, strict=False))  # residuals for another part follow
+    return operands[function.n_residuals :], [computed.get(i) for i in range(len(function.whole.jaxpr.outvars))]

@@ -8,9 +8,10 @@
 
 A pair packs the residuals that are computed inside the block, so put the block around the whole loss. A pair does not
 pack values from outside the block (weights, inputs), nor slices, reshapes and casts of these values, unless it has
-`arguments=True`. Integers, complex numbers and PRNG keys are not packed. A tensor for which the predicate `only`
-returns False is not packed either: `cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars. Unpacking
-restores the dtype, the sharding and the weak type of every tensor.
+`arguments=True`. Integers, complex numbers and PRNG keys are not packed. `only` is a predicate of an array, or of an
+array and its origin (see `saved_tensors_hooks`). A tensor for which it returns False is not packed:
+`cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars. Unpacking restores the dtype, the sharding and
+the weak type of every tensor.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ._hooks.block import predicate, saved_tensors_hooks
-from ._hooks.pack import ErrorModel, Hook, Step, key_of
+from ._hooks.pack import ErrorModel, Step, key_of
 from ._jax.traces import is_tracer
 from ._jax.types import explicit_sharding, shard_counts, unchecked
 
@@ -47,9 +48,9 @@ def _is_float(x: Any) -> bool:
 
 
 class _ReadyPair(saved_tensors_hooks):
-    """A pair of hooks.
+    """Base class of the ready pairs, except `chain` and `by_name`.
 
-    Its pack hook returns either the tensor itself, or an object from which the tensor can be restored.
+    The pack hook of a ready pair returns the tensor itself, a NumPy array, or an object with a method `restored`.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -61,12 +62,17 @@ class _ReadyPair(saved_tensors_hooks):
         return super().__new__(cls, *args, **kwargs)
 
     def __init__(
-        self, owner: Any, values: Any, pack: Hook, arguments: bool, only: Only | None, model: ErrorModel, **step: Any
+        self,
+        owner: type[Any],
+        settings: tuple[Any, ...],  # two pairs with equal settings are equal
+        step: Step,
+        error_model: ErrorModel,
+        arguments: bool,
+        only: Only | None,
     ) -> None:
-        chosen = predicate(type(self).__name__, only)
-        steps = [Step(unchecked(pack), _restored, only=chosen, **step)]
-        key = *values, bool(arguments), key_of(only)
-        self._set_up(owner, key, steps, error_model=model, packs_arguments=bool(arguments))
+        step = step._replace(pack=unchecked(step.pack), only=predicate(type(self).__name__, only))
+        key = *settings, bool(arguments), key_of(only)
+        self._set_up(owner, key, [step], error_model=error_model, packs_arguments=bool(arguments))
 
 
 @unchecked
@@ -86,21 +92,22 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
 
     Args:
         pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
-        arguments, only: described at the top of this module.
+        arguments: whether to pack values from outside the block too, as described at the top of this module.
+        only: a predicate that selects the tensors to pack, as described at the top of this module.
     """
 
     def __init__(self, pin_memory: bool = False, *, arguments: bool = False, only: Only | None = None) -> None:
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            # NumPy cannot read an array that is spread over several processes. A constant of an internal array class of
-            # JAX is on no device, and has no attribute `committed`.
+            # NumPy cannot read an array that is spread over several processes. It can read a constant of an internal
+            # array class of JAX, which is on no device and has no attribute `committed`.
             if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
 
-        step: dict[str, Any] = {"differentiable": True, "floats_only": True, "is_last": True}
-        super().__init__(save_on_cpu, [bool(pin_memory)], move, arguments, only, ErrorModel.ABSOLUTE, **step)
+        step = Step(move, _restored, differentiable=True, floats_only=True, is_last=True)
+        super().__init__(save_on_cpu, (bool(pin_memory),), step, ErrorModel.ABSOLUTE, arguments, only)
 
 
 class _OnHost(NamedTuple):
@@ -137,7 +144,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     Args:
         dtype: the floating-point dtype in which tensors are kept. The dtype has at least 16 bits.
-        arguments, only: described at the top of this module.
+        arguments: whether to pack values from outside the block too, as described at the top of this module.
+        only: a predicate that selects the tensors to pack, as described at the top of this module.
 
     Raises:
         TypeError: if `dtype` is not a floating-point dtype, or has 8 bits.
@@ -162,7 +170,8 @@ class cast_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
                 return _pack_bits(x)
             return _Cast(x.astype(narrow), x.dtype) if _is_float(x) and x.dtype.itemsize > narrow.itemsize else x
 
-        super().__init__(cast_saved, [narrow], pack, arguments, only, ErrorModel.RELATIVE, differentiable=True)
+        step = Step(pack, _restored, differentiable=True)
+        super().__init__(cast_saved, (narrow,), step, ErrorModel.RELATIVE, arguments, only)
 
 
 class _Cast(NamedTuple):
@@ -197,7 +206,8 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             the axis. Blocks are longer if the axis has no divisor near `block_size`, as for a large prime length.
         stochastic: if True, round up or down at random, without bias. The random numbers are a hash of the value and of
             its position in the block. The default is True for 4 bits, where biased rounding harms training.
-        arguments, only: described at the top of this module.
+        arguments: whether to pack values from outside the block too, as described at the top of this module.
+        only: a predicate that selects the tensors to pack, as described at the top of this module.
 
     Raises:
         ValueError: if `bits` is not 8 or 4, or `block_size` is not a positive even number.
@@ -228,25 +238,29 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
             if 2 * max(4, x.dtype.itemsize) + math.ceil(length * bits / 8) >= length * x.dtype.itemsize:
                 return x
             sharding = explicit_sharding(x)
-            values, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
-            return _Quantized(values, low, high, bits, length, x.dtype, sharding)
+            codes, low, high = _quantize(x, bits, rounds_stochastically, length, sharding)
+            return _Quantized(codes, low, high, bits, length, x.dtype, sharding)
 
-        values = bits, block_size, rounds_stochastically
-        super().__init__(quantize_saved, values, pack, arguments, only, ErrorModel.ABSOLUTE)
+        settings = bits, block_size, rounds_stochastically
+        super().__init__(quantize_saved, settings, Step(pack, _restored), ErrorModel.ABSOLUTE, arguments, only)
 
 
 # -- blocks of values ------------------------------------------------------------------------------------
 
 
 def _block_length(x: Any, largest: int) -> int:
-    """Return the length of the blocks along the last axis: a divisor of the length of this axis in a shard."""
+    """Return the length of the blocks along the last axis: a divisor of the length of this axis in a shard.
+
+    It is the greatest divisor that is at most `largest`, unless that is very short: with `largest` = 128, an axis of
+    length 1000 has blocks of 125, and one of length 262 = 2 * 131 has blocks of 131 instead of 2.
+    """
     length = x.shape[-1]
     if not isinstance(length, int):  # `jax.export` makes symbolic lengths
         return 1
-    own = length // shard_counts(x)[-1]
-    divisors = [n for n in range(1, own + 1) if own % n == 0] if own <= largest else _divisors(own)
-    below = max(n for n in divisors if n <= largest)
-    return below if below >= min(own, largest // 8) else min(n for n in divisors if n > largest)
+    in_shard = length // shard_counts(x)[-1]
+    divisors = [n for n in range(1, in_shard + 1) if in_shard % n == 0] if in_shard <= largest else _divisors(in_shard)
+    fitting = max(n for n in divisors if n <= largest)
+    return fitting if fitting >= min(in_shard, largest // 8) else min(n for n in divisors if n > largest)
 
 
 @functools.cache
@@ -270,7 +284,8 @@ def _joined(x: jax.Array, axis: int, sharding: Any) -> jax.Array:
 def _reshaped(x: jax.Array, shape: Any, sharding: Any, names_of: Callable[[Any], Any]) -> jax.Array:
     if sharding is None:
         return jnp.reshape(x, shape)
-    names = (*sharding.spec, *[None] * (max(len(shape), x.ndim) - 1 - len(sharding.spec)))
+    ndim = min(len(shape), x.ndim)  # of the array that is not divided
+    names = (*sharding.spec, *[None] * (ndim - len(sharding.spec)))
     return jnp.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, PartitionSpec(*names_of(names))))
 
 
@@ -300,7 +315,10 @@ def _pack_bits(x: Any) -> Any:
 
 
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return `x`, and an array of the numbers from 0 to 7 that broadcasts along `axis` of `x`."""
+    """Return `x`, and the bit positions 0 to 7 as an array that broadcasts along `axis` of `x`.
+
+    Both have passed an optimization barrier: see `_depending_on`.
+    """
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
 
@@ -321,7 +339,7 @@ def _from_bits(array: jax.Array, axis: int, sharding: Any) -> jax.Array:
 
 
 class _Quantized(NamedTuple):
-    values: Any  # uint8[..., blocks, length]; for 4 bits, each uint8 holds two values
+    codes: Any  # uint8[..., blocks, length]; for 4 bits, each uint8 holds two codes
     low: Any  # the smallest value of each block
     high: Any  # the largest value of each block
     bits: int
@@ -339,18 +357,19 @@ def _quantize(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     x = _divided(x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32), x.ndim - 1, length, sharding)
     low, high = (jnp.where(jnp.isfinite(end), end, 0) for end in _smallest_and_largest(x))
-    low, mark, place = _depending_on(low, jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32))
-    steps, half = 2**bits - 2, _half_step(low, high, bits)
+    low, nan_code, position = _depending_on(low, jnp.uint8(2**bits - 1), jnp.arange(length, dtype=jnp.uint32))
+    largest_code, half = 2**bits - 2, _half_step(low, high, bits)
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
     exact = (x * 0.5 - _in_blocks(low * 0.5, x)) * _in_blocks(inverse, x)
-    # `steps` is the largest integer that stands for a value, but a rounding error may lead to `steps + 1`.
-    values = jnp.minimum(jnp.floor(exact + _dither(x, place)) if stochastic else jax.lax.round(exact, _TO_EVEN), steps)
-    values = jnp.where(jnp.isfinite(x), values.astype(jnp.uint8), mark)  # 2**bits - 1 means NaN
+    rounded = jnp.floor(exact + _dither(x, position)) if stochastic else jax.lax.round(exact, _TO_EVEN)
+    # A rounding error may lead to `largest_code + 1`, which means NaN.
+    codes = jnp.minimum(rounded, largest_code).astype(jnp.uint8)
+    codes = jnp.where(jnp.isfinite(x), codes, nan_code)
     if bits == 4:
         if length % 2:
-            values = jnp.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, 1)])
-        values = values[..., ::2] | (values[..., 1::2] << 4)
-    return values, low, high
+            codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, 1)])
+        codes = codes[..., ::2] | (codes[..., 1::2] << 4)
+    return codes, low, high
 
 
 _TO_EVEN: Final = jax.lax.RoundingMethod.TO_NEAREST_EVEN
@@ -370,11 +389,11 @@ def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
     return jax.lax.optimization_barrier((x, *constants))
 
 
-def _dither(x: jax.Array, place: jax.Array) -> jax.Array:
+def _dither(x: jax.Array, position: jax.Array) -> jax.Array:
     """Return a number from 0 to 1 for each value: a hash of the value and of its position in the block."""
-    # `place` gets the rank of x, because jax_numpy_rank_promotion="raise" forbids operands of different ranks.
-    place = jnp.expand_dims(place * jnp.uint32(0x9E3779B9), range(x.ndim - 1))
-    mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ place) * jnp.uint32(0x85EBCA6B)
+    # `salt` gets the rank of x, because jax_numpy_rank_promotion="raise" forbids operands of different ranks.
+    salt = jnp.expand_dims(position * jnp.uint32(0x9E3779B9), range(x.ndim - 1))
+    mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ salt) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)
     return ((mixed ^ (mixed >> 13)) >> 8).astype(x.dtype) * 2.0**-24
 
@@ -405,17 +424,17 @@ def _half_step(low: jax.Array, high: jax.Array, bits: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _dequantize(
-    values: jax.Array, low: jax.Array, high: jax.Array, bits: int, length: int, dtype: Any, sharding: Any
+    codes: jax.Array, low: jax.Array, high: jax.Array, bits: int, length: int, dtype: Any, sharding: Any
 ) -> jax.Array:
     if bits == 4:
-        values = jnp.stack([values & 15, values >> 4], axis=-1).reshape(*values.shape[:-1], -1)[..., :length]
+        codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)[..., :length]
     low, nan = _depending_on(low, jnp.asarray(jnp.nan, low.dtype))
-    x = values.astype(low.dtype)
+    x = codes.astype(low.dtype)
     half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
     # Because of a rounding error, the value could leave the range of the block, and a positive value could become
-    # negative. Therefore clamp.
+    # negative. Therefore clamp. `2 * half` may overflow, so add twice.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
-    x = jnp.where(values == 2**bits - 1, nan, x)
+    x = jnp.where(codes == 2**bits - 1, nan, x)
     return _joined(x, x.ndim - 2, sharding).astype(dtype)
 
 
@@ -428,15 +447,16 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(save_on_disk(folder)(jnp.sin))(0.0))
         1.0
 
-    In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program a
-    file is removed when the same call of the layer saves again, or on `close()`. The end of the process removes all
-    files. Two `save_on_disk` pairs with the same directory share compiled programs. The files of such a program stay
-    until both pairs are closed. A killed process leaves its files in a folder named saved_tensors-*. Backward compares
-    each file with a checksum.
+    In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program, a
+    file that backward has read is removed when the same place in the program packs again. `close()` and the end of the
+    process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. The files of
+    such a program stay until both pairs are closed. A killed process leaves its files in a folder named
+    saved_tensors-*. Backward compares each file with a checksum.
 
     Args:
         directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
-        arguments, only: described at the top of this module.
+        arguments: whether to pack values from outside the block too, as described at the top of this module.
+        only: a predicate that selects the tensors to pack, as described at the top of this module.
 
     Raises:
         OSError: if the directory cannot be written to, or is full; the unfinished file is then removed, and complete
@@ -446,7 +466,8 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
     def __init__(self, directory: str | os.PathLike[str], *, arguments: bool = False, only: Only | None = None) -> None:
         path = os.path.abspath(os.fspath(directory))
         save = functools.partial(_File, _Folder(path))
-        super().__init__(save_on_disk, [path], save, arguments, only, ErrorModel.ABSOLUTE, host=True, floats_only=True)
+        step = Step(save, _restored, host=True, floats_only=True)
+        super().__init__(save_on_disk, (path,), step, ErrorModel.ABSOLUTE, arguments, only)
 
 
 class _Folder:
@@ -521,13 +542,13 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         (8, 128)
 
     The second pair packs two kinds of arrays: those in the result of the first pair's pack hook, and the tensors that
-    the first pair does not pack. Numbers, strings and other objects in the pytree are not packed. For example,
+    the first pair does not pack. Numbers, strings and other objects in that result are not packed. For example,
     `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024, 8, 128],
     and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move
     these three arrays. They move an integer array only if an earlier pair of a chain made it.
 
-    A chain is `differentiable` if all its pairs are differentiable. It packs values from outside the block if all its
-    pairs do so.
+    A chain is `differentiable` (see `saved_tensors_hooks`) if all its pairs are differentiable. It packs values from
+    outside the block if all its pairs do so.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
@@ -543,31 +564,35 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         if not pairs:
             raise TypeError("chain takes one pair of hooks or more, got none.")
         steps: list[Step] = []
-        for number, pair in enumerate(list[Any](pairs), 1):
-            if not isinstance(pair, saved_tensors_hooks):
-                hint = " Write it with parentheses." if isinstance(pair, type) else ""
-                raise TypeError(f"chain: argument {number} must be a pair of hooks, got {pair!r}.{hint}")
-            if pair._pair.by_name is not None:
-                raise ValueError("chain: a by_name cannot be in a chain. Give by_name the chains: {name: chain(...)}.")
-            if pair._pair.only is not None:
-                raise ValueError(
-                    f"chain: argument {number}, {pair!r}, is a chain with only=. Pass its pairs one by one, and the "
-                    "predicate to the outer chain or to one of the pairs."
-                )
+        for number, hooks in enumerate(pairs, 1):
+            _check_chained(number, hooks)
             if steps and (steps[-1].host or steps[-1].is_last):
                 raise ValueError(
                     f"chain: {pairs[number - 2]!r} must come last, since it packs to the host, where "
-                    f"{pair!r} could not pack it in a compiled program. Change the order."
+                    f"{hooks!r} could not pack it in a compiled program. Change the order."
                 )
-            own = f"pair {number} of the chain, {pair!r}"
-            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in pair._pair.steps]
+            own = f"pair {number} of the chain, {hooks!r}"
+            steps += [step._replace(name=f"{step.name} in {own}" if step.name else own) for step in hooks._pair.steps]
         self._set_up(
             chain,
-            (*[pair._pair.key for pair in pairs], key_of(only)),
+            (*[hooks._pair.key for hooks in pairs], key_of(only)),
             steps,
-            error_model=min(pair._pair.error_model for pair in pairs),
-            packs_arguments=all(pair._pair.packs_arguments for pair in pairs),
+            error_model=min(hooks._pair.error_model for hooks in pairs),
+            packs_arguments=all(hooks._pair.packs_arguments for hooks in pairs),
             only=predicate("chain", only),
+        )
+
+
+def _check_chained(number: int, hooks: Any) -> None:
+    if not isinstance(hooks, saved_tensors_hooks):
+        hint = " Write it with parentheses." if isinstance(hooks, type) else ""
+        raise TypeError(f"chain: argument {number} must be a pair of hooks, got {hooks!r}.{hint}")
+    if hooks._pair.by_name is not None:
+        raise ValueError("chain: a by_name cannot be in a chain. Give by_name the chains: {name: chain(...)}.")
+    if hooks._pair.only is not None:
+        raise ValueError(
+            f"chain: argument {number}, {hooks!r}, is a chain with only=. Pass its pairs one by one, and the "
+            "predicate to the outer chain or to one of the pairs."
         )
 
 
@@ -581,15 +606,15 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.tanh(x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The names of a tensor say where the tensor comes from. Its names are `info.name`, `info.layer`, `info.operation` and
-    those of `info.inside` from the innermost, in this order, where `info` is the second argument of a predicate `only`;
-    the report prints them too. The first name that is a key of the dict selects the pair. So the name of a module's
-    class selects the tensors that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...`
-    (Ellipsis) selects the pair for all other tensors.
+    The names of a tensor say where the tensor comes from. They are attributes of `info`, the second argument of a
+    predicate `only`. `by_name` tries them in this order: `info.name`, `info.layer`, `info.operation`, and then the
+    names in `info.inside`, the innermost first. The first name that is a key of the dict selects the pair. So the name
+    of a module's class selects the tensors that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key
+    `...` (Ellipsis) selects the pair for all other tensors. `saved_tensors_report` prints a name of each tensor.
 
-    A tensor that can be computed from another saved tensor is recomputed in backward, unless this would amplify the
-    errors of the least exact pair. Values from outside the block are packed only if all pairs of the dict have
-    `arguments=True`.
+    Backward recomputes a tensor that follows from another saved tensor (a transpose, a mask), unless this could enlarge
+    the packing error. The pair about whose error the least is known decides this for all tensors. Values from outside
+    the block are packed only if all pairs of the dict have `arguments=True`.
 
     Args:
         pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a
@@ -599,27 +624,31 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         TypeError: if `pairs` is not a mapping from names to pairs, or contains a `by_name` or a chain with `only`.
 
     Warns:
-        UserWarning: if code in the block keeps tensors, and no tensor has the name of some key; once per pair.
+        UserWarning: if a key of the dict is the name of no tensor, although code in the block keeps tensors. Each pair
+            warns once.
     """
 
     def __init__(self, pairs: Mapping[Any, saved_tensors_hooks | None]) -> None:
         given: Any = pairs
         if not isinstance(given, Mapping) or not given:
             raise TypeError(f"by_name takes a dict from names to pairs of hooks, got {pairs!r}.")
-        for key, pair in given.items():
-            is_pair = isinstance(pair, saved_tensors_hooks) and pair._pair.by_name is None and pair._pair.only is None
-            if not (key is ... or isinstance(key, str)) or not (pair is None or is_pair):
+        for key, hooks in given.items():
+            is_pair = (
+                isinstance(hooks, saved_tensors_hooks) and hooks._pair.by_name is None and hooks._pair.only is None
+            )
+            if not (key is ... or isinstance(key, str)) or not (hooks is None or is_pair):
                 raise TypeError(
                     "by_name: expected a name or the Ellipsis `...`, with a pair of hooks (no by_name, and no chain "
-                    f"with only=) or None; got {key!r}: {pair!r}."
+                    f"with only=) or None; got {key!r}: {hooks!r}."
                 )
-        self._made_with = ((dict(pairs),), {})
-        present = [pair._pair for pair in pairs.values() if pair is not None]
+        self._made_with = ((dict(pairs),), {})  # a later change of the caller's dict does not change `repr` and copies
+        pair_of = {key: None if hooks is None else hooks._pair for key, hooks in pairs.items()}
+        present = [pair for pair in pair_of.values() if pair is not None]
         self._set_up(
             by_name,
-            (frozenset((name, pair and pair._pair.key) for name, pair in pairs.items()),),
+            (frozenset((key, pair and pair.key) for key, pair in pair_of.items()),),
             (),
             error_model=min((pair.error_model for pair in present), default=ErrorModel.ABSOLUTE),
             packs_arguments=all(pair.packs_arguments for pair in present),
-            by_name={key: () if pair is None else pair._pair.steps for key, pair in pairs.items()},
+            by_name={key: () if pair is None else pair.steps for key, pair in pair_of.items()},
         )

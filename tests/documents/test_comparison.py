@@ -155,7 +155,7 @@ ROWS: dict[str, Callable[[Way], str]] = {
         way.clipped, None, lambda f: jax.grad(lambda x: 5 * f(x))(X), 1
     ),
     "a dict with an array and a string as the argument": of_a_dict,
-    "runs of `forward` for an eager gradient, if it saves an intermediate": runs,
+    "runs of `forward` in one eager `jax.grad`, if `forward` saves an intermediate": runs,
     "cotangent of an output that the loss does not use": missing_cotangent,
     "getting values out of the backward pass": logs,
     "a `jax.checkpoint` policy that saves matrix products saves those inside the function too": saves_products(
@@ -251,7 +251,7 @@ def of_framework(of: Paddle | Torch, doubled: Callable[[Any], Any]) -> tuple[dic
         "second derivative of tanh at 0.3, slope doubled": second(steep_tanh, 0.3),
         "a rule that is not linear, such as clipping": yes(clipped.grad == 1),
         "a dict with an array and a string as the argument": "yes" if has_gradient else "no gradient, no error",
-        "runs of `forward` for an eager gradient, if it saves an intermediate": str(len(times)),
+        "runs of `forward` in one eager `jax.grad`, if `forward` saves an intermediate": str(len(times)),
         "cotangent of an output that the loss does not use": "None" if missing[0] is None else "zeros",
         "packing saved tensors, under `jit` too": yes(kept),
     }, steep_tanh

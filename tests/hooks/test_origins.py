@@ -13,7 +13,7 @@ from pylayer_jax.packers import by_name, cast_saved, quantize_saved, save_on_cpu
 from tests.kit.layers import Multiply, Tanh
 from tests.kit.modes import EAGER_AND_JIT
 
-from .spy import in_block, noting
+from .spy import bytes_held, in_block, noting
 
 T, W = 32, 64
 X = jnp.linspace(-1.0, 1.0, T * W).reshape(T, W)
@@ -128,6 +128,26 @@ def test_an_input_of_a_layer_has_its_own_origin_and_counts_as_the_layers(mode):
         kept = []
         mode(jax.grad(by_name({key: noting(kept), ...: None})(f)))(X)
         assert kept
+
+
+COPIED = {
+    "rounded": lambda x: jnp.exp(x) * jax.lax.reduce_precision(x, 5, 3),
+    "rounded, beside the input": lambda x: x * x * jax.lax.reduce_precision(x, 5, 3),
+    "copy, beside the input": lambda x: x * x * jax.lax.optimization_barrier(x),
+    "packed, beside the input": lambda x: cast_saved(arguments=True)(lambda x: x * x)(x) + x * x * x,
+}
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_an_input_is_told_apart_from_what_is_made_of_it(name):
+    def loss(x):
+        return jnp.sum(COPIED[name](x))
+
+    report = saved_tensors_report(loss, X)
+    _, pullback = jax.vjp(loss, X)
+    is_held = any(x is X for x in jax.tree.leaves(pullback))
+    assert report.input_bytes == X.nbytes * is_held
+    assert report.total_bytes == bytes_held(pullback) - report.input_bytes > 0
 
 
 def twice(run):
