@@ -157,7 +157,7 @@ class ObjectPrimitive(Primitive):
         In the rules, a None tangent or cotangent means zero. The JVP rule is `jvp(payload, primals, tangents) ->
         values, tangents`. The transpose rule is `transpose(payload, args, cotangents) -> cotangents`. In `args`, None
         takes the place of each operand whose cotangent JAX needs. The batching rule is `batch(payload, axis, args,
-        dims) -> values, dims`. JAX calls this rule if an operand is batched, or if the axis of `jax.vmap` has a name.
+        dims) -> values, dims`. It is called only if an operand is batched or the axis has a name.
         """
 
         def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
