@@ -123,7 +123,10 @@ class UnusableError(Exception):
 
 
 def check(arguments: list[str]) -> tuple[bool, str]:
-    """Return whether the layer has all properties, and the report. Exit with status 2 if an argument is invalid."""
+    """Return whether the layer passes all checks, and the text of the report.
+
+    Exit with status 2 if an argument is invalid.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m pylayer_jax check",
         description="Check a layer under each transform of JAX, and its gradients against numerical ones.\n"

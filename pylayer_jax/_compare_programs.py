@@ -69,7 +69,7 @@ class ProgramComparison:
         return html_table(*self._table(), self._caption())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
-        """Return the titles, and the cells of each row."""
+        """Return the titles of the columns, and a list of rows, each of which is a list with the texts of its cells."""
         rows = self.rows
         columns = {
             "program": [r.name for r in rows],
@@ -89,7 +89,11 @@ class ProgramComparison:
         return list(columns), [list(cells) for cells in zip(*columns.values(), strict=True)]
 
     def _operations(self) -> list[str]:
-        """Return the cells of the operations. A program with a loop has no ratio to a program without a loop."""
+        """Return the cells of the operations.
+
+        If a program has a loop and the first program has none, or the other way round, the cell of this program shows
+        no ratio.
+        """
         counts, loop_mask = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
         choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
         cells = [with_ratio if has_loop == loop_mask[0] else count for has_loop, with_ratio, count in choices]
@@ -162,7 +166,8 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
     - the error of the gradient: the 2-norm of its difference to that of the first program, relative to the first.
 
     The result prints as a table, also in a notebook. `.rows` has the figures, and `.plot()` draws memory against
-    operations. Some backends give no memory or no operations; these cells are then empty.
+    operations. If XLA does not report the memory or the number of operations on a backend, the table has empty cells
+    for them.
 
     Raises:
         TypeError: if `programs` is not a mapping from names to functions, if none of `args` holds a float array, or
@@ -321,7 +326,8 @@ def _errors(steps: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
             gradient = step()
         first = gradient if first is None else first
         differences, squares = (math.fsum(map(float, sums)) for sums in _sums_of_squares(gradient, first))
-        # If the first gradient is zero, as for a constant program, the error is infinite or zero.
+        # The gradient of the first program may be zero, for example if this program is constant. The error of another
+        # gradient is then zero if this gradient is zero too, and infinite otherwise.
         errors[name] = math.sqrt(differences / squares) if squares else math.inf if differences else 0.0
     return errors
 
@@ -343,12 +349,13 @@ def _sums_of_squares(got: list[Any], first: list[Any]) -> tuple[list[Any], list[
 def _step_seconds(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
     """Return the time of each step in seconds, one entry per round.
 
-    All steps run in turn, since a machine may slow down.
+    Each round times every step. So if the machine slows down, all steps become slower together.
     """
     seconds: dict[Any, list[float]] = {name: [] for name in steps}
     repeats = {name: math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for name, step in steps.items() if rounds}
     for i in range(rounds):
-        # Reverse the order in every other round, so that a step does not always run after the same other step.
+        # Reverse the order of the steps in every second round. Otherwise each step would always run directly after the
+        # same other step.
         for name in list(steps) if i % 2 else reversed(list(steps)):
             seconds[name].append(_seconds(steps[name], repeats[name]))
     return seconds
@@ -390,7 +397,11 @@ def _three_digits(value: float) -> str:
 
 
 def _with_ratios(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts in one unit. Each text except the first ends with the ratio to the first value."""
+    """Return the values as texts in one unit.
+
+    Each text except the first ends with the ratio of its value to the first value. The ratio is left out if a value is
+    unknown or the first value is 0.
+    """
     first, *others = _in_unit(values, units)
     ratios = ["" if not values[0] or v is None else f" ({v / values[0]:.2f})" for v in values[1:]]
     return [first, *(cell + ratio for cell, ratio in zip(others, ratios, strict=True))]

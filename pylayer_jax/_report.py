@@ -104,7 +104,7 @@ class SavedTensorsReport:
 
     @property
     def input_bytes(self) -> int:
-        """The number of bytes in the inputs that the vjp function holds unpacked."""
+        """The total size in bytes of those inputs of the function that the vjp function holds without packing."""
         return sum(r.packed_bytes for r in self.rows if r.kind == "input")
 
     def __repr__(self) -> str:
@@ -116,7 +116,10 @@ class SavedTensorsReport:
         return html_table(titles, rows, self._total())
 
     def _table(self) -> list[list[str]]:
-        """Return the row of titles and the rows of cells, with a column of packed sizes if a residual is packed."""
+        """Return the cells of the table, with the row of titles first.
+
+        If any residual is packed, the table also has a column for packed sizes.
+        """
         is_packed = any(r.packed_bytes != r.bytes for r in self.rows)
         table = [["origin", "name", "type", "times", "bytes", *(["packed"] if is_packed else []), "where", ""]]
         for r in self.rows:
@@ -165,14 +168,14 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     `jax.ShapeDtypeStruct`s. All float arguments are differentiated. Saved-tensor hooks around the call and inside `fun`
     apply as in a compiled program.
 
-    A row is one residual, or several residuals that differ only in their values. A residual is a tensor that a layer
-    saves, a result of a plain operation, or an input of `fun`, which takes no extra memory, because the caller holds
-    it. Hooks use the same names: a predicate `only` gets them in `info`, and `by_name` takes them as keys. The largest
-    rows come first, and inputs come last. If several layers save one tensor, the tensor has one row. Under hooks, a
-    tensor that backward computes again has a row of 0 packed bytes. The size of an array is that of the whole array, on
-    all devices. Hooks with `host=True` hold a packed tensor outside of the program, which keeps a number of 4 bytes
-    instead; the row counts these 4 bytes. JAX traces `fun` once with hooks, and once without them, to compute
-    `total_unpacked_bytes`.
+    Each row of the report describes one residual, or several residuals that differ only in their values. A residual is
+    a tensor that a layer saves, a result of a plain operation, or an input of `fun`, which takes no extra memory,
+    because the caller holds it. Hooks use the same names: a predicate `only` gets them in `info`, and `by_name` takes
+    them as keys. The largest rows come first, and inputs come last. If several layers save one tensor, the tensor has
+    one row. Saved-tensor hooks may compute a tensor again in the backward pass instead of keeping it. The report shows
+    0 packed bytes for such a tensor. The size of an array is that of the whole array, on all devices. Hooks with
+    `host=True` hold a packed tensor outside of the program, which keeps a number of 4 bytes instead; the row counts
+    these 4 bytes. JAX traces `fun` once with hooks, and once without them, to compute `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -252,7 +255,7 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
 
 
 def _recomputed_row(value: Value) -> SavedTensor:
-    """Return the row of a tensor that backward computes again, from the result of its `Mark`."""
+    """Return the row of a tensor that the backward pass recomputes; `value` is the result of the tensor's `Mark`."""
     one, times = value.innermost()
     start = one.aval.shape.index(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
     return SavedTensor(
@@ -342,7 +345,7 @@ class Value:
         return self.aval.size * self.aval.dtype.itemsize
 
     def innermost(self) -> tuple[Value, int]:
-        """Return the slice of this value from one iteration of the innermost loop, and the number of iterations."""
+        """Return the slice of this value from one iteration of the innermost loop, and the number of such slices."""
         value, times = self, 1
         while value.part is not None:
             value, times = value.part, times * value.times

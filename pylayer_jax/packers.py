@@ -191,11 +191,11 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         (4096, 1088)
 
     If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where s
-    = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Packing changes
-    a value by at most s / 2 (by less than s if rounding is stochastic), plus rounding errors of at most 4 machine
-    epsilons of the largest value of the block. If b - a is less than about 2^(bits + 1) times the smallest normal
-    number, each finite value of the block is unpacked as a. Infinities and NaN are unpacked as NaN, and do not affect
-    other values.
+    = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Rounding changes
+    a value by at most s / 2, or by less than s if rounding is stochastic. Floating-point errors add at most 4 times the
+    machine epsilon times the largest absolute value of the block. If b - a is less than about 2^(bits + 1) times the
+    smallest normal number, unpacking replaces each finite value of the block by a. Infinities and NaN are unpacked as
+    NaN, and do not affect other values.
 
     The blocks divide the last axis of each shard evenly, so packing needs no padding and no communication. A tensor is
     not packed if packing would not make it smaller, as for a very short last axis.
@@ -249,7 +249,7 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 def _block_length(x: Any, largest: int) -> int:
-    """Return the length of the blocks along the last axis: a divisor of the length of this axis in a shard.
+    """Return the number of values in a block of the last axis. It divides the length of the last axis in each shard.
 
     It is the greatest divisor that is at most `largest`, unless that is very short: with `largest` = 128, an axis of
     length 1000 has blocks of 125, and one of length 262 = 2 * 131 has blocks of 131 instead of 2.
@@ -449,9 +449,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program, a
     file that backward has read is removed when the same place in the program packs again. `close()` and the end of the
-    process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. The files of
-    such a program stay until both pairs are closed. A killed process leaves its files in a folder named
-    saved_tensors-*. Backward compares each file with a checksum.
+    process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. The first
+    `close()` of the two pairs leaves the files of a shared program in place. The second `close()` removes them. A
+    killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
 
     Args:
         directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
@@ -471,7 +471,10 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 class _Folder:
-    """A folder for the files of one pair. The folder is removed when the pair and its files are deleted."""
+    """A folder for the files of one pair of hooks.
+
+    The folder is removed when the pair and its files are deleted.
+    """
 
     def __init__(self, directory: str) -> None:
         try:
@@ -541,11 +544,12 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(x + x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs two kinds of arrays: those in the result of the first pair's pack hook, and the tensors that
-    the first pair does not pack. Numbers, strings and other objects in that result are not packed. For example,
+    The second pair packs the arrays that the pack hook of the first pair returns. It also packs the tensors that the
+    first pair does not pack. Numbers, strings and other objects in that result are not packed. For example,
     `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024, 8, 128],
     and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move
-    these three arrays. They move an integer array only if an earlier pair of a chain made it.
+    these three arrays. `save_on_cpu` and `save_on_disk` move an array of integers only if an earlier pair of the
+    `chain` made this array.
 
     A chain is `differentiable` (see `saved_tensors_hooks`) if all its pairs are differentiable. It packs values from
     outside the block if all its pairs do so.
@@ -608,9 +612,10 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
 
     The names of a tensor say where the tensor comes from. They are attributes of `info`, the second argument of a
     predicate `only`. `by_name` tries them in this order: `info.name`, `info.layer`, `info.operation`, and then the
-    names in `info.inside`, the innermost first. The first name that is a key of the dict selects the pair. So the name
-    of a module's class selects the tensors that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key
-    `...` (Ellipsis) selects the pair for all other tensors. `saved_tensors_report` prints a name of each tensor.
+    names in `info.inside`, the innermost first. `by_name` looks for the first name of the tensor that is a key of the
+    dict. It packs the tensor with the pair of hooks under this key. So the name of a module's class selects the tensors
+    that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
+    all other tensors. `saved_tensors_report` prints a name of each tensor.
 
     Backward recomputes a tensor that follows from another saved tensor (a transpose, a mask), unless this could enlarge
     the packing error. The pair about whose error the least is known decides this for all tensors. Values from outside
