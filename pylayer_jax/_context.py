@@ -202,7 +202,7 @@ class PyLayerContext:
         saved unchanged. A `jax.Ref` argument is saved as a reference: `backward` reads the content that the Ref has
         when `backward` runs. When JAX differentiates `backward`, the derivative of a saved input is the derivative of
         the input itself. The derivative of a saved output is the one that `backward` defines. For any other saved
-        tensor, JAX obtains the derivative by differentiating the code of `forward`.
+        tensor, JAX differentiates the code of `forward` that computes the tensor from inputs and outputs.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
