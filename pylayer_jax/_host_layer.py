@@ -273,13 +273,17 @@ class _Example:
             return run(is_writable=True), True
 
     def backward(self, call: LayerCall, needs: tuple[bool, ...], cotangents: Sequence[Any]) -> _Structure:
-        tensors, skeleton = split(cotangents)
+        given, skeleton = split(cotangents)
         key = (needs, *_parts(skeleton))
         if key not in self._backwards:
             run = self._run or self._run_forward(call)[0]  # another thread may set `_run` to None meanwhile
-            tree = run.structure.skeleton.fill([np.array(x) for x in run.tensors], copy_container)
-            given = skeleton.fill(_drawn([typeof(x) for x in tensors]))
-            self._backwards[key] = _on_example(call, "backward", lambda: _backward(call, needs, tree, given)).structure
+            # `backward` gets the arrays of a program in JAX's dtypes: float32 for a float64 array without x64. tests:
+            # test_backward_gets_dtypes_of_jax_on_example_arrays_too
+            tensors = [np.array(x, jax.dtypes.canonicalize_dtype(x.dtype)) for x in run.tensors]
+            tree = run.structure.skeleton.fill(tensors, copy_container)
+            examples = skeleton.fill(_drawn([typeof(x) for x in given]))
+            run = _on_example(call, "backward", lambda: _backward(call, needs, tree, examples))
+            self._backwards[key] = run.structure
             self._run = None
         return self._backwards[key]
 

@@ -21,7 +21,7 @@ from pylayer_jax.packers import cast_saved, quantize_saved, save_on_cpu
 from pylayer_jax.testing import check_layer, gradcheck
 from tests.kit.case import R3, Case, W, X, grid, ruled
 from tests.kit.layers import layer
-from tests.kit.modes import MODES, modes
+from tests.kit.modes import EAGER_AND_JIT, MODES, modes
 from tests.kit.transforms import FIRST_ORDER, FORWARD_OVER_REVERSE, SECOND_ORDER, assert_same, expected, scalar
 
 CASES: dict[str, Case] = {}
@@ -565,6 +565,23 @@ def test_closed_over_tracers_are_refused():
 
 
 # -- types ------------------------------------------------------------------------------------------
+
+
+@EAGER_AND_JIT
+def test_backward_gets_dtypes_of_jax_on_example_arrays_too(mode):
+    seen = set()
+
+    def forward(ctx, x):
+        ctx.save_for_backward(x.astype(np.float64))
+        ctx.indices = np.arange(3)
+        return x * 2
+
+    def backward(ctx, dy):
+        seen.add(tuple(str(a.dtype) for a in (*ctx.saved_tensor(), ctx.indices, dy)))
+        return dy * 2
+
+    mode(jax.grad(lambda x: host_layer(forward, backward).apply(x).sum()))(jnp.ones(3))
+    assert seen == {("float32", "int32", "float32")}
 
 
 def test_dtypes_are_those_of_jax():
