@@ -268,9 +268,8 @@ def _choices(
             found.append(
                 (" at ".join(filter(None, [name, line_of(equations)])), {k: jnp.any(x) for k, x in choices.items()})
             )
-        inner = inner_jaxprs(equation.params)
-        if len(inner) == 1 and not inner[0].constvars and _types(inner[0].invars) == _types(equation.invars):
-            more, results = _choices(inner[0], operands, masks, equations)
+        if _is_call(equation):
+            more, results = _choices(inner_jaxprs(equation.params)[0], operands, masks, equations)
             found += more
         else:
             results = evaluate_part(jaxpr.replace(eqns=[equation]), values, equation.outvars)
@@ -281,6 +280,15 @@ def _choices(
         values.update(zip(equation.outvars, [x for x, _ in results], strict=True))
         dependent.update(v for v, (_, does) in zip(equation.outvars, results, strict=True) if does)
     return found, [(read(v), is_dependent(v)) for v in jaxpr.outvars]
+
+
+def _is_call(equation: Any) -> bool:
+    """Return whether an equation evaluates its inner jaxpr once on its operands, as a jitted function does."""
+    # The jaxpr of a scan is one iteration, and the jaxpr of a shard_map is the part of one device.
+    if equation.primitive.name in ("scan", "shard_map"):
+        return False
+    inner = inner_jaxprs(equation.params)
+    return len(inner) == 1 and not inner[0].constvars and _shapes(inner[0].invars) == _shapes(equation.invars)
 
 
 def _is_guard(equation: Any) -> bool:
@@ -302,7 +310,7 @@ def _is_followed(equation: Any, result: Any) -> bool:
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 
 
-def _types(variables: Sequence[Any]) -> list[Any]:
+def _shapes(variables: Sequence[Any]) -> list[Any]:
     return [v.aval.shape for v in variables]
 
 
