@@ -123,23 +123,23 @@ def check_layer(
 def _eager(subject: Subject) -> Cases:
     yield subject.case(" when it is differentiated", named_outputs(subject.function.run_differentiated()[0]))
     returned = ", ".join(map(type_of, subject.outputs))
-    return f"returns {returned}; gradients of {', '.join(subject.function.names)}"
+    return f"returns {returned}; gradients of {', '.join(subject.function.value_names)}"
 
 
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
-    "jit": _consistency.jit,
-    "vmap": _consistency.vmap,
-    "remat": _consistency.remat,
-    "shard_map": _consistency.shard_map,
-    "gradients": _derivatives.gradients,
-    "second order": _derivatives.second_order,
-    "forward mode": _derivatives.forward_mode,
-    "forward over reverse": _derivatives.forward_over_reverse,
-    "arguments": _consistency.arguments,
-    "cotangents": _consistency.cotangents,
-    "linear": _consistency.linear,
-    "repeatable": _consistency.repeatable,
-    "leaks": _consistency.leaks,
+    "jit": _consistency.check_jit,
+    "vmap": _consistency.check_vmap,
+    "remat": _consistency.check_remat,
+    "shard_map": _consistency.check_shard_map,
+    "gradients": _derivatives.check_gradients,
+    "second order": _derivatives.check_second_order,
+    "forward mode": _derivatives.check_forward_mode,
+    "forward over reverse": _derivatives.check_forward_over_reverse,
+    "arguments": _consistency.check_arguments,
+    "cotangents": _consistency.check_cotangents,
+    "linear": _consistency.check_linear,
+    "repeatable": _consistency.check_repeatable,
+    "leaks": _consistency.check_leaks,
 }
 
 
@@ -282,12 +282,12 @@ def _progress() -> Generator[Callable[[str], None]]:
 # -- gradcheck, gradgradcheck and assert_equivalent -----------------------------------------------
 
 _CHECKS = (
-    _derivatives.gradients,
-    _consistency.repeatable,
-    _consistency.cotangents,
-    _consistency.arguments,
-    _consistency.linear,
-    _consistency.leaks,
+    _derivatives.check_gradients,
+    _consistency.check_repeatable,
+    _consistency.check_cotangents,
+    _consistency.check_arguments,
+    _consistency.check_linear,
+    _consistency.check_leaks,
 )
 _ORDERS = ("values", "first order", "second order", "third order")
 
@@ -422,7 +422,7 @@ def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[i
         if order > 1:
             subject = subject.derivative
         try:
-            for check in () if order not in orders else _CHECKS if order else (_derivatives.outputs,):
+            for check in () if order not in orders else _CHECKS if order else (_derivatives.check_outputs,):
                 run_check(check(subject))
         except MismatchError as error:
             raise AssertionError(f"{checker} of {name_of(fun)}, {_ORDERS[order]}: {error}") from None

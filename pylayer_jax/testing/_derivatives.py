@@ -49,18 +49,18 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 _WIDE = 1e-15  # larger than the machine epsilon of float64
 
 
-def gradients(subject: Subject) -> Cases:
+def check_gradients(subject: Subject) -> Cases:
     return (yield from _also_for_other_values(subject, _beside_reference if subject.reference else _beside_numbers))
 
 
-def second_order(subject: Subject) -> Cases:
+def check_second_order(subject: Subject) -> Cases:
     try:
-        return (yield from gradients(subject.derivative))
+        return (yield from check_gradients(subject.derivative))
     except HostBackwardError as error:
         return f"not defined: {first_line(error).split('. ')[0]}"
 
 
-def outputs(subject: Subject) -> Cases:
+def check_outputs(subject: Subject) -> Cases:
     return (yield from _also_for_other_values(subject, _outputs_beside_reference))
 
 
@@ -86,11 +86,11 @@ def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases])
     # it is small relative to `sizes`, the sizes of the results at the user's values. A step that is relative to 1 may
     # also leave the saturated region, so at large values `least_size` is 0, and each step is relative to the entry
     # alone. See "small scale" in tests/checkers/wrong_layers.py.
-    sizes = {name: largest(x) for name, x in subject.results.items()} if derivatives else {}
+    result_sizes = {name: largest(x) for name, x in subject.results.items()} if derivatives else {}
     for factor in () if subject.base else _FAR:
         values, how = [scaled(factor, x) for x in subject.function.values], f"{factor:g} times the given ones"
         least_size = 1.0 if factor < 1 else 0.0
-        cases, _ = _cases_at(subject, values, beside, limit=1, least_size=least_size, sizes=sizes)
+        cases, _ = _cases_at(subject, values, beside, limit=1, least_size=least_size, result_sizes=result_sizes)
         if cases:
             yield from _labelled(cases, how)
             accepted.append(values)
@@ -122,7 +122,7 @@ def _labelled(cases: Sequence[Case], how: str) -> Iterator[Case]:
 
 
 def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
-    arrays = [*subject.root.outputs, *subject.outputs, *(subject.grads if derivatives else ())]
+    arrays = [*subject.root.outputs, *subject.outputs, *(subject.gradients if derivatives else ())]
     return [np.isfinite(exact(x)) for x in arrays if has_tangent(x)]
 
 
@@ -220,7 +220,7 @@ def _never_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
 
     def gradients(*leaves: Any) -> tuple[list[Any], None]:
         values, w = jax.tree.unflatten(tree, leaves)
-        return function.with_values(values).grads(w), None
+        return function.with_values(values).gradients(w), None
 
     try:
         jaxpr, consts, _ = stage(gradients, list(map(jax.typeof, leaves)), "backward")
@@ -321,8 +321,8 @@ def _beside_reference(subject: Subject) -> Cases:
     if subject.base is None:
         yield from _outputs_beside_reference(subject)
     assert subject.reference is not None
-    expected = subject.reference.gradients(on_one_device(subject.cotangents))
-    yield subject.case("", subject.gradients, expected, "by the reference")
+    expected = subject.reference.named_gradients(on_one_device(subject.cotangents))
+    yield subject.case("", subject.named_gradients, expected, "by the reference")
     return "match those of the reference"
 
 
@@ -349,7 +349,7 @@ def _is_same_static(a: Any, b: Any) -> bool:
 
 
 def _beside_numbers(subject: Subject) -> Cases:
-    places = sum(min(x.size, subject.options.limit) for x in subject.grads)
+    places = sum(min(x.size, subject.options.limit) for x in subject.gradients)
     found = _in_float64(subject) if subject.options.float64 else None
     sentence = f"match finite differences at {places} entries"
     if found is None:
@@ -367,7 +367,9 @@ def _beside_numbers(subject: Subject) -> Cases:
     if not dtypes:
         return sentence
     label = f" in {', '.join(dtypes)}"
-    yield subject.case(label, subject.gradients, _cast(wide.gradients, subject.gradients), "in float64")
+    yield subject.case(
+        label, subject.named_gradients, _cast(wide.named_gradients, subject.named_gradients), "in float64"
+    )
     return f"{sentence},{label} too"
 
 
@@ -376,12 +378,12 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
 
     Return None if the function returns a narrower dtype, or raises an error. Other errors occur again in the caller.
     """
-    cotangents, _ = subject.cotangents, subject.terms  # read here, so that both are computed outside of enable_x64
+    cotangents = subject.cotangents  # computed outside of enable_x64
     with jax.enable_x64(True):
         try:
             values = [in_double_precision(x) for x in subject.function.values]
-            wide = Subject(subject.function.with_values(values), None, subject.options, subject.base)
-            wide.cotangents = {k: in_double_precision(w) for k, w in cotangents.items()}
+            weights = {k: in_double_precision(w) for k, w in cotangents.items()}
+            wide = Subject(subject.function.with_values(values), None, subject.options, subject.base, weights)
             return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
             return None
@@ -393,7 +395,7 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
 
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
     """Yield cases with the gradients, and central differences of the weighted sum of the outputs as expected arrays."""
-    function, epsilon, terms, options = subject.function, subject.epsilon, subject.terms_of_outputs, subject.options
+    function, epsilon, terms, options = subject.function, subject.epsilon, subject.output_term_sizes, subject.options
     values, middle = list(map(exact, function.values)), list(map(exact, subject.outputs))
     relative_step = epsilon ** (1 / 3) if options.step is None else options.step
 
@@ -456,9 +458,9 @@ def directional_cases(
         tolerance = dataclasses.replace(subject.tolerance, rtol=relative, noise={name: noise})
         return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
 
-    for j, (name, gradient) in enumerate(subject.gradients.items()):
+    for j, (name, gradient) in enumerate(subject.named_gradients.items()):
         right = exact(gradient)
-        noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.sizes.get(name, 0.0))
+        noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.result_sizes.get(name, 0.0))
         # An entry that is not checked is NaN in both arrays of a case.
         got, expected = np.full_like(right, np.nan), np.full_like(right, np.nan)
         errors = np.full(right.shape, noise)
@@ -491,7 +493,7 @@ def directional_cases(
 # If t is a unit vector, both sides are one entry of the gradient J^T w.
 
 
-def forward_mode(subject: Subject) -> Cases:
+def check_forward_mode(subject: Subject) -> Cases:
     if reason := _why_not_defined(subject):
         return reason
     alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
@@ -501,7 +503,7 @@ def forward_mode(subject: Subject) -> Cases:
     return "matches reverse mode, entry by entry, also under jit and vmap"
 
 
-def forward_over_reverse(subject: Subject) -> Cases:
+def check_forward_over_reverse(subject: Subject) -> Cases:
     second = subject.derivative
     if reason := _why_not_defined(second):
         return reason
