@@ -10,8 +10,8 @@
     f.named_gradients({0: dy})    # {"the gradient of args[0]['b']": ..., ...}
     f.gradient_function({0: dy})  # the function from the values and dy to the gradients
 
-`Subject(f, reference, Options())` has the outputs, random cotangents, gradients and tolerance of `f`. `compare` compares the
-results of one way to run the function with the expected results, which are both in a `Case`:
+`Subject(f, reference, Options())` has the outputs, random cotangents, gradients and tolerance of `f`. `compare`
+compares a `Case`, which holds the results of one way to run the function, with the expected results:
 
     compare(Case(" under jit", {"output 0": got}, {"output 0": expected}, "in eager mode", Tolerance()))
     # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
