@@ -394,8 +394,8 @@ def _compare_outputs_with_reference(subject: Subject) -> Cases:
 
 def _is_same_static(a: Any, b: Any) -> bool:
     # Only Python literals are compared, as other objects may differ between runs. `repr` is equal for two NaNs.
-    is_literal = isinstance(a, (str, bytes, int, float, complex, type(None)))
-    return type(a) is type(b) and (not is_literal or repr(a) == repr(b))
+    is_compared = isinstance(a, (str, bytes, int, float, complex, type(None)))
+    return type(a) is type(b) and (not is_compared or repr(a) == repr(b))
 
 
 # -- cases with numerical derivatives -------------------------------------------------------------
