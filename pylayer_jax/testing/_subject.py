@@ -164,7 +164,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 
 
 def _changed(kind: type, x: Any) -> Any:
-    """Return another value in place of `x` if `x` is of this type (an array also needs an axis); otherwise `x`."""
+    """Return another value in place of `x` if `x` is of this type and not a scalar array; otherwise return `x`."""
     applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
     return _CHANGES[kind](x) if applies else x
 
@@ -385,8 +385,8 @@ class Options:
     seed: int = 0
     float64: bool = True
     least_size: float = 1.0  # the first step tried for a smaller entry is that of an entry of this size
+    # From the name of each result to its largest absolute value at the user's values.
     result_sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
-    """For each name of a result, its largest absolute value at the user's values."""
 
 
 class Subject:
