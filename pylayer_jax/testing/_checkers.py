@@ -59,7 +59,7 @@ def check_layer(
     - gradients, second order: the first and second derivatives match numerical derivatives, or those of `reference`, in
       float64 and in the dtypes of the arguments, for `args` and for random values (see `gradcheck`). First derivatives
       are also checked for 100 times and 0.01 times `args`. The row names each branch (of `jnp.where`, `jnp.clip`, ...)
-      that none of these values takes: to check it, pass arguments that take it;
+      that no entry of these values takes. To check such a branch, pass arguments for which an entry takes it;
     - forward mode: `jax.jvp` agrees with reverse mode, also under jit and vmap, and if only one argument has a tangent.
       A layer without forward mode passes, and the row has a dash;
     - forward over reverse: `jax.jvp` of the gradients agrees with reverse over reverse, and with forward over forward
@@ -69,12 +69,12 @@ def check_layer(
     - linear: the gradients are linear in the cotangents. The row says whether this is proved. A layer whose gradients
       are not linear, such as a layer that clips its gradient, passes if `reference` has the same gradients;
     - repeatable: a run of the layer on other values, shapes or statics (arguments that are not tensors) does not change
-      the gradients;
+      the gradients of an earlier run;
     - leaks: no traced value outlives its trace under jit.
 
     A row begins with ✓ if the layer has the property, with ✗ if the layer lacks it, and with – if there is nothing to
-    check. A terminal or notebook shows one line per finished property until the report is complete. The checks do not
-    notice that `backward` reads a global variable, if only code outside the layer changes this variable.
+    check. A terminal or notebook shows one line per finished property until the report is complete. The checks
+    cannot notice that `backward` reads a global variable which only code outside the layer changes.
 
     Args:
         layer: a layer class, or a function of `args` that applies a layer.
@@ -101,12 +101,14 @@ def check_layer(
             f"check_layer: an argument holds a jax.Ref, whose state would differ between the many runs of "
             f"{name_of(layer)} that are compared. Check its gradient: gradcheck(lambda x: Layer.apply(ref, x), (x,))."
         )
-    right = None if reference is None else tensor_function("check_layer", reference, args, kwargs, on_one_device=True)
+    expected = (
+        None if reference is None else tensor_function("check_layer", reference, args, kwargs, on_one_device=True)
+    )
     skip = [skip] if isinstance(skip, str) else skip
     if unknown := [name for name in skip if name not in PROPERTIES]:
         raise ValueError(f"check_layer: skip={unknown}: expected names among {', '.join(PROPERTIES)}.")
     checks = {name: check for name, check in PROPERTIES.items() if name not in skip}
-    subject = Subject(function, right, Options(rtol, atol, seed=seed, float64=float64))
+    subject = Subject(function, expected, Options(rtol=rtol, atol=atol, seed=seed, float64=float64))
     rows: list[Row] = []
     with _progress() as show:
         for name, check in {"eager": _eager, **checks}.items():
@@ -123,23 +125,23 @@ def check_layer(
 def _eager(subject: Subject) -> Cases:
     yield subject.case(" when it is differentiated", named_outputs(subject.function.run_differentiated()[0]))
     returned = ", ".join(map(type_of, subject.outputs))
-    return f"returns {returned}; gradients of {', '.join(subject.function.names)}"
+    return f"returns {returned}; gradients of {', '.join(subject.function.value_names)}"
 
 
 PROPERTIES: dict[str, Callable[[Subject], Cases]] = {
-    "jit": _consistency.jit,
-    "vmap": _consistency.vmap,
-    "remat": _consistency.remat,
-    "shard_map": _consistency.shard_map,
-    "gradients": _derivatives.gradients,
-    "second order": _derivatives.second_order,
-    "forward mode": _derivatives.forward_mode,
-    "forward over reverse": _derivatives.forward_over_reverse,
-    "arguments": _consistency.arguments,
-    "cotangents": _consistency.cotangents,
-    "linear": _consistency.linear,
-    "repeatable": _consistency.repeatable,
-    "leaks": _consistency.leaks,
+    "jit": _consistency.check_jit,
+    "vmap": _consistency.check_vmap,
+    "remat": _consistency.check_remat,
+    "shard_map": _consistency.check_shard_map,
+    "gradients": _derivatives.check_gradients,
+    "second order": _derivatives.check_second_order,
+    "forward mode": _derivatives.check_forward_mode,
+    "forward over reverse": _derivatives.check_forward_over_reverse,
+    "arguments": _consistency.check_arguments,
+    "cotangents": _consistency.check_cotangents,
+    "linear": _consistency.check_linear,
+    "repeatable": _consistency.check_repeatable,
+    "leaks": _consistency.check_leaks,
 }
 
 
@@ -197,32 +199,41 @@ class LayerReport:
         return f"<table><caption>check_layer of {html.escape(self.layer)}</caption><tbody>{body}</tbody></table>{hints}"
 
     def hints(self) -> list[str]:
-        """Return hints that say how to declare an intended failure; none if no failure can be intended."""
+        """Return sentences that say how to declare an intended failure. No sentence: no failure looks intended."""
         failed = [row for row in self.rows if not row.passed]
         derivatives = [row for row in failed if row.name in ("gradients", "second order")]
         once = [row.name for row in derivatives if isinstance(row.error, OnceDifferentiableError)]
         differ = [row.name for row in derivatives if isinstance(row.error, MismatchError)]
         mismatched = [row for row in failed if isinstance(row.error, MismatchError)]
-        hints = {
-            "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
-            "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args).": any(
-                isinstance(row.error, NameError) and "axis name" in row.message for row in failed
-            ),
-            "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
-            "reference=FUNCTION: plain JAX with\nthe meant gradient, as in lambda x: x + jax.lax.stop_gradient("
-            f"jnp.round(x) - x); or skip={differ + once}.": differ and not self.has_reference,
-            f"Is the layer meant to have no second derivative? Then pass skip={once}.": once
-            and (self.has_reference or not differ),
-            "Does it round what it saves? Then pass tolerances that allow for it, as in rtol=0.03, atol=0.03, and "
-            "perhaps\nskip=['second order']. Does it compute in a narrower dtype? Then pass float64=False.": differ,
-            "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
-            "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2).": any(
-                " for other values (" in row.message for row in mismatched
-            ),
-            "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass "
-            "skip=['linear'].": any(row.name == "linear" for row in mismatched),
-        }
-        return [text for text, applies in hints.items() if applies]
+        hints: list[str] = []
+        if any(isinstance(row.error, NameError) and "axis name" in row.message for row in failed):
+            hints.append(
+                "Does the layer communicate between devices? check_layer runs it on one. Then use assert_equivalent(\n"
+                "jax.shard_map(Layer.apply, mesh=mesh, in_specs=..., out_specs=...), reference, args)."
+            )
+        if differ and not self.has_reference:
+            hints.append(
+                "Is backward meant to give another gradient (straight-through, reversed, clipped)? Then pass "
+                "reference=FUNCTION: plain JAX with\nthe meant gradient, as in lambda x: x + jax.lax.stop_gradient("
+                f"jnp.round(x) - x); or skip={differ + once}."
+            )
+        if once and (self.has_reference or not differ):
+            hints.append(f"Is the layer meant to have no second derivative? Then pass skip={once}.")
+        if differ:
+            hints.append(
+                "Does it round what it saves? Then pass tolerances that allow for it, as in rtol=0.03, atol=0.03, and "
+                "perhaps\nskip=['second order']. Does it compute in a narrower dtype? Then pass float64=False."
+            )
+        if any(" for other values (" in row.message for row in mismatched):
+            hints.append(
+                "Does the layer take only values such as those given, as symmetric matrices, or those for which it "
+                "converges?\nThen check a function that makes them, as in lambda a: Layer.apply((a + a.T) / 2)."
+            )
+        if any(row.name == "linear" for row in mismatched):
+            hints.append(
+                "Is backward meant not to be linear in its cotangents (clipped, normalized)? Then pass skip=['linear']."
+            )
+        return hints
 
     def __repr__(self) -> str:
         failed = [row.name for row in self.rows if not row.passed]
@@ -240,6 +251,7 @@ def _row_of(name: str, cases: Cases) -> Row:
         # Leave out JAX's note about tracebacks, which begins with dashes.
         notes = [note.splitlines()[0] for note in getattr(error, "__notes__", ()) if note and not note.startswith("-")]
         where = "".join(f" ({note})" for note in notes[:1])
+        # In place of a private class of this package, name its public base class.
         public = next(kind for kind in type(error).__mro__ if not kind.__module__.startswith("pylayer_jax."))
         return Row(name, False, f"{public.__name__}: {first_line(error)}{where}", error)
 
@@ -281,13 +293,13 @@ def _progress() -> Generator[Callable[[str], None]]:
 
 # -- gradcheck, gradgradcheck and assert_equivalent -----------------------------------------------
 
-_CHECKS = (
-    _derivatives.gradients,
-    _consistency.repeatable,
-    _consistency.cotangents,
-    _consistency.arguments,
-    _consistency.linear,
-    _consistency.leaks,
+_CHECKS_OF_GRADIENTS = (
+    _derivatives.check_gradients,
+    _consistency.check_repeatable,
+    _consistency.check_cotangents,
+    _consistency.check_arguments,
+    _consistency.check_linear,
+    _consistency.check_leaks,
 )
 _ORDERS = ("values", "first order", "second order", "third order")
 
@@ -332,8 +344,8 @@ def gradcheck(
             differences, and the square root of the machine epsilon for other comparisons.
         atol: absolute tolerance. The default is `sqrt(eps) * max(abs(gradient))`, where `eps` is the machine epsilon.
             The estimated rounding errors are added to both tolerances.
-        step: the distance by which an entry is perturbed, times the size of the entry if this size is above 1. The
-            default is the cube root of the machine epsilon, or less for small entries.
+        step: the relative distance by which entries are perturbed: an entry x by `step * max(1, abs(x))`. The default
+            is the cube root of the machine epsilon, or less for small entries.
         limit: the largest number of entries of an array that are perturbed one by one. In a larger array, this number
             of random entries and one random direction are perturbed.
         seed: seed of the weights with which the outputs are summed, and of the random entries and directions.
@@ -345,7 +357,8 @@ def gradcheck(
             argument and the index with the largest error, both values and the tolerance.
         TypeError, ValueError: if there is nothing to check, or an argument lies on devices of other processes.
     """
-    _check("gradcheck", fun, reference, args, [1], Options(rtol, atol, step, limit, seed, float64))
+    options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
+    _check("gradcheck", fun, reference, args, [1], options)
     return True
 
 
@@ -369,7 +382,8 @@ def gradgradcheck(
     A gradient is a function of the arguments and of the cotangents, so `gradgradcheck` perturbs both. `gradcheck`
     describes the parameters and the errors.
     """
-    _check("gradgradcheck", fun, reference, args, [1, 2], Options(rtol, atol, step, limit, seed, float64))
+    options = Options(rtol=rtol, atol=atol, step=step, limit=limit, seed=seed, float64=float64)
+    _check("gradgradcheck", fun, reference, args, [1, 2], options)
     return True
 
 
@@ -397,7 +411,8 @@ def assert_equivalent(
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.
         reference: a function of the same `args` that returns the same tensors, in any containers. If the reference also
-            returns other objects, the layer must return equal objects.
+            returns objects that are not tensors, the layer must return as many objects of the same types, and equal
+            ones if they are numbers, strings or bytes.
         args: a tuple of any pytrees.
         orders: the orders of the derivatives to compare: 0 for outputs, 1 for gradients, 2 and 3 for second and
             third derivatives.
@@ -412,17 +427,21 @@ def assert_equivalent(
     """
     if not orders or any(order not in range(4) for order in orders):
         raise ValueError(f"assert_equivalent: expected orders from 0 to 3, got {tuple(orders)}.")
-    _check("assert_equivalent", layer, reference, args, orders, Options(rtol, atol, seed=seed))
+    _check("assert_equivalent", layer, reference, args, orders, Options(rtol=rtol, atol=atol, seed=seed))
 
 
 def _check(checker: str, fun: Any, reference: Any, args: Any, orders: Sequence[int], options: Options) -> None:
-    right = None if reference is None else tensor_function(checker, reference, args, on_one_device=True)
-    subject = Subject(tensor_function(checker, fun, args), right, options)
+    expected = None if reference is None else tensor_function(checker, reference, args, on_one_device=True)
+    subject = Subject(tensor_function(checker, fun, args), expected, options)
     for order in range(max(orders) + 1):
         if order > 1:
             subject = subject.derivative
         try:
-            for check in () if order not in orders else _CHECKS if order else (_derivatives.outputs,):
+            for check in _checks_of(order) if order in orders else ():
                 run_check(check(subject))
         except MismatchError as error:
             raise AssertionError(f"{checker} of {name_of(fun)}, {_ORDERS[order]}: {error}") from None
+
+
+def _checks_of(order: int) -> Sequence[Callable[[Subject], Cases]]:
+    return _CHECKS_OF_GRADIENTS if order > 0 else (_derivatives.check_outputs,)

@@ -1,4 +1,4 @@
-"""Checks that compute the gradients of a layer again: by other runs in eager mode, and under transforms of JAX.
+"""Defines the checks that compare gradients with those of other runs, of other cotangents, and under transforms of JAX.
 
 These checks find layers whose gradients are wrong if a cotangent is missing, if `needs_input_grad` is False for an
 argument, if cotangents are large or small, or if the layer stores values outside `ctx`.
@@ -31,9 +31,9 @@ from ._subject import (
     MismatchError,
     Subject,
     TensorFunction,
-    compare,
     exact,
     first_line,
+    first_mismatch,
     named_outputs,
     on_one_device,
     placed,
@@ -43,94 +43,104 @@ from ._subject import (
 __tracebackhide__ = True  # pytest hides the frames of this module
 
 _EXAMPLES = 3
-_MOST_CHOICES = 16  # the largest number of choices of batched tensors that `vmap` checks
+_MOST_CHOICES = 16  # the largest number of choices of batched tensors that `check_vmap` tries
 
-_Outputs = Callable[[list[Any]], list[Any]]  # from the differentiated values to the outputs
+_OutputsFunction = Callable[[list[Any]], list[Any]]  # from the differentiated values to the outputs
 
 
-def repeatable(subject: Subject) -> Cases:
+def check_repeatable(subject: Subject) -> Cases:
+    """Compare the gradients with those of a second run, and of runs that are followed by other runs of the layer."""
     function, w = subject.function, subject.cotangents
 
     def case(label: str, pull: Any) -> Case:
-        return subject.case(label, function.named(pull(w)), source="by the first run")
+        return subject.case(label, function.with_names(pull(w)), source="by the first run")
 
     pull = function.vjp(w)
     yield case(" by another run", pull)
     yield case(" when the vjp function is called a second time", pull)
     pull = function.vjp(w)
     with contextlib.suppress(Exception):  # the layer may raise an error for these values
-        function.with_values([scaled(0.75, x) for x in function.values]).grads(w)
+        function.with_values([scaled(0.75, x) for x in function.values]).gradients(w)
     yield case(" when the layer ran on other values before backward", pull)
-    for _ in function.run_with_other_inputs():
+    for kind in function.changeable_types():
+        with contextlib.suppress(Exception):
+            function.run_changed(kind)
         yield case(" when the layer ran on other statics or shapes before backward", pull)
     return "a second run, and other runs before backward, change nothing"
 
 
-def arguments(subject: Subject) -> Cases:
-    names = subject.function.names
+def check_arguments(subject: Subject) -> Cases:
+    """Compare the gradient of each argument with its gradient if only this argument is differentiated."""
+    names = subject.function.value_names
     if len(names) == 1:
         return f"there is one, {names[0]}"
     for j, name in enumerate(names):
-        alone = subject.function.only(j).gradients(subject.cotangents)
+        alone = subject.function.only(j).named_gradients(subject.cotangents)
         yield subject.case(f" when {name} alone is differentiated", alone)
     return "each has the same gradient alone"
 
 
-def cotangents(subject: Subject) -> Cases:
+def check_cotangents(subject: Subject) -> Cases:
+    """Compare the gradients if some cotangents are missing with the gradients if these cotangents are zeros."""
     function, w = subject.function, subject.cotangents
     if len(w) == 1:
         return "there is one, which cannot be missing"
     zeros = {k: jnp.zeros_like(x) for k, x in w.items()}
-    some = {f"with a cotangent for output {k} alone": {k: x} for k, x in w.items()}
+    subsets = {f"with a cotangent for output {k} alone": {k: x} for k, x in w.items()}
     if len(w) > 2:
-        some |= {f"without a cotangent for output {k}": {i: x for i, x in w.items() if i != k} for k in w}
-    for label, given in some.items():
-        expected = function.gradients(zeros | given)
-        yield subject.case(f" {label}", function.gradients(given), expected, "by backward of zeros for the others")
+        subsets |= {f"without a cotangent for output {k}": {i: x for i, x in w.items() if i != k} for k in w}
+    for label, subset in subsets.items():
+        expected = function.named_gradients(zeros | subset)
+        got = function.named_gradients(subset)
+        yield subject.case(f" {label}", got, expected, "by backward of zeros for the others")
     return "missing ones count as zeros"
 
 
 # -- linearity ------------------------------------------------------------------------------------
 
 
-def linear(subject: Subject) -> Cases:
-    cases = _beside_linearity(subject, subject.function, subject.cotangents)
-    try:
-        for case in cases:
-            compare(case)
-    except MismatchError as error:
-        if subject.reference is None:
-            raise
-        right = _beside_linearity(subject, subject.reference, on_one_device(subject.cotangents))
-        for case, reference in zip(cases, right, strict=True):
-            yield subject.case(case.label, case.got, reference.got, "by the reference")
-        return f"it is not, as that of the reference: {first_line(error)}"
+def check_linear(subject: Subject) -> Cases:
+    """Compare the gradients for other cotangents with those that follow from linearity.
+
+    If they differ, compare them with the gradients of the reference, which need not be linear either.
+    """
+    cases = _linearity_cases(subject, subject.function, subject.cotangents)
+    mismatch = first_mismatch(cases)
+    if mismatch is not None and subject.reference is not None:
+        reference_cases = _linearity_cases(subject, subject.reference, on_one_device(subject.cotangents))
+        for case, reference_case in zip(cases, reference_cases, strict=True):
+            yield subject.case(case.label, case.got, reference_case.got, "by the reference")
+        return f"it is not, as that of the reference: {first_line(mismatch)}"
     yield from cases
     reason = _why_not_proved(subject)
     measured = f"measured with {len(cases)} kinds of cotangents"
     return f"{measured}; not proved: {reason}" if reason else f"proved, and {measured}"
 
 
-def _beside_linearity(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
-    """Return cases with the gradients for other cotangents; linearity gives the expected gradients."""
+def _linearity_cases(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
+    """Return cases with the gradients for negated, scaled, zero and added cotangents.
+
+    Linearity and the gradients for the cotangents `w` give the expected gradients.
+    """
     pull = function.vjp(w)
-    grads, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
-    found: dict[str, tuple[Any, Any]] = {}
+    gradients, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
+    got_and_expected: dict[str, tuple[Any, Any]] = {}
     # `large` is a power of two: multiplying a floating-point number by a power of two has no rounding error.
     large = 2.0**20 if all(float(jnp.finfo(x.dtype).max) > 1e30 for x in w.values()) else 2.0**6
     for factor, how in (-1.0, "of the other sign"), (large, f"{large:.0f} times as large"), (1 / large, "very small"):
         got = pull({k: scaled(factor, x) for k, x in w.items()})
-        found[f" with cotangents {how}"] = [scaled(1 / factor, g) for g in got], grads
-    found[" with cotangents of zero"] = pull(zeros), list(map(jnp.zeros_like, grads))
+        got_and_expected[f" with cotangents {how}"] = [scaled(1 / factor, g) for g in got], gradients
+    got_and_expected[" with cotangents of zero"] = pull(zeros), list(map(jnp.zeros_like, gradients))
     v = {k: placed(x, np.roll(exact(x), 1) + 0.3) for k, x in w.items()}
-    sums = [a + b for a, b in zip(grads, pull(v), strict=True)]
-    found[" with the sum of two cotangents"] = pull({k: w[k] + v[k] for k in w}), sums
+    sums = [a + b for a, b in zip(gradients, pull(v), strict=True)]
+    got_and_expected[" with the sum of two cotangents"] = pull({k: w[k] + v[k] for k in w}), sums
     if len(w) > 1:
         parts = [pull(zeros | {k: x}) for k, x in w.items()]
-        found[" summed over the outputs"] = [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)], grads
+        sums = [sum(gs[1:], gs[0]) for gs in zip(*parts, strict=True)]
+        got_and_expected[" summed over the outputs"] = sums, gradients
     return [
-        subject.case(label, function.named(got), function.named(expected), "by linearity")
-        for label, (got, expected) in found.items()
+        subject.case(label, function.with_names(got), function.with_names(expected), "by linearity")
+        for label, (got, expected) in got_and_expected.items()
     ]
 
 
@@ -151,21 +161,27 @@ def _why_not_proved(subject: Subject) -> str:
 # -- leaks ----------------------------------------------------------------------------------------
 
 
-def leaks(subject: Subject) -> Cases:
+def check_leaks(subject: Subject) -> Cases:
+    """Compare the gradients of a new trace with eager mode, and check that no tracer outlives this trace.
+
+    Earlier checks have traced the layer. If the layer stored one of their tracers outside of `ctx`, the new trace may
+    read this tracer, and raise an error or compute other gradients.
+    """
+    function = subject.function
+
+    def compute() -> dict[str, Any]:
+        gradients = jax.jit(lambda tensors, w: function.with_tensors(tensors).named_gradients(w))
+        return gradients(function.tensors, subject.cotangents)
+
     try:
-        # Other checks ran the layer before. A new trace must compute the same gradients.
-        yield subject.case(" under jit, traced again", _jitted_without_leaks(subject.function, subject.cotangents))
+        yield subject.case(" under jit, traced again", _without_leaks(compute))
     except NEEDS_VALUES:
         return "not under jit, since it needs concrete values"
     return "no traced value outlives its trace under jit"
 
 
-def _jitted_without_leaks(function: TensorFunction, w: Cotangents) -> dict[str, Any]:
-    """Return the gradients under jit; raise a MismatchError if a traced value outlives its trace."""
-
-    def compute() -> dict[str, Any]:
-        return jax.jit(lambda tensors, w: function.with_tensors(tensors).gradients(w))(function.tensors, w)
-
+def _without_leaks(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of `compute`; raise a MismatchError if a tracer outlives its trace."""
     try:
         with jax.checking_leaks():
             return compute()
@@ -175,17 +191,25 @@ def _jitted_without_leaks(function: TensorFunction, w: Cotangents) -> dict[str, 
         # In a large process, JAX may raise an IndexError while it looks for references to a leaked tracer.
         if not isinstance(error, IndexError) and not str(error).startswith("Leaked trace"):
             raise
-        # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
-        if "shard_map[" in str(jax.make_jaxpr(compute)()):
-            return compute()
-        # JAX also reports a tracer that is deleted soon after the trace, such as a tracer in an object on a context.
-        before = {*map(id, _living_tracers())}
-        with contextlib.suppress(jax.errors.UnexpectedTracerError):
-            gradients = compute()
-            if not {*map(id, _living_tracers())} - before:
-                return gradients
-        how = "JAX cannot tell by what" if isinstance(error, IndexError) else " ".join(str(error).split())[:400]
-        raise MismatchError(f"a tracer is leaked: {how}") from error
+        if not _is_false_alarm(compute):
+            how = "JAX cannot tell by what" if isinstance(error, IndexError) else " ".join(str(error).split())[:400]
+            raise MismatchError(f"a tracer is leaked: {how}") from error
+    return compute()
+
+
+def _is_false_alarm(compute: Callable[[], dict[str, Any]]) -> bool:
+    """Return whether no tracer stays alive after `compute`, although JAX reports a leak."""
+    # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
+    if "shard_map[" in str(jax.make_jaxpr(compute)()):
+        return True
+    # JAX also reports a tracer that is still alive when the trace ends, but is deleted soon after it, such as a tracer
+    # in an object that `forward` stores on `ctx`.
+    before = {*map(id, _living_tracers())}
+    try:
+        compute()
+    except jax.errors.UnexpectedTracerError:
+        return False
+    return {*map(id, _living_tracers())} <= before
 
 
 def _living_tracers() -> list[Any]:
@@ -196,118 +220,130 @@ def _living_tracers() -> list[Any]:
 # -- transforms of JAX -----------------------------------------------------------------------------
 
 
-def jit(subject: Subject) -> Cases:
+def check_jit(subject: Subject) -> Cases:
+    """Compare the outputs and gradients under `jax.jit` with eager mode."""
     return (yield from _transformed(subject, " of jit", jax.jit(subject.function.outputs)))
 
 
-def remat(subject: Subject) -> Cases:
+def check_remat(subject: Subject) -> Cases:
+    """Compare the outputs and gradients under `jax.checkpoint` with eager mode."""
     return (yield from _transformed(subject, " of jax.checkpoint", jax.checkpoint(subject.function.outputs)))
 
 
-def _transformed(subject: Subject, label: str, outputs: _Outputs) -> Cases:
+def _transformed(subject: Subject, label: str, outputs: _OutputsFunction) -> Cases:
     function = subject.function
     yield subject.case(label, _results(function, outputs, function.values, subject.cotangents))
     return "outputs and gradients match eager mode"
 
 
-def shard_map(subject: Subject) -> Cases:
+def check_shard_map(subject: Subject) -> Cases:
+    """Compare the outputs and gradients under `jax.shard_map`, with replicated arguments, with eager mode."""
     function, mesh = subject.function, None
     tensors, cotangents, count = function.tensors, subject.cotangents, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:
-        (kind,) = {device.platform for device in function.values[0].devices()}
-        devices = jax.local_devices(backend=kind)
+        (platform,) = {device.platform for device in function.values[0].devices()}
+        devices = jax.local_devices(backend=platform)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
         # JAX would raise an error for arguments that are committed to other devices than those of the mesh.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
 
     def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
-        given = function.with_tensors(tensors)
-        mapped = jax.shard_map(lambda xs: given.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
-        outputs = lambda values: mapped(given.with_values(values).tensors)  # noqa: E731
-        return _results(function, outputs, given.values, cotangents)
+        replicated = function.with_tensors(tensors)
+        sharded = jax.shard_map(lambda xs: function.with_tensors(xs).run(), mesh=mesh, in_specs=P(), out_specs=P())
+        outputs = lambda values: sharded(replicated.with_values(values).tensors)  # noqa: E731
+        return _results(function, outputs, replicated.values, cotangents)
 
     yield subject.case(" of shard_map under jit", jax.jit(results)(tensors, cotangents))
     yield subject.case(" of shard_map eagerly", results(tensors, cotangents))
     return f"outputs and gradients on {plural(count, 'device', 'devices')} match eager mode, under jit and eagerly"
 
 
-def _results(function: TensorFunction, outputs: _Outputs, values: list[Any], cotangents: Cotangents) -> dict[str, Any]:
+def _results(
+    function: TensorFunction, outputs: _OutputsFunction, values: list[Any], cotangents: Cotangents
+) -> dict[str, Any]:
     """Return the outputs that a transformed layer computes without differentiation, and its gradients."""
 
-    def run(values: list[Any]) -> Cotangents:
+    def run(values: list[Any]) -> dict[int, Any]:
         returned = outputs(values)
         return {k: returned[k] for k in cotangents}
 
     pull = jax.vjp(run, values)[1]
-    return {**named_outputs(outputs(values)), **function.named(pull(cotangents)[0])}
+    return {**named_outputs(outputs(values)), **function.with_names(pull(cotangents)[0])}
 
 
 # -- several examples -----------------------------------------------------------------------------
 
-_Mapping = dict[int, int]  # from the position of a batched tensor to its batch axis
+_BatchAxes = dict[int, int]  # from the position of a batched tensor to its batch axis
 
 
-def vmap(subject: Subject) -> Cases:
-    function, mappings = subject.function, _mappings(subject.function)
-    for i, (description, mapped) in enumerate(mappings.items()):
+def check_vmap(subject: Subject) -> Cases:
+    """Compare the outputs and gradients under `jax.vmap` with those of each example alone."""
+    function, choices = subject.function, _choices_of_batch_axes(subject.function)
+    for i, (description, batch_axes) in enumerate(choices.items()):
         # The first choice runs in eager mode. The others are compiled, which is faster.
-        yield _case_of_examples(subject, mapped, f" of vmap{description}", is_jitted=i > 0)
-    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(mappings), 'choice', 'choices')} of mapped axes"
-    others = [p for p in range(len(function.tensors)) if p not in function.differentiated]
+        yield _case_of_examples(subject, batch_axes, f" of vmap{description}", is_jitted=i > 0)
+    done = f"{_EXAMPLES} examples match eager mode, in {plural(len(choices), 'choice', 'choices')} of mapped axes"
+    others = [p for p in range(len(function.tensors)) if p not in function.differentiated_positions]
     # From a batch of rbg keys, JAX draws other random numbers than from each of these keys alone.
     others = [p for p in others if "rbg" not in str(function.tensors[p].dtype)]
     if not others:
         return done
     names = ", ".join(function.paths[p] for p in others)
-    mapped = dict.fromkeys(sorted([*function.differentiated, *others]), 0)
+    batch_axes = dict.fromkeys(sorted([*function.differentiated_positions, *others]), 0)
     try:
-        case = _case_of_examples(subject, mapped, f" of vmap, {names} mapped too")
+        case = _case_of_examples(subject, batch_axes, f" of vmap, {names} mapped too")
     except Exception as error:  # the layer may need a concrete integer, as a shape or an axis
         return f"{done}; none with {names} mapped too ({type(error).__name__}: {first_line(error)})"
     yield case
     return f"{done}, with {names} mapped too"
 
 
-def _mappings(function: TensorFunction) -> dict[str, _Mapping]:
+def _choices_of_batch_axes(function: TensorFunction) -> dict[str, _BatchAxes]:
     """Return the choices of batched tensors and batch axes to check; each key describes its choice in messages."""
-    positions = function.differentiated
-    mappings = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
+    positions = function.differentiated_positions
+    choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
     for n in range(1, len(positions)):
         for chosen in itertools.combinations(positions, n):
             names = ", ".join(function.paths[p] for p in chosen)
-            mappings[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
-    return dict(itertools.islice(mappings.items(), _MOST_CHOICES))
+            choices[f", {names} alone mapped"] = dict.fromkeys(chosen, 0)
+    return dict(itertools.islice(choices.items(), _MOST_CHOICES))
 
 
-def _case_of_examples(subject: Subject, mapped: _Mapping, label: str, is_jitted: bool = True) -> Case:
+def _case_of_examples(subject: Subject, batch_axes: _BatchAxes, label: str, is_jitted: bool = True) -> Case:
     """Return a case that compares the results for a batch of examples with the results for each example alone."""
-    function = subject.function
-    ways = range(_EXAMPLES)
-    examples = [[_example(x, i) if p in mapped else x for p, x in enumerate(function.tensors)] for i in ways]
-    each = [function.with_tensors(example) for example in examples]
-    grads_of_each = [one.grads(subject.cotangents) for one in each]
-    outputs = [jnp.stack(ys) for ys in zip(*(one.run() for one in each), strict=True)]
-    # The gradient of an argument that is not batched is the sum of the gradients of all examples.
-    grads = [
-        jnp.stack(gs, mapped[p]) if p in mapped else sum(gs[1:], gs[0])
-        for p, gs in zip(function.differentiated, zip(*grads_of_each, strict=True), strict=True)
+    function, positions = subject.function, subject.function.differentiated_positions
+    examples = [
+        function.with_tensors([_example(x, i) if p in batch_axes else x for p, x in enumerate(function.tensors)])
+        for i in range(_EXAMPLES)
     ]
-    tensors = [jnp.stack(xs, mapped[p]) if p in mapped else xs[0] for p, xs in enumerate(zip(*examples, strict=True))]
+    outputs = [jnp.stack(ys) for ys in zip(*(example.run() for example in examples), strict=True)]
+    # The gradient of an argument that is not batched is the sum of the gradients of all examples.
+    gradients = [
+        jnp.stack(gs, batch_axes[p]) if p in batch_axes else sum(gs[1:], gs[0])
+        for p, gs in zip(positions, zip(*(e.gradients(subject.cotangents) for e in examples), strict=True), strict=True)
+    ]
+    tensors = [
+        jnp.stack(xs, batch_axes[p]) if p in batch_axes else xs[0]
+        for p, xs in enumerate(zip(*(example.tensors for example in examples), strict=True))
+    ]
 
-    def batched(values: list[Any]) -> list[Any]:
-        shared = function.with_tensors(tensors).with_values(values).tensors
+    def outputs_of_batch(values: list[Any]) -> list[Any]:
+        all_tensors = function.with_tensors(tensors).with_values(values).tensors
 
-        def one(batch: list[Any]) -> list[Any]:
-            example = dict(enumerate(shared)) | dict(zip(mapped, batch, strict=True))
+        def outputs_of_example(batched: list[Any]) -> list[Any]:
+            example = dict(enumerate(all_tensors)) | dict(zip(batch_axes, batched, strict=True))
             return function.with_tensors(list(example.values())).run()
 
-        return jax.vmap(one, in_axes=(list(mapped.values()),))([shared[p] for p in mapped])
+        in_axes = (list(batch_axes.values()),)
+        return jax.vmap(outputs_of_example, in_axes=in_axes)([all_tensors[p] for p in batch_axes])
 
-    results = lambda values, cotangents: _results(function, batched, values, cotangents)  # noqa: E731
+    results = lambda values, cotangents: _results(function, outputs_of_batch, values, cotangents)  # noqa: E731
     cotangents = {k: jnp.stack([w] * _EXAMPLES) for k, w in subject.cotangents.items()}
-    got = (jax.jit(results) if is_jitted else results)([tensors[p] for p in function.differentiated], cotangents)
-    return subject.case(label, got, {**named_outputs(outputs), **function.named(grads)}, "for each example alone")
+    got = (jax.jit(results) if is_jitted else results)([tensors[p] for p in positions], cotangents)
+    return subject.case(
+        label, got, {**named_outputs(outputs), **function.with_names(gradients)}, "for each example alone"
+    )
 
 
 def _example(x: Any, i: int) -> Any:

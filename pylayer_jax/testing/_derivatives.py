@@ -13,8 +13,9 @@ For complex arguments the gradient is that of `jax.grad`: `dL/d(re) - i dL/d(im)
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +31,12 @@ from ._subject import (
     Case,
     Cases,
     MismatchError,
+    Options,
     Subject,
     TensorFunction,
-    compare,
     exact,
     first_line,
+    first_mismatch,
     in_double_precision,
     largest,
     named_outputs,
@@ -49,80 +51,92 @@ __tracebackhide__ = True  # pytest hides the frames of this module
 _WIDE = 1e-15  # larger than the machine epsilon of float64
 
 
-def gradients(subject: Subject) -> Cases:
-    return (yield from _also_for_other_values(subject, _beside_reference if subject.reference else _beside_numbers))
+def check_gradients(subject: Subject) -> Cases:
+    """Compare the gradients with those of the reference, or else with central differences."""
+    compare_with = _compare_with_reference if subject.reference else _compare_with_differences
+    return (yield from _also_at_other_values(subject, compare_with))
 
 
-def second_order(subject: Subject) -> Cases:
+def check_second_order(subject: Subject) -> Cases:
+    """Compare the second derivatives in the same way."""
     try:
-        return (yield from gradients(subject.derivative))
+        return (yield from check_gradients(subject.derivative))
     except HostBackwardError as error:
         return f"not defined: {first_line(error).split('. ')[0]}"
 
 
-def outputs(subject: Subject) -> Cases:
-    return (yield from _also_for_other_values(subject, _outputs_beside_reference))
+def check_outputs(subject: Subject) -> Cases:
+    """Compare the outputs with those of the reference."""
+    return (yield from _also_at_other_values(subject, _compare_outputs_with_reference, with_gradients=False))
 
 
-def _also_for_other_values(subject: Subject, beside: Callable[[Subject], Cases]) -> Cases:
-    """Yield the cases at the values of the user, at random values, and at much larger and much smaller values.
+def _also_at_other_values(
+    subject: Subject, compare_with: Callable[[Subject], Cases], with_gradients: bool = True
+) -> Cases:
+    """Yield the cases of `compare_with` at the user's values, at random values, and at much larger and smaller values.
 
     The random values are the first ones that the function accepts and for which its results are finite. Second
     derivatives are not checked at the larger and smaller values, since these checks would take long.
     """
-    sentence = yield from beside(subject)
-    derivatives = beside is not _outputs_beside_reference
-    accepted, described, refusal = [subject.function.values], list[str](), ""
-    near = _ways(subject.root.function.values, subject.random(0))
-    for how, values in near:
-        cases, why_not = _cases_at(subject, values, beside, limit=1)
-        refusal = refusal or why_not
+    sentence = yield from compare_with(subject)
+    is_first_order = subject.base is None
+    accepted, refusal = {"": subject.root.function.values}, ""  # accepted: the values by description
+    options = dataclasses.replace(subject.options, limit=1)
+    for description, values in _random_values(subject.root.function.values, subject.random(0)):
+        cases, why_refused = _cases_at(subject, values, options, compare_with, with_gradients)
         if cases:
-            yield from _labelled(cases, how)
-            accepted.append(values)
-            described.append(how)
+            accepted[description] = values
+            yield from _labelled(cases, description)
             break
+        refusal = refusal or why_refused
     # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore an error is permitted if
-    # it is small relative to `sizes`, the sizes of the results at the user's values. A step that is relative to 1 may
-    # also leave the saturated region, so at large values `least_size` is 0, and each step is relative to the entry
-    # alone. See "small scale" in tests/checkers/wrong_layers.py.
-    sizes = {name: largest(x) for name, x in subject.results.items()} if derivatives else {}
-    for factor in () if subject.base else _FAR:
-        values, how = [scaled(factor, x) for x in subject.function.values], f"{factor:g} times the given ones"
+    # it is small relative to `result_sizes`, the sizes of the results at the user's values. A step that is relative to
+    # 1 may also leave the saturated region, so at large values `least_size` is 0, and each step is relative to the
+    # entry alone. See "small scale" in tests/checkers/wrong_layers.py.
+    result_sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
+    for factor in _FAR if is_first_order else ():
+        values = [scaled(factor, x) for x in subject.function.values]
         least_size = 1.0 if factor < 1 else 0.0
-        cases, _ = _cases_at(subject, values, beside, limit=1, least_size=least_size, sizes=sizes)
+        far_options = dataclasses.replace(options, least_size=least_size, result_sizes=result_sizes)
+        cases, _ = _cases_at(subject, values, far_options, compare_with, with_gradients)
         if cases:
-            yield from _labelled(cases, how)
-            accepted.append(values)
-            described.append(f"{factor:g} times")
-    other = f", and for other values ({', '.join(described)})" if described else ""
-    refused = "" if len(accepted) > 1 else f"; it takes no other values that were tried ({refusal})"
-    not_taken = _never_taken(subject, accepted) if derivatives and not subject.base else ""
+            accepted[f"{factor:g} times"] = values
+            yield from _labelled(cases, f"{factor:g} times the given ones")
+    descriptions = ", ".join(filter(None, accepted))
+    other = f", and for other values ({descriptions})" if descriptions else ""
+    refused = "" if descriptions else f"; it takes no other values that were tried ({refusal})"
+    not_taken = _branches_not_taken(subject, list(accepted.values())) if with_gradients and is_first_order else ""
     return f"{sentence}{other}{refused}{not_taken}"
 
 
 def _cases_at(
-    subject: Subject, values: Sequence[Any], beside: Callable[[Subject], Cases], **options: Any
+    subject: Subject,
+    values: Sequence[Any],
+    options: Options,
+    compare_with: Callable[[Subject], Cases],
+    with_gradients: bool,
 ) -> tuple[list[Case], str]:
-    """Return the cases at other values with other `options`; or no case, and the reason, if the values are refused."""
-    derivatives = beside is not _outputs_beside_reference
+    """Return the cases at other values and ""; or no case, and the reason, if the function refuses these values.
+
+    The function must have finite results where it has finite results at the user's values.
+    """
     try:
-        other = subject.at(values, dataclasses.replace(subject.options, **options))
-        finite, found = (_where_finite(each, derivatives) for each in (subject, other))
-        if len(found) != len(finite) or not all(map(np.array_equal, found, finite)):
+        other = subject.at(values, options)
+        masks, other_masks = (_finite_masks(each, with_gradients) for each in (subject, other))
+        if len(other_masks) != len(masks) or not all(map(np.array_equal, other_masks, masks)):
             return [], "it has results that are not finite"
-        return list(beside(other)), ""
+        return list(compare_with(other)), ""
     except Exception as error:  # a layer may raise an error for some values
         return [], f"{type(error).__name__}: {first_line(error)}"
 
 
-def _labelled(cases: Sequence[Case], how: str) -> Iterator[Case]:
+def _labelled(cases: Sequence[Case], description: str) -> Iterator[Case]:
     for case in cases:
-        yield dataclasses.replace(case, label=f"{case.label} for other values ({how})")
+        yield dataclasses.replace(case, label=f"{case.label} for other values ({description})")
 
 
-def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
-    arrays = [*subject.root.outputs, *subject.outputs, *(subject.grads if derivatives else ())]
+def _finite_masks(subject: Subject, with_gradients: bool) -> list[np.ndarray]:
+    arrays = [*subject.root.outputs, *subject.outputs, *(subject.gradients if with_gradients else ())]
     return [np.isfinite(exact(x)) for x in arrays if has_tangent(x)]
 
 
@@ -133,36 +147,37 @@ def _where_finite(subject: Subject, derivatives: bool) -> list[np.ndarray]:
 # entry by a different random number: [0.2, -0.9] may become [-0.16, 0.74]. Positive values remain positive, values in
 # [-1, 1] remain in this range, and sorted values remain sorted.
 
-# How values change: the range of the random factors, and whether signs may change. The largest changes come first.
-_WAYS = {
+# The range of the random factors, and whether signs may change. The largest changes come first.
+_RANDOM_FACTORS = {
     "random sizes and signs": (0.5, 1.5, True),
     "random sizes": (0.5, 1.5, False),
     "larger sizes": (1.0, 1.5, False),
     "smaller sizes": (0.5, 1.0, False),
 }
-# If all ways above fail, all values are multiplied by one number: a positive definite matrix stays positive definite.
-# The numbers are not round, because layers rarely have a kink at such multiples of the values of the user.
+# If the function refuses all such values, all values are multiplied by one number: a positive definite matrix stays
+# positive definite. The numbers are not round, because layers rarely have a kink at such multiples of the values.
 _SCALES = (0.7391, 1.1834)
-# Users often check a clipping rule at values that are not clipped. The ways above hardly change the magnitude of
-# values. A rule that forgets to zero the gradient of clipped values is found at larger values (test_wrong_layers.py,
-# "saturated").
+# Users often check a clipping rule at values that are not clipped, and the numbers above hardly change the magnitude of
+# values. A rule that forgets to zero the gradient of clipped values is found at larger values. See "clipped values" in
+# tests/checkers/wrong_layers.py.
 _FAR = (100.0, 0.01)
 
 
-def _ways(values: Sequence[Any], rng: np.random.Generator) -> Iterator[tuple[str, list[Any]]]:
+def _random_values(values: Sequence[Any], rng: np.random.Generator) -> Iterator[tuple[str, list[Any]]]:
     """Yield pairs of a description and a list of other values, such as ("larger sizes", [...])."""
-    for how, (low, high, signs) in _WAYS.items():
-        if not signs or any(_has_both_signs(exact(x)) for x in values):
-            yield how, [placed(x, _other(exact(x), low, high, signs, rng)) for x in values]
+    for description, (low, high, changes_signs) in _RANDOM_FACTORS.items():
+        if not changes_signs or any(_may_change_sign(exact(x)) for x in values):
+            yield description, [placed(x, _randomized(exact(x), low, high, changes_signs, rng)) for x in values]
     for scale in _SCALES:
         yield f"{scale} times the given ones", [scaled(scale, x) for x in values]
 
 
-def _has_both_signs(x: np.ndarray) -> bool:
+def _may_change_sign(x: np.ndarray) -> bool:
+    """Return whether `x` is complex, has entries of both signs, or has only zeros."""
     return bool(np.iscomplexobj(x) or np.min(x, initial=0.0) < 0 < np.max(x, initial=0.0) or not np.any(x))
 
 
-def _other(x: np.ndarray, low: float, high: float, signs: bool, rng: np.random.Generator) -> np.ndarray:
+def _randomized(x: np.ndarray, low: float, high: float, changes_signs: bool, rng: np.random.Generator) -> np.ndarray:
     size = np.abs(x)
     nonzero = size[np.isfinite(size) & (size > 0)]
     # Zeros are replaced, because zeros such as those of a unit matrix may hide a wrong gradient.
@@ -170,14 +185,19 @@ def _other(x: np.ndarray, low: float, high: float, signs: bool, rng: np.random.G
     if np.max(nonzero, initial=0.0) <= 1 and low < 1 < high:
         size = np.where(size > 1, 1 / size, size)
     if np.iscomplexobj(x):
-        angle = rng.uniform(0, 2 * np.pi, x.shape) if signs else np.angle(x)
+        angle = rng.uniform(0, 2 * np.pi, x.shape) if changes_signs else np.angle(x)
         other = size * np.exp(1j * angle)
     else:
-        sign = -1.0 if np.max(x, initial=0.0) <= 0 > np.min(x, initial=0.0) else 1.0
-        if _has_both_signs(x):
-            sign = rng.choice([-1.0, 1.0], x.shape) if signs else np.where(x < 0, -1.0, 1.0)
-        other = _sorted_as(x, sign * size)
+        other = _sorted_as(x, _signs(x, changes_signs, rng) * size)
     return np.where(np.isfinite(x), other, x)
+
+
+def _signs(x: np.ndarray, changes_signs: bool, rng: np.random.Generator) -> Any:
+    """Return 1.0 or -1.0 for each entry, or for all entries if those of `x` have one sign."""
+    if not _may_change_sign(x):
+        is_nonpositive = np.max(x, initial=0.0) <= 0
+        return -1.0 if is_nonpositive else 1.0
+    return rng.choice([-1.0, 1.0], x.shape) if changes_signs else np.where(x < 0, -1.0, 1.0)
 
 
 def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -189,29 +209,30 @@ def _sorted_as(x: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 # -- branches that no value takes -----------------------------------------------------------------
 
-# An operation may choose between its operands for each entry, as those of `jnp.where` and `jnp.clip` do. For each such
-# operation, this table has a function from the equation and its operands to one mask per choice: True for the entries
-# that take the choice.
-_Masks = dict[str, Any]
-_CHOICES: dict[str, Callable[..., _Masks]] = {
-    "select_n": lambda e, which, *_: _cases_of(which, len(e.invars) - 1),
-    "cond": lambda e, which, *_: _cases_of(which, len(inner_jaxprs(e.params))),
+# The primitives below select one of several branches for each entry: `jnp.where` applies select_n, `jnp.clip` applies
+# max and min. For each of them, this table has a function from the equation and its operands to a dict from branches to
+# masks: True for the entries that take the branch.
+#
+#     lambda x: jnp.maximum(x, 0)    x = [-1, 2]    {"its first operand": [F, T], "its second operand": [T, F]}
+_BRANCHES: dict[str, Callable[..., dict[str, Any]]] = {
+    "select_n": lambda e, which, *_: _masks_of_cases(which, len(e.invars) - 1),
+    "cond": lambda e, which, *_: _masks_of_cases(which, len(inner_jaxprs(e.params))),
     "max": lambda _, a, b: {"its first operand": a >= b, "its second operand": b >= a},
     "min": lambda _, a, b: {"its first operand": a <= b, "its second operand": b <= a},
     "clamp": lambda _, low, x, high: {"its lower limit": x <= low, "its upper limit": x >= high},
 }
 
 
-def _cases_of(which: Any, count: int) -> _Masks:
-    return {
-        ("False", "True")[i] if count == 2 else f"case {i}": which == np.asarray(i, which.dtype) for i in range(count)
-    }
+def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
+    names = ("False", "True") if count == 2 else [f"case {i}" for i in range(count)]
+    return {name: which == np.asarray(i, which.dtype) for i, name in enumerate(names)}
 
 
-def _never_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
-    """Return the end of a sentence, which lists the branches that no value in `accepted` takes.
+def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
+    """Return the end of a sentence about the branches of the layer that none of the `accepted` values takes.
 
-    Return "" if there are none.
+    It is like "; branches that no value takes: max at layers.py:12 is never its first operand", or "" if there are
+    none. Cotangents of other sizes are tried too, because `backward` may clip them.
     """
     function, w = subject.function, subject.cotangents
     points = [(values, w) for values in accepted]
@@ -220,67 +241,105 @@ def _never_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
 
     def gradients(*leaves: Any) -> tuple[list[Any], None]:
         values, w = jax.tree.unflatten(tree, leaves)
-        return function.with_values(values).grads(w), None
+        return function.with_values(values).gradients(w), None
 
     try:
         jaxpr, consts, _ = stage(gradients, list(map(jax.typeof, leaves)), "backward")
     except Exception:  # the function needs concrete values, or fails under jit: other rows tell
         return ""
-    if not any(has_equation(jaxpr, name) for name in _CHOICES):
+    if not any(has_equation(jaxpr, name) for name in _BRANCHES):
         return ""
 
-    def masks(*leaves: Any) -> dict[tuple[int, str], _Masks]:
-        found, _ = _choices(jaxpr, [*consts, *leaves], [False] * len(consts) + [True] * len(leaves))
-        return {(i, place): each for i, (place, each) in enumerate(found)}
+    @jax.jit
+    def run(*leaves: Any) -> dict[tuple[int, str], dict[str, Any]]:
+        inputs = [*(_Value(x, False) for x in consts), *(_Value(x, True) for x in leaves)]
+        _, selections = _evaluate(jaxpr, inputs)
+        return {(i, operation): is_taken for i, (operation, is_taken) in enumerate(selections)}
 
-    program = jax.jit(masks)
-    taken = [jax.device_get(program(*jax.tree.leaves(point))) for point in points]
+    runs = [jax.device_get(run(*jax.tree.leaves(point))) for point in points]
     missed = [
-        f"{operation} is never {choice}"
-        for place, choices in taken[0].items()
-        for operation in place[1:]
-        for choice in choices
-        if not any(each[place][choice] for each in taken)
+        f"{operation} is never {branch}"
+        for (_, operation), is_taken in jax.tree.map(lambda *xs: any(xs), *runs).items()
+        for branch in is_taken
+        if not is_taken[branch]
     ]
     return f"; branches that no value takes: {', '.join(dict.fromkeys(missed))}" if missed else ""
 
 
-def _choices(
-    jaxpr: Any, inputs: Sequence[Any], depends: Sequence[bool], within: tuple[Any, ...] = ()
-) -> tuple[list[tuple[str, _Masks]], list[tuple[Any, bool]]]:
-    """Evaluate a jaxpr; `depends` has one bool per input, which is False if the input depends on constants only.
+class _Value(NamedTuple):
+    """The value of a variable of a jaxpr."""
 
-    Return the choices that depend on non-constant inputs. Also return a pair for each output: the output, and whether
-    it depends on non-constant inputs. A choice is a pair of an operation with its source line, such as "max at
-    layers.py:12", and a dict from each branch to a scalar: whether any entry takes it.
+    array: Any
+    is_variable: bool  # whether the variable depends on more than constants
+
+
+class _Selection(NamedTuple):
+    """An equation that selects between branches."""
+
+    operation: str  # "max at layers.py:12"
+    is_taken: dict[str, Any]  # for each branch, whether any entry takes it
+
+
+def _evaluate(
+    jaxpr: Any, inputs: Sequence[_Value], within: tuple[Any, ...] = ()
+) -> tuple[list[_Value], list[_Selection]]:
+    """Evaluate a jaxpr. Return its outputs, and its selections between branches except those by constants alone.
+
+    The equations `within`, outermost first, call this jaxpr.
     """
-    values: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
-    dependent = {v for v, does in zip(jaxpr.invars, depends, strict=True) if does}
-    found: list[tuple[str, _Masks]] = []
-    read = lambda atom: atom.val if is_literal(atom) else values[atom]  # noqa: E731
-    is_dependent = lambda atom: not is_literal(atom) and atom in dependent  # noqa: E731
+    value_of: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+    selections: list[_Selection] = []
+
+    def read(atoms: Sequence[Any]) -> list[_Value]:
+        return [_Value(a.val, False) if is_literal(a) else value_of[a] for a in atoms]
+
     for equation in jaxpr.eqns:
-        name, operands, equations = equation.primitive.name, list(map(read, equation.invars)), (*within, equation)
-        masks = list(map(is_dependent, equation.invars))
-        depends_on_values = any(masks) and not _is_guard(equation)
-        if name in _CHOICES and any(masks[:1] if name in ("select_n", "cond") else [depends_on_values]):
-            choices = _CHOICES[name](equation, *operands)
-            found.append(
-                (" at ".join(filter(None, [name, line_of(equations)])), {k: jnp.any(x) for k, x in choices.items()})
-            )
-        inner = inner_jaxprs(equation.params)
-        if len(inner) == 1 and not inner[0].constvars and _types(inner[0].invars) == _types(equation.invars):
-            more, results = _choices(inner[0], operands, masks, equations)
-            found += more
+        equations, operands = (*within, equation), read(equation.invars)
+        if _is_selection(equation, operands):
+            selections.append(_selection_of(equations, operands))
+        if _is_call(equation):
+            results, inner_selections = _evaluate(inner_jaxprs(equation.params)[0], operands, equations)
+            selections += inner_selections
         else:
-            results = evaluate_part(jaxpr.replace(eqns=[equation]), values, equation.outvars)
-            results = [
-                (x, depends_on_values and _is_followed(equation, v))
-                for x, v in zip(results, equation.outvars, strict=True)
-            ]
-        values.update(zip(equation.outvars, [x for x, _ in results], strict=True))
-        dependent.update(v for v, (_, does) in zip(equation.outvars, results, strict=True) if does)
-    return found, [(read(v), is_dependent(v)) for v in jaxpr.outvars]
+            results = _results_of(equation, operands, jaxpr)
+        value_of.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars), selections
+
+
+def _is_selection(equation: Any, operands: Sequence[_Value]) -> bool:
+    """Return whether an equation selects between branches, and not by constants alone."""
+    name = equation.primitive.name
+    if name in ("select_n", "cond"):  # the first operand selects
+        return operands[0].is_variable
+    return name in _BRANCHES and _depends_on_variables(equation, operands)
+
+
+def _selection_of(equations: tuple[Any, ...], operands: Sequence[_Value]) -> _Selection:
+    name = equations[-1].primitive.name
+    masks = _BRANCHES[name](equations[-1], *(v.array for v in operands))
+    operation = " at ".join(filter(None, [name, line_of(equations)]))
+    return _Selection(operation, {branch: jnp.any(mask) for branch, mask in masks.items()})
+
+
+def _results_of(equation: Any, operands: Sequence[_Value], jaxpr: Any) -> list[_Value]:
+    """Evaluate one equation of a jaxpr."""
+    known = {a: v.array for a, v in zip(equation.invars, operands, strict=True) if not is_literal(a)}
+    arrays = evaluate_part(jaxpr.replace(eqns=[equation]), known, equation.outvars)
+    is_variable = _depends_on_variables(equation, operands)
+    return [_Value(x, is_variable and _is_followed(equation, v)) for x, v in zip(arrays, equation.outvars, strict=True)]
+
+
+def _depends_on_variables(equation: Any, operands: Sequence[_Value]) -> bool:
+    return any(v.is_variable for v in operands) and not _is_guard(equation)
+
+
+def _is_call(equation: Any) -> bool:
+    """Return whether an equation evaluates its inner jaxpr once on its operands, as a jitted function does."""
+    # The jaxpr of a scan is one iteration, and the jaxpr of a shard_map is the part of one device.
+    if equation.primitive.name in ("scan", "shard_map"):
+        return False
+    inner = inner_jaxprs(equation.params)
+    return len(inner) == 1 and not inner[0].constvars and _shapes(inner[0].invars) == _shapes(equation.invars)
 
 
 def _is_guard(equation: Any) -> bool:
@@ -295,85 +354,88 @@ def _is_guard(equation: Any) -> bool:
 
 
 def _is_followed(equation: Any, result: Any) -> bool:
-    """Return whether a choice that depends on this result may be a branch of the layer."""
-    # A choice by an integer does not count, because JAX itself compares each index with 0. The index of a `cond` is an
+    """Return whether a later selection that depends on this result is reported."""
+    # A selection by an integer is not, because JAX itself compares each index with 0. The index of a `cond` is an
     # exception: JAX converts it from a bool.
     is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 
 
-def _types(variables: Sequence[Any]) -> list[Any]:
+def _shapes(variables: Sequence[Any]) -> list[Any]:
     return [v.aval.shape for v in variables]
 
 
 # -- cases with a reference -----------------------------------------------------------------------
 
 
-def _beside_reference(subject: Subject) -> Cases:
+def _compare_with_reference(subject: Subject) -> Cases:
     if subject.base is None:
-        yield from _outputs_beside_reference(subject)
+        yield from _compare_outputs_with_reference(subject)
     assert subject.reference is not None
-    expected = subject.reference.gradients(on_one_device(subject.cotangents))
-    yield subject.case("", subject.gradients, expected, "by the reference")
+    expected = subject.reference.named_gradients(on_one_device(subject.cotangents))
+    yield subject.case("", subject.named_gradients, expected, "by the reference")
     return "match those of the reference"
 
 
-def _outputs_beside_reference(subject: Subject) -> Cases:
+def _compare_outputs_with_reference(subject: Subject) -> Cases:
     """Compare the tensors and the statics (objects that are not tensors) that the function and the reference return."""
     assert subject.reference is not None
-    (got, statics), (expected, right) = subject.function.run_with_statics(), subject.reference.run_with_statics()
+    got, statics = subject.function.run_with_statics()
+    expected, expected_statics = subject.reference.run_with_statics()
     if len(got) != len(expected):
         returned = plural(len(got), "tensor is", "tensors are")
         raise MismatchError(f"{returned} returned, but {len(expected)} by the reference.")
-    if right and not (len(statics) == len(right) and all(map(_is_same_static, statics, right))):
-        raise MismatchError(f"the statics {statics!r} are returned, but {right!r} by the reference.")
+    is_same = len(statics) == len(expected_statics) and all(map(_is_same_static, statics, expected_statics))
+    if expected_statics and not is_same:
+        raise MismatchError(f"the statics {statics!r} are returned, but {expected_statics!r} by the reference.")
     yield subject.case("", named_outputs(got), named_outputs(expected), "by the reference")
     return "match those of the reference"
 
 
 def _is_same_static(a: Any, b: Any) -> bool:
     # Only Python literals are compared, as other objects may differ between runs. `repr` is equal for two NaNs.
-    is_literal = isinstance(a, (str, bytes, int, float, complex, type(None)))
-    return type(a) is type(b) and (not is_literal or repr(a) == repr(b))
+    is_compared = isinstance(a, (str, bytes, int, float, complex, type(None)))
+    return type(a) is type(b) and (not is_compared or repr(a) == repr(b))
 
 
 # -- cases with numerical derivatives -------------------------------------------------------------
 
 
-def _beside_numbers(subject: Subject) -> Cases:
-    places = sum(min(x.size, subject.options.limit) for x in subject.grads)
-    found = _in_float64(subject) if subject.options.float64 else None
-    sentence = f"match finite differences at {places} entries"
-    if found is None:
+def _compare_with_differences(subject: Subject) -> Cases:
+    n_entries = sum(min(x.size, subject.options.limit) for x in subject.gradients)
+    sentence = f"match finite differences at {n_entries} entries"
+    in_float64 = _in_float64(subject) if subject.options.float64 else None
+    if in_float64 is None:
         yield from _numerical_cases(subject)
         return sentence
-    wide, cases = found
+    wide, cases = in_float64
     yield from cases
-    try:
-        outputs = named_outputs(subject.outputs)
-        compare(subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs)))
-    except MismatchError:  # the function computes other outputs in float64, as a function with random numbers does
+    outputs = named_outputs(subject.outputs)
+    if first_mismatch([subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs))]):
+        # The function computes other outputs in float64, as a function with random numbers does.
         yield from _numerical_cases(subject)
         return sentence
     dtypes = dict.fromkeys(str(x.dtype) for x in subject.function.values if jnp.finfo(x.dtype).eps > _WIDE)
     if not dtypes:
         return sentence
     label = f" in {', '.join(dtypes)}"
-    yield subject.case(label, subject.gradients, _cast(wide.gradients, subject.gradients), "in float64")
+    got, expected = subject.named_gradients, _cast(wide.named_gradients, subject.named_gradients)
+    yield subject.case(label, got, expected, "in float64")
     return f"{sentence},{label} too"
 
 
 def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
     """Return a copy of the subject with values in float64 and complex128, and the cases of this copy.
 
-    Return None if the function returns a narrower dtype, or raises an error. Other errors occur again in the caller.
+    Return None if the function returns a narrower dtype, or raises an error. An error that does not come from float64
+    is raised again when the caller runs the function in the original dtypes.
     """
-    cotangents, _ = subject.cotangents, subject.terms  # read here, so that both are computed outside of enable_x64
+    cotangents = subject.cotangents  # computed outside of enable_x64
     with jax.enable_x64(True):
         try:
             values = [in_double_precision(x) for x in subject.function.values]
-            wide = Subject(subject.function.with_values(values), None, subject.options, subject.base)
-            wide.cotangents = {k: in_double_precision(w) for k, w in cotangents.items()}
+            weights = {k: in_double_precision(w) for k, w in cotangents.items()}
+            wide = Subject(subject.function.with_values(values), None, subject.options, subject.base, weights)
             return (wide, list(_numerical_cases(wide))) if wide.epsilon < _WIDE else None
         except Exception:
             return None
@@ -383,60 +445,76 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
     return {name: np.asarray(x).astype(like[name].dtype) if has_tangent(x) else x for name, x in arrays.items()}
 
 
+class Slope(NamedTuple):
+    """The derivative of the weighted sum of the outputs along a direction."""
+
+    value: float
+    error: float  # how large the error of the value may be
+    direction: np.ndarray  # of length 1, after rounding
+
+
+SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an array and a direction
+
+
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
     """Yield cases with the gradients, and central differences of the weighted sum of the outputs as expected arrays."""
-    function, epsilon, terms, options = subject.function, subject.epsilon, subject.terms_of_outputs, subject.options
-    values, middle = list(map(exact, function.values)), list(map(exact, subject.outputs))
-    relative_step = epsilon ** (1 / 3) if options.step is None else options.step
-
-    def from_a_step(j: int, half_step: np.ndarray) -> tuple[float, float, np.ndarray]:
-        ends = [placed(function.values[j], values[j] + sign * half_step) for sign in (-1, 1)]
-        low, high = (function.only(j).outputs([end]) for end in ends)
-        step, change, error = exact(ends[1]) - exact(ends[0]), 0.0, 0.0
-        for k, w in subject.cotangents.items():
-            weight, lower, upper = exact(w), exact(low[k]), exact(high[k])
-            change += float(np.sum(weight * (upper - lower)).real)
-            rounding = 4 * epsilon * np.abs(weight) * np.maximum(np.abs(upper), terms[k])
-            # If rounding removed the change of every entry, take the error of one entry.
-            error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
-            # At a kink, the slopes on both sides of the middle differ. The error includes half of this difference.
-            error += abs(float(np.sum(weight * (upper - 2 * middle[k] + lower)).real))
-        length = float(np.linalg.norm(step))
-        return change / length, error / length, step / length
-
-    def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
-        value, moved, whole = values[j], direction != 0, largest(values[j])
-        half_steps = [(max(options.least_size, largest(value[moved])) or whole or 1.0) * direction]
-        if options.step is None and whole:
-            # The best step size is unknown: it may be relative to 1, to the largest entry, or to each entry. Therefore
-            # try all three.
-            own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
-            half_steps += [whole * direction] if whole < 0.1 else []
-            smallest = np.min(own, where=moved, initial=whole)
-            half_steps += [own * direction] if smallest < min(0.1 * max(1.0, whole), whole) else []
-        return min((from_a_step(j, relative_step * half_step) for half_step in half_steps), key=_relative_error)
-
-    return directional_cases(subject, along, options.limit, "numerically", epsilon ** (1 / 3))
+    rtol = subject.epsilon ** (1 / 3)
+    return directional_cases(
+        subject, functools.partial(_difference, subject), subject.options.limit, "numerically", rtol
+    )
 
 
-def _relative_error(found: tuple[float, float, np.ndarray]) -> tuple[float, float]:
-    """Return a sort key: the error of a derivative relative to the derivative, at most 1, and then the error itself."""
-    derivative, error, _ = found
-    if not np.isfinite(error):
+def _difference(subject: Subject, j: int, direction: np.ndarray) -> Slope:
+    """Return the central difference with the smallest relative error, among those with several steps."""
+    relative_step = subject.epsilon ** (1 / 3) if subject.options.step is None else subject.options.step
+    sizes = _sizes_of_steps(exact(subject.function.values[j]), direction != 0, subject.options)
+    return min((_central_difference(subject, j, relative_step * (size * direction)) for size in sizes), key=_sort_key)
+
+
+def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -> list[Any]:
+    """Return the sizes to which a step may be relative: numbers, or arrays with a number per entry of `value`."""
+    whole = largest(value)
+    sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
+    if options.step is None and whole:
+        # The best step size is unknown: it may be relative to 1, to the largest entry, or to each entry. Therefore
+        # try all three.
+        own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
+        sizes += [whole] if whole < 0.1 else []
+        smallest = np.min(own, where=is_moved, initial=whole)
+        sizes += [own] if smallest < min(0.1 * max(1.0, whole), whole) else []
+    return sizes
+
+
+def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slope:
+    array, function = subject.function.values[j], subject.function.only(j)
+    start, end = (placed(array, exact(array) + sign * half_step) for sign in (-1, 1))
+    low, high = function.outputs([start]), function.outputs([end])
+    step, change, error = exact(end) - exact(start), 0.0, 0.0
+    for k, w in subject.cotangents.items():
+        weight, lower, middle, upper = exact(w), exact(low[k]), exact(subject.outputs[k]), exact(high[k])
+        change += float(np.sum(weight * (upper - lower)).real)
+        rounding = 4 * subject.epsilon * np.abs(weight) * np.maximum(np.abs(upper), subject.output_term_sizes[k])
+        # Only entries that differ count. If none does, rounding removed the change: take the largest error of an entry.
+        error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
+        # At a kink, the slopes on both sides of the middle differ. The error includes half of this difference.
+        error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
+    length = float(np.linalg.norm(step))
+    return Slope(change / length, error / length, step / length)
+
+
+def _sort_key(slope: Slope) -> tuple[float, float]:
+    """Return the error of a slope relative to the slope, at most 1, and then the error itself."""
+    if not np.isfinite(slope.error):
         return np.inf, np.inf
-    return error / max(abs(derivative), error) if error else 0.0, error
-
-
-# Maps the position of an array and a direction to the derivative, its largest error, and the direction after rounding.
-Derivative = Callable[[int, np.ndarray], tuple[float, float, np.ndarray]]
+    return slope.error / max(abs(slope.value), slope.error) if slope.error else 0.0, slope.error
 
 
 def directional_cases(
-    subject: Subject, derivative: Derivative, limit: int, source: str, rtol: float | None = None
+    subject: Subject, slope_along: SlopeFunction, limit: int, source: str, rtol: float | None = None
 ) -> Iterator[Case]:
-    """Yield cases that compare the gradient of each array, at up to `limit` entries.
+    """Yield cases that compare the gradient of each array with slopes, at up to `limit` entries.
 
-    For larger arrays, they also compare it along a random direction.
+    A larger array has a second case, along a random direction.
 
     `rtol` is the default of the relative tolerance; None means the square root of the machine epsilon.
     """
@@ -448,29 +526,30 @@ def directional_cases(
         tolerance = dataclasses.replace(subject.tolerance, rtol=relative, noise={name: noise})
         return Case("", {name: np.asarray(got)}, {name: np.asarray(expected)}, source, tolerance)
 
-    for j, (name, gradient) in enumerate(subject.gradients.items()):
-        right = exact(gradient)
-        noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.sizes.get(name, 0.0))
+    for j, (name, gradient) in enumerate(subject.named_gradients.items()):
+        entries = exact(gradient)
+        noise = max(subject.tolerance.noise.get(name, 0.0), relative * subject.options.result_sizes.get(name, 0.0))
         # An entry that is not checked is NaN in both arrays of a case.
-        got, expected = np.full_like(right, np.nan), np.full_like(right, np.nan)
-        errors = np.full(right.shape, noise)
-        for entry in range(right.size) if right.size <= limit else rng.choice(right.size, limit, replace=False):
-            index = np.unravel_index(entry, right.shape)
-            got[index], expected[index] = right[index], 0
-            for unit in (1, 1j) if np.iscomplexobj(right) else (1,):
-                direction = np.zeros_like(right)
+        got, expected = np.full_like(entries, np.nan), np.full_like(entries, np.nan)
+        errors = np.full(entries.shape, noise)
+        for i in range(entries.size) if entries.size <= limit else rng.choice(entries.size, limit, replace=False):
+            index = np.unravel_index(i, entries.shape)
+            got[index], expected[index] = entries[index], 0
+            for unit in (1, 1j) if np.iscomplexobj(entries) else (1,):
+                direction = np.zeros_like(entries)
                 direction[index] = unit
-                found, error, _ = derivative(j, direction)
-                expected[index] += found * np.conj(unit)
-                errors[index] += error
+                slope = slope_along(j, direction)
+                expected[index] += slope.value * np.conj(unit)
+                errors[index] += slope.error
         yield case(name, got, expected, errors)
-        if right.size > limit:
+        if entries.size > limit:
             direction = exact(random_like(gradient, rng))
-            found, error, taken = derivative(j, direction / np.linalg.norm(direction))
-            terms = np.real(right * taken)
+            slope = slope_along(j, direction / np.linalg.norm(direction))
+            terms = np.real(entries * slope.direction)
             # The terms of the sum may cancel, but the errors of the terms do not cancel.
-            error += relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * right.size**0.5
-            yield case(f"{name} along a random direction over all {right.size} entries", np.sum(terms), found, error)
+            error_of_terms = relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * entries.size**0.5
+            label = f"{name} along a random direction over all {entries.size} entries"
+            yield case(label, np.sum(terms), slope.value, slope.error + error_of_terms)
 
 
 # -- forward mode ---------------------------------------------------------------------------------
@@ -483,7 +562,8 @@ def directional_cases(
 # If t is a unit vector, both sides are one entry of the gradient J^T w.
 
 
-def forward_mode(subject: Subject) -> Cases:
+def check_forward_mode(subject: Subject) -> Cases:
+    """Compare `jax.jvp` with the gradients: of one argument alone, under jit, and under vmap."""
     if reason := _why_not_defined(subject):
         return reason
     alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
@@ -493,7 +573,8 @@ def forward_mode(subject: Subject) -> Cases:
     return "matches reverse mode, entry by entry, also under jit and vmap"
 
 
-def forward_over_reverse(subject: Subject) -> Cases:
+def check_forward_over_reverse(subject: Subject) -> Cases:
+    """Compare `jax.jvp` of the gradients, and `jax.jvp` of `jax.jvp`, with reverse over reverse."""
     second = subject.derivative
     if reason := _why_not_defined(second):
         return reason
@@ -540,13 +621,13 @@ def _forward_cases(
     """Yield cases that compare gradients with w . (J t); `jvp` maps the position and the tangent of an array to J t."""
     weights = weights or list(subject.cotangents.values())
 
-    def along(j: int, direction: np.ndarray) -> tuple[float, float, np.ndarray]:
+    def slope_along(j: int, direction: np.ndarray) -> Slope:
         tangent = placed(subject.function.values[j], direction)
         terms = [exact(w) * exact(t) for w, t in zip(weights, jvp(j, tangent), strict=True)]
         size = sum(float(np.sum(np.abs(x))) for x in terms)
-        return sum(float(np.sum(x).real) for x in terms), 4 * subject.epsilon * size, exact(tangent)
+        return Slope(sum(float(np.sum(x).real) for x in terms), 4 * subject.epsilon * size, exact(tangent))
 
-    return directional_cases(subject, along, limit, how)
+    return directional_cases(subject, slope_along, limit, how)
 
 
 def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
@@ -558,13 +639,13 @@ def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
 
 def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
     """Yield cases along random directions, with the derivatives of the first example of a batch."""
-    mapped = jax.vmap(subject.function.selected(subject.cotangents))
-    batched = jax.jit(lambda values, tangents: jax.jvp(mapped, values, tangents))
+    outputs = jax.vmap(subject.function.selected(subject.cotangents))
+    batched_jvp = jax.jit(lambda values, tangents: jax.jvp(outputs, values, tangents))
 
     def jvp(j: int, tangent: Any) -> list[Any]:
         arrays = subject.function.values, _zeros_but(subject, j, tangent)
         values, tangents = (tuple(jnp.stack([x, scaled(0.9, x)]) for x in xs) for xs in arrays)
-        return [t[0] for t in batched(values, tangents)[1].values()]
+        return [t[0] for t in batched_jvp(values, tangents)[1].values()]
 
     return _forward_cases(subject, jvp, 0, how)
 

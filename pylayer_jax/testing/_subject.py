@@ -1,15 +1,17 @@
-"""Defines `Subject`, a function under test with its results in eager mode, and how these results are compared.
+"""Defines `Subject` (a function under test, with its results in eager mode) and `compare`, which checks other results.
 
 `TensorFunction` turns a function and its arguments into a function of the tensors in these arguments:
 
     f = tensor_function("gradcheck", Linear, ({"w": w, "b": b}, x, "relu"))
-    f.names                       # ["args[0]['b']", "args[0]['w']", "args[1]"]: the differentiated tensors
+    f.values                      # [b, w, x]: the differentiated tensors
+    f.value_names                 # ["args[0]['b']", "args[0]['w']", "args[1]"]
     f.run()                       # the tensors that Linear.apply returns, in a list
-    f.gradients({0: dy})          # {"the gradient of args[0]['b']": ..., ...}
-    f.grad_function({0: dy})      # the function from the values and dy to these gradients
+    f.gradients({0: dy})          # [the gradient of b, ...]
+    f.named_gradients({0: dy})    # {"the gradient of args[0]['b']": ..., ...}
+    f.gradient_function({0: dy})  # the function from the values and dy to the gradients
 
-`Subject(f, reference, Options())` has its outputs, random cotangents, gradients and tolerance. `compare` compares a
-`Case`, which holds the results of one way to run the function, with the expected results:
+`Subject(f, reference, Options())` has the outputs, random cotangents, gradients and tolerance of `f`. `compare`
+compares a `Case`, which holds the results of one way to run the function, with the expected results:
 
     compare(Case(" under jit", {"output 0": got}, {"output 0": expected}, "in eager mode", Tolerance()))
     # AssertionError: output 0 under jit at index (1, 2) is 0.3, but 0.2 in eager mode (tolerance 7e-05); wrong at ...
@@ -17,12 +19,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ Cotangents = dict[int, Any]
 class TensorFunction:
     """A function and its arguments, regarded as a function of the tensors in these arguments.
 
-    The `values` are the tensors with respect to which JAX differentiates.
+    JAX differentiates with respect to the floating-point and complex tensors, which are called `values`.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
@@ -50,23 +51,23 @@ class TensorFunction:
         self.function = function
         tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
-        self.differentiated = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
+        self.differentiated_positions = [i for i, x in enumerate(self.tensors) if has_tangent(x)]
         places = [path[1:].split("]", 1) for path in self.skeleton.tensor_paths()]  # "[0]['w'][1]" is in args[0]
         self.paths = names or [list(arguments)[int(position)] + path for position, path in places]
 
     @property
-    def names(self) -> list[str]:
-        """The names of the differentiated tensors."""
-        return [self.paths[i] for i in self.differentiated]
+    def value_names(self) -> list[str]:
+        """The names of `values`, as in "args[0]['w']"."""
+        return [self.paths[i] for i in self.differentiated_positions]
 
     @property
     def values(self) -> list[Any]:
-        """The differentiated tensors."""
-        return [self.tensors[i] for i in self.differentiated]
+        """The tensors with respect to which JAX differentiates."""
+        return [self.tensors[i] for i in self.differentiated_positions]
 
     def with_values(self, values: Sequence[Any]) -> TensorFunction:
         """Return the same function with other values of the differentiated tensors."""
-        tensors = dict(enumerate(self.tensors)) | dict(zip(self.differentiated, values, strict=True))
+        tensors = dict(enumerate(self.tensors)) | dict(zip(self.differentiated_positions, values, strict=True))
         return self.with_tensors(list(tensors.values()))
 
     def with_tensors(self, tensors: Sequence[Any]) -> TensorFunction:
@@ -77,7 +78,7 @@ class TensorFunction:
     def only(self, j: int) -> TensorFunction:
         """Return a copy of this function that JAX differentiates with respect to value number `j` only."""
         other = copy.copy(self)
-        other.differentiated = [self.differentiated[j]]
+        other.differentiated_positions = [self.differentiated_positions[j]]
         return other
 
     def run(self) -> list[Any]:
@@ -105,23 +106,20 @@ class TensorFunction:
 
         return jax.vjp(run, self.values, has_aux=True)[2]
 
-    def run_with_other_inputs(self) -> Iterator[None]:
-        """Run the function on other numbers, flags and shapes, and yield after each run; ignore errors."""
-        for kind, change in _CHANGES.items():
+    def changeable_types(self) -> list[type]:
+        """Return the types of arguments that `run_changed` can change: float, int, bool and jax.Array at most."""
+        arguments = [*self.tensors, *self.skeleton.statics()]
+        return [kind for kind in _CHANGES if any(_changed(kind, x) is not x for x in arguments)]
 
-            def changed(x: Any, kind: type = kind, change: Callable[[Any], Any] = change) -> Any:
-                applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
-                return change(x) if applies else x
+    def run_changed(self, kind: type) -> None:
+        """Run the function with all arguments of one type changed: other numbers or bools, or larger arrays."""
+        change = functools.partial(_changed, kind)
+        self.function(*self.skeleton.fill(list(map(change, self.tensors)), change))
 
-            if any(changed(x) is not x for x in [*self.tensors, *self.skeleton.statics()]):
-                with contextlib.suppress(Exception):
-                    self.function(*self.skeleton.fill(list(map(changed, self.tensors)), changed))
-                yield
-
-    def selected(self, positions: Collection[int]) -> Callable[..., Cotangents]:
+    def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
         """Return a function from the values, as positional arguments, to a dict of the outputs at `positions`."""
 
-        def run(*values: Any) -> Cotangents:
+        def run(*values: Any) -> dict[int, Any]:
             returned = self.outputs(values)
             return {k: returned[k] for k in positions}
 
@@ -131,25 +129,29 @@ class TensorFunction:
         """Return the vjp function, from a dict of cotangents for the positions `outputs` to one gradient per value."""
         return jax.vjp(self.selected(outputs), *self.values)[1]
 
-    def grads(self, cotangents: Cotangents) -> list[Any]:
+    def gradients(self, cotangents: Cotangents) -> list[Any]:
+        """Return one gradient per value."""
         return list(self.vjp(cotangents)(cotangents))
 
-    def gradients(self, cotangents: Cotangents) -> dict[str, Any]:
-        """Return a dict of the gradients, whose keys are the names in messages."""
-        return self.named(self.grads(cotangents))
+    def named_gradients(self, cotangents: Cotangents) -> dict[str, Any]:
+        """Return the gradients in a dict, as `with_names` does."""
+        return self.with_names(self.gradients(cotangents))
 
-    def named(self, gradients: Sequence[Any]) -> dict[str, Any]:
+    def with_names(self, gradients: Sequence[Any]) -> dict[str, Any]:
         """Return a dict of gradients, whose keys are the names in messages: "the gradient of args[0]"."""
-        return {f"the gradient of {name}": g for name, g in zip(self.names, gradients, strict=True)}
+        return {f"the gradient of {name}": g for name, g in zip(self.value_names, gradients, strict=True)}
 
-    def grad_function(self, cotangents: Cotangents) -> TensorFunction:
-        """Return the function that maps the differentiated values and the cotangents to the gradients."""
+    def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
+        """Return the function that maps the values and the cotangents to the gradients.
+
+        `order` is the order of these gradients: above 1 if this function computes gradients itself.
+        """
 
         def gradients(values: list[Any], cotangents: Cotangents) -> list[Any]:
-            return self.with_values(values).grads(cotangents)
+            return self.with_values(values).gradients(cotangents)
 
-        where = " of the gradient" if any(name.startswith("cotangent[") for name in self.names) else ""
-        names = [*self.names, *(f"cotangent[{k}]{where}" for k in cotangents)]
+        where = " of the gradient" if order > 1 else ""
+        names = [*self.value_names, *(f"cotangent[{k}]{where}" for k in cotangents)]
         return TensorFunction(gradients, {"values": self.values, "cotangents": cotangents}, names)
 
 
@@ -161,10 +163,20 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 }
 
 
+def _changed(kind: type, x: Any) -> Any:
+    """Return another value in place of `x` if `x` is of this type and not a scalar array; otherwise return `x`."""
+    applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
+    return _CHANGES[kind](x) if applies else x
+
+
 def tensor_function(
     checker: str, function: Any, args: Any, kwargs: Mapping[str, Any] | None = None, on_one_device: bool = False
 ) -> TensorFunction:
-    """Return the function that `checker` checks; raise an error if the arguments cannot be checked."""
+    """Return `function` and its arguments as a `TensorFunction`; `checker` is the name of the public function.
+
+    Raises:
+        TypeError, ValueError: if the arguments cannot be checked.
+    """
     call = getattr(function, "apply", None) if isinstance(function, type) else function
     if not callable(call):
         raise TypeError(f"{checker}: expected a layer or a function, got {function!r}.")
@@ -177,20 +189,20 @@ def tensor_function(
     def run(*values: Any) -> Any:
         return call(*values[: len(args)], **dict(zip(keywords, values[len(args) :], strict=True)))
 
-    found = TensorFunction(run, {f"args[{i}]": value for i, value in enumerate(args)} | keywords)
-    if not found.differentiated:
+    result = TensorFunction(run, {f"args[{i}]": value for i, value in enumerate(args)} | keywords)
+    if not result.differentiated_positions:
         raise ValueError(
             f"{checker}: none of the arguments holds an array of floating-point or complex numbers, so that there is "
             "no gradient to check. Python numbers are statics: pass jnp.float32(1.5) for 1.5."
         )
-    for path, x in zip(found.paths, found.tensors, strict=True):
+    for path, x in zip(result.paths, result.tensors, strict=True):
         if not is_tracer(x) and not x.is_fully_addressable:
             raise ValueError(
                 f"{checker}: {path} lies on devices of other processes too ({type_of(x)} with {x.sharding}); but "
                 f"{checker} compares every entry in one process, and expects arrays of this process. Pass a small "
                 "array on jax.local_devices(), or np.asarray(x) if x is fully replicated."
             )
-    return found.with_tensors(list(map(gathered, found.tensors))) if on_one_device else found
+    return result.with_tensors(list(map(gathered, result.tensors))) if on_one_device else result
 
 
 def name_of(function: Any) -> str:
@@ -290,28 +302,38 @@ def compare(case: Case) -> None:
         expected, label = case.expected[name], f"{name}{case.label}"
         if got.shape != expected.shape or got.dtype != expected.dtype:
             raise MismatchError(f"{label} is {type_of(got)}, but {type_of(expected)} {case.source}.")
-        found, right = exact(got), exact(expected)
-        allowed = case.tolerance.of(name, np.dtype(int) if is_key(got) else got.dtype, right)
-        error = np.where(found == right, 0.0, np.abs(found - right))
-        excess = np.where(np.isnan(found) & np.isnan(right), -np.inf, error - allowed)
+        got_numbers, numbers = exact(got), exact(expected)
+        allowed = case.tolerance.of(name, np.dtype(int) if is_key(got) else got.dtype, numbers)
+        error = np.where(got_numbers == numbers, 0.0, np.abs(got_numbers - numbers))
+        excess = np.where(np.isnan(got_numbers) & np.isnan(numbers), -np.inf, error - allowed)
         wrong = ~(excess <= 0)
         if np.any(wrong):
             worst = np.argmax(np.where(np.isnan(excess), np.inf, excess))
             index = tuple(map(int, np.unravel_index(worst, wrong.shape)))
             raise MismatchError(
-                f"{label}{f' at index {index}' if index else ''} is {found[index]:.6g}, but {right[index]:.6g} "
-                f"{case.source} (tolerance {allowed[index]:.1g}); wrong at {np.sum(wrong)} of "
-                f"{np.sum(~np.isnan(right))} places.{_about_ratio(found, right)}"
+                f"{label}{f' at index {index}' if index else ''} is {got_numbers[index]:.6g}, but "
+                f"{numbers[index]:.6g} {case.source} (tolerance {allowed[index]:.1g}); wrong at {np.sum(wrong)} of "
+                f"{np.sum(~np.isnan(numbers))} places.{_about_ratio(got_numbers, numbers)}"
             )
         # Under `shard_map` with check_vma=False, devices may hold different copies of a replicated array.
         is_spread = isinstance(got, jax.Array) and not is_key(got) and len(got.sharding.device_set) > 1
         for shard in got.addressable_shards if is_spread else ():
-            if np.any(np.abs(exact(shard.data) - found[shard.index]) > 2 * allowed[shard.index]):
+            if np.any(np.abs(exact(shard.data) - got_numbers[shard.index]) > 2 * allowed[shard.index]):
                 raise MismatchError(f"{label} is another one on {shard.device}, where a copy should be.")
 
 
+def first_mismatch(cases: Sequence[Case]) -> MismatchError | None:
+    """Return the error about the first case that differs, or None if none does."""
+    for case in cases:
+        try:
+            compare(case)
+        except MismatchError as error:
+            return error
+    return None
+
+
 def _about_ratio(got: np.ndarray, expected: np.ndarray) -> str:
-    """Return a sentence if all entries are wrong by the same factor, such as the number of devices; otherwise ''."""
+    """Return a sentence if all entries are wrong by the same factor, such as the number of devices; otherwise ""."""
     size = float(np.sum(np.abs(expected) ** 2))
     if not (size and np.isfinite(size) and np.all(np.isfinite(got))):
         return ""
@@ -351,7 +373,10 @@ Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of `gradcheck` and `check_layer`, and two that depend on the values at which a layer is checked."""
+    """The options of `gradcheck` and `check_layer`.
+
+    The last two have other values than their defaults only if the subject has 100 or 0.01 times the user's values.
+    """
 
     rtol: float | None = None
     atol: float | None = None
@@ -359,34 +384,50 @@ class Options:
     limit: int = 200
     seed: int = 0
     float64: bool = True
-    least_size: float = 1.0  # the step of smaller entries is relative to this size
-    sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])  # of results at the given values
+    least_size: float = 1.0  # the first step tried for a smaller entry is that of an entry of this size
+    # From the name of each result to its largest absolute value at the user's values.
+    result_sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 class Subject:
     """A function under test, with its results in eager mode, and an optional reference that defines the right results.
 
-    `derivative` is the subject for second derivatives. The function of `derivative` maps the values and the cotangents
-    of this subject, its `base`, to the gradients. Results are computed when they are first read.
+    The function of `derivative` is the gradient of this subject's function: it maps the values and the cotangents to
+    the gradients. This subject is the `base` of `derivative`, and the subject of the user's function has no base:
+
+        first = Subject(f, None, Options())
+        second = first.derivative               # its gradients are the second derivatives of f
+        second.base is first, second.root is first, second.order == 2
+
+    Results are computed when they are first read.
     """
 
-    def __init__(self, function: TensorFunction, reference: Any, options: Options, base: Subject | None = None) -> None:
-        self.function, self.options, self.base = function, options, base
-        self.reference: TensorFunction | None = reference
+    def __init__(
+        self,
+        function: TensorFunction,
+        reference: TensorFunction | None,
+        options: Options,
+        base: Subject | None = None,
+        cotangents: Cotangents | None = None,
+    ) -> None:
+        self.function, self.reference, self.options, self.base = function, reference, options, base
         self.order: int = 1 if base is None else base.order + 1
+        if cotangents is not None:
+            self.cotangents = cotangents  # in place of random cotangents
 
     @functools.cached_property
     def derivative(self) -> Subject:
         w = self.cotangents
-        reference = self.reference and self.reference.grad_function(on_one_device(w))
-        return Subject(self.function.grad_function(w), reference, self.options, self)
+        reference = self.reference and self.reference.gradient_function(on_one_device(w), self.order)
+        return Subject(self.function.gradient_function(w, self.order), reference, self.options, self)
 
     @property
     def root(self) -> Subject:
+        """The subject of the function that the user gave."""
         return self if self.base is None else self.base.root
 
     def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return a copy of this subject at other values, which are values of the function that the user gave."""
+        """Return a copy of this subject, of the same order, for other values of the user's function."""
         if self.base is not None:
             return self.base.at(values, options).derivative
         reference = self.reference and self.reference.with_values(list(map(gathered, values)))
@@ -411,17 +452,17 @@ class Subject:
         return cotangents
 
     @functools.cached_property
-    def grads(self) -> list[Any]:
-        return self.function.grads(self.cotangents)
+    def gradients(self) -> list[Any]:
+        return self.function.gradients(self.cotangents)
 
     @property
-    def gradients(self) -> dict[str, Any]:
-        return self.function.named(self.grads)
+    def named_gradients(self) -> dict[str, Any]:
+        return self.function.with_names(self.gradients)
 
     @property
     def results(self) -> dict[str, Any]:
         """A dict from names to the outputs and the gradients."""
-        return {**named_outputs(self.outputs), **self.gradients}
+        return {**named_outputs(self.outputs), **self.named_gradients}
 
     @functools.cached_property
     def epsilon(self) -> float:
@@ -430,38 +471,54 @@ class Subject:
         return max(float(jnp.finfo(x.dtype).eps) for x in arrays if has_tangent(x))
 
     @property
-    def terms_of_outputs(self) -> list[float]:
-        """The size of the terms whose sum is each output; 0 if it is unknown. The terms may cancel in the sum."""
-        return [0.0] * len(self.outputs) if self.base is None else self.base.terms
+    def output_term_sizes(self) -> list[float]:
+        """For each output, an estimate of the size of the terms that the function adds up to compute it; 0 if unknown.
+
+        Large terms may cancel: then the output is small, but its rounding error is not.
+        """
+        return [0.0] * len(self.outputs) if self.base is None else self.base.gradient_term_sizes
 
     @functools.cached_property
-    def terms(self) -> list[float]:
-        """The size of the terms whose sum is the gradient of each value."""
-        sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.terms_of_outputs, strict=True)]
+    def gradient_term_sizes(self) -> list[float]:
+        """The same estimate for the gradient of each value."""
+        sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.output_term_sizes, strict=True)]
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
         return [whole / (largest(x) or 1.0) for x in self.function.values]
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        """The tolerance of the results. Their noise is measured with values that differ in the last digits."""
-        function, epsilon, rng = self.function, self.epsilon, np.random.default_rng(0)
-        steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in function.values]
-        values = [placed(x, exact(x) * (1 + step)) for x, step in zip(function.values, steps, strict=True)]
-        otherwise: dict[str, Any] = {}
-        with contextlib.suppress(Exception):  # a layer may raise an error for other values
-            rounded = function.with_values(values)
-            otherwise = {**named_outputs(rounded.run()), **rounded.gradients(self.cotangents)}
-        terms, noise = {**named_outputs(self.terms_of_outputs), **function.named(self.terms)}, dict[str, float]()
-        for name, x in self.results.items():
-            moved = largest(exact(x) - exact(otherwise[name])) if name in otherwise else 0.0
-            # The noise is limited, because rounding errors are much smaller than 1 unless the array has large values.
-            most = epsilon**0.5 * max(largest(x), 1.0)
-            least = epsilon**0.5 * self.options.sizes.get(name, 0.0)
-            noise[name] = max(min(4 * max(moved, epsilon * terms[name]), most), least) if has_tangent(x) else 0.0
-        return Tolerance(self.options.rtol, self.options.atol, epsilon, noise)
+        """The tolerance of the results, with their measured noise."""
+        rounded = self._results_of_rounded_values()
+        term_sizes = {**named_outputs(self.output_term_sizes), **self.function.with_names(self.gradient_term_sizes)}
+        noise = {name: self._noise(name, x, rounded.get(name), term_sizes[name]) for name, x in self.results.items()}
+        return Tolerance(self.options.rtol, self.options.atol, self.epsilon, noise)
+
+    def _results_of_rounded_values(self) -> dict[str, Any]:
+        """Return the results for values that differ in their last digits, or {} if the function raises an error."""
+        rng = np.random.default_rng(0)
+        steps = [4 * float(jnp.finfo(x.dtype).eps) * rng.choice([-1.0, 1.0], x.shape) for x in self.function.values]
+        values = [placed(x, exact(x) * (1 + step)) for x, step in zip(self.function.values, steps, strict=True)]
+        try:
+            rounded = self.function.with_values(values)
+            return {**named_outputs(rounded.run()), **rounded.named_gradients(self.cotangents)}
+        except Exception:  # a layer may raise an error for other values
+            return {}
+
+    def _noise(self, name: str, x: Any, rounded: Any, term_size: float) -> float:
+        """Return how far rounding errors may move an entry of the result `x`.
+
+        `rounded` is the same result for values that differ in their last digits, or None if it is not known.
+        """
+        if not has_tangent(x):
+            return 0.0
+        change = 0.0 if rounded is None else largest(exact(x) - exact(rounded))
+        noise = 4 * max(change, self.epsilon * term_size)
+        # The noise is limited, because rounding errors are much smaller than 1 unless the array has large values.
+        most = self.epsilon**0.5 * max(largest(x), 1.0)
+        return max(min(noise, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
-        """Return a case with the tolerance of this subject. The default of `expected` is its results in eager mode."""
+        """Return a case with the tolerance of this subject. By default, it expects the results in eager mode."""
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
     def random(self, stream: int) -> np.random.Generator:

@@ -113,6 +113,18 @@ def test_a_property_says_how_far_it_was_tested(name, subject, args, words):
     assert words in check_layer(subject, *args, skip=all_but(name))[name].message
 
 
+def doubled_three_times(x):
+    """Return 8 * x, and a stack of 2 * x, 4 * x and 8 * x."""
+    return jax.lax.scan(lambda carry, _: (2 * carry, 2 * carry), x, None, length=3)
+
+
+def in_a_shard_map(x):
+    mesh = jax.make_mesh((1,), ("i",), devices=jax.devices()[:1])
+    whole = jax.sharding.PartitionSpec()
+    summed = jax.shard_map(lambda x: jax.lax.psum(Tanh.apply(x), "i"), mesh=mesh, in_specs=whole, out_specs=whole)
+    return jnp.where(x > 1e9, 0, summed(x))
+
+
 # A layer, its arguments, and whether the report names a branch that no value takes.
 BRANCHES = {
     "both limits": (Clip, (X,), ""),
@@ -123,6 +135,10 @@ BRANCHES = {
     "a guard": (lambda x: jnp.where(jnp.isfinite(x), Tanh.apply(x), 0), (X,), ""),
     "an index": (CASE["SquaredPositives"].layer, CASE["SquaredPositives"].args, ""),
     "concrete values": (OnHost, (X,), ""),
+    # Only 8 times the largest value that the checks try is above 1000.
+    "a loop": (lambda x: jnp.where(doubled_three_times(x)[0] > 1e3, 0, Tanh.apply(x)), (X,), ""),
+    "a loop with a stack": (lambda x: jnp.where(doubled_three_times(x)[1][2] > 1e3, 0, Tanh.apply(x)), (X,), ""),
+    "a shard_map": (in_a_shard_map, (X,), "select_n at test_check_layer.py"),
 }
 
 
