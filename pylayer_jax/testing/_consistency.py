@@ -1,7 +1,8 @@
 """Defines the checks that compare gradients with those of other runs, of other cotangents, and under transforms of JAX.
 
-These checks find layers whose gradients are wrong if a cotangent is missing, if `needs_input_grad` is False for an
-argument, if cotangents are large or small, or if the layer stores values outside `ctx`.
+These checks find four kinds of wrong layers. In the first three kinds, the gradients are wrong if a cotangent is
+missing, if `needs_input_grad` is False for an argument, or if the cotangents are large or small. A layer of the fourth
+kind stores values outside `ctx`.
 """
 
 from __future__ import annotations
@@ -245,7 +246,8 @@ def check_shard_map(subject: Subject) -> Cases:
         devices = jax.local_devices(backend=platform)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
-        # JAX would raise an error for arguments that are committed to other devices than those of the mesh.
+        # Move the arguments to the devices of the mesh. If the arguments were committed to other devices, JAX would
+        # raise an error.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
 
     def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
@@ -262,7 +264,10 @@ def check_shard_map(subject: Subject) -> Cases:
 def _results(
     function: TensorFunction, outputs: _OutputsFunction, values: list[Any], cotangents: Cotangents
 ) -> dict[str, Any]:
-    """Return the outputs that a transformed layer computes without differentiation, and its gradients."""
+    """Return the outputs and the gradients of a function under a transformation.
+
+    Compute the outputs in a run that JAX does not differentiate.
+    """
 
     def run(values: list[Any]) -> dict[int, Any]:
         returned = outputs(values)

@@ -90,9 +90,9 @@ def _also_at_other_values(
             break
         refusal = refusal or why_refused
     # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore an error is permitted if
-    # it is small relative to `result_sizes`, the sizes of the results at the user's values. A step that is relative to
-    # 1 may also leave the saturated region, so at large values `least_size` is 0, and each step is relative to the
-    # entry alone. See "small scale" in tests/checkers/wrong_layers.py.
+    # it is small relative to `result_sizes`, the sizes of the results at the user's values. A finite-difference step
+    # that is relative to 1 may also leave the saturated region. So at large values `least_size` is 0, which makes each
+    # step relative to the entry alone. See "small scale" in tests/checkers/wrong_layers.py.
     result_sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
     for factor in _FAR if is_first_order else ():
         values = [scaled(factor, x) for x in subject.function.values]
@@ -142,10 +142,10 @@ def _finite_masks(subject: Subject, with_gradients: bool) -> list[np.ndarray]:
 
 # -- other values ---------------------------------------------------------------------------------
 
-# Users often check a layer at ones, at equal arguments, or at a symmetric matrix. At such values, the gradients of a
-# product are right even if backward forgets a transpose or swaps two gradients. The checks therefore multiply each
-# entry by a different random number: [0.2, -0.9] may become [-0.16, 0.74]. Positive values remain positive, values in
-# [-1, 1] remain in this range, and sorted values remain sorted.
+# Users often check a layer at ones, at equal arguments, or at a symmetric matrix. With such arguments, even a wrong
+# `backward` of a product may return the right gradients. For example, `backward` may forget a transpose or swap two
+# gradients. The checks therefore multiply each entry by a different random number: [0.2, -0.9] may become [-0.16,
+# 0.74]. Positive values remain positive, values in [-1, 1] remain in this range, and sorted values remain sorted.
 
 # The range of the random factors, and whether signs may change. The largest changes come first.
 _RANDOM_FACTORS = {
@@ -164,7 +164,7 @@ _FAR = (100.0, 0.01)
 
 
 def _random_values(values: Sequence[Any], rng: np.random.Generator) -> Iterator[tuple[str, list[Any]]]:
-    """Yield pairs of a description and a list of other values, such as ("larger sizes", [...])."""
+    """Yield pairs (description, values) with other values to check, such as ("larger sizes", [...])."""
     for description, (low, high, changes_signs) in _RANDOM_FACTORS.items():
         if not changes_signs or any(_may_change_sign(exact(x)) for x in values):
             yield description, [placed(x, _randomized(exact(x), low, high, changes_signs, rng)) for x in values]
@@ -345,7 +345,8 @@ def _is_call(equation: Any) -> bool:
 def _is_guard(equation: Any) -> bool:
     """Return whether an operation distinguishes infinities and NaN from numbers, as in `jnp.where(x == jnp.inf, 0, x)`.
 
-    No right result of a layer takes such a branch.
+    The check ignores branches that such an operation selects, since finite values never take the branch for infinities
+    or NaN.
     """
     name, operands = equation.primitive.name, equation.invars
     is_compared_with_itself = name in ("eq", "ne") and operands[0] is operands[1]
@@ -355,8 +356,8 @@ def _is_guard(equation: Any) -> bool:
 
 def _is_followed(equation: Any, result: Any) -> bool:
     """Return whether a later selection that depends on this result is reported."""
-    # A selection by an integer is not, because JAX itself compares each index with 0. The index of a `cond` is an
-    # exception: JAX converts it from a bool.
+    # A selection by an integer is not, because JAX itself compares each index with 0. A choice by the index of a `cond`
+    # counts if JAX converted this index from a bool.
     is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 
@@ -425,7 +426,9 @@ def _compare_with_differences(subject: Subject) -> Cases:
 
 
 def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
-    """Return a copy of the subject with values in float64 and complex128, and the cases of this copy.
+    """Return a copy of the function under test in double precision, and the test cases of this copy.
+
+    The copy gets float64 or complex128 values.
 
     Return None if the function returns a narrower dtype, or raises an error. An error that does not come from float64
     is raised again when the caller runs the function in the original dtypes.
@@ -457,7 +460,10 @@ SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an ar
 
 
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
-    """Yield cases with the gradients, and central differences of the weighted sum of the outputs as expected arrays."""
+    """Yield cases that compare the gradients with central differences.
+
+    These are differences of the sum of all output entries, in which each entry is weighted by its cotangent.
+    """
     rtol = subject.epsilon ** (1 / 3)
     return directional_cases(
         subject, functools.partial(_difference, subject), subject.options.limit, "numerically", rtol
@@ -476,8 +482,8 @@ def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -
     whole = largest(value)
     sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
     if options.step is None and whole:
-        # The best step size is unknown: it may be relative to 1, to the largest entry, or to each entry. Therefore
-        # try all three.
+        # No rule gives the best step size of a finite difference. The step may have to be relative to 1, to the largest
+        # entry of the array, or to each entry. Therefore try all three.
         own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
         sizes += [whole] if whole < 0.1 else []
         smallest = np.min(own, where=is_moved, initial=whole)
@@ -496,7 +502,8 @@ def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slop
         rounding = 4 * subject.epsilon * np.abs(weight) * np.maximum(np.abs(upper), subject.output_term_sizes[k])
         # Only entries that differ count. If none does, rounding removed the change: take the largest error of an entry.
         error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
-        # At a kink, the slopes on both sides of the middle differ. The error includes half of this difference.
+        # At a kink of the function, the slope to the left of the point differs from the slope to the right. The error
+        # includes half of this difference.
         error += abs(float(np.sum(weight * (upper - 2 * middle + lower)).real))
     length = float(np.linalg.norm(step))
     return Slope(change / length, error / length, step / length)
@@ -593,7 +600,8 @@ def _why_not_defined(subject: Subject) -> str:
     except NoForwardModeError as error:
         return f"not defined ({error.way_out})"
     except (TypeError, RuntimeError) as error:
-        # The gradients of a layer have no `jax.jvp` if `backward` is not linear, or may be differentiated only once.
+        # For two known reasons, `jax.jvp` cannot differentiate the gradients of a layer: `backward` is not linear in
+        # the cotangents, or `backward` has no derivative.
         is_known = subject.base and isinstance(error, (NotLinearError, OnceDifferentiableError))
         # For a `jax.custom_vjp` function, JAX raises a TypeError, which only its message identifies.
         if not is_known and "autodiff (jvp) to a custom_vjp" not in str(error):
@@ -618,7 +626,11 @@ def _zeros_but(subject: Subject, j: int, tangent: Any) -> tuple[Any, ...]:
 def _forward_cases(
     subject: Subject, jvp: Callable[[int, Any], list[Any]], limit: int, how: str, weights: Sequence[Any] = ()
 ) -> Iterator[Case]:
-    """Yield cases that compare gradients with w . (J t); `jvp` maps the position and the tangent of an array to J t."""
+    """Yield cases that compare each gradient with a derivative by forward mode.
+
+    For cotangents w and a tangent t, the expected derivative is w . (J t), where J is the Jacobian of the function
+    under test. The function `jvp` gets the position of an array and its tangent t, and returns J t.
+    """
     weights = weights or list(subject.cotangents.values())
 
     def slope_along(j: int, direction: np.ndarray) -> Slope:
@@ -631,14 +643,17 @@ def _forward_cases(
 
 
 def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield cases that compare each entry of the gradients with forward mode under jit."""
+    """Yield cases that compare up to `limit` entries of each gradient with forward mode under `jax.jit`."""
     function, limit = subject.function, subject.options.limit
     jitted = jax.jit(lambda values, tangents: _jvp(subject, function.with_values(values), tangents))
     return _forward_cases(subject, lambda j, t: jitted(function.values, _zeros_but(subject, j, t)), limit, how)
 
 
 def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
-    """Yield cases along random directions, with the derivatives of the first example of a batch."""
+    """Yield cases that compare gradients with forward mode under `jax.vmap`, along random directions.
+
+    Each case uses the derivative of the first example of a batch of two examples.
+    """
     outputs = jax.vmap(subject.function.selected(subject.cotangents))
     batched_jvp = jax.jit(lambda values, tangents: jax.jvp(outputs, values, tangents))
 
@@ -653,8 +668,8 @@ def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
 def _over_forward(subject: Subject, how: str) -> Iterator[Case]:
     """Yield cases with second derivatives along random directions, by forward over forward.
 
-    Reverse over reverse differentiates (J^T w) . u, with cotangents u of J^T w. Forward over forward differentiates
-    w . (J u), which is the same number.
+    Let w be cotangents of the outputs, and u be cotangents of the gradient J^T w. Reverse over reverse differentiates
+    the number (J^T w) . u. Forward over forward differentiates w . (J u). This number equals (J^T w) . u.
     """
     second, count = subject.derivative, len(subject.function.values)
     u = list(second.cotangents.values())

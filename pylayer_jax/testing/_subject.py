@@ -47,7 +47,10 @@ class TensorFunction:
     """
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any], names: Sequence[str] = ()) -> None:
-        """Take a function of positional arguments, and a dict from the name of each argument to the argument."""
+        """Take a function, and a dict from the name of each argument to the argument.
+
+        The function takes its arguments by position, in this order.
+        """
         self.function = function
         tensors, self.skeleton = split(tuple(arguments.values()))
         self.tensors: list[Any] = [jnp.asarray(x) for x in tensors]
@@ -66,7 +69,7 @@ class TensorFunction:
         return [self.tensors[i] for i in self.differentiated_positions]
 
     def with_values(self, values: Sequence[Any]) -> TensorFunction:
-        """Return the same function with other values of the differentiated tensors."""
+        """Return a copy of this function in which `values` replace the differentiated tensors."""
         tensors = dict(enumerate(self.tensors)) | dict(zip(self.differentiated_positions, values, strict=True))
         return self.with_tensors(list(tensors.values()))
 
@@ -95,7 +98,9 @@ class TensorFunction:
         return self.with_values(values).run()
 
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
-        """Run the function under `jax.vjp`. Return the outputs, and the positions of the outputs with a gradient.
+        """Run the function under `jax.vjp`.
+
+        Return all outputs, and the positions of those outputs that JAX differentiates.
 
         Integer outputs, and outputs that are marked as not differentiable, have no gradient.
         """
@@ -117,7 +122,10 @@ class TensorFunction:
         self.function(*self.skeleton.fill(list(map(change, self.tensors)), change))
 
     def selected(self, positions: Collection[int]) -> Callable[..., dict[int, Any]]:
-        """Return a function from the values, as positional arguments, to a dict of the outputs at `positions`."""
+        """Return a function that takes the differentiated tensors as positional arguments.
+
+        This function returns a dict from each index in `positions` to the output with this index.
+        """
 
         def run(*values: Any) -> dict[int, Any]:
             returned = self.outputs(values)
@@ -126,7 +134,11 @@ class TensorFunction:
         return run
 
     def vjp(self, outputs: Collection[int]) -> Callable[[Cotangents], Any]:
-        """Return the vjp function, from a dict of cotangents for the positions `outputs` to one gradient per value."""
+        """Return the vjp function of the outputs at the positions `outputs`.
+
+        The vjp function takes a dict with one cotangent per position, and returns one gradient per differentiated
+        value.
+        """
         return jax.vjp(self.selected(outputs), *self.values)[1]
 
     def gradients(self, cotangents: Cotangents) -> list[Any]:
@@ -248,15 +260,19 @@ def scaled(factor: float, x: Any) -> Any:
 # -- comparison of arrays -------------------------------------------------------------------------
 
 # The default tolerances depend on the machine epsilon of the dtype, on the size of the expected array, and on the
-# *noise* of this array: how far rounding errors may move its entries. The noise does not follow from the size of an
-# array, since large terms may cancel; and a fixed tolerance would hide every error of a layer whose values are small.
-# Therefore `Subject.tolerance` measures the noise, with arguments that differ in their last digits.
+# *noise* of this array: how far rounding errors may move its entries. The size of an array does not bound its rounding
+# errors, because large terms may cancel in a sum. A fixed tolerance would hide every error of a layer whose values are
+# small. Therefore `Subject.tolerance` measures the noise. It runs the function again with arguments whose last digits
+# differ, and measures how far each result moves.
 
 Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradient of args[0]"
 
 
 class MismatchError(AssertionError):
-    """An error about arrays that differ. Only checkers raise it, so it differs from an AssertionError of the user."""
+    """An error about arrays that differ. Only the checkers of this package raise a `MismatchError`.
+
+    So a checker can tell it from an AssertionError that the user's code raises.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,7 +297,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arrays that one way to run a function returns, and the arrays that are expected."""
+    """The arrays that one way of running a function (such as under jit) returns, and the expected arrays."""
 
     label: str  # the way to run the function, in words that follow "output 0": " under jit"
     got: Arrays
@@ -439,7 +455,11 @@ class Subject:
 
     @functools.cached_property
     def cotangents(self) -> Cotangents:
-        """Random cotangents of all outputs that have a gradient, or of all float outputs if there is a reference."""
+        """Make a random cotangent for each output that has a gradient.
+
+        If there is a reference, or if the function under test computes gradients itself, make one for each float
+        output.
+        """
         rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
         if self.base is None and self.reference is None and cotangents:
@@ -518,7 +538,10 @@ class Subject:
         return max(min(noise, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
-        """Return a case with the tolerance of this subject. By default, it expects the results in eager mode."""
+        """Return a `Case`, which compares `got` with `expected` within the tolerance of the function under test.
+
+        By default, it expects the results in eager mode.
+        """
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
     def random(self, stream: int) -> np.random.Generator:
@@ -535,7 +558,7 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
 
 
 def run_check(cases: Cases) -> tuple[str, int]:
-    """Compare the arrays of each case with its expected arrays, for all cases of one check.
+    """Run one check: for each of its cases, compare the computed arrays with the expected arrays.
 
     Return the sentence that the check returns, and the number of cases.
 
