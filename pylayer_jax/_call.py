@@ -227,10 +227,11 @@ class LayerCall:
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
         # To transpose is not to differentiate: then @once_differentiable must not raise its error.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
+        token = None
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self)
         elif layer.host == "forward":
-            given = _host_layer.depending_on_forward(ctx, given)
+            token = _host_layer.token_of_forward(ctx)
         try:
             with in_backward(True) if may_be_transposed else _null_context, scope:
                 result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")
@@ -242,7 +243,12 @@ class LayerCall:
                 ) from error
             add_note(error, self.name, "backward")
             raise
-        gradients = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
+        if layer.host is True:
+            result, token = result
+        needs = arguments.can_get_gradient(needs)
+        gradients = match_gradients(result, arguments, needs, layer)
+        if token is not None:
+            gradients = _host_layer.depending_on(token, gradients, needs, arguments.types)
         return _conjugated(gradients) if is_conjugated else gradients
 
     def run_jvp(

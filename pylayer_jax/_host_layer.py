@@ -6,10 +6,11 @@ These methods get NumPy arrays in eager mode and under all transforms.
         host = True                             result has the type float32[3]:
 
         @staticmethod                           { lambda ; a:f32[3]. let
-        def forward(ctx, x):                        b:f32[3] = host_call[name=Erf.forward] a
+        def forward(ctx, x):                        b:f32[3] c:u8[1] = host_call[name=Erf.forward] a
             ctx.save_for_backward(x)              in (b,) }
             return scipy.special.erf(x)
-                                                The saved x is the operand a, so it is not a result.
+                                                The saved x is the operand a, so it is not a result. The result c is
+                                                the token of NOTE [dropped calls].
 
 A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method when the program runs. The
 results of the `host_call` are the arrays that the method returns or keeps on `ctx`, except inputs. An `_Example`, a run
@@ -17,12 +18,12 @@ on example arrays, gives their types. `run_forward` then puts the results on the
 all transformations treat them as they treat the tensors of any other layer. tests: contract/test_host_layers.py
 
 NOTE [dropped calls]
-XLA drops a call of `forward` if the program uses none of its results, as in the gradient of a linear function. A
-dropped call cannot compare its run with the run on example arrays. This comparison finds two errors: an object on `ctx`
-that differs between the runs, and a saved input that `forward` changes in place in one run only. Without it, `backward`
-would silently compute a wrong gradient. Therefore `forward` gets one more result, the *token*, on which `backward`
-depends, if two conditions hold: `forward` keeps an object, or an input that it may have changed; and it keeps no array
-that it computed. tests: test_objects_made_from_values
+XLA drops a `host_call` if the program uses none of its results, as that of `forward` in the gradient of a linear
+function. A dropped call cannot compare its run with the run on example arrays. If the runs differ in more than the
+contents of arrays (`forward` keeps None in one run and a mask in the other, or `backward` returns None), the gradient
+would silently be wrong. Therefore each call of `forward` and `backward` has one more result, the *token*. Each gradient
+depends on the token of `backward`, which depends on the token of `forward`. For this, zeros take the place of a
+gradient that is None. tests: test_objects_made_from_values, test_what_differs_between_runs
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from ._context import ContextState, backward_context, copy_container
 from ._jax.host_call import HostFunction, host_call_p
 from ._jax.rule_function import forbid_derivative, merge, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, eval_context, is_tracer
-from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over
+from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over, zeros_of
 from ._messages import describe, second_derivative_error
 from ._trees import Skeleton, _Dict, contains, split
 
@@ -123,7 +124,17 @@ class _Structure:
                     "that are not arrays have to be equal in all runs. Keep the arrays of an object that is made from "
                     "values, and np.asarray(number) instead of a number."
                 )
-        return "what it returned or kept on ctx has another structure than in the run on example arrays."
+        ours, others = self._entries(), other._entries()
+        names = [name for name in ours | others if not _all_equal(ours.get(name, ()), others.get(name, ()))]
+        return (
+            f"{', '.join(names)}: another structure in this run than in the run on example arrays. Return and keep the "
+            "same containers in all runs, with arrays of the same shapes: for example zeros in place of None."
+        )
+
+    def _entries(self) -> dict[str, list[Any]]:
+        """Return the structure of each entry of the tree: of the result of the method, and of what `ctx` keeps."""
+        (tree,) = self.skeleton.leaves
+        return {name: _parts(child) for name, child in zip(tree.keys, tree.children, strict=True)}
 
 
 class _Run(NamedTuple):
@@ -248,57 +259,30 @@ class _Example:
 
     def __init__(self, call: LayerCall, needs: tuple[bool, ...]) -> None:
         self.needs = needs
-        run, writes = self._run_forward(call)
-        self.has_token = _needs_token(run.structure, writes)
-        self.forward = (run.with_token() if self.has_token else run).structure
+        run = self._run_forward(call)
+        self.forward = run.with_token().structure
         self._run: _Run | None = run  # kept for the first example run of `backward`, and freed after it
         self._backwards: dict[Any, _Structure] = {}
 
-    def _run_forward(self, call: LayerCall) -> tuple[_Run, bool]:
-        """Run `forward` on example arrays. Return the run, and whether `forward` may write to its inputs.
-
-        `forward` first gets arrays that cannot be written to. If it raises an error, it may have tried to write. So it
-        runs again on other arrays, where any other error is raised again. tests:
-        test_an_array_that_is_changed_in_place_in_some_runs_only
-        """
+    def _run_forward(self, call: LayerCall) -> _Run:
         arrays = _on_example(call, "example", lambda: _example_arrays(call))
         forward = call.layer._forward_with_ctx()
-
-        def run(is_writable: bool) -> _Run:
-            return _on_example(call, "forward", lambda: _forward(call, forward, self.needs, arrays, is_writable))
-
-        try:
-            return run(is_writable=False), False
-        except Exception:
-            return run(is_writable=True), True
+        return _on_example(call, "forward", lambda: _forward(call, forward, self.needs, arrays))
 
     def backward(self, call: LayerCall, needs: tuple[bool, ...], cotangents: Sequence[Any]) -> _Structure:
         given, skeleton = split(cotangents)
         key = (needs, *_parts(skeleton))
         if key not in self._backwards:
-            run = self._run or self._run_forward(call)[0]  # another thread may set `_run` to None meanwhile
+            run = self._run or self._run_forward(call)  # another thread may set `_run` to None meanwhile
             # `backward` gets the arrays of a program in JAX's dtypes: float32 for a float64 array without x64. tests:
             # test_backward_gets_dtypes_of_jax_on_example_arrays_too
             tensors = [np.array(x, jax.dtypes.canonicalize_dtype(x.dtype)) for x in run.tensors]
             tree = run.structure.skeleton.fill(tensors, copy_container)
             examples = skeleton.fill(_drawn([typeof(x) for x in given]))
             run = _on_example(call, "backward", lambda: _backward(call, needs, tree, examples))
-            self._backwards[key] = run.structure
+            self._backwards[key] = run.with_token().structure
             self._run = None
         return self._backwards[key]
-
-
-def _needs_token(structure: _Structure, writes: bool) -> bool:
-    """Return whether `backward` has to depend on a token of `forward`: see NOTE [dropped calls].
-
-    `writes` is True if `forward` may write to its inputs.
-    """
-    pairs = zip(structure.positions, structure.names(), strict=True)
-    kept = [position for position, name in pairs if not _is_returned(name)]
-    leaves = [path for path, _ in structure.skeleton.paths() if not _is_returned(_pretty(path))]
-    keeps_objects = len(leaves) > len(kept)
-    keeps_values = any(position >= structure.n_inputs for position in kept)
-    return (keeps_objects or (writes and bool(kept))) and not keeps_values
 
 
 # A cached example usually does not keep its layer class alive. It does so only if the class is an argument of the call,
@@ -386,12 +370,8 @@ def _example_arrays(call: LayerCall) -> list[np.ndarray]:
 # -- methods on the host ---------------------------------------------------------------------------------------
 
 
-def _forward(
-    call: LayerCall, forward: Any, needs: tuple[bool, ...], originals: Sequence[np.ndarray], is_writable: bool = True
-) -> _Run:
+def _forward(call: LayerCall, forward: Any, needs: tuple[bool, ...], originals: Sequence[np.ndarray]) -> _Run:
     inputs = [np.array(x) for x in originals]
-    for x in inputs:
-        x.flags.writeable = is_writable
     state = ContextState(call.name, lambda: needs, inputs)
     ctx = call.layer._context(state)
     result = call.arguments.call("forward", forward, ctx, inputs)
@@ -448,7 +428,7 @@ def _run_later(
         has_x64=is_set("enable_x64"),
         takes_batches=call.layer.host_vmap == "broadcast" and method != "vmap",
     )
-    found = host_call_p.bind(*tensors, payload=function) if types else []
+    found = host_call_p.bind(*tensors, payload=function)
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
     return [varying_over(axes, x) for x in found]
 
@@ -458,12 +438,10 @@ def run_forward(call: LayerCall, forward: Callable[..., Any], ctx: Any, tensors:
     _check_arguments(call)
     needs, state = ctx.needs_input_grad, ctx._state
     if any(map(is_tracer, tensors)):
-        example = _example_of(call, needs)
-        structure = example.forward
+        structure = _example_of(call, needs).forward
 
         def run(arrays: Sequence[np.ndarray], batch: tuple[int, ...]) -> _Run:
-            made = _forward(call, forward, needs, arrays)
-            return made.with_token(batch) if example.has_token else made
+            return _forward(call, forward, needs, arrays).with_token(batch)
 
         values = _run_later(call, "forward", structure, run, _without_second_derivative(call, structure, tensors))
     else:
@@ -504,36 +482,48 @@ def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: 
     return forbid_derivative(tensors, error) if names else tensors
 
 
-def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> Any:
-    """Run `backward` on NumPy arrays. Return its result, with JAX arrays."""
+def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> tuple[Any, Any]:
+    """Run `backward` on NumPy arrays. Return its result, with JAX arrays, and its token, or None for a direct run."""
     attributes = {f"ctx.{name}": value for name, value in vars(ctx).items()}
     forward_needs, needs = attributes.pop(f"ctx.{_NEEDS}"), ctx.needs_input_grad
     tensors, skeleton = split(({_SAVED: ctx.saved_tensor(), **attributes}, cotangents))
 
-    def run(arrays: Sequence[np.ndarray], *_: Any) -> _Run:
+    def run(arrays: Sequence[np.ndarray]) -> _Run:
         return _backward(call, needs, *skeleton.fill([np.array(x) for x in arrays], copy_container))
 
     if any(map(is_tracer, tensors)):
         structure = _example_of(call, forward_needs).backward(call, needs, cotangents)
         perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
         fixed = forbid_derivative(select(tensors, perturbed), lambda: second_derivative_error(call.layer))
-        values = _run_later(call, "backward", structure, run, merge(perturbed, fixed, tensors))
+        operands = merge(perturbed, fixed, tensors)
+        values = _run_later(call, "backward", structure, lambda xs, batch: run(xs).with_token(batch), operands)
     else:
         structure, values = _run_directly(run, tensors)
-    return structure.fill((), values)[1]["gradient"]
+    _, tree = structure.fill((), values)
+    return tree["gradient"], tree.get(f"ctx.{_TOKEN}")
 
 
-def depending_on_forward(ctx: Any, cotangents: list[Any]) -> list[Any]:
-    """Return cotangents for a `backward` in JAX code.
+def token_of_forward(ctx: Any) -> Any:
+    """Remove the token of `forward` from a context for a `backward` in JAX code. Return it, or None without a token."""
+    return vars(ctx).pop(_TOKEN, None)
 
-    If `forward` has returned a token, make the cotangents depend on it: see NOTE [dropped calls].
+
+def depending_on(token: Any, gradients: Sequence[Any], needs: Sequence[bool], types: Sequence[Any]) -> list[Any]:
+    """Return the gradients, each of which depends on the token: see NOTE [dropped calls].
+
+    Zeros replace a gradient that is None, if JAX needs it. `types` are the types of the arguments.
     """
-    token = vars(ctx).pop(_TOKEN, None)
-    if token is None or not is_tracer(token):
-        return cotangents
-    tensors, skeleton = split(cotangents)
+    if not is_tracer(token):
+        return list(gradients)
     one = 1 - token[0].astype(np.int8)  # XLA does not know that the token is zero
-    return skeleton.fill([x * one.astype(x.dtype) for x in tensors])
+
+    def dependent(gradient: Any, aval: Any) -> Any:
+        more_axes = varying_axes(typeof(one)) - varying_axes(aval)
+        factor = jax.lax.pmin(one, tuple(more_axes)) if more_axes else one
+        return (zeros_of(aval) if gradient is None else gradient) * factor.astype(aval.dtype)
+
+    rows = zip(gradients, needs, types, strict=True)
+    return [dependent(g, aval) if need else g for g, need, aval in rows]
 
 
 def run_vmap(call: LayerCall, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:

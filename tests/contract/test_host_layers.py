@@ -470,6 +470,47 @@ def test_objects_made_from_values(place, host):
     assert "np.asarray" in text
 
 
+DIFFERS = {  # in the run on example arrays, x is small
+    "ctx, None or a mask": (lambda ctx, big: setattr(ctx, "mask", np.ones(3, bool) if big else None), None),
+    "ctx, only set where it is needed": (lambda ctx, big: big and setattr(ctx, "mask", np.ones(3, bool)), None),
+    "ctx, a list of arrays": (lambda ctx, big: setattr(ctx, "mask", [np.ones(3)] if big else []), None),
+    "ctx, an array of another length": (lambda ctx, big: setattr(ctx, "mask", np.ones(3 if big else 0)), None),
+    "gradient, None in the example": (lambda ctx, big: None, lambda g, big: g if big else None),
+    "gradient, None in the run": (lambda ctx, big: None, lambda g, big: None if big else g),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "host"), [(name, host) for name in DIFFERS for host in (True, "forward") if host is True or "ctx" in name]
+)
+@pytest.mark.filterwarnings("ignore:.*returned None")
+@pytest.mark.parametrize(
+    "transform", [jax.jit, lambda f: jax.jit(jax.vmap(f)), lambda f: lambda x: jax.lax.map(f, x[None])[0]]
+)
+def test_what_differs_between_runs(name, host, transform):
+    keep, returns = DIFFERS[name]
+
+    def forward(ctx, x):
+        keep(ctx, bool(np.max(x) > 50))
+        ctx.save_for_backward(x)
+        return 2 * x
+
+    def backward(ctx, dy):
+        return returns(dy, bool(np.max(ctx.saved_tensor()[0]) > 50)) if returns else dy
+
+    made = host_layer(forward, backward) if host is True else layer(forward, backward, host=host)
+    with pytest.raises(Exception, match=r"another structure|expected float\w+\[0\]|None"):
+        jax.block_until_ready(transform(jax.grad(lambda x: made.apply(x).sum()))(jnp.full((3,), 100.0)))
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("host", [True, "forward"])
+def test_a_gradient_that_is_always_none_is_zero(host, mode):
+    made = layer(lambda ctx, x, w: x * w, lambda ctx, dy: (None, dy), host=host)
+    found = mode(jax.grad(lambda x, w: made.apply(x, w).sum(), (0, 1)))(X, X)
+    assert_same(found, (jnp.zeros_like(X), jnp.ones_like(X)))
+
+
 def test_a_handle_is_refused_by_name_and_what_is_passed_is_not():
     matrix = POISSON.astype(np.float64).tocsc()
     handle = scipy.sparse.linalg.splu(matrix)
