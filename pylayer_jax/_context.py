@@ -373,6 +373,7 @@ class SavedContext:
     outputs: Outputs
     materialize: bool
     saved: ResidualTree | None  # the values of save_for_backward
+    n_values: int  # the number of values that save_for_backward got; each may be a pytree
     n_saved: int  # the number of residuals from save_for_backward, which come first
     attributes: dict[str, ResidualTree]
     saved_for_jvp: ResidualTree | None  # from save_for_forward; None if `jvp` gets `saved`
@@ -414,7 +415,10 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
     if state.saved_for_jvp is not None and layer._jvp_method() is not None:
         saved_for_jvp = residuals.add(state.saved_for_jvp, "ctx.save_for_forward")
     outputs = Outputs(result, skeleton, arrays, frozenset(marked))
-    kept = SavedContext(outputs, state.materialize, saved, n_saved, attributes, saved_for_jvp, residuals.has_objects)
+    n_values = len(state.saved or ())
+    kept = SavedContext(
+        outputs, state.materialize, saved, n_values, n_saved, attributes, saved_for_jvp, residuals.has_objects
+    )
     return kept, arrays, as_arrays(residuals.tensors)
 
 
@@ -433,7 +437,7 @@ class _Residuals:
         self._state = state
         self._output_of = output_of  # as `_numpy_outputs` returns it
         self._index_of: dict[tuple[bool, int], int] = {}  # from (is_saved, id of a tensor) to its index in `tensors`
-        # The trace of the inputs is active, so `add` need not ask for each of their tracers whether its trace is.
+        # This trace is active, so `add` does not call the slow `is_active` for the tracers of this trace.
         self._trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None
 
     def add(self, value: Any, name: str, is_saved: bool = False) -> ResidualTree:

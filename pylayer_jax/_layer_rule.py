@@ -631,10 +631,9 @@ def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> li
     given, layer = call.layer.saved_names, call.layer.__name__
     if not given:
         return [""] * n_tensors
-    n_values = len(kept.saved.skeleton.leaves) if kept.saved else 0
-    if given is not True and len(given) != n_values:
+    if given is not True and len(given) != kept.n_values:
         raise ValueError(
-            f"{call.name}.saved_names has {len(given)} names, but forward saved {n_values} values with "
+            f"{call.name}.saved_names has {len(given)} names, but forward saved {kept.n_values} values with "
             "ctx.save_for_backward. Give one for each, None for a value without a name."
         )
     return kept.names(n_tensors, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])

@@ -20,6 +20,7 @@ has no rule. A new operation of JAX has no rule until somebody adds one.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -235,11 +236,11 @@ def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
 
 
 def _cond(equation: Any, operands: list[Kind]) -> list[Kind]:
-    results = None
-    for branch in equation.params["branches"]:
-        found = evaluate_kinds(jaxpr_and_consts(branch)[0], operands[1:])
-        results = found if results is None else _joined(results, found)
-    return [_combine([operands[0]], "'cond'") if operands[0] != CONSTANT else k for k in results or []]
+    index, *rest = operands
+    if index not in (CONSTANT, ZERO):
+        return [_combine([index], "'cond'")] * len(equation.outvars)
+    first, *others = [evaluate_kinds(jaxpr_and_consts(branch)[0], rest) for branch in equation.params["branches"]]
+    return functools.reduce(_joined, others, first)
 
 
 def _scan(equation: Any, operands: list[Kind]) -> list[Kind]:

@@ -117,6 +117,7 @@ LINEAR = {
     "scan": lambda dy: jax.lax.scan(lambda c, x: (c + x, c * 2 + x), 0.0, dy)[1],
     "fori_loop": lambda dy: jax.lax.fori_loop(0, 3, lambda i, c: c * 2.0, dy),
     "cond": lambda dy: jax.lax.cond(FLAG, lambda d: d, jnp.zeros_like, dy),
+    "cond_of_false": lambda dy: jax.lax.cond(False, lambda d: 3 * d, lambda d: 2 * d, dy),
     "jvp_of_a_layer": lambda dy: jax.jvp(Square.apply, (X,), (dy,))[1],
     "while_loop_of_a_constant": lambda dy: dy * jax.lax.while_loop(lambda c: c < 3, lambda c: c + 1, 0.0),
     "jit": jax.jit(lambda dy: 2 * dy),

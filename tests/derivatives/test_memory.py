@@ -267,6 +267,20 @@ def test_one_tensor_under_two_names_has_the_first():
     np.testing.assert_allclose(jax.jit(jax.grad(loss(made)))(THREE), jnp.cos(THREE), rtol=1e-6)
 
 
+def test_a_pytree_and_none_are_one_saved_value_each():
+    def forward(ctx, x):
+        ctx.save_for_backward({"sin": jnp.sin(x), "cos": jnp.cos(x)}, None)
+        return ctx.saved_tensors[0]["sin"] * 1
+
+    made = layer(
+        forward,
+        lambda ctx, dy: dy * ctx.saved_tensor()[0]["cos"],
+        saved_names=("parts", None),
+    )
+    assert names(made) == ["parts['sin']", "parts['cos']"]
+    np.testing.assert_allclose(jax.jit(jax.grad(loss(made)))(THREE), jnp.cos(THREE), rtol=1e-6)
+
+
 @pytest.mark.parametrize("names", ["wave", ["wave"], ("wave", 1), False])
 def test_saved_names_must_be_a_tuple_of_strings(names):
     with pytest.raises(TypeError, match=r"Made\.saved_names"):
