@@ -134,7 +134,9 @@ class ContextState:
         self.needs = needs  # returns the value of ctx.needs_input_grad
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
-        self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []  # pairs of a saved NumPy array and its copy
+        # Pairs of a saved NumPy array and its copy. If `forward` saves a NumPy array and returns it, the residual has
+        # to be the JAX array of the output: its derivative is then the one that `backward` defines.
+        self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []
         # This list has entries only if `forward` takes no context. Each entry is a pair: a NumPy value that `forward`
         # returned, and the JAX array that replaced this value. `setup_context` gets the array as `output`. If
         # `setup_context` saves the NumPy value, the JAX array is saved in its place.

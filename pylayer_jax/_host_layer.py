@@ -49,7 +49,9 @@ LayerCall = Any  # the class in `_call.py`, which imports this module
 
 _SAVED = "ctx.save_for_backward"
 _TOKEN = "_has_run"  # the attribute of ctx that holds the token of NOTE [dropped calls]
-_NEEDS = "_needs_in_forward"  # the attribute of ctx that holds the `needs_input_grad` of `forward`
+# The attribute of ctx that holds the `needs_input_grad` of `forward`: `run_backward` finds the `_Example` of `forward`
+# by it.
+_NEEDS = "_needs_in_forward"
 _MAX_EXAMPLES = 64  # per class, since each call may pass a new lambda
 
 
@@ -99,12 +101,12 @@ class _Structure:
         other = run.structure
         if not _all_equal(_parts(self.skeleton), _parts(other.skeleton)) or self.materialize != other.materialize:
             raise ValueError(self._difference(other))
-        # Tensors that are one array in the example run have to be one array in this run, and an input has to be the
-        # same input. Two equal results in this run need no check: both are returned.
+        # This dict maps a position in the example run to the position in this run. Inputs map to themselves. Two
+        # positions may map to one: then the method returned one array twice in this run.
         position_in_run = {i: i for i in range(self.n_inputs)}
         for i, ((shape, dtype), y) in enumerate(zip(self.types, run.tensors, strict=True)):
-            is_same = position_in_run.setdefault(self.positions[i], other.positions[i]) == other.positions[i]
-            if not is_same or self.marked[i] != other.marked[i]:
+            expected = position_in_run.setdefault(self.positions[i], other.positions[i])
+            if expected != other.positions[i] or self.marked[i] != other.marked[i]:
                 raise ValueError(
                     f"{self.names()[i]}: an array was changed in place, or marked, in this run and not in the run on "
                     "example arrays, or the other way round. Change a copy: x = x.copy()."

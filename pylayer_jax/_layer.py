@@ -396,7 +396,8 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
     | jax.linear_transpose, an eager shard_map  | they have no rule for custom_vjp functions                   |
     | JAX stages the call, to differentiate it  | JAX traces a fwd rule separately, so that it would pack each |
     |   later, in a block of hooks              |   tensor again                                               |
-    | such a call closes over tracers           | no custom_vjp function may close over these                  |
+    | JAX stages the call, to differentiate it  | a custom_vjp function gets all arrays as arguments           |
+    |   later, and `forward` closes over arrays |                                                              |
 
     In all situations but the first, JAX applies a `RuleFunction`. This is an `EagerLayer` (the route "eager"), which
     runs `forward` on concrete values, or a `StagedLayer` (the route "staged") if JAX traces a jaxpr or has no rule for
@@ -408,8 +409,8 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
     __tracebackhide__ = True
     call, layer, is_deferred = traced_call.call, traced_call.call.layer, traced_call.is_deferred
     takes_refs = call.arguments.has_refs
-    has_rule = layer.forward_mode or layer._jvp_method() is not None or in_backward.value  # for forward mode
-    lacks_forward_mode = takes_refs or not has_rule
+    allows_forward_mode = layer.forward_mode or layer._jvp_method() is not None or in_backward.value
+    lacks_forward_mode = takes_refs or not allows_forward_mode
     if lacks_forward_mode and state.is_forward_mode and any(map(is_in_forward_mode, tensors)):
         # JAX raises its own error, without the layer's name, for code that is staged first and differentiated later.
         raise ref_error(call) if takes_refs else NoForwardModeError(layer)
@@ -418,7 +419,7 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
         return "custom_vjp with Refs"
     has_vmap, packs_later = layer._has_vmap_method(), is_deferred and call.block is not None
     lacks_custom_vjp = state.has_unknown_trace or any(map(is_unknown, tensors))
-    if has_rule or has_vmap or state.is_forward_over_reverse or lacks_custom_vjp or packs_later:
+    if allows_forward_mode or has_vmap or state.is_forward_over_reverse or lacks_custom_vjp or packs_later:
         return "staged" if state.is_staged or lacks_custom_vjp else "eager"
     closed_over = traced_call.stage(tensors)[1] if is_deferred else []
     return "staged" if closed_over else "custom_vjp"

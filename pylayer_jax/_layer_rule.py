@@ -301,6 +301,10 @@ class StagedLayer(RuleFunction):
         return copied
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
+        """Compute the outputs, the intermediates and their tangents.
+
+        Only a packing copy packs, and only in a differentiation that keeps residuals, which forward mode does not.
+        """
         __tracebackhide__ = True
         if self.without_packing is None:
             return self.differentiate(primals, tangents, packs=False)
@@ -465,11 +469,11 @@ def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
 
     Return a dict from the index of such an output to these axes.
 
-    Within a shard_map, JAX sums the cotangent of an output over each mesh axis over which the output does not vary.
-    From this sum, `backward` would compute wrong gradients of inputs that vary over the axis: see NOTE [all outputs are
-    batched] in `_jax/rule_function.py`. So if the layer has such inputs, an output that depends on none of them is made
-    to vary over the axis. An output that depends on one, and does not vary, was reduced over the axis by `forward`. It
-    stays the same on all devices. tests: devices/test_shard_map.py
+    Suppose that, within a shard_map, an input x varies over a mesh axis, and an output y depends on no input that
+    varies over it. Then JAX sums the cotangent of y over the devices along the axis, and `backward` computes the
+    gradient of x from this sum, which is wrong: see NOTE [all outputs are batched] in `_jax/rule_function.py`. So y is
+    made to vary. Each device then has its own cotangent. An output that depends on such an input, but does not vary,
+    was reduced over the axis by `forward`. It stays the same on all devices. tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
@@ -495,7 +499,7 @@ class EagerLayer(RuleFunction):
 
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         __tracebackhide__ = True
-        packs = _hooks.keeps_residuals(tangents)
+        packs = _hooks.keeps_residuals(tangents)  # this depends on JAX's trace, which the next line leaves
         with set_current_trace(trace_of_primals(primals)):
             primals = as_arrays(primals)  # jax.grad(f)(2.0) passes a Python number, not an array
             run = self._run_unstaged(primals, [t is not None for t in tangents])
@@ -507,7 +511,11 @@ class EagerLayer(RuleFunction):
         return _outputs_and_tangents(self.call, run, primals, tangents, packs)
 
     def _run_unstaged(self, primals: Values, needs: list[bool]) -> ForwardResult | None:
-        """Run `forward` without staging; return None if `forward` has to be staged."""
+        """Run `forward` without staging; return None if `forward` has to be staged.
+
+        `forward` runs if its inputs are concrete. In a `jax.vmap` that is not differentiated, a class with both `vmap`
+        and `setup_context` needs no staging either.
+        """
         __tracebackhide__ = True
         call, layer = self.call, self.call.layer
         if not any(map(is_tracer, primals)):

@@ -181,7 +181,8 @@ class Operation(NamedTuple):
 
         The vjp of a sum of an array and a number keeps no residual. If the error model of the pair is `ABSOLUTE`, the
         trace binds this sum as a `HookedOperation` all the same. The pair then remembers how backward can recompute the
-        sum.
+        sum. A move, such as a transpose, could be remembered too, but each `HookedOperation` makes tracing slower. So
+        if a later operation keeps the result of a move, the hooks pack this result in addition to its operand.
         """
         if self.is_jitted:
             facts = _facts_of(self.params)
@@ -773,13 +774,17 @@ class LayerBlock(NamedTuple):
         origin_of = _origins_by_id(inputs, self.origins)
 
         def origin(tensor: Any, index: int) -> Origin:
+            # An input that has a name of its own keeps its origin. Any other tensor has the origin of the layer.
             own = origin_of.get(id(tensor))
             own = own if own is not None and own.keys else self.origin
+            # A name from `saved_names` replaces any other. A default name, "saved[0]", gives way to the name of an
+            # input.
             is_given = not names[index].startswith(("saved[", "ctx."))
             name = names[index] if is_given or not own.name else own.name
             return dataclasses.replace(own, layer=own.layer or self.origin.layer, name=name)
 
         left = [(x, x) for x, is_left in zip(inputs, self.is_left_unpacked, strict=False) if is_left]
+        # The hooks run in a trace in which the tensors are known, as in `HookedOperation.rule`.
         with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
             return pack_residuals(Packing(self.pair, owner, inputs, origin, left, {}), tensors, outputs)
 

@@ -527,7 +527,8 @@ class _KnownResiduals:
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
         self._found = {id(x): residual for x, residual in packing.left_unpacked}  # None: the value has no residual
-        self._varying = {id(x) for x in packing.operands} - self._found.keys()
+        # In eager mode, such an operand may be a scalar that the block computed. This is a residual, not a constant.
+        self._packable_operands = {id(x) for x in packing.operands} - self._found.keys()
         self._is_program = is_staging()
 
     def get(self, value: Any, index: int = 0) -> Any:
@@ -554,7 +555,7 @@ class _KnownResiduals:
         `is_constant` returns False for a scalar operand of the layer or operation, unless the hooks leave this operand
         unpacked.
         """
-        return is_number(value) and id(value) not in self._varying
+        return is_number(value) and id(value) not in self._packable_operands
 
     def input_of(self, operand: Any) -> Any:
         """Return the residual of an operand of a recomputed equation, or None for a constant."""

@@ -35,7 +35,7 @@ class HostFunction(NamedTuple):
     name: str
     run: Callable[..., Sequence[Any]]
     results: Sequence[Any]  # the types of the results
-    effects: Any  # without effects, XLA may drop or repeat a call
+    effects: Any  # of a hook; a layer's methods have none, so JAX may drop or repeat their calls
     no_derivative: str  # the message of the error that a derivative raises
     has_x64: bool  # `jax_enable_x64` where the call is traced; where JAX lowers it, the flag may differ
     takes_batches: bool = False  # whether `run` takes arrays with batch axes in front, as `jax.vmap` makes them

@@ -917,6 +917,8 @@ partial_eval.dce_rules[rule_function_p] = _drop_unused
 def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
     __tracebackhide__ = True
 
+    # `checkify` has replaced the equation by the operations of its jaxpr, without the rule. So a derivative of the
+    # result would be that of these operations.
     def error() -> Exception:
         return TypeError(
             f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations "

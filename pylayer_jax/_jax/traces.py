@@ -329,6 +329,7 @@ class TraceState:
             trace = getattr(trace, "parent_trace", None)
         modes = [kind for kind in self.kinds if kind in _DIFFERENTIATIONS]
         self.is_differentiated = bool(modes)
+        # Reverse mode is the innermost differentiation, with forward mode around it, as in jvp(grad(f)).
         self.is_forward_over_reverse = modes[:1] == ["reverse mode"] and "forward mode" in modes
         self.is_staged = "staging" in self.kinds  # the current trace or an outer one makes a jaxpr
         n = self.kinds.index("staging") if self.is_staged else len(self.kinds)

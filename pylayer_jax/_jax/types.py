@@ -176,7 +176,7 @@ def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
 
 
 def shard_counts(value: Any) -> list[int]:
-    """Return the number of shards along each axis of an array.
+    """Return the number of shards along each axis of an array. `packers` cuts blocks of values that lie in one shard.
 
     If the compiler will choose the sharding of an axis (AxisType.Auto), it may shard the axis over any mesh axis whose
     size divides its length. Then return the least common multiple of these sizes.

@@ -355,9 +355,9 @@ def _is_guard(equation: Any) -> bool:
 
 
 def _is_followed(equation: Any, result: Any) -> bool:
-    """Return whether a later selection that depends on this result is reported."""
-    # A selection by an integer is not, because JAX itself compares each index with 0. A choice by the index of a `cond`
-    # counts if JAX converted this index from a bool.
+    """Return whether the check reports a later selection that depends on this result."""
+    # Floats and bools count. An integer does not, since JAX itself compares each index with 0. The index of a `cond` is
+    # an integer too. It counts if JAX converted it from a bool.
     is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 
@@ -479,6 +479,7 @@ def _difference(subject: Subject, j: int, direction: np.ndarray) -> Slope:
 
 def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -> list[Any]:
     """Return the sizes to which a step may be relative: numbers, or arrays with a number per entry of `value`."""
+    # A size is left out if its step would hardly differ from another step: thus the two factors of 0.1.
     whole = largest(value)
     sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
     if options.step is None and whole:

@@ -391,7 +391,8 @@ Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a
 class Options:
     """The options of `gradcheck` and `check_layer`.
 
-    The last two have other values than their defaults only if the subject has 100 or 0.01 times the user's values.
+    The checks at 100 and 0.01 times the user's values set the last two (`_also_at_other_values` in `_derivatives.py`).
+    Elsewhere these two have their defaults.
     """
 
     rtol: float | None = None
@@ -501,6 +502,7 @@ class Subject:
     @functools.cached_property
     def gradient_term_sizes(self) -> list[float]:
         """The same estimate for the gradient of each value."""
+        # In y = a * x with the cotangent w, the gradient of x is w * a = w * y / x. So divide by the size of the value.
         sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.output_term_sizes, strict=True)]
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
         return [whole / (largest(x) or 1.0) for x in self.function.values]
@@ -535,6 +537,8 @@ class Subject:
         noise = 4 * max(change, self.epsilon * term_size)
         # The noise is limited, because rounding errors are much smaller than 1 unless the array has large values.
         most = self.epsilon**0.5 * max(largest(x), 1.0)
+        # At scaled values, an error is permitted if it is small relative to the results at the user's values.
+        # Elsewhere, `result_sizes` is empty.
         return max(min(noise, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
