@@ -1,6 +1,6 @@
 """The arguments of one call of `forward`, in the order of its parameters.
 
-They are split into tensors, and statics: all other leaves.
+The arguments are split into tensors and statics. The tensors include each `jax.Ref`. A static is any other leaf.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Argument:
 class Arguments:
     """The arguments of one layer call, without the tensors in them.
 
-    They are in the order of the parameters of `forward`.
+    The arguments are in the order of the parameters of `forward`.
 
         arguments, tensors = Arguments.of("Linear", [("x", x), ("params", {"w": w, "b": b})], n_positional=2)
         arguments.names()   # ['x', 'params']
@@ -126,7 +126,7 @@ class Arguments:
         return result
 
     def per_argument(self, values: Sequence[Any]) -> list[Any]:
-        """Return one pytree per argument, in which `values` replace the tensors, and None replaces each static."""
+        """Return one pytree per argument: `values` replace the tensors, and None replaces all other leaves."""
         return [a.skeleton.without_statics(values[a.span]) if a.skeleton.size else None for a in self.arguments]
 
     def needs(self, mask: Sequence[bool]) -> tuple[bool, ...]:
@@ -215,8 +215,9 @@ class _Declared(NamedTuple):
     required: int  # how many of these parameters a call without keywords has to pass
 
 
-# `_known` caches the signatures of `forward` methods. The outer key is the plain function behind `forward`. The inner
-# key is True if `forward` is a bound method of this function. A signature does not keep `function` alive.
+# `_known` caches the signatures of `forward` methods. The outer key is `forward` itself, or the `__func__` of `forward`
+# if `forward` is a bound method. The inner key is True if `forward` is a bound method, and False otherwise. A signature
+# does not keep `function` alive.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
 
 

@@ -26,8 +26,8 @@ from ._trees import contains, split
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
 # True while a `backward` runs that JAX may transpose or differentiate in forward mode. `jax.custom_vjp` supports
-# neither, so a layer that this `backward` applies does not use it. The flag is part of the cache key of `jax.jit`,
-# since a jitted function may apply a layer.
+# neither transposition nor forward mode. Therefore a layer that is applied inside such a `backward` does not use
+# `jax.custom_vjp`. `in_backward` is part of the cache key of `jax.jit`, because a jitted function may apply a layer.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
@@ -63,8 +63,9 @@ class LayerCall:
         self.arguments = arguments
         # The `LayerBlock` around the call, or None: JAX may run a fwd rule after the block has ended.
         self.block: Any = None
-        # The structure of the outputs, from the last run of `forward`; in an eager batch, from the last run of `vmap`.
-        # It is stored, since a custom_vjp function returns only arrays.
+        # The structure of the outputs of the last run of `forward`. For a batch in eager mode, this is the structure of
+        # the outputs of the last run of `vmap`. The call stores the structure of the outputs, because a custom_vjp
+        # function returns only arrays.
         self.outputs: Outputs | None = None
 
     @property
@@ -177,8 +178,8 @@ class LayerCall:
     def check_closure_of_backward(self) -> None:
         """Raise an error if `backward` closes over a differentiated value.
 
-        The check is for calls that JAX stages to a jaxpr. JAX runs `backward` of such a call only later, when it
-        differentiates the jaxpr.
+        The check is necessary for a call that JAX stages to a jaxpr. JAX runs `backward` of such a call only later,
+        when it differentiates the jaxpr.
 
         JAX would silently treat the closed-over value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
@@ -225,7 +226,8 @@ class LayerCall:
         # changes, JAX compiles jitted functions again.
         may_be_transposed = state.is_staged or state.is_differentiated
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
-        # To transpose is not to differentiate: then @once_differentiable must not raise its error.
+        # If JAX only transposes `backward`, JAX does not differentiate `backward`. Then @once_differentiable must not
+        # raise its error.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         token = None
         if layer.host is True:
@@ -329,7 +331,7 @@ class LayerCall:
     # -- vmap --------------------------------------------------------------------------------------------
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
-        """Run the `vmap` of the class. Return the structure of its outputs, and their arrays.
+        """Run the `vmap` of the class. Return the structure of the outputs of `vmap`, and the arrays of these outputs.
 
         `dims` has the batch axis of each tensor, or None for a tensor that all examples share. In the returned arrays,
         the batch axis is in front.
@@ -399,7 +401,7 @@ class LayerCall:
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
     """Return why `args` do not fit the signature of `function`. Return an empty string if `args` fit the signature.
 
-    Also return an empty string if the code of `function` has started to run, since the error then has another reason.
+    Also return an empty string if the code of `function` has started to run, because the error then has another cause.
     """
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):

@@ -8,9 +8,9 @@ The table is made in three steps:
 
 1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. If a program fails or
    returns no scalar, this step raises the error, before XLA spends minutes on the others.
-2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. XLA reports the memory of
-   each gradient, and its number of operations.
-3. The compiled gradients run once, to compute their errors, and then in turn, to measure their times.
+2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. For each gradient, XLA
+reports the memory and the number of operations. 3. The compiled gradients run once, to compute their errors, and then
+in turn, to measure their times.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class ProgramComparison:
     def _operations(self) -> list[str]:
         """Return the cells of the operations.
 
-        If a program has a loop and the first program has none, or the other way round, the cell of this program shows
-        no ratio.
+        If exactly one of a program and the first program has a loop, the cell of the program shows no ratio to the
+        first program.
         """
         counts, loop_mask = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
         choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
@@ -354,8 +354,8 @@ def _step_seconds(steps: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[A
     seconds: dict[Any, list[float]] = {name: [] for name in steps}
     repeats = {name: math.ceil(_SECONDS_PER_ROUND / _seconds(step, 1)) for name, step in steps.items() if rounds}
     for i in range(rounds):
-        # Reverse the order of the steps in every second round. Otherwise each step would always run directly after the
-        # same other step.
+        # Reverse the order of the steps in every second round. If the order of the steps were the same in every round,
+        # each step would always run after the same other step.
         for name in list(steps) if i % 2 else reversed(list(steps)):
             seconds[name].append(_seconds(steps[name], repeats[name]))
     return seconds
@@ -379,14 +379,14 @@ def _quartiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _unit(values: Sequence[float | None], units: Mapping[str, float]) -> str:
-    """Return the largest unit in which the maximum of the values is at least 1."""
+    """Return the largest unit in which at least one value is 1 or greater, or else the smallest unit."""
     largest = max((v for v in values if v is not None), default=0)
     smallest = next(iter(units))
     return [smallest, *(unit for unit, size in units.items() if largest >= size)][-1]
 
 
 def _in_unit(values: Sequence[float | None], units: Mapping[str, float]) -> list[str]:
-    """Return the values as texts with three digits, in one unit. The text of an unknown value is empty."""
+    """Return the values as texts with three digits, in one unit. For each value that is None, return an empty text."""
     unit = _unit(values, units)
     return ["" if v is None else f"{_three_digits(v / units[unit])} {unit}".strip() for v in values]
 

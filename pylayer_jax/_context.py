@@ -54,7 +54,7 @@ class Outputs:
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
         # `backward` gets one cotangent for each element of a tuple or list, and one cotangent for any other result.
-        # `groups` has one skeleton for each of these cotangents.
+        # `groups` holds one skeleton for each of the cotangents that `backward` gets.
         self.is_sequence = isinstance(result, (tuple, list))
         if skeleton is LEAF:
             self.groups = [LEAF]
@@ -96,8 +96,8 @@ class Outputs:
     def cotangents(self, given: Sequence[Any], materialize: bool, with_statics: bool) -> list[Any]:
         """Return the cotangents for `backward`, with one entry per top-level output that holds a tensor.
 
-        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics` is True, the list also has an
-        entry for each top-level output without a tensor. This entry is None.
+        A missing cotangent is zeros if `materialize`, otherwise None. If `with_statics` is True, the returned list also
+        has an entry for each top-level output that holds no tensor. This entry is None.
         """
         full = [self._zeros(i) if c is None and materialize else c for i, c in enumerate(given)]
         entries: list[Any] = []
@@ -203,8 +203,8 @@ class PyLayerContext:
         Each value may be a pytree, and the whole pytree is one entry of the saved tuple. Leaves that are not arrays are
         saved unchanged. A `jax.Ref` argument is saved as a reference: `backward` reads the content that the Ref has
         when `backward` runs. When JAX differentiates `backward`, the derivative of a saved input is the derivative of
-        the input itself. The derivative of a saved output is the one that `backward` defines. For any other saved
-        tensor, JAX differentiates the code of `forward` that computes the tensor from inputs and outputs.
+        the input itself. For a saved output, JAX uses the derivative of the layer, which `backward` defines. For any
+        other saved tensor, JAX differentiates the code of `forward` that computes the tensor from inputs and outputs.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -230,7 +230,9 @@ class PyLayerContext:
     # -- flags ----------------------------------------------------------------------------------
 
     def mark_not_inplace(self, *inputs: Any) -> None:
-        """Only check the inputs: this method exists for code from Paddle, and JAX arrays never change in place.
+        """Check that each value is an input of `forward`, and do nothing else.
+
+        This method exists for code written for Paddle. JAX arrays never change in place.
 
         Raises:
             RuntimeError: when called outside `forward`.
@@ -307,7 +309,8 @@ def backward_context(
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` as the context keeps it: with a copy of each NumPy array.
 
-    A NumPy array that `forward` returned, and that `state.returned` lists, is replaced by its JAX array.
+    If `state.returned` pairs a NumPy output of `forward` with a JAX array, the context keeps the JAX array instead of
+    the NumPy output.
 
     Raises:
         ValueError: for a Ref that is not an argument of `forward`.
@@ -427,8 +430,9 @@ def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, li
 class _Residuals:
     """Collects the tensors of the values that one run of `forward` keeps.
 
-    If `forward` saves one tensor twice, the list of residuals contains it once. A tensor that is saved and also set as
-    an attribute is two residuals, since hooks pack only saved tensors.
+    If `forward` saves one tensor twice, the list of residuals contains it once. If `forward` saves a tensor and also
+    sets this tensor as an attribute of `ctx`, the list contains the tensor twice, because hooks pack only saved
+    tensors.
     """
 
     __slots__ = ("_index_of", "_output_of", "_state", "_trace", "has_objects", "tensors")
@@ -443,7 +447,7 @@ class _Residuals:
         self._trace = getattr(state.inputs[0], "_trace", None) if state.inputs else None
 
     def add(self, value: Any, name: str, is_saved: bool = False) -> ResidualTree:
-        """Add the tensors of a value. Return its skeleton, with the indices of its tensors.
+        """Add the tensors of a value. Return the tree without the tensors, and the indices of the tensors.
 
         Raises:
             ValueError: for a tracer of a transformation that has ended, and for a function that closes over tracers.
@@ -491,7 +495,7 @@ def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequenc
 def _ended_error(call: str, layer: str) -> ValueError:
     """Return the error for keeping a tracer on `ctx` after the trace of this tracer has ended.
 
-    For example, this happens if `jax.jit` decorates `forward(ctx, x)`.
+    For example, users get this error if `jax.jit` decorates `forward(ctx, x)`, and `forward` saves x on `ctx`.
     """
     return ValueError(
         f"{call} in {layer}.forward: the value belongs to a transformed function that has returned, so that JAX cannot "
@@ -509,7 +513,7 @@ _PLAIN = (
 
 
 def _may_hide_tracers(static: Any) -> bool:
-    """Return whether an object that is no pytree may hold tracers that nothing has checked.
+    """Return whether an object that is not a pytree may hold tracers that `_refuse_closures` has not checked.
 
     For a function, look at the values that it closes over. For any other object, look at its type.
     """

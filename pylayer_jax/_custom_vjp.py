@@ -107,10 +107,11 @@ def _remember(
 
     NOTE [several runs]
     JAX may run the fwd rule several times for a single application of the function. JAX then passes the treedef from
-    the last of these runs to every bwd rule. So all bwd rules get the same static data. But the runs may differ: in
-    each run, hooks may return other objects, and `forward` may keep another value of a Ref. Therefore the fwd rule
-    numbers its runs, and returns a residual of shape `(number, 0)`, which takes no memory. The bwd rule reads the
-    number from this shape. tests: test_several_runs.py
+    the last of these runs to every bwd rule. So all bwd rules get the same static data. But the runs may differ. In
+    each run, hooks may return other objects, and `forward` may keep a different value of a `jax.Ref`. If JAX stages the
+    call to a jaxpr, the fwd rule therefore numbers its runs. It returns a residual of shape `(number, 0)`, which
+    encodes the number of the run and takes no memory. The bwd rule reads the number from this shape. tests:
+    test_several_runs.py
     """
     linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
     maps = traced_call.maps
@@ -138,11 +139,11 @@ def _bwd(residuals: tuple[Any, ...], cotangents: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _batched_like(cotangent: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Make each gradient batched, as the cotangent is.
+    """Make each gradient batched under `jax.vmap`, because `cotangent` is batched.
 
-    A gradient that depends on no cotangent is not batched, and JAX would not sum it over the examples: see NOTE [all
-    outputs are batched] in `_jax/rule_function.py`. `jnp.where` of two equal arrays takes the batch axis of its
-    condition.
+    A gradient that depends on no cotangent may have no batch axis. JAX would not sum such a gradient over the examples:
+    see NOTE [all outputs are batched] in `_jax/rule_function.py`. `jnp.where` of two equal arrays takes the batch axis
+    of its condition.
     """
     has_entry = cotangent.size and explicit_sharding(cotangent) is None  # JAX cannot index along an explicit mesh axis
     condition = (cotangent[(0,) * cotangent.ndim] if has_entry else jnp.sum(cotangent)) == 0  # any bool that is batched
@@ -197,8 +198,8 @@ def ref_error(call: LayerCall) -> TypeError:
 
 
 _BY_POSITION: Final = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)])
-# The functions are not class attributes: a class that is made by type(name, bases, dict(vars(other))) would share those
-# of the other class.
+# These functions are not class attributes. Otherwise a class made by type(name, bases, dict(vars(other))) would share
+# the functions of the class `other`.
 _custom_vjps: weakref.WeakKeyDictionary[type, dict[bool, Any]] = weakref.WeakKeyDictionary()
 
 
@@ -221,9 +222,9 @@ def _named_copy(function: Any, name: str, source: str) -> Any:
     NOTE [names made once]
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives the names of
     functions and arguments for error messages. If JAX repeated this work at each call, the work would take a fifth of
-    the time that JAX needs to trace a layer. Therefore each copy of a function stores its signature and these names in
-    attributes. JAX reads the attributes, and does not compute the signature and the names again. If JAX stops reading
-    `__fun_debug_info__`, tracing is slower.
+    the time that JAX needs to trace a layer. Therefore `_named_copy` stores the signature and the names as attributes
+    of each copy. At each call, JAX then reads these attributes. It does not compute the signature and the names again.
+    If JAX stops reading `__fun_debug_info__`, tracing is slower.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name

@@ -148,7 +148,7 @@ class Function(PyLayer):
 
     @classmethod
     def _setup_with(cls, output: Any) -> Callable[..., Any]:
-        """Return a function `forward(ctx, ...)` that only runs `setup_context`, on the given `output`."""
+        """Return a function `forward(ctx, ...)` that passes `output` to `setup_context`, and returns `output`."""
 
         def forward(ctx: FunctionCtx, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True

@@ -1,4 +1,4 @@
-"""Matches results of `backward` with the arguments of `forward`, and results of `jvp` with the outputs of `forward`."""
+"""Matches results of `backward` with arguments of `forward`, and matches results of `jvp` with outputs of `forward`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _entries(result: Any, unpack_list: bool) -> list[Any]:
 def _pair(
     result: Any, arguments: Arguments, needs: Sequence[bool], torch_convention: bool
 ) -> list[tuple[Argument, Any]]:
-    """Pair each argument that holds a tensor (each slot) with its entry in the result of `backward`.
+    """Pair each argument that holds a tensor (a *slot*) with the entry for this argument in the result of `backward`.
 
     | convention | entries of the result                                                                           |
     |------------|-------------------------------------------------------------------------------------------------|
@@ -73,7 +73,8 @@ def _pair(
     | torch      | one per argument of the call, and any number of Nones after them                                |
     """
     slots, passed = arguments.slots(), arguments.arguments
-    # A list has one entry per item, as a tuple has. But it is the gradient of the argument if there is one slot only.
+    # A list has one entry per item, as a tuple has. But if only one argument of the call holds a tensor, a list is the
+    # gradient of this argument.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:

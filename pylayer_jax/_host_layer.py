@@ -13,17 +13,19 @@ These methods get NumPy arrays in eager mode and under all transforms.
                                                 the token of NOTE [dropped calls].
 
 A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method when the program runs. The
-results of the `host_call` are the arrays that the method returns or keeps on `ctx`, except inputs. An `_Example`, a run
-on example arrays, gives their types. `run_forward` then puts the results on the context of the layer, so that hooks and
-all transformations treat them as they treat the tensors of any other layer. tests: contract/test_host_layers.py
+results of the `host_call` are the arrays that the method returns or keeps on `ctx`, except inputs. An `_Example` gives
+the types of these results, since it has run the method on example arrays. `run_forward` then puts the results on the
+context of the layer, so that hooks and all transformations treat them as they treat the tensors of any other layer.
+tests: contract/test_host_layers.py
 
 NOTE [dropped calls]
-XLA drops a `host_call` if the program uses none of its results, as that of `forward` in the gradient of a linear
-function. A dropped call cannot compare its run with the run on example arrays. If the runs differ in more than the
-contents of arrays (`forward` keeps None in one run and a mask in the other, or `backward` returns None), the gradient
-would silently be wrong. Therefore each call of `forward` and `backward` has one more result, the *token*. Each gradient
-depends on the token of `backward`, which depends on the token of `forward`. For this, zeros take the place of a
-gradient that is None. tests: test_objects_made_from_values, test_what_differs_between_runs
+XLA drops a `host_call` if the program uses none of its results. For example, the gradient of a linear function uses no
+result of the `host_call` that runs `forward`. If XLA drops a `host_call`, the call does not compare the structure of
+its result with the run on example arrays. If the runs differ in more than the contents of arrays (`forward` keeps None
+in one run and a mask in the other, or `backward` returns None), the gradient would silently be wrong. Therefore each
+call of `forward` and `backward` has one more result, the *token*. Each gradient depends on the token of `backward`,
+which depends on the token of `forward`. For this, zeros take the place of a gradient that is None. tests:
+test_objects_made_from_values, test_what_differs_between_runs
 """
 
 from __future__ import annotations
@@ -57,10 +59,10 @@ _MAX_EXAMPLES = 64  # per class, since each call may pass a new lambda
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Structure:
-    """What a run of a method has in common with every other run: all of its result except the contents of arrays.
+    """The result of a run of a method without the contents of arrays, which must be the same for every run.
 
-    The result is a tree of what the method returned and what it kept on `ctx`. The *values* of a run are the distinct
-    tensors of this tree that are no inputs.
+    The result of a run is a tree of the values that the method returned and the values that the method kept on `ctx`.
+    The *values* of a run are the distinct tensors of this tree, without the inputs of the method.
     """
 
     skeleton: Skeleton  # of the tree
@@ -72,7 +74,7 @@ class _Structure:
     materialize: bool
 
     def values(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return each value once, in the order of positions, from the tensors of a run with this structure."""
+        """Return each value of a run once, in the order of positions. `tensors` are from a run with this structure."""
         tensor_at: dict[int, Any] = {}
         for i, x in zip(self.positions, tensors, strict=True):
             tensor_at.setdefault(i, x)
@@ -83,7 +85,7 @@ class _Structure:
         return [ShapedArray(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in self.values(self.types)]
 
     def fill(self, inputs: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the tensors and the tree of a run with these inputs and values."""
+        """Rebuild the result of a run from `inputs` and `values`: return its tensors, and the tree that holds them."""
         known = [*inputs, *values]
         tensors = [known[i] for i in self.positions]
         return tensors, self.skeleton.fill(tensors, copy_container)
@@ -93,7 +95,7 @@ class _Structure:
         return [_pretty(path) for path in self.skeleton.tensor_paths()]
 
     def check(self, run: _Run, batch: tuple[int, ...]) -> None:
-        """Check that a run differs from the run on example arrays, which has this structure, only in arrays' contents.
+        """Check that a run differs from the run on example arrays only in the contents of arrays.
 
         Raises:
             ValueError: if it differs in more.
@@ -134,7 +136,7 @@ class _Structure:
         )
 
     def _entries(self) -> dict[str, list[Any]]:
-        """Return the structure of each entry of the tree: of the result of the method, and of what `ctx` keeps."""
+        """Return a dict from names to structures: those of the method's result, and of the values that `ctx` keeps."""
         (tree,) = self.skeleton.leaves
         return {name: _parts(child) for name, child in zip(tree.keys, tree.children, strict=True)}
 
@@ -147,9 +149,10 @@ class _Run(NamedTuple):
 
     @classmethod
     def of_forward(cls, tree: dict[str, Any], state: ContextState, originals: Sequence[np.ndarray]) -> _Run:
-        """Return the result of `forward`; `originals` are the inputs before it ran.
+        """Return the result of a run of `forward`. `originals` are the inputs as they were before the run.
 
-        `forward` got `state.inputs`, which are copies of the originals. It may have changed these copies in place.
+        `forward` got `state.inputs`, which are copies of the originals. `forward` may have changed its copies of the
+        inputs in place.
         """
         tensors, skeleton = split(tree)
         structure = _Structure(
@@ -165,11 +168,11 @@ class _Run(NamedTuple):
 
     @classmethod
     def of(cls, tree: dict[str, Any]) -> _Run:
-        """Return the result of a method that keeps nothing. All of its tensors are values."""
+        """Return the `_Run` of a method that keeps nothing on `ctx`. All of its tensors are values."""
         return cls.of_forward(tree, ContextState("", tuple), ())
 
     def with_token(self, batch: tuple[int, ...] = ()) -> _Run:
-        """Return a copy in which `ctx` has one more value, the token of NOTE [dropped calls]."""
+        """Return a copy of this run in which `ctx` keeps one more array: the token of NOTE [dropped calls]."""
         old = self.structure
         token = np.zeros((*batch, 1), np.uint8)
         tensors, skeleton = split(old.skeleton.fill(self.tensors) | {f"ctx.{_TOKEN}": token})
@@ -187,8 +190,9 @@ class _Run(NamedTuple):
 def _positions(tensors: Sequence[Any], state: ContextState, originals: Sequence[np.ndarray]) -> list[int]:
     """Return the position of each tensor in the list [*inputs, *values].
 
-    A tensor with the position of an input is differentiated as this input. So an input (or a copy of it on `ctx`) whose
-    content is not that of the original gets a position of its own, as a value.
+    If a tensor has the position of an input, JAX differentiates the tensor as it differentiates this input. If the
+    content of an input, or of its copy on `ctx`, differs from the original content, the changed tensor gets a position
+    of its own. The changed tensor then counts as a value, not as an input.
     """
     copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
     position_of = {id(x): i for i, x in enumerate(state.inputs)}
@@ -217,7 +221,7 @@ def _has_same_bits(x: Any, y: Any) -> bool:
 def _parts(skeleton: Skeleton) -> list[Any]:
     """Return the parts of a `Skeleton` as a list: its treedefs, its static leaves, and the types and keys of its dicts.
 
-    Other code compares two skeletons by these lists.
+    To compare two skeletons, callers compare these lists.
     """
     found: list[Any] = [skeleton.treedef]
     for leaf in skeleton.leaves:
@@ -287,16 +291,17 @@ class _Example:
         return self._backwards[key]
 
 
-# A cached example usually does not keep its layer class alive. It does so only if the class is an argument of the call,
-# or if `forward` keeps the class on `ctx`.
+# A cached example usually does not keep its layer class alive. A cached example keeps its layer class alive only if the
+# class is an argument of the call, or if `forward` keeps the class on `ctx`.
 _examples: weakref.WeakKeyDictionary[type, dict[Any, _Example]] = weakref.WeakKeyDictionary()
 
 
 def _example_of(call: LayerCall, needs: tuple[bool, ...]) -> _Example:
     """Return the `_Example` of a call: the structure of the results of `forward` and `backward`.
 
-    Runs on example arrays give this structure. It depends on the layer class, and on the shapes, dtypes and static
-    arguments of the call. Cache it if the statics can be hashed.
+    Runs on example arrays give this structure. The structure depends on the layer class, on the shapes, dtypes and
+    static arguments of the call, and on `needs`, the mask of the inputs that need a gradient. Cache it if the statics
+    can be hashed.
     """
     types = [(t.shape, t.dtype) for t in call.arguments.types]
     statics = [(a.name, x) for a in call.arguments.arguments for x in _parts(a.skeleton)]
@@ -402,9 +407,11 @@ def _run_later(
     run: Callable[[list[np.ndarray], tuple[int, ...]], _Run],
     tensors: Sequence[Any],
 ) -> list[Any]:
-    """Bind a `host_call`, which runs a method each time the program runs. Return the values of the method, as tracers.
+    """Bind a `host_call`, which runs a method each time the program runs.
 
-    Under `jax.vmap`, `run` may get a batch of each array, with the batch axes in front. It also gets their lengths.
+    Return tracers for the arrays that the method returns or keeps on `ctx`, except its inputs.
+
+    Under `jax.vmap`, `run` may get arrays with additional batch axes in front. It also gets their lengths.
     """
     types, ndim = structure.value_types(), tensors[0].ndim
 
@@ -463,9 +470,11 @@ def run_forward(call: LayerCall, forward: Callable[..., Any], ctx: Any, tensors:
 
 
 def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: Sequence[Any]) -> Sequence[Any]:
-    """Return the tensors. If `forward` keeps a float array that it computed, their derivative raises an error.
+    """Return the tensors.
 
-    An array that `forward` also returns has a derivative, and raises none.
+    If `forward` computes a float array, and keeps this array without returning it, a second derivative raises an error.
+
+    If `forward` also returns such an array, the array has a derivative, and no error is raised.
     """
     rows = list(zip(structure.positions, structure.names(), structure.types, strict=True))
     returned = {position for position, name, _ in rows if _is_returned(name)}
@@ -485,7 +494,7 @@ def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: 
 
 
 def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> tuple[Any, Any]:
-    """Run `backward` on NumPy arrays. Return its result, with JAX arrays, and its token, or None for a direct run."""
+    """Run `backward` on NumPy arrays. Return its result, with JAX arrays, and the token if a `host_call` runs it."""
     attributes = {f"ctx.{name}": value for name, value in vars(ctx).items()}
     forward_needs, needs = attributes.pop(f"ctx.{_NEEDS}"), ctx.needs_input_grad
     tensors, skeleton = split(({_SAVED: ctx.saved_tensor(), **attributes}, cotangents))
@@ -511,7 +520,9 @@ def token_of_forward(ctx: Any) -> Any:
 
 
 def depending_on(token: Any, gradients: Sequence[Any], needs: Sequence[bool], types: Sequence[Any]) -> list[Any]:
-    """Return the gradients, each of which depends on the token: see NOTE [dropped calls].
+    """Make each gradient that JAX needs depend on the token if it is traced: see NOTE [dropped calls].
+
+    Return the gradients.
 
     Zeros replace a gradient that is None, if JAX needs it. `types` are the types of the arguments.
     """

@@ -44,8 +44,9 @@ def check_declarations(layer: Any) -> None:
     """
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # The similarity of "hosts" and "host" is only 0.89, and `hosts` may be an attribute of the user. Therefore a
-        # name such as `hosts` counts as a misspelled `host` only if its value is True, "forward" or "broadcast".
+        # `difflib` computes a similarity of only 0.89 for the names "hosts" and "host". A user may name an attribute
+        # `hosts`. Therefore this check treats a name such as `hosts` as a misspelled `host` only if the value is True,
+        # "forward" or "broadcast".
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -124,7 +125,8 @@ def once_differentiable(backward: Method) -> Method:
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
-        # Forbid differentiation of the inputs, not of the outputs: JAX raises the error before any host code runs.
+        # Forbid derivatives with respect to the inputs of `backward`, instead of derivatives of its outputs. Then JAX
+        # raises the error before any host code in `backward` runs.
         ctx = args[first]
         state, attributes = ctx._state, dict(vars(ctx))
         saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))
@@ -189,8 +191,8 @@ class Apply(classmethod):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         owner = type(instance) if owner is None else owner
         bound = owner.__dict__.get(self._name)
-        # A class may be made from the attributes of another class, as in unpickling. Its `__dict__` then contains the
-        # bound method of the other class.
+        # A class may be made from the attributes of another class, as in unpickling. The `__dict__` of the new class
+        # then contains the bound method of the other class.
         if bound is None or bound.__self__ is not owner or bound.__func__.__code__ is not self._code:
             bound = types.MethodType(self._function_of(owner), owner)
             setattr(owner, self._name, bound)
@@ -399,9 +401,9 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
     | JAX stages the call, to differentiate it  | a custom_vjp function gets all arrays as arguments           |
     |   later, and `forward` closes over arrays |                                                              |
 
-    In all situations but the first, JAX applies a `RuleFunction`. This is an `EagerLayer` (the route "eager"), which
-    runs `forward` on concrete values, or a `StagedLayer` (the route "staged") if JAX traces a jaxpr or has no rule for
-    custom_vjp functions.
+    In the first situation of the table, JAX applies a custom_vjp function. In every other situation, JAX applies a
+    `RuleFunction`. This is an `EagerLayer` (the route "eager"), which runs `forward` on concrete values, or a
+    `StagedLayer` (the route "staged") if JAX traces a jaxpr or has no rule for custom_vjp functions.
 
     Raises:
         TypeError: for forward mode of a class without forward mode, and for a Ref that is differentiated or batched.
@@ -438,6 +440,6 @@ def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
     if is_deferred:
-        # The error is raised when JAX differentiates the call. No code uses the values that are read from the Refs
-        # here. So the compiled program does not contain these reads.
+        # The error is raised when JAX differentiates the call. No code uses the values that the next line reads from
+        # the Refs. Therefore the compiled program does not read the Refs for this check.
         forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

@@ -15,15 +15,17 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
             tangents of intermediates = JVP of the code of `forward` that computes them from x and y
 
 Each residual is an input of the layer (x), an output (y) or an intermediate. If `forward` saves an input, the tangent
-of the saved tensor is the tangent of the input. This holds even if `forward` also returns the input. A saved output has
-the derivative that the rule defines; if `forward` returns one array at two positions, the tangent of the last position.
-An output that is marked non-differentiable is a constant. Every other saved tensor is an intermediate. To differentiate
-it, JAX differentiates the equations of `forward` that compute it.
+of the saved tensor is the tangent of the input. The tangent of a saved input does not change if `forward` also returns
+this input. The tangent of a saved output is the tangent that the rule computes for this output. If `forward` returns
+one array at two positions, the saved array has the tangent of the last position. An output that is marked
+non-differentiable is a constant. Every other saved tensor is an intermediate. To differentiate an intermediate, JAX
+differentiates the equations of `forward` that compute this intermediate.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
 `forward` is not staged, and sees concrete values. Some calls do not use the `jax.custom_vjp` function of the layer
-class. Examples are a call of a class with forward mode, and a call inside a `backward`, which JAX may transpose. The
-docstring of `_route` in `_layer.py` lists all such calls.
+class. For example, JAX does not use this `jax.custom_vjp` function if the layer class has forward mode. Nor does JAX
+use it for a call inside a `backward`, because JAX may transpose the `backward`. The docstring of `_route` in
+`_layer.py` lists all such calls.
 """
 
 from __future__ import annotations
@@ -80,9 +82,10 @@ class LayerMap(LinearMap):
 
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c.
 
-    If the class defines `jvp`, this method evaluates the map. Reverse mode transposes the map, and the transpose of B^T
-    is B again. So reverse mode just calls `backward`, which need not be linear. Forward mode evaluates B^T. So forward
-    mode needs a `jvp`, or a `backward` that is linear in the cotangents.
+    If the layer class defines a method `jvp`, `jvp` evaluates the linear map. Reverse mode transposes the linear map
+    B^T, and so evaluates the pullback B. Therefore reverse mode only calls `backward`, and works even if `backward` is
+    not linear in the cotangents. Forward mode evaluates B^T. So forward mode needs a `jvp`, or a `backward` that is
+    linear in the cotangents.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -130,8 +133,8 @@ class LayerMap(LinearMap):
             args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            # A class without forward mode gets here only in a second derivative. If `backward` has no derivative, raise
-            # the error that says so instead.
+            # If the class has no forward mode, only a second derivative reaches this code. If `backward` cannot be
+            # differentiated, raise an error that says so, instead of the present error.
             if not self.call.layer.forward_mode:
                 self.check_derivative()
             if getattr(error, "__notes__", None):  # a method of the user raised the error
@@ -147,8 +150,8 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would do so
-        # silently, also for a `backward` with @once_differentiable.
+        # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would
+        # silently differentiate the map, even if @once_differentiable decorates `backward`.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -177,7 +180,7 @@ class _Unpacked(Sequence[Any]):
 
 
 class _Source(NamedTuple):
-    """A variable of a jaxpr from which others are computed, with its value and its tangent."""
+    """A variable of a jaxpr that serves to compute other variables, with its value and its tangent."""
 
     variable: Any
     value: Any
@@ -187,10 +190,11 @@ class _Source(NamedTuple):
 class CodeMap(LinearMap):
     """The derivative of the equations of a jaxpr that compute the variables `targets` from the variables `sources`.
 
-    This is a linear map from tangents of the perturbed sources to tangents of the targets. Its residuals are the values
-    of all sources. It gives the tangents of saved tensors that are neither inputs nor outputs of `forward`. `evaluate`
-    calls `jax.jvp`, and `transpose` calls `jax.vjp`. So code that has only forward mode, or only reverse mode, works in
-    this mode. A first derivative calls neither method.
+    A `CodeMap` is a linear map from tangents of the perturbed sources to tangents of the targets. A source is perturbed
+    if it has a nonzero tangent. The residuals of the map are the values of all variables in `sources`. A `CodeMap`
+    computes the tangents of saved tensors that are neither inputs nor outputs of `forward`. `evaluate` calls `jax.jvp`,
+    and `transpose` calls `jax.vjp`. Therefore code that supports only forward mode works in forward mode. Code that
+    supports only reverse mode works in reverse mode. A first derivative calls neither method.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
@@ -203,7 +207,7 @@ class CodeMap(LinearMap):
         self.types = [tangent_type(v.aval) for v in targets]
 
     def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
-        """Return a function that computes the targets from the values of the perturbed sources."""
+        """Return a function that maps the values of the sources with a nonzero tangent to the values of `targets`."""
 
         def function(*values: Any) -> Values:
             known = dict(zip(self.sources, merge(self.perturbed, values, residuals), strict=True))
@@ -234,7 +238,7 @@ class CodeMap(LinearMap):
 
 
 class StagedLayer(RuleFunction):
-    """The function that the jaxpr of `forward` computes, with the derivative that the layer class defines.
+    """A function that evaluates the jaxpr of `forward`, with the derivative that the layer class defines.
 
     The operands are the closed-over values and the inputs. The results are the outputs and the intermediates.
     """
@@ -251,11 +255,13 @@ class StagedLayer(RuleFunction):
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
-        # The function of which this function is the packing copy; None if this function does not pack residuals.
+        # If this function packs residuals, `without_packing` is the same function without packing. Otherwise
+        # `without_packing` is None.
         self.without_packing: StagedLayer | None = None
         self.n_outputs = len(kept.outputs.types)
-        # The indices of the outputs whose tangents the rule of the class computes, and that are no inputs: an input
-        # keeps its own tangent. Intermediates are differentiated with respect to the inputs and these outputs.
+        # The indices of the outputs whose tangents the layer class computes, by `backward` or `jvp`. An output that is
+        # also an input is not in this list, because it keeps the tangent of the input. JAX differentiates the
+        # intermediates with respect to the inputs and the outputs at these indices.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}  # the last position counts
         inputs = set(jaxpr.invars)
@@ -268,8 +274,8 @@ class StagedLayer(RuleFunction):
     def outputs_jaxpr(self) -> Any:
         """The part of the jaxpr that computes the outputs.
 
-        This jaxpr does not return the intermediates. It does not apply `checkpoint_name` with the names in
-        `saved_names`.
+        This jaxpr does not return the intermediates. No equation in this jaxpr applies `checkpoint_name` with a name
+        from `saved_names`.
         """
         if not self.intermediates:
             return self._jaxpr_without_names
@@ -292,7 +298,8 @@ class StagedLayer(RuleFunction):
     def packing(self) -> StagedLayer:
         """Return a copy of this function whose rule packs residuals; outside a block of hooks, return this function.
 
-        The rule of the copy applies the original function again, so that a second derivative packs nothing.
+        The JVP rule of the copy applies the original function, whose own JVP rule packs nothing. So a second derivative
+        packs nothing.
         """
         if self.call.block is None:
             return self
@@ -313,7 +320,8 @@ class StagedLayer(RuleFunction):
     def differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], packs: bool) -> tuple[Values, Values]:
         """Compute the values of the layer and their tangents.
 
-        If `packs` is True, hooks pack the saved tensors, from which the tangents are then computed.
+        If `packs` is True, the saved-tensor hooks around the call pack the saved tensors. The linear map that computes
+        the tangents then unpacks these tensors.
         """
         __tracebackhide__ = True
         n = self.n_consts
@@ -419,8 +427,8 @@ def _stage_forward(
 
     The residuals are entries of [inputs, *results].
 
-    `axes_of_output` maps the index of an output to mesh axes. The function makes this output vary over these axes: see
-    `_missing_axes`.
+    `axes_of_output` maps the index of an output to mesh axes. `_stage_forward` makes the output at this index vary over
+    these mesh axes: see `_missing_axes`.
 
     Returns:
         The jaxpr; the values that `forward` closes over; and a pair of the saved context and the positions of the
@@ -440,7 +448,7 @@ def _stage_forward(
         known = {id(x) for x in (*inputs, *outputs)}
         intermediates = {id(x): x for x in residuals if id(x) not in known}.values()
         values = [*outputs, *intermediates]
-        # An output that is also an input has the position of the input.
+        # If an output is also an input, `position` holds the position of the input.
         position = {id(x): i for i, x in enumerate(values, len(inputs))} | {id(x): i for i, x in enumerate(inputs)}
         positions = [position[id(x)] for x in residuals]
         if axes_of_output:
@@ -467,7 +475,7 @@ def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positio
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     """Find the outputs that must vary over more mesh axes.
 
-    Return a dict from the index of such an output to these axes.
+    Return a dict that maps the index of each of these outputs to the set of mesh axes to add.
 
     Suppose that, within a shard_map, an input x varies over a mesh axis, and an output y depends on no input that
     varies over it. Then JAX sums the cotangent of y over the devices along the axis, and `backward` computes the
@@ -523,7 +531,7 @@ class EagerLayer(RuleFunction):
         has_two_parts = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
         if has_two_parts and not any(map(is_differentiated, primals)):
             # `forward` may be host code, which only the `vmap` of the class can batch. So compute the outputs with
-            # `vmap`. Then `setup_context` saves values for `backward`, from the inputs and the outputs.
+            # `vmap`. Then call `setup_context` with the inputs and the outputs, so that it saves values for `backward`.
             values = apply(self, primals)  # sets `call.outputs`, which `in_containers` reads
             output = call.in_containers(values)
             return call.run_forward(primals, needs, layer._setup_with(output))
@@ -582,7 +590,7 @@ def linearize(
 ) -> tuple[LayerMap, Values, Values]:
     """Linearize a run of `forward`: return the linear map, the outputs, and the residuals that the linear map reads.
 
-    If `packs` is True, the hooks around the call pack the saved tensors among the residuals.
+    If `packs` is True, the saved-tensor hooks around the call pack those residuals that are saved tensors.
     """
     __tracebackhide__ = True
     kept = run.kept
@@ -601,7 +609,7 @@ def linearize(
 
 
 class _Saved(NamedTuple):
-    """The residuals of a run of `forward` after hooks have packed them, and the outputs."""
+    """The outputs of a run of `forward`, and its residuals, which hooks may have packed."""
 
     residuals: Values
     outputs: Values
@@ -624,7 +632,8 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
     residuals = list(saved.residuals)
     for i, tensor in enumerate(saved.tensor_of_array):
         x = residuals[i]
-        # The jaxpr of a staged `forward` may name all residuals but inputs. Packed arrays have no name yet.
+        # The jaxpr of a staged `forward` may already apply `checkpoint_name` to all residuals that are not inputs.
+        # Packed arrays have no name yet.
         is_named = run.kept.has_names and saved.packed is None and not contains(inputs, x)
         if names[tensor] and not is_named and is_tracer(x):
             residuals[i] = checkpoint_name(x, names[tensor])

@@ -9,8 +9,8 @@ The second half of this module finds the origin of each value in a jaxpr, also i
             in (e, e) } ] a
       in (c,) }
 
-For this jaxpr, `outputs_of` returns the `Value` of c, whose attribute `part` is the `Value` of e. It also returns the
-`Note` that the layer Tanh saves e as saved[0].
+For the jaxpr above, `outputs_of` returns the `Value` of the variable c. The attribute `part` of this `Value` is the
+`Value` of the variable e. `outputs_of` also returns a `Note`, which says that the layer Tanh saves e as saved[0].
 """
 
 from __future__ import annotations
@@ -172,10 +172,11 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     a tensor that a layer saves, a result of a plain operation, or an input of `fun`, which takes no extra memory,
     because the caller holds it. Hooks use the same names: a predicate `only` gets them in `info`, and `by_name` takes
     them as keys. The largest rows come first, and inputs come last. If several layers save one tensor, the tensor has
-    one row. Saved-tensor hooks may compute a tensor again in the backward pass instead of keeping it. The report shows
-    0 packed bytes for such a tensor. The size of an array is that of the whole array, on all devices. Hooks with
-    `host=True` hold a packed tensor outside of the program, which keeps a number of 4 bytes instead; the row counts
-    these 4 bytes. JAX traces `fun` once with hooks, and once without them, to compute `total_unpacked_bytes`.
+    one row. Saved-tensor hooks may compute a tensor again in the backward pass instead of keeping it. For a tensor that
+    backward computes again, the report shows 0 packed bytes. The size of an array is that of the whole array, on all
+    devices. Hooks with `host=True` hold a packed tensor outside of the compiled program. The program keeps a number of
+    4 bytes instead, and the row of the tensor counts these 4 bytes. JAX traces `fun` once with hooks, and once without
+    them, to compute `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -213,7 +214,7 @@ def _argument_name(path: str) -> str:
 def _residuals(
     run: Callable[..., Any], tensors: Sequence[Any], names: Sequence[str]
 ) -> tuple[list[Value], dict[Value, list[Note]]]:
-    """Return the distinct residuals of `run` at `tensors`, which have the given names, and the notes on each value."""
+    """Return the distinct residuals of `run(*tensors)`, and the `Note`s on each value. `names` names the tensors."""
     is_float = [_is_inexact(t) for t in tensors]
 
     def residuals(*tensors: Any) -> list[Any]:
@@ -233,8 +234,8 @@ def _residuals(
 
 def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
     """Return one row per group of equal residuals. The largest rows come first, and inputs come last."""
-    # Leave out residuals of size 0: the results of `Mark`s, and the numbers of runs, for which see NOTE [several runs]
-    # in _custom_vjp.py.
+    # Leave out residuals of size 0. These residuals are the results of `Mark`s, and the run numbers that NOTE [several
+    # runs] in _custom_vjp.py describes.
     kept = [value for value in values if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to the tensor if it is not packed
     for array in kept:
@@ -255,7 +256,10 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
 
 
 def _recomputed_row(value: Value) -> SavedTensor:
-    """Return the row of a tensor that the backward pass recomputes; `value` is the result of the tensor's `Mark`."""
+    """Return the report row of a tensor that the backward pass recomputes.
+
+    `value` is the result of the `Mark` of this tensor.
+    """
     one, times = value.innermost()
     start = one.aval.shape.index(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
     return SavedTensor(
@@ -274,7 +278,7 @@ def _recomputed_row(value: Value) -> SavedTensor:
 
 
 def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
-    """Return the row of a tensor that is kept as `arrays`, or two rows: an input, and its copies or packed arrays."""
+    """Return a row for a tensor that is a kept input, and a row for the other `arrays` that JAX keeps for it."""
     is_kept_input = tensor.kind == "input" and tensor.part is None and tensor in arrays
     if not is_kept_input:
         return [_row(tensor, arrays, notes_of)]
@@ -284,7 +288,7 @@ def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value,
 
 
 def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> SavedTensor:
-    """Return the row of a tensor that is kept as `arrays`: copies of the tensor, or packed arrays."""
+    """Return the row of a tensor of which JAX keeps `arrays`: copies of the tensor, or arrays from a pack hook."""
     one, n_iterations = tensor.innermost()
     packed = [(a, *a.innermost()) for a in arrays if a is not tensor]
     if packed:  # count each iteration that packs the tensor, and all shards of it
@@ -345,7 +349,7 @@ class Value:
         return self.aval.size * self.aval.dtype.itemsize
 
     def innermost(self) -> tuple[Value, int]:
-        """Return the slice of this value from one iteration of the innermost loop, and the number of such slices."""
+        """Return the slice that one iteration of the innermost loop adds to this value, and the number of slices."""
         value, times = self, 1
         while value.part is not None:
             value, times = value.part, times * value.times
@@ -356,7 +360,7 @@ class Value:
 
 
 class Note(NamedTuple):
-    """What a layer or a `Mark` says about a value that was computed before."""
+    """A note about a computed value: which layer saves the value, or which name a `Mark` gives to the value."""
 
     value: Value
     layer: str  # the layer that saves the value; empty for a `Mark`
@@ -372,14 +376,14 @@ def _by_value(notes: Sequence[Note]) -> dict[Value, list[Note]]:
 
 
 def _notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
-    """Return the notes on a value, on its part, on the whole of which it is a slice, and on slices of it."""
+    """Return notes on a value, on the array that it slices, on slices of this array, and on the array's `part`."""
     whole = value.unsliced()
     on_part = [] if whole.part is None else _notes_on(whole.part, notes_of)
     return [*on_part, *notes_of.get(whole, ())]
 
 
 def _name(value: Value, notes: Sequence[Note]) -> str:
-    """Return the last name that a `Mark` gave to the value, or else its own name."""
+    """Return the name that the last `Mark` gave to a value, or `value.name` if no `Mark` named the value."""
     return [value.name, *(note.name for note in notes if not note.layer)][-1]
 
 
@@ -393,9 +397,9 @@ def line_of(equations: Equations) -> str:
 
 
 def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> tuple[list[Value], list[Note]]:
-    """Return the output values of a jaxpr, and all notes of the layers and `Mark`s in it.
+    """Return a `Value` for each output of a jaxpr, and a list of the `Note`s of all layers and `Mark`s in the jaxpr.
 
-    `within` lists the equations that hold the jaxpr, outermost first.
+    `within` lists the nested equations that contain the jaxpr, from the outermost equation to the innermost.
     """
     value_of = dict(zip(jaxpr.invars, inputs, strict=True))
     value_of |= {v: Value(v.aval, "constant", "closed over") for v in jaxpr.constvars}
@@ -412,7 +416,7 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> t
 
 
 def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the results of the last equation, and the notes of the layers and `Mark`s in it."""
+    """Return the results of the last equation, and all `Note`s from the layers and `Mark`s in this equation."""
     equation = equations[-1]
     name = equation.primitive.name
     if _returns_operands(equation):
@@ -435,8 +439,8 @@ def _operation_results(equations: Equations, operands: list[Value], name: str) -
     outvars = equations[-1].outvars
     if not any(PACK_SCOPE in str(e.source_info.name_stack) for e in equations):
         return [Value(v.aval, "operation", name, equations) for v in outvars]
-    # The operands of an equation of a pack hook may be constants and the index of the device. So the packed tensor is
-    # the largest operand that is not a constant.
+    # An equation of a pack hook may also have constants and the index of the device as operands. So the packed tensor
+    # is the largest operand that is not a constant.
     tensors = [v.tensor or v for v in operands]
     tensor = max(tensors, key=lambda v: (v.kind != "constant", v.aval.size), default=None)
     return [Value(v.aval, "constant", name, equations, tensor) for v in outvars]
@@ -447,7 +451,7 @@ _IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary"
 
 
 def _returns_operands(equation: Any) -> bool:
-    """Return whether the results of an equation equal its operands, so that they are the same values."""
+    """Return whether the results of an equation are the same values as its operands."""
     name, params = equation.primitive.name, equation.params
     if equation.primitive is rule_function_p:
         return isinstance(payload_of(equation), Identity)
@@ -491,8 +495,8 @@ def _shard_map_parts(equations: Equations, operands: list[Value]) -> Parts:
     return parts, [1] * len(parts), notes
 
 
-# A `cond` returns the residuals of all its branches. With these primitives, a branch creates placeholders for the
-# residuals of the other branches.
+# A `cond` returns the residuals of all its branches. In place of the residuals of the other branches, each branch
+# returns placeholders. These primitives compute the placeholders.
 _PLACEHOLDERS: Final = ("broadcast_in_dim", "empty2")
 
 
@@ -540,7 +544,7 @@ def _layer_results(equations: Equations, operands: list[Value]) -> tuple[list[Va
 
 
 def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the result of a `Mark`, and a note with the name that the mark gives to its operand."""
+    """Return the result of a `Mark`, and a list with at most one `Note`, which names the operand of the `Mark`."""
     tensor, origin = operands[-1], mark.origin  # the operands before it are constants of batched code
     name = origin.name or origin.operation
     kind = "recomputed" if mark.is_recomputed else "mark"
@@ -549,7 +553,7 @@ def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[lis
 
 
 def _nested_functions(equation: Any) -> list[Any]:
-    """Return the function of a `rule_function`, followed by the functions in it: the last one has no function in it."""
+    """Return the function of a `rule_function` equation, and the functions nested in it, outermost first."""
     functions = [payload_of(equation)]
     while isinstance(functions[-1], (BatchedFunction, PartialFunction)):
         outer = functions[-1]
@@ -560,9 +564,10 @@ def _nested_functions(equation: Any) -> list[Any]:
 def _inside(
     function: BatchedFunction | PartialFunction, operands: list[Value], outputs: list[Any]
 ) -> tuple[list[Value], list[Any]]:
-    """Return the operands and outputs of the function in a batched or partial function, from those of the latter.
+    """Return the operands and outputs of the inner function, from those of the batched or partial `function`.
 
-    An output that a partial function does not compute is None.
+    A `PartialFunction` computes only some outputs of its function `whole`. In the returned list, None takes the place
+    of every other output.
     """
     if isinstance(function, BatchedFunction):
         return operands[function.n_consts :], outputs

@@ -133,7 +133,7 @@ class Skeleton:
 
 
 class _Dict:
-    """A dict as a leaf of a skeleton. The keys of the dict keep their order, and need not be sortable."""
+    """The skeleton of a dict within a pytree. The keys of the dict keep their order, and need not be sortable."""
 
     __slots__ = ("children", "keys", "like")
 

@@ -86,9 +86,9 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         >>> print(jax.grad(save_on_cpu()(jnp.sin))(0.0))
         1.0
 
-    In eager mode the pair keeps each tensor as a NumPy array. In traced code the pair moves each tensor to the host
-    memory space of its device (`jax.memory.Space.Host`), if the device has one. In eager mode, an array that is spread
-    over several processes is moved to this memory space too.
+    In eager mode, `save_on_cpu` keeps each saved tensor as a NumPy array, unless `pin_memory` is True. In traced code
+    the pair moves each tensor to the host memory space of its device (`jax.memory.Space.Host`), if the device has one.
+    In eager mode, the pair also moves an array that is spread over several processes to `jax.memory.Space.Host`.
 
     Args:
         pin_memory: if True, keep the tensors of eager mode in page-locked memory, which makes the transfer back faster.
@@ -191,11 +191,11 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
         (4096, 1088)
 
     If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where s
-    = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Rounding changes
-    a value by at most s / 2, or by less than s if rounding is stochastic. Floating-point errors add at most 4 times the
-    machine epsilon times the largest absolute value of the block. If b - a is less than about 2^(bits + 1) times the
-    smallest normal number, unpacking replaces each finite value of the block by a. Infinities and NaN are unpacked as
-    NaN, and do not affect other values.
+    = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Rounding to the
+    nearest integer changes a value by at most half the scale s. Stochastic rounding changes a value by less than s. In
+    addition, floating-point errors change a value by at most 4 times the machine epsilon times the largest absolute
+    value of the block. If b - a is less than about 2^(bits + 1) times the smallest normal number, unpacking replaces
+    each finite value of the block by a. Infinities and NaN are unpacked as NaN, and do not affect other values.
 
     The blocks divide the last axis of each shard evenly, so packing needs no padding and no communication. A tensor is
     not packed if packing would not make it smaller, as for a very short last axis.
@@ -249,10 +249,11 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 def _block_length(x: Any, largest: int) -> int:
-    """Return the number of values in a block of the last axis. It divides the length of the last axis in each shard.
+    """Return the number of values in a block of the last axis. The number divides the axis length in each shard.
 
-    It is the greatest divisor that is at most `largest`, unless that is very short: with `largest` = 128, an axis of
-    length 1000 has blocks of 125, and one of length 262 = 2 * 131 has blocks of 131 instead of 2.
+    The block length is the greatest divisor that is at most `largest`. If that divisor is very small, the block length
+    is the smallest divisor above `largest`. For example, with `largest` = 128, the block length is 125 for an axis of
+    length 1000, and 131 for an axis of length 262 = 2 * 131.
     """
     length = x.shape[-1]
     if not isinstance(length, int):  # `jax.export` makes symbolic lengths
@@ -304,7 +305,7 @@ class _Bits(NamedTuple):
 def _pack_bits(x: Any) -> Any:
     """Pack 8 bools into a byte, along the last axis with a length that is a multiple of 8 in each shard.
 
-    Return `x` itself if no axis has such a length.
+    Return `x` itself if no axis has a length that is a multiple of 8 in each shard.
     """
     for axis in reversed(range(x.ndim)):
         length = x.shape[axis]
@@ -317,7 +318,7 @@ def _pack_bits(x: Any) -> Any:
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     """Return `x`, and the bit positions 0 to 7 as an array that broadcasts along `axis` of `x`.
 
-    Both have passed an optimization barrier: see `_depending_on`.
+    Both returned arrays pass through one optimization barrier: see `_depending_on`.
     """
     x, numbers = _depending_on(x, jnp.arange(8, dtype=jnp.uint8))
     return x, jnp.reshape(numbers, [8 if i == axis else 1 for i in range(x.ndim)])
@@ -362,7 +363,7 @@ def _quantize(
     inverse = jnp.where(half >= jnp.finfo(x.dtype).tiny, 1 / half, 0)
     exact = (x * 0.5 - _in_blocks(low * 0.5, x)) * _in_blocks(inverse, x)
     rounded = jnp.floor(exact + _dither(x, position)) if stochastic else jax.lax.round(exact, _TO_EVEN)
-    # A rounding error may lead to `largest_code + 1`, which means NaN.
+    # A rounding error may increase `rounded` to `largest_code + 1`, which is the code for NaN.
     codes = jnp.minimum(rounded, largest_code).astype(jnp.uint8)
     codes = jnp.where(jnp.isfinite(x), codes, nan_code)
     if bits == 4:
@@ -404,8 +405,8 @@ def _smallest_and_largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     def finite_or(value: jax.Array, end: float) -> jax.Array:
         return jnp.where(jnp.isfinite(value), value, end)
 
-    # For two separate reductions, XLA would compute and keep the operand twice. Therefore one reduction computes both
-    # results.
+    # If two separate reductions computed the smallest and the largest value, XLA would compute and keep their operand
+    # twice. Therefore one reduction computes both results.
     return jax.lax.reduce(
         (x, x),
         (jnp.asarray(jnp.inf, x.dtype), jnp.asarray(-jnp.inf, x.dtype)),
@@ -447,11 +448,11 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
         >>> print(jax.grad(save_on_disk(folder)(jnp.sin))(0.0))
         1.0
 
-    In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. In a compiled program, a
-    file that backward has read is removed when the same place in the program packs again. `close()` and the end of the
-    process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. The first
-    `close()` of the two pairs leaves the files of a shared program in place. The second `close()` removes them. A
-    killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
+    In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. If backward has read a
+    file of a compiled program, the next run of the operation that wrote this file removes it. `close()` and the end of
+    the process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. When the
+    first of the two pairs is closed, the files of the shared programs stay on disk. The second `close()` removes them.
+    A killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
 
     Args:
         directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
@@ -544,15 +545,15 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         >>> jax.grad(pair(lambda x: jnp.sum(jnp.sin(x + x))))(jnp.ones((8, 128))).shape
         (8, 128)
 
-    The second pair packs the arrays that the pack hook of the first pair returns. It also packs the tensors that the
-    first pair does not pack. Numbers, strings and other objects in that result are not packed. For example,
-    `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024, 8, 128],
-    and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move
-    these three arrays. `save_on_cpu` and `save_on_disk` move an array of integers only if an earlier pair of the
-    `chain` made this array.
+    The second pair packs the arrays that the pack hook of the first pair returns. The second pair also packs the
+    tensors that the first pair leaves unpacked. Numbers, strings and other objects in that result are not packed. For
+    example, `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024,
+    8, 128], and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and
+    `save_on_disk` move these three arrays. `save_on_cpu` and `save_on_disk` move an array of integers only if an
+    earlier pair of the `chain` made this array.
 
-    A chain is `differentiable` (see `saved_tensors_hooks`) if all its pairs are differentiable. It packs values from
-    outside the block if all its pairs do so.
+    A chain is `differentiable` (an argument of `saved_tensors_hooks`) if each pair in the chain is `differentiable`. A
+    chain packs values from outside the block if all its pairs pack such values.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
@@ -611,15 +612,16 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         (8, 128)
 
     The names of a tensor say where the tensor comes from. They are attributes of `info`, the second argument of a
-    predicate `only`. `by_name` tries them in this order: `info.name`, `info.layer`, `info.operation`, and then the
-    names in `info.inside`, the innermost first. `by_name` looks for the first name of the tensor that is a key of the
-    dict. It packs the tensor with the pair of hooks under this key. So the name of a module's class selects the tensors
-    that the module computes: `{"Attention": save_on_cpu(), ...: None}`. The key `...` (Ellipsis) selects the pair for
-    all other tensors. `saved_tensors_report` prints a name of each tensor.
+    predicate `only`. `by_name` tries the names in this order: `info.name`, `info.layer`, `info.operation`, and last the
+    names in `info.inside`, from the innermost to the outermost. `by_name` looks for the first name of the tensor that
+    is a key of the dict. `by_name` packs the tensor with the pair of hooks that the dict holds for the first matching
+    name. So the name of a module's class selects the tensors that the module computes: `{"Attention": save_on_cpu(),
+    ...: None}`. The key `...` (Ellipsis) selects the pair for all other tensors. `saved_tensors_report` prints a name
+    of each tensor.
 
     Backward recomputes a tensor that follows from another saved tensor (a transpose, a mask), unless this could enlarge
-    the packing error. The pair about whose error the least is known decides this for all tensors. Values from outside
-    the block are packed only if all pairs of the dict have `arguments=True`.
+    the packing error. If the pairs of the dict allow different tensors to be recomputed, the strictest pair decides for
+    all tensors. Values from outside the block are packed only if all pairs of the dict have `arguments=True`.
 
     Args:
         pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a

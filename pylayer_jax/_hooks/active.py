@@ -20,11 +20,12 @@ OFF: Final = "off"  # the value of `active` where blocks are ignored: the report
 # caches: see NOTE [blocks as keys].
 active: Final = jax.make_user_context(None)
 
-# Whether `pack_residuals` marks each tensor for the report. This flag is part of the keys of JAX's caches too.
+# Whether `pack_residuals` marks each tensor for the report. JAX adds the flag `is_reported` to the key of each of its
+# caches.
 is_reported: Final = jax.make_user_context(False)
 
 # The innermost block that this asyncio task entered, or inherited from the task that created it. All tasks of a thread
-# see the same `active`, so `check_task` compares the two.
+# see the same value of `active`. Therefore `check_task` compares the block in `active` with the block in `_entered`.
 _entered: Final[contextvars.ContextVar[Block | None]] = contextvars.ContextVar("entered", default=None)
 
 
@@ -36,11 +37,12 @@ class Block:
     its hooks, JAX's caches, which keep the block, would keep the hooks alive too. Therefore a block drops its pair of
     hooks when the program leaves the block, and keeps only the key of the pair.
 
-    JAX reuses in one block what it traced in an equal block. Two blocks are equal if their pairs are equal. Two blocks
-    of one thread are also equal while both are shared. A block that is entered outside of traced code is shared until
-    code in it calls `active_pair` while JAX traces a jaxpr. This call comes before JAX caches the jaxpr. So what JAX
-    has cached in a shared block depends on no pair, and JAX compiles nothing again for a new pair. Two blocks may be
-    equal at first and unequal later. Therefore all blocks have the same hash.
+    If two blocks are equal, JAX reuses in one block the jaxprs that it traced in the other block. Two blocks are equal
+    if their pairs are equal. Two blocks of one thread are also equal as long as `is_shared` is True for both blocks. A
+    block that is entered outside of traced code starts as a shared block. It stops being shared when code in it calls
+    `active_pair` while JAX traces a jaxpr. JAX caches the jaxpr only after this call of `active_pair`. Therefore the
+    entries that JAX caches in a shared block depend on no pair of hooks, and JAX does not compile again for a new pair.
+    Two blocks may be equal at first and unequal later. Therefore all blocks have the same hash.
 
     Blocks of different threads are equal only if their pairs of hooks are equal. JAX lets a thread wait while another
     thread traces code under an equal key, and it is not yet known whether this code will call `active_pair`. tests:
@@ -95,8 +97,8 @@ class Block:
         is_innermost = active.value is (self if contexts else OFF)  # where blocks are ignored, `enter` left OFF there
         is_current = trace is None or current_trace() is trace
         if is_innermost:
-            # The first context is that of `active`, and the second that of the trace. If another transformation has
-            # begun or ended inside the block, JAX itself restores the trace.
+            # `contexts[0]` sets `active`, and `contexts[1]`, if it exists, sets the current trace. If another
+            # transformation has begun or ended inside the block, JAX itself restores the trace.
             for context in reversed(contexts if is_current else contexts[:1]):
                 context.__exit__(None, None, None)
         if not (is_innermost and is_current):

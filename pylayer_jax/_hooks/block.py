@@ -129,8 +129,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     `jax.grad` gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted
     train step) packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX
     does not show to the block. The `repr` of a pair shows how many tensors the pair has packed. The `repr` reports no
-    tensors if the block is in the wrong place. It also reports none if JAX compiled the program while another, equal
-    pair of hooks was active.
+    tensors if the block is in the wrong place. The `repr` also reports no tensors if JAX compiled the program while a
+    different pair of hooks, equal to this one, was active.
 
     In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
@@ -195,8 +195,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         Two pairs of one class are equal if their `values` are equal.
 
-        If a subclass defines its own `__init__`, each of its pairs is equal only to itself, because the hooks of the
-        pair may have a state.
+        If a subclass overrides `__init__`, each pair of this subclass is equal only to itself, because the hooks of the
+        pair may store state.
         """
         self._was_entered = self._was_reported = False
         if type(self).__init__ is owner.__init__:
@@ -271,7 +271,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     def _warnings(self, is_idle: bool) -> list[str]:
         """Return warnings about a block that packed nothing, and about keys and predicates that selected no tensor.
 
-        Each is given once per pair. `is_idle` is True if the block was entered by `with` where JAX traces nothing.
+        Each is given once per pair. `is_idle` is True if a `with` statement (not a decorated function) entered the
+        block in code that JAX does not trace.
         """
         pair, found = self._pair, list[str]()
         if pair.n_packed:
@@ -305,11 +306,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         A backward that needs these values fails.
 
-        Equal pairs share these values. The host drops the values as soon as the user has closed each equal pair that
-        was entered and still exists. Without `close`, a program holds the values of its last run until the program runs
-        again, or until JAX deletes it. (Each call of `jax.lax.scan` outside of `jax.jit` is a new program, and JAX
-        keeps the old programs.) Deleting the pair object drops nothing, since JAX returns from a call before the
-        program has run.
+        Equal pairs share these values. The host drops the packed values when the user has closed every equal pair of
+        hooks that was entered and still exists. Without `close`, a program holds the values of its last run until the
+        program runs again, or until JAX deletes it. (Each call of `jax.lax.scan` outside of `jax.jit` is a new program,
+        and JAX keeps the old programs.) Deleting the pair object drops nothing, since JAX returns from a call before
+        the program has run.
         """
         self._pair.store.close(self)
 

@@ -7,13 +7,14 @@ by which the host finds the result:
     x:f32[8,3]     = host_call[name=unpack_hook] token
 
 NOTE [host packs]
-A program usually calls the unpack hook once with each token. It does so several times if JAX has moved the packing of a
-loop-invariant tensor out of the loop. It never does so if `backward` does not run. The host cannot know which call is
-the last. When the same device packs at the same `PackSite` again, a new forward pass has begun. Therefore the host then
-drops those packed values that were unpacked at least once. If backward never unpacks a packed value, the host keeps
-this value until the hooks are closed or Python deletes the program. If a compiled `backward` never reads a tensor (the
-maximum that softmax subtracts), each run of the program would leave one more value on the host. To avoid this on CPU,
-XLA may remove a call of the pack hook whose token no code reads. tests: hooks/test_host.py
+A program usually calls the unpack hook once with each token. The program calls the unpack hook several times with one
+token if JAX has moved the packing of a loop-invariant tensor out of the loop. The program never calls the unpack hook
+if `backward` does not run. The host cannot know which call is the last. When the same device packs at the same
+`PackSite` again, a new forward pass has begun. Therefore the host then drops those packed values that were unpacked at
+least once. If backward never unpacks a packed value, the host keeps this value until the hooks are closed or Python
+deletes the program. If a compiled `backward` never reads a tensor (the maximum that softmax subtracts), each run of the
+program would leave one more value on the host. To avoid this on CPU, XLA may remove a call of the pack hook whose token
+no code reads. tests: hooks/test_host.py
 """
 
 from __future__ import annotations
@@ -138,7 +139,8 @@ class PackSite:
     def _naming(self, hook: str, device: int) -> Generator[None]:
         """Add the names of the hook and of the tensor to an exception.
 
-        If the device packs at this place of the program again, the host then drops all values that are packed there.
+        After an exception, the values that are packed at this place of the program count as used. The host drops these
+        values when the same device packs a tensor at this place again.
         """
         try:
             yield

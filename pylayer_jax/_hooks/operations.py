@@ -1,4 +1,4 @@
-"""The trace of a block of hooks. This trace can bind a function with a custom derivative rule in place of an operation.
+"""The trace of a block of hooks. This trace can replace an operation by a function with its own derivative rule.
 
 When a block of hooks begins in code that JAX traces, a `BlockTrace` becomes JAX's current trace. JAX then passes every
 operation in the block to this trace. If JAX differentiates an operation now, or may differentiate it later, the trace
@@ -101,8 +101,8 @@ _WITHOUT_RESIDUALS: Final = MOVES | frozenset(
     )
 )  # fmt: skip
 # Operations whose results are views of their operand. A view is the result of an operation such as a reshape or a
-# slice. It gets the `Origin` of its operand. Usually it also gets the `Place` of its operand: inside or outside the
-# block of hooks.
+# slice. It gets the `Origin` of its operand. Usually a view also gets the `Place` of its operand: outside the block of
+# hooks, constant, or inside the block.
 _VIEWS: Final = MOVES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
@@ -117,8 +117,8 @@ _PLAIN_RUN: Final = DebugInfo("vjp", "an operation in a block of hooks", None, N
 class _Facts(NamedTuple):
     """Properties of a jitted function.
 
-    The fields `is_view`, `keeps_nothing` and `adds_number` are False for every large function. Most functions of
-    jax.numpy are small.
+    If `small_jaxpr` returns None for a jitted function, the fields `is_view`, `keeps_nothing` and `adds_number` are
+    False. Most functions of jax.numpy are small.
     """
 
     is_view: bool  # all its equations are views, or have no tangent
@@ -147,9 +147,10 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
         return _Facts(False, False, False, has_loop, is_users)
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
-    # The vjp of a division by a literal keeps only this literal. A single division is hooked all the same: its result
-    # is as large as its operand, and the pair remembers how backward can recompute it. In a function that also computes
-    # a sum, such as `jnp.mean`, the result is small, so it need not be recomputed.
+    # The vjp of a division by a literal keeps only this literal. A single division nevertheless becomes a
+    # `HookedOperation`. Its result is as large as its operand, and the pair of hooks remembers how backward can
+    # recompute the result. A function that also computes a sum, such as `jnp.mean`, has a small result, so backward
+    # need not recompute this result.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -179,10 +180,11 @@ class Operation(NamedTuple):
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
         """Return whether hooks have nothing to do for this operation, because its vjp function keeps no array.
 
-        The vjp of a sum of an array and a number keeps no residual. If the error model of the pair is `ABSOLUTE`, the
-        trace binds this sum as a `HookedOperation` all the same. The pair then remembers how backward can recompute the
-        sum. A move, such as a transpose, could be remembered too, but each `HookedOperation` makes tracing slower. So
-        if a later operation keeps the result of a move, the hooks pack this result in addition to its operand.
+        The vjp of a sum of an array and a number keeps no residual. Nevertheless, the trace binds this sum as a
+        `HookedOperation` if the error model of the pair of hooks is `ABSOLUTE`. For such a sum, the pair of hooks then
+        remembers how backward can recompute the sum. A move, such as a transpose, could be remembered too, but each
+        `HookedOperation` makes tracing slower. So if a later operation keeps the result of a move, the hooks pack this
+        result in addition to its operand.
         """
         if self.is_jitted:
             facts = _facts_of(self.params)
@@ -196,9 +198,9 @@ class HookedOperation(RuleFunction):
 
     Its derivative keeps residuals that the hooks have packed.
 
-    In a call of this function, further operands may follow the operands of the original operation. These further
-    operands are arrays from outside the block of hooks. Some operands of the operation are not packed, and backward
-    recomputes them from the further operands.
+    The operands of this function begin with the operands of the original operation. Further operands may follow. These
+    further operands are arrays from outside the block of hooks. The hooks leave some operands of the operation
+    unpacked. Backward recomputes these operands from the arrays that come from outside the block.
     """
 
     def __init__(
@@ -260,8 +262,8 @@ class HookedOperation(RuleFunction):
             with hooks_suspended():
                 values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
-        # JAX runs a rule in a partial evaluation, with unknown tangents. The hooks run in the trace around it, in which
-        # the primals are known.
+        # JAX runs a rule in a partial evaluation, with unknown tangents. The hooks run in the trace outside this
+        # partial evaluation, where the primals are known.
         with set_current_trace(without_pass_through(trace_of_primals(primals))):
             recorder = Recorder(current_trace())
             with hooks_suspended(), set_current_trace(recorder):
@@ -346,7 +348,7 @@ class Pullback(LinearMap):
 
 
 class Outcome(enum.Enum):
-    """What the trace of a block does with an operation."""
+    """A way in which the trace of a block of saved-tensor hooks processes an operation."""
 
     PASS_ON = "bind it in the trace below: a block inside it packs, or it closes over a Ref"
     SUSPEND = "bind it in the trace below, with hooks suspended: JAX keeps nothing for it that hooks could pack"
@@ -355,7 +357,7 @@ class Outcome(enum.Enum):
 
 
 def _outcome(operation: Operation, args: Sequence[Any], pair: Pair) -> Outcome:
-    """Return what to do with an operation on `args`."""
+    """Return an `Outcome`, which says what the trace of a block of hooks does with an operation on `args`."""
     if [j for j in inner_jaxprs(operation.params) if _holds_block(j) or _closes_over_ref(j)]:
         return Outcome.PASS_ON
     examples = list(map(whole_batch, args))
@@ -368,7 +370,8 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
     """Return whether JAX differentiates an operation in reverse mode, or may do so later. `examples`: whole batches."""
     kinds = {type(x) for x in examples}
     is_differentiated = REVERSE.tracer in kinds
-    # Reverse mode around forward mode keeps tensors for a second derivative only. Such tensors are not packed.
+    # If reverse mode differentiates code in forward mode, JAX keeps tensors only for a second derivative. Such tensors
+    # are not packed.
     is_in_forward_mode = FORWARD.tracer in kinds and not is_differentiated
     is_later = STAGED.tracer in kinds and not is_in_forward_mode  # JAX may differentiate the jaxpr later
     are_arrays = {type(typeof(x)) for x in args} <= {ShapedArray}  # not Refs or tokens
@@ -378,11 +381,12 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
     """Return whether the trace has to stage the body of a scan or of a jitted function again.
 
-    The operations inside the new body pack their own residuals.
+    In the newly staged body, each operation packs its own residuals.
 
     If the residuals of a scan were packed after the scan, JAX would first stack the unpacked residuals of all
     iterations. If `only` or `by_name` selects tensors by their origin, hooks also pack inside a jitted function of the
-    user. The reason is that an origin names an operation inside this function.
+    user. The reason is that the origin of a tensor names the operation that computed the tensor, such as an operation
+    inside the jitted function.
     """
     if not (operation.is_jitted or operation.kind == "scan") or not any(map(_is_staged_below, examples)):
         return False
@@ -397,7 +401,8 @@ def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> 
 def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
     """Return whether `trace` differentiates the operation in reverse mode now, before another transformation sees it.
 
-    The operation then runs once, in `jax.vjp`. It need not be staged, which JAX allows only once for a custom rule.
+    The operation then runs once, in `jax.vjp`. Therefore the caller need not stage the operation to a jaxpr first. JAX
+    can stage an operation with a custom rule only once.
     """
     examples = list(map(whole_batch, args))
     if operation.kind == "shard_map":
@@ -413,7 +418,7 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
 def _is_staged_below(example: Any) -> bool:
     """Return whether a whole batch is staged.
 
-    If reverse mode differentiates the batch, look at the primal of the batch instead.
+    If the batch is a tracer of reverse mode, return whether the primal of this tracer is staged.
     """
     return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
 
@@ -429,7 +434,7 @@ def _is_differentiated_twice(example: Any) -> bool:
 def _closes_over_ref(jaxpr: Any) -> bool:
     """Return whether a jaxpr closes over a `jax.Ref`.
 
-    A Ref that a jaxpr closes over is not an operand of the equation whose parameter is this jaxpr.
+    If a parameter of an equation is a jaxpr that closes over a Ref, this Ref is not an operand of the equation.
     """
     return bool([v for v in jaxpr.constvars if not isinstance(v.aval, ShapedArray)])
 
@@ -569,7 +574,7 @@ class BlockTrace(PassThroughTrace):
     def _bind_hooked(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin
     ) -> Values:
-        """Bind a `HookedOperation`. Trace it to a jaxpr first, unless JAX is differentiating the operation now."""
+        """Bind a `HookedOperation`. Stage the operation to a jaxpr first, unless JAX is differentiating it now."""
         __tracebackhide__ = True
         left_unpacked, further = self._left_unpacked(args, records)
         hooked = HookedOperation(operation, self.pair, origin, [r.origin for r in records], left_unpacked)
@@ -587,8 +592,8 @@ class BlockTrace(PassThroughTrace):
     ) -> Values | None:
         """Trace the body of a scan or jitted function again in a block of hooks. Bind the equation with the new body.
 
-        Return None in two cases: the new body closes over values, or the types of its results differ from those of the
-        old body.
+        Return None in two cases: the body with hooks closes over values, or the types of its results differ from those
+        of the original body.
         """
         __tracebackhide__ = True
         jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])
@@ -615,10 +620,10 @@ class BlockTrace(PassThroughTrace):
     def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
         """Return the residuals of those operands that the hooks leave unpacked.
 
-        Also return the other arrays that these residuals read.
+        Also return the arrays that these residuals read in addition to the operands of the operation.
 
-        These residuals hold no arrays. In place of each array, they hold its position in the list of all operands. The
-        keys are positions too.
+        These residuals hold no arrays. In place of an array, a residual holds the position of the array in a list. The
+        list contains the operands of the operation, and then the other arrays. The keys are positions too.
         """
         operands, placed = list(args), dict[int, Any]()
         position_of: dict[int, int] = {}  # id of an operand -> the first position of the operand
@@ -637,7 +642,7 @@ class BlockTrace(PassThroughTrace):
         return placed, operands[len(args) :]
 
     def is_left_unpacked(self, record: ValueRecord) -> bool:
-        """Return whether a value is not packed, no matter which operation keeps it."""
+        """Return whether the hooks leave a value unpacked in every operation that keeps the value as a residual."""
         return record.place is Place.CONSTANT or (record.place is Place.OUTSIDE and not self.pair.packs_arguments)
 
     # -- where values come from ----------------------------------------------------------------------
@@ -656,8 +661,8 @@ class BlockTrace(PassThroughTrace):
     def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
         """Store `record` for each value in `values`.
 
-        Store it for the enclosing blocks too, unless the values come from outside this block: an enclosing block may
-        have computed them, and then has a record of its own.
+        Store `record` in the enclosing blocks too, unless the values come from outside this block. An enclosing block
+        may have computed values from outside this block, and then has its own record of them.
         """
         if record != _OUTSIDE:  # `record_of` returns `_OUTSIDE` for a value without a record
             for value in values:
@@ -675,7 +680,7 @@ class BlockTrace(PassThroughTrace):
     def _record_results(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin, values: Values
     ) -> None:
-        """Record where an operation computed its results, their origin, and how to recompute a view."""
+        """Record the place and the origin of each result of an operation, and how to recompute a view."""
         place = _place_of_results(operation, args, records)
         if operation.is_view:
             origin = next((r.origin for r in records if r.place is not Place.CONSTANT), origin)
@@ -739,7 +744,7 @@ def tensors_marked() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def names_recorded() -> Generator[None]:
-    """Enter a block of hooks that packs nothing and records the origin of each tensor.
+    """Enter a block of saved-tensor hooks that packs nothing, but records where each tensor is computed.
 
     If the code is in a block of hooks already, do nothing.
     """
@@ -759,7 +764,8 @@ def names_recorded() -> Generator[None]:
 class LayerBlock(NamedTuple):
     """A block of saved-tensor hooks, for one call of a layer in this block.
 
-    It has the hooks, and the origin of each input of the layer. It also says which inputs the hooks do not pack.
+    A `LayerBlock` holds the hooks, and the origin of each input of the layer. A `LayerBlock` also has a mask of the
+    inputs that the hooks do not pack.
     """
 
     pair: Pair
@@ -802,7 +808,7 @@ def layer_block(pair: Pair, layer: str, operands: Sequence[Any]) -> LayerBlock:
 def layers_pack_themselves() -> Any:
     """Return a context in which JAX bypasses the trace of the current block of saved-tensor hooks.
 
-    The code of a layer runs in this context, because the layer itself packs the tensors that it saves.
+    The package runs the code of a layer in this context, because the layer itself packs its saved tensors.
 
     Outside this context, residuals of the layer would be packed twice: by the layer, and by the block.
     """

@@ -53,10 +53,11 @@ class ErrorModel(enum.IntEnum):
     """What is known about the packing error e = unpack(pack(x)) - x of a tensor x.
 
     Backward may recompute the results of some operations from the unpacked tensor `x + e` instead of from `x`. The
-    error model decides which operations these are. The error model allows each operation that only moves values. It
-    also allows an operation that amplifies the packing error only a little. Let e be the error that packing the result
-    of the operation itself would make: recomputing the result may have an error of at most a small multiple of e. For
-    example, squaring doubles a relative error. A larger number allows more operations.
+    error model of the pair of hooks determines which operations backward may evaluate again on an unpacked tensor.
+    Every error model allows operations that only move values, with the exception that `_keeps_rows` describes. The
+    error model also allows an operation that amplifies the packing error only a little. Recomputing a result may cause
+    an error of at most a small multiple of the error that packing this result would cause. For example, squaring
+    doubles a relative error. A larger number allows more operations.
     """
 
     ANY = 0  # no bound is known: only operations that move or negate values, or compute with integers
@@ -68,8 +69,8 @@ class ErrorModel(enum.IntEnum):
 class Origin:
     """The origin of a tensor: where it was computed.
 
-    A predicate `only` may read the origin of a tensor to decide whether the hooks pack the tensor. The keys of a
-    `by_name` dict are names in the origin.
+    A predicate `only` may read the origin of a tensor to decide whether the hooks pack the tensor. `by_name` compares
+    the keys of its dict with the names in the origin of a tensor.
 
     A field is empty if it is not known.
 
@@ -127,7 +128,8 @@ def reference(value: Any) -> Callable[[], Any]:
 class Pair:
     """The pack and unpack hooks of a `saved_tensors_hooks` object.
 
-    They form a sequence of steps: each step packs what the previous step returned.
+    A pair holds a sequence of steps, each with a pack hook and an unpack hook. Each step packs what the previous step
+    returned.
     """
 
     steps: Sequence[Step]
@@ -224,9 +226,9 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks 
 class Residual:
     """An expression `function(*inputs)`, which the backward pass evaluates to get a tensor.
 
-    Each input of a `Residual` is an array that JAX keeps for backward, or another `Residual`. The function is a
-    `PackedTensor`, a `Recomputed` or `with_tangent`. It holds no arrays except constant scalars. For a tensor that is
-    neither packed nor recomputed, the array itself takes the place of the `Residual`.
+    Each input of a `Residual` is an array that JAX keeps for backward, or another `Residual`. The attribute `function`
+    is a `PackedTensor`, a `Recomputed` or `with_tangent`. It holds no arrays except constant scalars. If a tensor is
+    neither packed nor recomputed, it has no `Residual`, and JAX keeps the array itself.
     """
 
     __slots__ = ("function", "inputs")
@@ -238,8 +240,8 @@ class Residual:
 class PackedTensor:
     """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array.
 
-    A later step of the pair may pack one of these arrays again. Then the input is the `Residual` that restores the
-    array, not the array itself.
+    A later step of the pair may pack one of these arrays again. The `Residual` of the tensor then has another
+    `Residual` as an input in place of this array. The inner `Residual` restores the array.
     """
 
     def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
@@ -277,7 +279,7 @@ class PackedTensor:
 
 
 def pack_tensor(pair: Pair, tensor: Any, where: str, origin: Origin) -> Any:
-    """Pack one tensor, and return its `Residual`. Return the tensor itself if the pair does not pack it."""
+    """Pack one tensor, and return its `Residual`. Return the tensor itself if the pair of hooks does not pack it."""
     is_selected = _is_selected(pair.only, tensor, where, origin)
     steps = _steps_for(tensor, pair.steps_for(origin), where, origin) if is_selected else ()
     if not steps:
@@ -313,7 +315,7 @@ def _is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
 
 
 def _steps_for(array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False) -> Sequence[Step]:
-    """Return the first step that packs `array`, and all later steps. `is_part`: a previous step made `array`."""
+    """Return `steps` from the first step that packs `array` onwards. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
         if (is_any or not step.floats_only) and _is_selected(step.only, array, _in_step(where, step), origin):
@@ -350,7 +352,7 @@ def _pack(
     def is_made(x: Any) -> bool:  # a hook that returns the saved tensor itself made no new array
         return is_part or x is not array
 
-    # In traced code, a concrete array is a constant of the hook, which no later step packs.
+    # While JAX traces, a concrete array in the result of a pack hook is a constant, and no later step packs this array.
     candidates = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)] if later else []
     later_of = {id(x): _steps_for(x, later, where, origin, is_made(x)) for x in candidates}
 
@@ -358,9 +360,10 @@ def _pack(
         own = later_of.get(id(x))
         return _pack(store, own, x, where, origin, is_made(x)) if own else x
 
-    # The leaves are the arrays that JAX keeps, and those that a later step packs. All else stays in the skeleton. The
-    # result of a pack hook may contain a NumPy array that no later step packs. This array stays in host memory,
-    # outside the arrays that JAX keeps. Python releases it together with the vjp function.
+    # The leaves of the packed value are its JAX arrays, and the arrays that a later step packs. All else stays in the
+    # skeleton. The result of a pack hook may contain a NumPy array that no later step packs. This array stays in host
+    # memory, outside the arrays that JAX keeps. Python frees this NumPy array together with the function that `jax.vjp`
+    # returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
     return Residual(PackedTensor(array, unpack, skeleton, here), list(map(packed_again, leaves)))
 

@@ -9,14 +9,14 @@ The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a r
     1 - y²                recomputed from y            Residual(Recomputed(one_minus_square), [the residual above])
     w, from outside       not packed                   w
 
-As residuals, JAX keeps the arrays in the right column instead of the values in the left column. JAX keeps each of these
-arrays once.
+In place of each value in the left column, JAX keeps the arrays in the right column as residuals. JAX keeps each of
+these arrays once.
 
-A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For this decision,
-`_derivation` follows the recorded equations from the residual back to the tensors that have to be packed. It follows
-only equations that amplify the packing error little. The table `_RECOMPUTED` lists the operations that backward may
-evaluate again. `_carry_out` packs these tensors. `_remember` stores their residuals in the pair of hooks, so that the
-pair does not pack a tensor again for a later operation.
+A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For each residual,
+`_derivation` follows the recorded equations back to the tensors that have to be packed. `_derivation` follows an
+equation only if the equation amplifies the packing error little. The table `_RECOMPUTED` lists the operations that
+backward may evaluate again. `_carry_out` packs these tensors. `_remember` stores the residuals of the packed tensors in
+the pair of hooks. If a later operation keeps the same tensor, the pair does not pack the tensor again.
 
 A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
 everywhere. tests: hooks/test_derived.py
@@ -69,10 +69,10 @@ class Equation(NamedTuple):
 
 
 class Recorder(PassThroughTrace):
-    """A trace that records the equation of each JAX operation that has exactly one result.
+    """A trace that records an `Equation` for each JAX operation with exactly one result.
 
-    The trace passes each operation on to its parent trace. It opens a short jitted function, and records the operations
-    inside.
+    This trace does not transform an operation, but applies the operation in the parent trace. Instead of a call of a
+    short jitted function, the trace records the operations inside this function.
     """
 
     __slots__ = ("equations",)
@@ -118,7 +118,7 @@ _Equations = dict[int, Equation]
 
 
 class _Condition(NamedTuple):
-    """A condition under which backward may recompute the result of an operation from operands that were packed."""
+    """A condition under which backward may recompute the result of an operation from operands that backward unpacks."""
 
     model: ErrorModel  # the least error model of the pair
     applies: Callable[[Equation, _Equations], bool] = lambda *_: True
@@ -139,7 +139,7 @@ def _widens(equation: Equation, _: _Equations) -> bool:
 
 
 def _keeps_rows(equation: Equation, _: _Equations) -> bool:
-    """Return False if an operation adds a last axis of length 1.
+    """Return False if the last axis of the result has length 1, but the last axis of an operand is longer.
 
     An example is a reshape of [8], which is one row, to [8, 1], which is eight rows.
 
@@ -165,7 +165,8 @@ def _is_constant_along_rows(value: Any, equations: _Equations) -> bool:
     if equation is None or equation.name != "broadcast_in_dim":
         return False
     operand, dimensions = np.shape(equation.inputs[0]), equation.params["broadcast_dimensions"]
-    # The broadcast repeats values along the last axis if no axis of the operand maps to it, or one of length 1 does.
+    # The broadcast repeats values along the last axis of its result in two cases. Either no axis of the operand maps to
+    # the last axis, or the operand's axis that maps to the last axis has length 1.
     return not dimensions or dimensions[-1] != len(shape) - 1 or operand[-1] == 1
 
 
@@ -216,9 +217,9 @@ def _is_larger(values: Sequence[Any], tensor: Any) -> bool:
 
 
 class Recomputed(NamedTuple):
-    """A function that recomputes a tensor in backward by one operation of the forward pass.
+    """A function that repeats one operation of the forward pass in backward, to recompute the result of the operation.
 
-    An instance is the `function` of a `Residual`.
+    An instance of this class is the attribute `function` of a `Residual`.
 
     It holds constant operands.
     """
@@ -231,7 +232,8 @@ class Recomputed(NamedTuple):
     @unchecked
     def __call__(self, *inputs: Any) -> Any:
         result = self.primitive.bind(*merge(self.is_input, inputs, self.operands), **self.params)
-        # A view of a value from outside the block may be a jitted function, whose one result JAX returns in a list.
+        # The operation may be a jitted function that computes a view of a value from outside the block of hooks. For a
+        # jitted function, `bind` returns a list with the one result.
         return result[0] if self.primitive.multiple_results else result
 
 
@@ -281,7 +283,7 @@ def leaves_of(residual: Any) -> list[Any]:
 
 
 class PackedResiduals:
-    """The residuals of a layer or an operation as expressions, without the arrays that these expressions read.
+    """Expressions for the residuals of a layer or an operation, without the arrays that JAX keeps for them.
 
     An integer takes the place of each array. This integer is the position of the array in the list of arrays that JAX
     keeps.
@@ -295,7 +297,7 @@ class PackedResiduals:
     def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
         """Replace arrays by positions. Return the `PackedResiduals`, and a list of the arrays that JAX has to keep.
 
-        This list has each array once, and ends with `marks`.
+        The list holds each array of the residuals once, and then the arrays in `marks`.
         """
         numbered: dict[int, tuple[int, Any]] = {}  # id of an array -> its position, and the array
         distinct: dict[Any, Residual] = {}  # the residuals, each once, by their functions and inputs
@@ -333,7 +335,7 @@ class PackedResiduals:
 def outside_blocks() -> Generator[None]:
     """Enter a context in which no block packs.
 
-    In this context, hooks are suspended, and operations bypass the trace of the block.
+    In this context, saved-tensor hooks are suspended. Operations go directly to the trace below the trace of the block.
     """
     with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
         yield
@@ -392,7 +394,7 @@ def _call(function: Callable[..., Any], inputs: Sequence[Any]) -> Any:
 
 
 class _Remembered(NamedTuple):
-    """How a pair of hooks kept one tensor for backward. It keeps no array and no result of a hook alive."""
+    """How a pair of hooks kept one tensor for backward. This record keeps no array and no result of a hook alive."""
 
     trace: Callable[[], Any]  # a tracer is valid only in the trace in which it was made
     # The `PackedResiduals` of the layer or operation that kept the tensor. After JAX has dropped them, a gradient packs
@@ -403,7 +405,7 @@ class _Remembered(NamedTuple):
 
 
 def _remember(known: _KnownResiduals, plan: _Plan, values: Iterable[Any], owner: PackedResiduals) -> None:
-    """Store the residual of each of `values` in the pair of hooks, if this residual is known."""
+    """Store the known residuals of `values` in the pair of hooks."""
     trace, done = weakref.ref(current_trace()), dict[int, Any]()
     index_of = {id(x): i for x, i in plan.packed}
     for x, residual in known.items(values):
@@ -423,7 +425,7 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 
     In eager mode, `checkpoint_name` returns its argument itself. So an operation may first keep a tensor without
     packing it, and the same tensor may get a name afterwards. Then `by_name` may select this name. Therefore also
-    return None if the tensor was kept without packing and got a new name afterwards.
+    return None if the hooks left the tensor unpacked and the tensor has got a new name since then.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -452,8 +454,8 @@ def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
 class Mark(RuleFunction):
     """A function that marks a tensor x which JAX keeps for backward, so that `saved_tensors_report` finds x.
 
-    The function returns an empty array, which has one more axis, of size 0, in front. For an operand f32[8,4], the
-    result is f32[0,8,4].
+    The function returns an empty array. The shape of this array is the shape of the operand with an additional first
+    axis of size 0. For an operand f32[8,4], the result is f32[0,8,4].
 
     JAX keeps this array as a residual. The report follows this residual back through the jaxpr, and so finds the tensor
     x. Each enclosing scan or `jax.vmap` adds one axis to the shape of the empty array that marks a tensor. For example,
@@ -472,7 +474,7 @@ class Mark(RuleFunction):
 
 
 def keeps_residuals(tangents: Sequence[Any]) -> bool:
-    """Return whether a derivative rule keeps residuals, given its tangents. A tangent of None means zero.
+    """Return whether a derivative rule keeps residuals for the given tangents. A tangent of None means zero.
 
     Eager forward mode keeps none.
     """
@@ -534,7 +536,8 @@ class _KnownResiduals:
     def get(self, value: Any, index: int = 0) -> Any:
         """Return the residual of a value, or None if there is none.
 
-        Backward needs `value` for one of the tensors of the layer or operation. `index` is the index of this tensor.
+        The backward pass needs `value` to compute a tensor of the layer or operation, or `value` is this tensor.
+        `index` is the index of this tensor.
         """
         if id(value) not in self._found:
             is_left = _is_never_packed(value, self._is_program)
@@ -618,8 +621,8 @@ def _derivation(
 ) -> tuple[list[Any], list[Equation]]:
     """Return values from which backward can recompute `value`, and the equations that recompute it, in order.
 
-    From `value`, the function follows the recorded equations back to their operands. It stops at constants, at values
-    for which `is_given` returns True, and at results that backward may not recompute.
+    From `value`, the function follows the recorded equations back to their operands. The function stops at constants,
+    at values for which `is_given` returns True, and at results that backward may not recompute.
     """
     recorded, model = known.packing.equations, known.packing.pair.error_model
     roots: dict[int, Any] = {}
@@ -655,8 +658,8 @@ def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equati
 def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> list[Any]:
     """Pack the tensors that a plan selects for packing.
 
-    Store their residuals in `known`, together with the residuals of the tensors that backward recomputes. Return the
-    outputs.
+    Store in `known` the residuals of the packed tensors, and the residuals of the tensors that backward recomputes.
+    Return the outputs.
     """
     pair, owner, origin_of = known.packing.pair, known.packing.owner, known.packing.origin_of
     with hooks_suspended():
@@ -688,10 +691,10 @@ def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[l
 
 
 def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[Any]) -> list[Any]:
-    """Return further residuals, which backward does not read.
+    """Return additional residuals for the report and for JAX's check for NaN. Backward does not read these residuals.
 
-    The first kind is a `Mark`, by which the report finds a tensor. The second kind is the largest absolute value of a
-    tensor, in which JAX looks for NaN.
+    The first kind is the result of a `Mark` that is applied to a tensor. The report finds the tensor by this `Mark`.
+    The second kind of residual is the largest absolute value of a tensor. JAX checks this value for NaN.
     """
     if not (is_reported.value or is_nan_reported()):
         return []
@@ -702,7 +705,7 @@ def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[An
 
 
 def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:
-    """Apply a `Mark` to each of these tensors that hooks can pack, and return the results.
+    """Apply a `Mark` to each tensor in `tensors` that hooks can pack, and return the marked tensors.
 
     If no report is being made, return an empty list.
 

@@ -4,12 +4,12 @@
     y:f32[3]   = host_call[name=Erf.forward] x
 
 NOTE [host calls]
-`io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, this copy needs a
-thread of the same pool that runs the callbacks. So a program deadlocks if many callbacks with large arrays run at once.
-For example, in jax 0.10 a program deadlocks if it calls `pure_callback` with arrays of 16 MiB on 4 devices. Therefore,
-on CPU, functions run in a `buffer_callback`, which reads an array in place. Other devices have separate threads for
-callbacks. `buffer_callback` does not support several devices, so a shard_map calls it on the first device and sends the
-results to the others. tests: devices/test_sharded_hooks.py
+`io_callback` and `pure_callback` call a function with arrays that JAX is still copying. On CPU, JAX needs a thread for
+this copy. The thread comes from the same pool as the threads that run the callbacks. So a program deadlocks if many
+callbacks with large arrays run at once. For example, in jax 0.10 a program deadlocks if it calls `pure_callback` with
+arrays of 16 MiB on 4 devices. Therefore, on CPU, functions run in a `buffer_callback`, which reads an array in place.
+Other devices have separate threads for callbacks. `buffer_callback` does not support several devices, so a shard_map
+calls it on the first device and sends the results to the others. tests: devices/test_sharded_hooks.py
 """
 
 from __future__ import annotations
@@ -79,14 +79,15 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
         # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A layer that
-        # runs on the host copies its inputs itself. The function of such a layer has no effects, so its buffers are not
-        # copied here.
+        # runs on the host copies its inputs itself. The `HostFunction` of a host layer has no effects. So the buffers
+        # of a host layer are not copied a second time here.
         own = np.array if function.effects else np.asarray
         arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         for out, value in zip(outs, function.run(*arrays), strict=True):
             np.asarray(out)[...] = value
 
-    # XLA may remove a call that has no side effect. This is intended: see NOTE [host packs] in `_hooks/host.py`.
+    # XLA may remove a call that has no side effect. This removal is intended for pack hooks: see NOTE [host packs] in
+    # `_hooks/host.py`.
     results = [jax.ShapeDtypeStruct(t.shape, _in_bytes(t.dtype)) for t in function.results]
     values = buffer_callback(run, results, has_side_effect=False)(*(x.astype(_in_bytes(x.dtype)) for x in args))
     return [x.astype(t.dtype) for x, t in zip(values, function.results, strict=True)]

@@ -159,7 +159,7 @@ def dependence(jaxpr: Any, variables: Sequence[Any]) -> list[bool]:
 def evaluate_part(jaxpr: Any, known: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
     """Compute the `wanted` variables from the values of `known` variables. Evaluate only the equations that this needs.
 
-    If a result of an equation has a known value, later equations read that known value.
+    If `known` contains a result of an equation, later equations read the value in `known`.
     """
     values = dict(known)
     for equation in _equations_to(jaxpr, known, wanted)[0]:
@@ -210,8 +210,8 @@ def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> 
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # An equation may write to a `jax.Ref` that a later equation reads. Therefore keep each equation that has such a
-        # Ref as an operand.
+        # An equation may write to a `jax.Ref` that a later equation reads. Therefore keep each equation with a
+        # `jax.Ref` operand that a later kept equation reads, unless the Ref is in `known`.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))

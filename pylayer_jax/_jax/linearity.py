@@ -2,9 +2,9 @@
 
 JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
 exactly if it maps zero to zero. If an output depends on an input only through integers, booleans or PRNG keys, JAX
-drops this dependence during transposition and raises no error. The reason is that these values have no tangents. The
-proof assigns a kind to each value in a jaxpr. The kind says whether the value is zero, constant, linear, or perhaps not
-linear. There are four kinds:
+drops this dependence during transposition and raises no error. The reason is that integers, booleans and PRNG keys have
+no tangents. The proof assigns a kind to each value in a jaxpr. The kind of a value says how the value depends on these
+inputs: the value is zero, constant, linear, or perhaps not linear. There are four kinds:
 
     ZERO      known to be zero
     CONSTANT  does not depend on the inputs for which the proof is made
@@ -12,10 +12,11 @@ linear. There are four kinds:
     a str     perhaps not linear in these inputs: the name of the first operation that is not known to be linear
 
 A table contains one rule per operation. From the kinds of the operands, the rule computes the kinds of the results. If
-the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. If the
-table has no rule for an operation, and an operand depends on the inputs, the kind of the result is the operation's
-name. Therefore the proof of linearity fails if an output depends on the inputs through an operation for which the table
-has no rule. A new operation of JAX has no rule until somebody adds one.
+the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. Suppose
+that the table has no rule for an operation, and that an operand depends on the inputs. If the kind of an operand is a
+str, the result has the same kind. Otherwise the kind of the result is the name of the operation. Therefore the proof of
+linearity fails if an output depends on the inputs through an operation for which the table has no rule. A new operation
+of JAX has no rule until somebody adds one.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _linear_in(positions: Sequence[int]) -> Rule:
 
 
 def _each(equation: Any, operands: list[Kind]) -> list[Kind]:
-    """Return `operands` unchanged: each result has the kind (such as LINEAR) of the operand at the same position."""
+    """Return the kind of each result, such as LINEAR: the kind of the operand at the same position."""
     del equation
     return operands
 
@@ -231,7 +232,7 @@ def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """Return the kinds of values that come from one of two places, such as the two branches of a conditional."""
+    """Return one kind for each pair of kinds, such as the kinds of a result in two branches of a conditional."""
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
@@ -263,7 +264,8 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
         joined = _joined(carry, evaluate_kinds(body, [*operands[n_cond : n_cond + n_body], *carry]))
         if joined == carry:
             (goes_on,) = evaluate_kinds(condition, [*operands[:n_cond], *carry])
-            # If the condition is not constant, neither is the number of iterations, and so no carried value.
+            # If the condition of the loop depends on the inputs, the number of iterations depends on the inputs. Then
+            # each carried value may depend on the inputs too.
             return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
         carry = joined
 

@@ -1,7 +1,7 @@
 """Defines two primitives: a function with a custom derivative rule, and a linear map with a custom transpose.
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
-tangents. The rule may apply the same `RuleFunction` to its primals. Then JAX uses the rule again when it differentiates
+tangents. A `rule` may apply its own `RuleFunction` to the primals. Then JAX uses the rule again when it differentiates
 the result, for example for a second derivative. A rule computes tangents by a `LinearMap`. A `LinearMap` has two Python
 functions, which JAX calls only when it needs them: `evaluate` in forward mode, and `transpose` in reverse mode. This is
 the jaxpr of a layer that saves its output:
@@ -19,8 +19,9 @@ The `transpose` of this linear map calls `backward`. `jax.custom_jvp` cannot rep
 loses a custom_jvp rule in a scan that is differentiated twice. tests/derivatives/test_orders.py has an example in plain
 JAX.
 
-The module also has identities, which affect only how JAX transforms code, and the rules by which `jax.checkpoint`, dead
-code elimination and `checkify` treat a `rule_function`. It does not import the modules about layers.
+The module also defines identity functions, which affect only how JAX or XLA transforms code. The module also defines
+the rules by which `jax.checkpoint`, dead code elimination and `checkify` treat a `rule_function`. This module does not
+import the modules about layers.
 """
 
 from __future__ import annotations
@@ -76,9 +77,9 @@ def scatter(values: Iterable[Any], mask: Sequence[bool]) -> list[Any]:
 
 
 def merge(mask: Sequence[bool], if_set: Iterable[Any], full: Iterable[Any]) -> list[Any]:
-    """Return a copy of `full` with other entries where `mask` is True.
+    """Return a copy of `full` in which values of `if_set` replace the entries where `mask` is True.
 
-    These entries are the values of `if_set`, in order.
+    The values of `if_set` fill the True positions of `mask` in order.
     """
     rest = iter(if_set)
     return [next(rest) if is_set else x for is_set, x in zip(mask, full, strict=True)]
@@ -97,10 +98,10 @@ class ObjectPrimitive(Primitive):
 
     NOTE [payloads]
     JAX keeps the parameters of thousands of equations in caches that outlive the equations. If a parameter were an
-    ordinary Python object, the caches would keep this object alive. They would also keep alive everything that the
-    object references, such as the non-array arguments of a layer. But JAX's caches hold jaxprs weakly. Therefore the
-    equation has an empty jaxpr as its parameter, and the debug info of this jaxpr holds the Python object. The empty
-    jaxpr is nested in tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
+    ordinary Python object, the caches would keep this object alive. The caches would also keep alive everything that
+    this object references, such as the non-array arguments of a layer. But JAX's caches hold jaxprs weakly. Therefore a
+    parameter of the equation is an empty jaxpr, and the debug info of this empty jaxpr holds the Python object. The
+    empty jaxpr is nested in tuples so that `jaxprs_in_params` skips it. tests: derivatives/test_memory.py
 
     A table that maps jaxprs to Python objects, with weak references to the jaxprs, could also keep objects alive
     forever. If an object refers to its own equation, as a hook that stores a tracer does, the table would keep the
@@ -110,10 +111,10 @@ class ObjectPrimitive(Primitive):
     parameters, for example for the devices of a mesh.
 
     NOTE [call_jaxpr]
-    The parameter of a `rule_function` equation that holds the jaxpr is named `call_jaxpr`. By this name, `checkify`
-    finds the jaxpr and checks the operations in it. For an equation with this parameter, `checkify` binds the primitive
-    to error values and operands, with a function in `subfuns` that computes error values and results. tests:
-    derivatives/test_checkify.py
+    The parameter of a `rule_function` equation that holds the jaxpr is named `call_jaxpr`. `checkify` finds the jaxpr
+    by the parameter name `call_jaxpr`, and checks the operations in this jaxpr. For an equation with this parameter,
+    `checkify` binds the primitive to error values and operands, with a function in `subfuns` that computes error values
+    and results. tests: derivatives/test_checkify.py
     """
 
     # This function evaluates the jaxpr of a payload with the error checks that `checkify` added: see NOTE [call_jaxpr].
@@ -157,7 +158,7 @@ class ObjectPrimitive(Primitive):
         In the rules, a None tangent or cotangent means zero. The JVP rule is `jvp(payload, primals, tangents) ->
         values, tangents`. The transpose rule is `transpose(payload, args, cotangents) -> cotangents`. In `args`, None
         takes the place of each operand whose cotangent JAX needs. The batching rule is `batch(payload, axis, args,
-        dims) -> values, dims`. It is called only if an operand is batched or the axis has a name.
+        dims) -> values, dims`. `batch` is called only if an operand is batched or the batch axis has a name.
         """
 
         def jvp_rule(primals: Sequence[Any], tangents: Sequence[Any], *, payload: Any, **_: Any) -> Any:
@@ -246,7 +247,8 @@ def vmap_over(axis: Any, function: Callable[..., Any], in_axes: Any, out_axes: A
 def batch_axis_to_front(axis: Any, value: Any, dim: int | None) -> Any:
     """Move the batch axis of `value` from `dim` to the front. If `dim` is None, repeat `value` there."""
     moved = vmap_over(axis, lambda x: x, (dim,), 0)(value)
-    # A value that all examples share does not vary over the mesh axes of `spmd_axis_name`, but the batch has to vary.
+    # A value that all examples share does not vary over the mesh axes of `spmd_axis_name`. The batch has to vary over
+    # these axes.
     return moved if dim is not None else with_varying_axes(moved, batched_type(axis, typeof(value)))
 
 
@@ -272,7 +274,8 @@ class RuleFunction:
     def mask_of_kept_operands(self) -> list[bool]:
         """Return a mask of the operands that dead code elimination has to keep.
 
-        The rule differentiates the whole function, which needs all of its operands.
+        The derivative rule differentiates the whole function. So dead code elimination has to keep all operands of the
+        function.
         """
         return [True] * len(self.jaxpr.invars)
 
@@ -289,9 +292,11 @@ class RuleFunction:
         return self.part(code, [i for i, is_used in enumerate(used) if is_used], is_read), list(is_read)
 
     def part(self, code: Any, positions: Sequence[int], is_read: Sequence[bool]) -> RuleFunction:
-        """Return a `RuleFunction` for a part of this function. The jaxpr `code` computes the results at `positions`.
+        """Return a `RuleFunction` for a part of this function.
 
-        It reads the operands for which `is_read` is True.
+        The jaxpr `code` computes the results of this function whose indices are in `positions`.
+
+        The inputs of the jaxpr `code` are the operands for which `is_read` is True.
         """
         return PartialFunction(self, code, 0, positions)
 
@@ -312,9 +317,10 @@ class RuleFunction:
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def transpose_code(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Transpose `jaxpr`, which computes a batch of this function, or only some of its results.
+        """Transpose `jaxpr`, which computes this function for a batch, or only some results of this function.
 
-        A copy of this function gets `jaxpr` as its own, since `transpose` of a subclass reads `self.jaxpr`.
+        The method `transpose` of a subclass reads `self.jaxpr`. Therefore this method sets the attribute `jaxpr` of a
+        copy of the function, and transposes the copy.
         """
         function = copy.copy(self)
         function.jaxpr = jaxpr
@@ -337,9 +343,9 @@ class RuleFunction:
         """Return a function that computes the values of a batch, and the batch axis (0 or None) of each value.
 
         NOTE [all outputs are batched]
-        If an operand or a result has a batch axis, each result that can have a tangent gets one. Otherwise every
-        example would get the cotangent of the shared value, and its gradient would count once for each example. tests:
-        contract/test_vmap.py
+        If any operand or result has a batch axis, then every result that can have a tangent gets a batch axis.
+        Otherwise every example would get the cotangent of the shared value, and its gradient would count once for each
+        example. tests: contract/test_vmap.py
         """
         any_batched = any(d is not None for d in dims)
 
@@ -355,7 +361,8 @@ class RuleFunction:
 
         def run(*args: Any) -> tuple[Values, list[Any]]:
             __tracebackhide__ = True
-            # `batched` has None in place of each shared value, and `shared` in place of each batched value.
+            # In `batched`, None takes the place of each value without a batch axis. In `shared`, None takes the place
+            # of each value with a batch axis.
             batched, shared = vmap_over(axis, one, tuple(dims), (0, None))(*args)
             out_dims = [None if x is None else 0 for x in batched]
             return [s if b is None else b for b, s in zip(batched, shared, strict=True)], out_dims
@@ -415,7 +422,7 @@ class BatchedFunction(RuleFunction):
         return values, [t if t is None or d is not None else t[0] for t, d in pairs]
 
     def _with_repeated_tangents(self, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the batch axes of tangents, and the tangents, in which those that all examples share are repeated."""
+        """Return the batch axes of tangents, and the tangents. A tangent that all examples share is repeated."""
         if all(d is None for d in self.dims):
             return self.dims, list(tangents)
         repeated = [
@@ -431,7 +438,7 @@ class BatchedFunction(RuleFunction):
 class UnstagedBatch(BatchedFunction):
     """A batched function that is not staged.
 
-    Its method `run` applies `jax.vmap` to the method `run` of the function that is batched.
+    The method `run` of this class applies `jax.vmap` to the method `run` of the unbatched function.
 
     Every value has batch axis 0.
     """
@@ -510,11 +517,11 @@ class LinearMap:
         raise NotImplementedError
 
     def transpose(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Compute the cotangents of `evaluate`'s tangents from the cotangents of its results. None means zero."""
+        """Map cotangents of `evaluate`'s results to cotangents of its argument `tangents`. None means zero."""
         raise NotImplementedError
 
     def check_derivative(self) -> None:
-        """Raise an error if a derivative with respect to the residuals is forbidden."""
+        """Raise an error if JAX may not differentiate this linear map with respect to its residuals."""
 
 
 class BatchedMap(LinearMap):
@@ -562,7 +569,8 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
 
         return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
     # The map is linear in its tangents. The derivative of a linear map with respect to its tangents is the same linear
-    # map. So bind the linear map a second time. Reverse mode can then transpose the new equation.
+    # map. So compute the tangents of the results with a second equation, which applies the same linear map. Reverse
+    # mode can then transpose the new equation.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
     return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
@@ -580,8 +588,9 @@ def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Seque
     __tracebackhide__ = True
     n = linear.n_residuals
     # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples. If
-    # the batch axis has a name, the tangents are repeated even when no operand is batched. The reason is that
-    # `evaluate` may use the axis. For example, `backward` may sum over the axis.
+    # the batch axis has a name, the tangents are repeated even when no operand is batched. The tangents are repeated
+    # because the method `evaluate` of the linear map may use the named axis. For example, `backward` may sum over the
+    # axis.
     tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
     values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
     return values, [0] * len(values)
@@ -612,9 +621,9 @@ _WAIT = "wait"  # a barrier that keeps operands whose results are not used
 class Identity(RuleFunction):
     """A function that returns its operands unchanged, and affects only how JAX or XLA transforms code.
 
-    In a partial evaluation, `_partial_eval` applies an identity to the unknown operands alone, so that JAX never
-    transposes it with respect to some of its operands. If `error` is given, the derivative of the function raises the
-    exception that `error` makes.
+    In a partial evaluation, `_partial_eval` applies an `Identity` to the unknown operands only. Therefore JAX never
+    transposes an `Identity` with respect to only some of its operands. If `error` is given, the derivative of the
+    function raises the exception that `error` makes.
     """
 
     # JAX looks into the jaxprs among the parameters of an equation several times while it lowers a program. To save
@@ -667,7 +676,7 @@ def _jaxpr(name: str, types: tuple[Any, ...]) -> Any:
 
 
 def _partial_eval(trace: Any, *tracers: Any, **params: Any) -> Any:
-    """Evaluate a `rule_function` partially: bind an `Identity` for its unknown operands only.
+    """Evaluate a `rule_function` with known and unknown operands. Bind an `Identity` for the unknown operands only.
 
     Therefore JAX never transposes an `Identity` with respect to only some of its operands.
     """
@@ -709,7 +718,7 @@ def forbid_derivative(values: Sequence[Any], error: Callable[[], Exception]) -> 
 
 
 def leave_mark(name: str) -> None:
-    """Add an equation without operands to the jaxpr that JAX is tracing; `is_mark` recognizes its function."""
+    """Add an equation without operands to the jaxpr that JAX is tracing. `is_mark` recognizes its payload."""
     apply(Identity(name, ()), ())
 
 
@@ -734,8 +743,9 @@ def with_tangent(tensor: Any, value: Any) -> Any:
 class _Outputs(RuleFunction):
     """The function `(*operands, *outputs) -> outputs`, which computes nothing.
 
-    Under `jax.vmap`, it makes the outputs batched as NOTE [all outputs are batched] says. It has no rule for a
-    derivative, since JAX does not differentiate the primal function of a custom_vjp function.
+    Under `jax.vmap`, this function returns each output that can have a tangent with a batch axis: see NOTE [all outputs
+    are batched]. It has no rule for a derivative, since JAX does not differentiate the primal function of a custom_vjp
+    function.
     """
 
     name = "outputs"
@@ -753,7 +763,7 @@ def _jaxpr_of_outputs(n_operands: int, types: tuple[Any, ...]) -> Any:
 
 
 def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
-    """Return `outputs` unchanged. Under `jax.vmap`, make them batched as a `RuleFunction` of the operands would."""
+    """Return `outputs` unchanged. Under `jax.vmap`, batch `outputs` as a `RuleFunction` batches its outputs."""
     values = [*operands, *outputs]
     return apply(_Outputs(len(operands), tuple([typeof(x) for x in values])), values)
 
@@ -779,9 +789,10 @@ def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
 class PartialFunction(RuleFunction):
     """A function that computes some values of another `RuleFunction`, `whole`, and has the derivative of `whole`.
 
-    The first `n_residuals` operands are values that another part of the function computes. The remaining operands are
-    those of the whole function. The first results of this function are the values of the whole function at `positions`.
-    The other results are residuals that another part of the whole function reads.
+    The first `n_residuals` operands are residuals, which another `PartialFunction` of `whole` computes. The remaining
+    operands are the operands of `whole`. The first `len(positions)` results of this function are the results of `whole`
+    with the indices in `positions`. The other results of this function are residuals, which another `PartialFunction`
+    of `whole` reads.
     """
 
     def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
@@ -838,8 +849,9 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     forward = _with_function(equation, first, invars=known.invars, outvars=known.outvars)
     if not any(instantiated_out):
         return forward, None, unknown_out, instantiated_out, []
-    # JAX's rule may leave an unused equation in the backward part: it computes a value that the policy saves, so all
-    # other equations read the saved value. Remove such equations, or backward would compute the value again.
+    # JAX's rule may leave an unused equation in the backward part. This equation computes a value that the policy
+    # saves, but all other equations read the saved value instead. Remove unused equations, so that backward does not
+    # compute a saved value again.
     code, _ = jaxpr_and_consts(staged.params["jaxpr"])
     code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
     read = select(staged.invars, is_read)
@@ -861,10 +873,11 @@ def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any
 
 
 def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
-    """Do not divide an equation: choose the pass in which the whole equation is evaluated.
+    """Keep an equation whole, and choose whether to evaluate it in the forward pass, the backward pass, or both.
 
-    If an operand is known only in the backward pass, evaluate the equation there. If the policy saves its results, or
-    it has effects, evaluate it in the forward pass. Otherwise evaluate it in both.
+    If an operand is known only in the backward pass, evaluate the equation there. Otherwise, if the policy saves the
+    results of the equation, or if the equation has effects, evaluate the equation in the forward pass. Otherwise
+    evaluate it in both.
     """
     n = len(equation.outvars)
     operands = _variables(equation.invars, [not i for i in instantiated])

@@ -1,9 +1,10 @@
 """The internals of JAX that this package uses: names that may move to other modules of JAX, traces and tracers.
 
-JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. For
-this purpose, the module transforms a small function, for example with `jax.vmap`. This function records the class of
-its argument and the class of the current trace. The function runs in `jax.eval_shape`, which compiles nothing and
-starts no backend. If a trace or tracer has an unexpected class, the import of this module raises an ImportError.
+JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. To
+find the classes of traces and tracers, the module transforms a small function, for example with `jax.vmap`. This
+function records the class of its argument and the class of the current trace. The function runs in `jax.eval_shape`,
+which compiles nothing and starts no backend. If a trace or tracer has an unexpected class, the import of this module
+raises an ImportError.
 """
 
 from __future__ import annotations
@@ -105,15 +106,15 @@ def current_trace() -> Any:
 
 
 def discover(what: str, probe: Callable[[Any], Any]) -> Any:
-    """Call `probe` with a staged array, and return the result.
+    """Call `probe` with a tracer of `jax.eval_shape`, and return the value that `probe` returns.
 
     Raises:
         ImportError: if `probe` fails; the message names the versions of JAX that were tested.
     """
     found: list[Any] = []  # `jax.eval_shape` can return arrays only
     try:
-        # A traced function may import this package. Therefore enter an eval context, in which no transformation of that
-        # function is active, before JAX traces `probe`.
+        # A traced function may import this package. Therefore enter an eval context before JAX traces `probe`. In the
+        # eval context, no transformation of the traced function is active.
         with eval_context(), jax.disable_jit(False):
             jax.eval_shape(lambda x: found.append(probe(x)), jax.ShapeDtypeStruct((1,), np.float32))
         return found[0]
@@ -183,7 +184,7 @@ UNSPECIFIED_SHARDING = discover("the shardings of a jitted function that places 
 def _check_classes(x: Any) -> None:
     kinds = (STAGED, BATCHED, FORWARD, REVERSE, PARTIAL)
     for classes in ([k.tracer for k in kinds], [EVAL_TRACE, *(k.trace for k in kinds)]):
-        # Each class is a subclass of itself alone.
+        # No class in this list is a subclass of another class in the list.
         are_unrelated = all(sum(issubclass(c, other) for other in classes) == 1 for c in classes)
         check(are_unrelated, classes)
     found: list[Any] = []
@@ -311,10 +312,11 @@ class TraceState:
 
         vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual", "usual"]
 
-    From the innermost trace outwards, these are the traces of grad, jit, vmap and eager mode. A trace inside the
-    innermost staging trace transforms an operation immediately. A trace outside of it transforms the operation later,
-    when the jaxpr is complete. The attributes `has_unknown_trace`, `is_forward_mode` and `differentiations` are about
-    the first kind of traces, or about all traces if no trace makes a jaxpr.
+    From the innermost trace outwards, these are the traces of grad, jit, vmap and eager mode. A trace is staging if it
+    makes a jaxpr. Each trace inside the innermost staging trace transforms an operation as soon as the operation runs.
+    A trace outside the innermost staging trace transforms the operation later, when the jaxpr is complete. The
+    attributes `has_unknown_trace`, `is_forward_mode` and `differentiations` describe only the traces inside the
+    innermost staging trace. If no trace makes a jaxpr, these attributes describe all traces.
     """
 
     def __init__(self) -> None:
@@ -336,7 +338,8 @@ class TraceState:
         kinds = self.kinds[:n]
         self.has_unknown_trace = "unknown" in kinds  # as in an eager shard_map
         self.is_forward_mode = [kind for kind in kinds if kind in _DIFFERENTIATIONS][:1] == ["forward mode"]
-        # These traces differentiate an operation at the moment when it runs. The innermost trace comes first.
+        # The traces in this list differentiate each operation as soon as it runs, not later when a jaxpr is complete.
+        # The innermost trace comes first.
         self.differentiations = [t for t, kind in zip(self.traces, kinds, strict=False) if kind in _DIFFERENTIATIONS]
 
     def will_be_differentiated_later(self, values: Sequence[Any]) -> bool:
@@ -373,7 +376,7 @@ def trace_of_primals(primals: Sequence[Any]) -> Any:
     """Return the current trace without the partial evaluations around the JVP rule of a primitive.
 
     To linearize a primitive, JAX runs its JVP rule in a partial evaluation, with known primals and unknown tangents. A
-    user's method must not run in the trace of this partial evaluation, but in the trace that this function returns.
+    user's method must run in the trace that this function returns, not in the trace of the partial evaluation.
     """
     trace = current_trace()
     while isinstance(trace, PARTIAL.trace) and not any(map(is_unknown, primals)):

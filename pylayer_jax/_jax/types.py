@@ -159,7 +159,7 @@ def with_varying_axes(value: jax.Array, aval: Any) -> jax.Array:
 
 
 def manual_axes() -> tuple[Any, ...]:
-    """Return the mesh axes of the enclosing shard_maps. Along these axes, each device has a different shard."""
+    """Return the mesh axes of the enclosing shard_maps. Along these mesh axes, each device has its own shard."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
@@ -179,7 +179,7 @@ def shard_counts(value: Any) -> list[int]:
     """Return the number of shards along each axis of an array. `packers` cuts blocks of values that lie in one shard.
 
     If the compiler will choose the sharding of an axis (AxisType.Auto), it may shard the axis over any mesh axis whose
-    size divides its length. Then return the least common multiple of these sizes.
+    size divides its length. For such an axis, return the least common multiple of the sizes of these mesh axes.
     """
     if not isinstance(value, Tracer):
         return [n // max(1, m) for n, m in zip(value.shape, value.sharding.shard_shape(value.shape), strict=True)]

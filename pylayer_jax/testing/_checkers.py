@@ -326,16 +326,16 @@ def gradcheck(
         True
 
     Gradients in float64 are compared with central differences. Gradients in the dtypes of `args` are compared with the
-    gradients in float64. The gradients must not change if JAX differentiates only one argument. If an output has no
-    cotangent, the gradients must be the same as with a cotangent of zeros. The gradients must not change in a second
-    run, or if `fun` runs on other values before `backward`. They must not change under `jax.jit` either, unless `fun`
-    needs concrete values. The gradients must also be linear in the cotangents. If `fun` accepts random values, its
-    gradients at random values are compared too. Random values keep the properties of `args`. If all values in `args`
-    are positive, in [-1, 1], or sorted along the last axis, the random values are so too. If `fun` returns finite
-    results at `100 * args` and `0.01 * args`, the gradients are compared at these arguments too. Such large or small
-    values may take other branches, as in a clipping rule. If `fun` needs special values such as symmetric matrices,
-    check a function that makes these values: `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks,
-    where even a right gradient may differ from the central difference.
+    gradients in float64. The gradient of each argument must be the same if JAX differentiates with respect to this
+    argument alone. If an output has no cotangent, the gradients must be the same as with a cotangent of zeros. The
+    gradients must not change in a second run, or if `fun` runs on other values before `backward`. The gradients must
+    not change under `jax.jit` either, unless `fun` needs concrete values. The gradients must also be linear in the
+    cotangents. If `fun` accepts random values, its gradients at random values are compared too. Random values keep the
+    properties of `args`. If all values in `args` are positive, in [-1, 1], or sorted along the last axis, the random
+    values are so too. If `fun` returns finite results at `100 * args` and `0.01 * args`, the gradients are compared at
+    these arguments too. Such large or small values may take other branches, as in a clipping rule. If `fun` needs
+    special values such as symmetric matrices, check a function that makes these values: `lambda a: Layer.apply((a +
+    a.T) / 2)`. Choose arguments away from kinks, where even a right gradient may differ from the central difference.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
@@ -403,13 +403,14 @@ def assert_equivalent(
 
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
-    The expected gradients are those of the reference. They may differ from the derivatives of the outputs, as they do
-    in this example. `assert_equivalent` runs the same checks as `gradcheck`, also for random values.
+    The expected gradients are those of the reference. A gradient of the reference may differ from the derivative of the
+    outputs. In this example, the reference has the derivative 1, but rounding has the derivative 0. `assert_equivalent`
+    runs the same checks as `gradcheck`, also for random values.
 
-    If the layer runs on several devices, the reference still runs on one device. The checker compares the reference
-    with the copy of each output and each gradient on every device. The error message says so if all entries are wrong
-    by one factor, such as the number of devices. Pass arguments whose entries differ, because equal shards hide
-    mistakes.
+    If the layer runs on several devices, the reference still runs on one device. On each device, the checker compares
+    the local copy of each output and of each gradient with the result of the reference. If all entries are wrong by the
+    same factor, such as the number of devices, the error message reports this factor. Pass arguments whose entries
+    differ, because equal shards hide mistakes.
 
     Args:
         layer: a layer class, or a function of `args`, such as a `jax.shard_map` or a jitted function of sharded arrays.

@@ -1,8 +1,8 @@
 """Defines the checks that compare gradients with those of other runs, of other cotangents, and under transforms of JAX.
 
-These checks find four kinds of wrong layers. In the first three kinds, the gradients are wrong if a cotangent is
-missing, if `needs_input_grad` is False for an argument, or if the cotangents are large or small. A layer of the fourth
-kind stores values outside `ctx`.
+These checks find four kinds of wrong layers. A layer of the first kind has wrong gradients if a cotangent is missing. A
+layer of the second kind has wrong gradients if `needs_input_grad` is False for an argument. A layer of the third kind
+has wrong gradients if the cotangents are large or small. A layer of the fourth kind stores values outside `ctx`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def check_repeatable(subject: Subject) -> Cases:
 
 
 def check_arguments(subject: Subject) -> Cases:
-    """Compare the gradient of each argument with its gradient if only this argument is differentiated."""
+    """Check that the gradient of each argument stays the same if JAX differentiates only this argument."""
     names = subject.function.value_names
     if len(names) == 1:
         return f"there is one, {names[0]}"
@@ -103,7 +103,8 @@ def check_cotangents(subject: Subject) -> Cases:
 def check_linear(subject: Subject) -> Cases:
     """Compare the gradients for other cotangents with those that follow from linearity.
 
-    If they differ, compare them with the gradients of the reference, which need not be linear either.
+    If the gradients differ, and there is a reference, compare the gradients with those of the reference. The gradients
+    of the reference may be nonlinear in the cotangents too.
     """
     cases = _linearity_cases(subject, subject.function, subject.cotangents)
     mismatch = first_mismatch(cases)
@@ -121,7 +122,7 @@ def check_linear(subject: Subject) -> Cases:
 def _linearity_cases(subject: Subject, function: TensorFunction, w: Cotangents) -> list[Case]:
     """Return cases with the gradients for negated, scaled, zero and added cotangents.
 
-    Linearity and the gradients for the cotangents `w` give the expected gradients.
+    The expected gradients follow from linearity and from the gradients for the cotangents `w`.
     """
     pull = function.vjp(w)
     gradients, zeros = pull(w), {k: jnp.zeros_like(x) for k, x in w.items()}
@@ -199,7 +200,7 @@ def _without_leaks(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _is_false_alarm(compute: Callable[[], dict[str, Any]]) -> bool:
-    """Return whether no tracer stays alive after `compute`, although JAX reports a leak."""
+    """Return whether JAX's report that `compute` leaks a tracer is a false alarm."""
     # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
     if "shard_map[" in str(jax.make_jaxpr(compute)()):
         return True

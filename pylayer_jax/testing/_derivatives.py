@@ -91,8 +91,9 @@ def _also_at_other_values(
         refusal = refusal or why_refused
     # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore an error is permitted if
     # it is small relative to `result_sizes`, the sizes of the results at the user's values. A finite-difference step
-    # that is relative to 1 may also leave the saturated region. So at large values `least_size` is 0, which makes each
-    # step relative to the entry alone. See "small scale" in tests/checkers/wrong_layers.py.
+    # whose size is relative to 1 may also move the values out of the saturated region. Therefore `least_size` is 0 at
+    # large values. The size of each finite-difference step is then relative to the entry alone. See "small scale" in
+    # tests/checkers/wrong_layers.py.
     result_sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
     for factor in _FAR if is_first_order else ():
         values = [scaled(factor, x) for x in subject.function.values]
@@ -116,7 +117,7 @@ def _cases_at(
     compare_with: Callable[[Subject], Cases],
     with_gradients: bool,
 ) -> tuple[list[Case], str]:
-    """Return the cases at other values and ""; or no case, and the reason, if the function refuses these values.
+    """Return (cases at `values`, ""), or ([], reason) if the function refuses these values.
 
     The function must have finite results where it has finite results at the user's values.
     """
@@ -154,12 +155,13 @@ _RANDOM_FACTORS = {
     "larger sizes": (1.0, 1.5, False),
     "smaller sizes": (0.5, 1.0, False),
 }
-# If the function refuses all such values, all values are multiplied by one number: a positive definite matrix stays
-# positive definite. The numbers are not round, because layers rarely have a kink at such multiples of the values.
+# If the function fails at all randomly scaled values, the checks multiply all values by one common number. For example,
+# a positive definite matrix then stays positive definite. The numbers are not round, because layers rarely have a kink
+# at such multiples of the values.
 _SCALES = (0.7391, 1.1834)
-# Users often check a clipping rule at values that are not clipped, and the numbers above hardly change the magnitude of
-# values. A rule that forgets to zero the gradient of clipped values is found at larger values. See "clipped values" in
-# tests/checkers/wrong_layers.py.
+# Users often check a clipping rule at values that the rule does not clip. The random factors and `_SCALES` hardly
+# change the magnitude of these values. A rule that forgets to zero the gradient of clipped values is found at larger
+# values. See "clipped values" in tests/checkers/wrong_layers.py.
 _FAR = (100.0, 0.01)
 
 
@@ -229,10 +231,11 @@ def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
 
 
 def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
-    """Return the end of a sentence about the branches of the layer that none of the `accepted` values takes.
+    """Return the end of an error message: the branches of the layer that none of the `accepted` values takes.
 
-    It is like "; branches that no value takes: max at layers.py:12 is never its first operand", or "" if there are
-    none. Cotangents of other sizes are tried too, because `backward` may clip them.
+    For example, the function returns "; branches that no value takes: max at layers.py:12 is never its first operand".
+    If the function finds no such branch, it returns "". The checker also scales the cotangents by each factor in
+    `_FAR`, because `backward` may clip cotangents.
     """
     function, w = subject.function, subject.cotangents
     points = [(values, w) for values in accepted]
@@ -283,9 +286,11 @@ class _Selection(NamedTuple):
 def _evaluate(
     jaxpr: Any, inputs: Sequence[_Value], within: tuple[Any, ...] = ()
 ) -> tuple[list[_Value], list[_Selection]]:
-    """Evaluate a jaxpr. Return its outputs, and its selections between branches except those by constants alone.
+    """Evaluate a jaxpr. Return the outputs of the jaxpr, and its equations that select between branches.
 
-    The equations `within`, outermost first, call this jaxpr.
+    Leave out each equation whose selection depends only on constants.
+
+    `within` lists the equations that hold this jaxpr, outermost first.
     """
     value_of: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
     selections: list[_Selection] = []
@@ -430,8 +435,8 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
 
     The copy gets float64 or complex128 values.
 
-    Return None if the function returns a narrower dtype, or raises an error. An error that does not come from float64
-    is raised again when the caller runs the function in the original dtypes.
+    Return None if the function returns a narrower dtype, or raises an error. An error that float64 does not cause
+    occurs again when the caller runs the function in the original dtypes.
     """
     cotangents = subject.cotangents  # computed outside of enable_x64
     with jax.enable_x64(True):
@@ -462,7 +467,8 @@ SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an ar
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
     """Yield cases that compare the gradients with central differences.
 
-    These are differences of the sum of all output entries, in which each entry is weighted by its cotangent.
+    A central difference is a difference of one number. This number is the sum of all output entries, each multiplied by
+    the matching entry of its cotangent.
     """
     rtol = subject.epsilon ** (1 / 3)
     return directional_cases(
@@ -478,13 +484,13 @@ def _difference(subject: Subject, j: int, direction: np.ndarray) -> Slope:
 
 
 def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -> list[Any]:
-    """Return the sizes to which a step may be relative: numbers, or arrays with a number per entry of `value`."""
+    """Return scales for a finite-difference step: numbers, or arrays with one number per entry of `value`."""
     # A size is left out if its step would hardly differ from another step: thus the two factors of 0.1.
     whole = largest(value)
     sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
     if options.step is None and whole:
-        # No rule gives the best step size of a finite difference. The step may have to be relative to 1, to the largest
-        # entry of the array, or to each entry. Therefore try all three.
+        # No rule gives the best step size of a finite difference. The best step size may be relative to 1, to the
+        # largest entry of the array, or to each entry. Therefore try all three.
         own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
         sizes += [whole] if whole < 0.1 else []
         smallest = np.min(own, where=is_moved, initial=whole)
@@ -501,7 +507,8 @@ def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slop
         weight, lower, middle, upper = exact(w), exact(low[k]), exact(subject.outputs[k]), exact(high[k])
         change += float(np.sum(weight * (upper - lower)).real)
         rounding = 4 * subject.epsilon * np.abs(weight) * np.maximum(np.abs(upper), subject.output_term_sizes[k])
-        # Only entries that differ count. If none does, rounding removed the change: take the largest error of an entry.
+        # Only entries that differ count. If no entry differs, rounding removed the change. The error is then the
+        # largest rounding error of a single entry.
         error += float(max(np.sum(rounding, where=lower != upper), np.max(rounding, initial=0.0)))
         # At a kink of the function, the slope to the left of the point differs from the slope to the right. The error
         # includes half of this difference.
@@ -511,7 +518,7 @@ def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slop
 
 
 def _sort_key(slope: Slope) -> tuple[float, float]:
-    """Return the error of a slope relative to the slope, at most 1, and then the error itself."""
+    """Return the relative error of a slope (limited to 1 if finite), and the absolute error."""
     if not np.isfinite(slope.error):
         return np.inf, np.inf
     return slope.error / max(abs(slope.value), slope.error) if slope.error else 0.0, slope.error
@@ -522,7 +529,7 @@ def directional_cases(
 ) -> Iterator[Case]:
     """Yield cases that compare the gradient of each array with slopes, at up to `limit` entries.
 
-    A larger array has a second case, along a random direction.
+    For an array with more than `limit` entries, a second case compares the slope along a random direction.
 
     `rtol` is the default of the relative tolerance; None means the square root of the machine epsilon.
     """
@@ -554,7 +561,7 @@ def directional_cases(
             direction = exact(random_like(gradient, rng))
             slope = slope_along(j, direction / np.linalg.norm(direction))
             terms = np.real(entries * slope.direction)
-            # The terms of the sum may cancel, but the errors of the terms do not cancel.
+            # When the terms are added up, the terms may cancel, but the errors of the terms do not cancel.
             error_of_terms = relative * float(np.linalg.norm(terms[np.isfinite(terms)])) + noise * entries.size**0.5
             label = f"{name} along a random direction over all {entries.size} entries"
             yield case(label, np.sum(terms), slope.value, slope.error + error_of_terms)
@@ -571,7 +578,7 @@ def directional_cases(
 
 
 def check_forward_mode(subject: Subject) -> Cases:
-    """Compare `jax.jvp` with the gradients: of one argument alone, under jit, and under vmap."""
+    """Compare `jax.jvp` with reverse-mode gradients, for each argument alone, under `jax.jit` and under `jax.vmap`."""
     if reason := _why_not_defined(subject):
         return reason
     alone = lambda j, t: _jvp(subject, subject.function.only(j), [t])  # noqa: E731  (array j alone has a tangent)
@@ -653,7 +660,7 @@ def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
 def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
     """Yield cases that compare gradients with forward mode under `jax.vmap`, along random directions.
 
-    Each case uses the derivative of the first example of a batch of two examples.
+    Each case runs a batch of two examples, and compares the derivative of the first example.
     """
     outputs = jax.vmap(subject.function.selected(subject.cotangents))
     batched_jvp = jax.jit(lambda values, tangents: jax.jvp(outputs, values, tangents))

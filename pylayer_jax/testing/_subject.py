@@ -112,7 +112,7 @@ class TensorFunction:
         return jax.vjp(run, self.values, has_aux=True)[2]
 
     def changeable_types(self) -> list[type]:
-        """Return the types of arguments that `run_changed` can change: float, int, bool and jax.Array at most."""
+        """Return those of the types float, int, bool and jax.Array whose arguments `run_changed` can change."""
         arguments = [*self.tensors, *self.skeleton.statics()]
         return [kind for kind in _CHANGES if any(_changed(kind, x) is not x for x in arguments)]
 
@@ -146,7 +146,7 @@ class TensorFunction:
         return list(self.vjp(cotangents)(cotangents))
 
     def named_gradients(self, cotangents: Cotangents) -> dict[str, Any]:
-        """Return the gradients in a dict, as `with_names` does."""
+        """Return a dict of the gradients, whose keys are names such as "the gradient of args[0]"."""
         return self.with_names(self.gradients(cotangents))
 
     def with_names(self, gradients: Sequence[Any]) -> dict[str, Any]:
@@ -156,7 +156,8 @@ class TensorFunction:
     def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
         """Return the function that maps the values and the cotangents to the gradients.
 
-        `order` is the order of these gradients: above 1 if this function computes gradients itself.
+        `order` is the order of these derivatives: 1 for the gradients of the user's function, 2 for the gradients of
+        these gradients.
         """
 
         def gradients(values: list[Any], cotangents: Cotangents) -> list[Any]:
@@ -227,7 +228,10 @@ def name_of(function: Any) -> str:
 
 
 def placed(like: Any, numbers: Any) -> Any:
-    """Return an array of `numbers` with the dtype of `like`; if `like` is on several devices, with its sharding."""
+    """Return an array of `numbers` with the dtype of `like`.
+
+    If `like` is on several devices, the array has the sharding of `like`.
+    """
     x = jnp.asarray(np.asarray(numbers), like.dtype)
     return jax.device_put(x, like.sharding) if len(like.sharding.device_set) > 1 else x
 
@@ -271,7 +275,7 @@ Arrays = Mapping[str, Any]  # arrays by name, such as "output 0" or "the gradien
 class MismatchError(AssertionError):
     """An error about arrays that differ. Only the checkers of this package raise a `MismatchError`.
 
-    So a checker can tell it from an AssertionError that the user's code raises.
+    Therefore a checker can distinguish a `MismatchError` from an AssertionError that the user's code raises.
     """
 
 
@@ -402,15 +406,16 @@ class Options:
     seed: int = 0
     float64: bool = True
     least_size: float = 1.0  # the first step tried for a smaller entry is that of an entry of this size
-    # From the name of each result to its largest absolute value at the user's values.
+    # This dict maps the name of each result to the largest absolute value in the result for the user's arguments.
     result_sizes: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
 
 
 class Subject:
     """A function under test, with its results in eager mode, and an optional reference that defines the right results.
 
-    The function of `derivative` is the gradient of this subject's function: it maps the values and the cotangents to
-    the gradients. This subject is the `base` of `derivative`, and the subject of the user's function has no base:
+    The property `derivative` is another `Subject`. The function of `derivative` maps the values and the cotangents of
+    this subject to the gradients of this subject's function. This subject is the `base` of `derivative`, and the
+    subject of the user's function has no base:
 
         first = Subject(f, None, Options())
         second = first.derivative               # its gradients are the second derivatives of f
@@ -444,7 +449,7 @@ class Subject:
         return self if self.base is None else self.base.root
 
     def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return a copy of this subject, of the same order, for other values of the user's function."""
+        """Return a subject for the same derivative of the user's function, but at other values of its tensors."""
         if self.base is not None:
             return self.base.at(values, options).derivative
         reference = self.reference and self.reference.with_values(list(map(gathered, values)))
@@ -458,8 +463,8 @@ class Subject:
     def cotangents(self) -> Cotangents:
         """Make a random cotangent for each output that has a gradient.
 
-        If there is a reference, or if the function under test computes gradients itself, make one for each float
-        output.
+        If there is a reference, make a cotangent for every output with a floating-point or complex dtype. Do the same
+        if the function under test itself computes gradients.
         """
         rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
@@ -501,7 +506,7 @@ class Subject:
 
     @functools.cached_property
     def gradient_term_sizes(self) -> list[float]:
-        """The same estimate for the gradient of each value."""
+        """For the gradient of each value, an estimate of the size of the terms that add up to this gradient."""
         # In y = a * x with the cotangent w, the gradient of x is w * a = w * y / x. So divide by the size of the value.
         sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.output_term_sizes, strict=True)]
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
@@ -509,7 +514,7 @@ class Subject:
 
     @functools.cached_property
     def tolerance(self) -> Tolerance:
-        """The tolerance of the results, with their measured noise."""
+        """The tolerance for comparing results, which includes the measured rounding noise of each result."""
         rounded = self._results_of_rounded_values()
         term_sizes = {**named_outputs(self.output_term_sizes), **self.function.with_names(self.gradient_term_sizes)}
         noise = {name: self._noise(name, x, rounded.get(name), term_sizes[name]) for name, x in self.results.items()}
@@ -529,7 +534,8 @@ class Subject:
     def _noise(self, name: str, x: Any, rounded: Any, term_size: float) -> float:
         """Return how far rounding errors may move an entry of the result `x`.
 
-        `rounded` is the same result for values that differ in their last digits, or None if it is not known.
+        `rounded` is the same result, computed from input values that differ in their last digits. If the function
+        raises an error for these input values, `rounded` is None.
         """
         if not has_tangent(x):
             return 0.0
@@ -544,7 +550,7 @@ class Subject:
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
         """Return a `Case`, which compares `got` with `expected` within the tolerance of the function under test.
 
-        By default, it expects the results in eager mode.
+        If `expected` is None, the expected results are those of eager mode.
         """
         return Case(label, got, self.results if expected is None else expected, source, self.tolerance)
 
