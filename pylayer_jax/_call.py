@@ -226,8 +226,8 @@ class LayerCall:
         # changes, JAX compiles jitted functions again.
         may_be_transposed = state.is_staged or state.is_differentiated
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
-        # If JAX only transposes `backward`, JAX does not differentiate `backward`. Then @once_differentiable must not
-        # raise its error.
+        # To transpose `backward` is allowed even if @once_differentiable decorates it. So call the undecorated method,
+        # which raises no error.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         token = None
         if layer.host is True:

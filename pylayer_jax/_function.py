@@ -1,4 +1,4 @@
-"""`Function`, the counterpart of `torch.autograd.Function`: a `PyLayer` with the conventions of torch."""
+"""`Function` corresponds to `torch.autograd.Function`. It is a `PyLayer` with torch's conventions."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ def once_differentiable(backward: Method) -> Method:
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
-        # Forbid derivatives with respect to the inputs of `backward`, instead of derivatives of its outputs. Then JAX
-        # raises the error before any host code in `backward` runs.
+        # Raise the error if JAX differentiates the inputs of `backward`. It would be too late to raise it for the
+        # outputs. In this way, JAX raises the error before any host code in `backward` runs.
         ctx = args[first]
         state, attributes = ctx._state, dict(vars(ctx))
         saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))

@@ -427,8 +427,8 @@ def _stage_forward(
 
     The residuals are entries of [inputs, *results].
 
-    `axes_of_output` maps the index of an output to mesh axes. `_stage_forward` makes the output at this index vary over
-    these mesh axes: see `_missing_axes`.
+    `axes_of_output` maps the index of an output to mesh axes. In the jaxpr, the output at this index varies over these
+    mesh axes: see `_missing_axes`.
 
     Returns:
         The jaxpr; the values that `forward` closes over; and a pair of the saved context and the positions of the
@@ -644,7 +644,7 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
 
 
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
-    """Return the name of each residual for policies of `jax.checkpoint`, as `saved_names` gives it, or ""."""
+    """Return the name that `saved_names` gives to each residual, or "". Policies of `jax.checkpoint` see these names."""
     given, layer = call.layer.saved_names, call.layer.__name__
     if not given:
         return [""] * n_tensors

@@ -172,11 +172,11 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     a tensor that a layer saves, a result of a plain operation, or an input of `fun`, which takes no extra memory,
     because the caller holds it. Hooks use the same names: a predicate `only` gets them in `info`, and `by_name` takes
     them as keys. The largest rows come first, and inputs come last. If several layers save one tensor, the tensor has
-    one row. Saved-tensor hooks may compute a tensor again in the backward pass instead of keeping it. For a tensor that
-    backward computes again, the report shows 0 packed bytes. The size of an array is that of the whole array, on all
-    devices. Hooks with `host=True` hold a packed tensor outside of the compiled program. The program keeps a number of
-    4 bytes instead, and the row of the tensor counts these 4 bytes. JAX traces `fun` once with hooks, and once without
-    them, to compute `total_unpacked_bytes`.
+    one row. Saved-tensor hooks may compute a tensor again in the backward pass instead of keeping it. If the backward
+    pass recomputes a tensor instead of reading a kept array, the report shows 0 packed bytes for this tensor. The size
+    of an array is that of the whole array, on all devices. Hooks with `host=True` hold a packed tensor outside of the
+    compiled program. The program keeps a number of 4 bytes instead, and the row of the tensor counts these 4 bytes. JAX
+    traces `fun` once with hooks, and once without them, to compute `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.

@@ -115,8 +115,8 @@ class _OnHost(NamedTuple):
     placed: bool  # True for traced and committed arrays, which are restored by a transfer instead of by NumPy
 
     def restored(self) -> Any:
-        # A transfer would commit an array that was not committed to a device. Therefore return a NumPy array for an
-        # uncommitted array. JAX makes an uncommitted array from it.
+        # `jax.device_put` commits its result to a device, even if the original array was uncommitted. Therefore return
+        # a NumPy array for an uncommitted array. JAX makes an uncommitted array from it.
         return _to_device(self.array) if self.placed else np.asarray(self.array)
 
 

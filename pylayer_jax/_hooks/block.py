@@ -70,7 +70,7 @@ class Predicate:
 
 
 def predicate(owner: str, only: Any) -> Predicate | None:
-    """Return a `Predicate` for `only`, which is a function of an array, or of an array and its origin."""
+    """Return a `Predicate` for the function `only`. This function takes an array, or an array and its origin."""
     if only is None:
         return None
     check_hook(owner, "only", only, 1, 2)
@@ -277,7 +277,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         pair, found = self._pair, list[str]()
         if pair.n_packed:
             _packed_keys.add(hash(pair.key))
-        # A program that was compiled in the block of an equal pair packs without calling the hooks.
+        # If JAX compiled a program while an equal pair of hooks was active, the program packs without calling the hooks
+        # of this pair.
         if is_idle and not self._was_reported and not pair.n_packed and hash(pair.key) not in _packed_keys:
             self._was_reported = True
             found.append(
@@ -306,11 +307,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         A backward that needs these values fails.
 
-        Equal pairs share these values. The host drops the packed values when the user has closed every equal pair of
-        hooks that was entered and still exists. Without `close`, a program holds the values of its last run until the
-        program runs again, or until JAX deletes it. (Each call of `jax.lax.scan` outside of `jax.jit` is a new program,
-        and JAX keeps the old programs.) Deleting the pair object drops nothing, since JAX returns from a call before
-        the program has run.
+        Equal pairs share these values. The host drops the packed values when the last of the equal pairs is closed. A
+        pair that was deleted, or never entered, does not count. Without `close`, a program holds the values of its last
+        run until the program runs again, or until JAX deletes it. (Each call of `jax.lax.scan` outside of `jax.jit` is
+        a new program, and JAX keeps the old programs.) Deleting the pair object drops nothing, since JAX returns from a
+        call before the program has run.
         """
         self._pair.store.close(self)
 

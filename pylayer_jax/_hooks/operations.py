@@ -182,9 +182,9 @@ class Operation(NamedTuple):
 
         The vjp of a sum of an array and a number keeps no residual. Nevertheless, the trace binds this sum as a
         `HookedOperation` if the error model of the pair of hooks is `ABSOLUTE`. For such a sum, the pair of hooks then
-        remembers how backward can recompute the sum. A move, such as a transpose, could be remembered too, but each
-        `HookedOperation` makes tracing slower. So if a later operation keeps the result of a move, the hooks pack this
-        result in addition to its operand.
+        remembers how backward can recompute the sum. The pair could also remember how backward recomputes a transpose.
+        But each `HookedOperation` makes tracing slower. So if a later operation keeps the result of a transpose, the
+        hooks pack both this result and the operand of the transpose.
         """
         if self.is_jitted:
             facts = _facts_of(self.params)
@@ -298,7 +298,8 @@ class HookedOperation(RuleFunction):
 def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
     """Return the origins by ids of operands.
 
-    Of two origins of one array, prefer the one with a name: in eager mode, `checkpoint_name` returns its operand.
+    An array may have two origins, because `checkpoint_name` returns its operand in eager mode. Then prefer the origin
+    with a name.
     """
     pairs = sorted(zip(operands, origins, strict=False), key=lambda pair: bool(pair[1].name))
     return {id(x): origin for x, origin in pairs}

@@ -240,8 +240,8 @@ class Residual:
 class PackedTensor:
     """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array.
 
-    A later step of the pair may pack one of these arrays again. The `Residual` of the tensor then has another
-    `Residual` as an input in place of this array. The inner `Residual` restores the array.
+    If the pair of hooks is a chain, a later pack hook may pack one of these arrays again. The `Residual` of the tensor
+    then has another `Residual` as an input in place of this array. The inner `Residual` restores the array.
     """
 
     def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:

@@ -144,8 +144,8 @@ def _keeps_rows(equation: Equation, _: _Equations) -> bool:
     An example is a reshape of [8], which is one row, to [8, 1], which is eight rows.
 
     An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In an array of shape
-    [8, 1], each row has only one value, so the packing error of a value depends on this value alone. Other changes of
-    the rows, as by a reshape to [4, 2], are accepted.
+    [8, 1], each row has only one value, so the packing error of a value depends on this value alone. Other operations
+    that change the last axis, such as a reshape to [4, 2], are accepted.
     """
     last_axes = [np.shape(x)[-1:] for x in equation.inputs]
     return np.shape(equation.value)[-1:] != (1,) or all(axis in ((), (1,)) for axis in last_axes)

@@ -201,7 +201,7 @@ def with_checkpoint_names(jaxpr: Any, name_of: dict[Any, str], debug_name: str) 
 
 
 def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> set[Any]:
-    """Return all variables that `evaluate_part` reads: known, computed and wanted ones."""
+    """Return the set of all variables that `evaluate_part` reads or returns."""
     return _equations_to(jaxpr, known, wanted)[1]
 
 

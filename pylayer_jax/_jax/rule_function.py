@@ -662,7 +662,7 @@ class Identity(RuleFunction):
             return args
         if not all(map(isinstance, args, itertools.repeat(ir.Value))):  # JAX lowers some types to several values
             return super().lower(context, args)
-        # To lower a jaxpr with this one equation, JAX would make ten times as many Python calls.
+        # Lowering the jaxpr, which has this one equation, would take ten times as many Python calls as this code.
         values = stablehlo.OptimizationBarrierOp(args).results
         if jax.sharding.get_abstract_mesh().empty and context.avals_out[0].sharding.mesh.empty:
             return values

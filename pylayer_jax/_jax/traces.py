@@ -247,7 +247,7 @@ def is_staged(value: Any) -> bool:
 def nothing_is_traced() -> bool:
     """Return whether no transformation is active. JAX has no other public test.
 
-    `PyLayer.apply` asks this first, since the call takes only a third of a microsecond.
+    `PyLayer.apply` calls this function first, because the call takes only a third of a microsecond.
     """
     return get_opaque_trace_state(convention="nnx") == _NO_TRACE
 
@@ -314,9 +314,9 @@ class TraceState:
 
     From the innermost trace outwards, these are the traces of grad, jit, vmap and eager mode. A trace is staging if it
     makes a jaxpr. Each trace inside the innermost staging trace transforms an operation as soon as the operation runs.
-    A trace outside the innermost staging trace transforms the operation later, when the jaxpr is complete. The
+    A trace outside the innermost staging trace transforms the operation only when JAX evaluates the finished jaxpr. The
     attributes `has_unknown_trace`, `is_forward_mode` and `differentiations` describe only the traces inside the
-    innermost staging trace. If no trace makes a jaxpr, these attributes describe all traces.
+    innermost staging trace. If there is no staging trace, these attributes describe all active traces.
     """
 
     def __init__(self) -> None:

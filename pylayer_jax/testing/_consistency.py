@@ -239,7 +239,7 @@ def _transformed(subject: Subject, label: str, outputs: _OutputsFunction) -> Cas
 
 
 def check_shard_map(subject: Subject) -> Cases:
-    """Compare the outputs and gradients under `jax.shard_map`, with replicated arguments, with eager mode."""
+    """Check that the outputs and gradients under `jax.shard_map`, for replicated arguments, are those of eager mode."""
     function, mesh = subject.function, None
     tensors, cotangents, count = function.tensors, subject.cotangents, jax.sharding.get_abstract_mesh().size
     if jax.sharding.get_abstract_mesh().empty:

@@ -119,7 +119,7 @@ def _cases_at(
 ) -> tuple[list[Case], str]:
     """Return (cases at `values`, ""), or ([], reason) if the function refuses these values.
 
-    The function must have finite results where it has finite results at the user's values.
+    The results of the function must be finite at each entry at which the results for the user's values are finite.
     """
     try:
         other = subject.at(values, options)
@@ -435,7 +435,7 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
 
     The copy gets float64 or complex128 values.
 
-    Return None if the function returns a narrower dtype, or raises an error. An error that float64 does not cause
+    Return None if the function returns a narrower dtype, or raises an error. If the error is not due to float64, it
     occurs again when the caller runs the function in the original dtypes.
     """
     cotangents = subject.cotangents  # computed outside of enable_x64
@@ -467,8 +467,8 @@ SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an ar
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
     """Yield cases that compare the gradients with central differences.
 
-    A central difference is a difference of one number. This number is the sum of all output entries, each multiplied by
-    the matching entry of its cotangent.
+    A central difference is the difference of a weighted sum of the outputs at two points. The weight of each output
+    entry is the matching entry of its cotangent.
     """
     rtol = subject.epsilon ** (1 / 3)
     return directional_cases(
@@ -611,7 +611,7 @@ def _why_not_defined(subject: Subject) -> str:
         # For two known reasons, `jax.jvp` cannot differentiate the gradients of a layer: `backward` is not linear in
         # the cotangents, or `backward` has no derivative.
         is_known = subject.base and isinstance(error, (NotLinearError, OnceDifferentiableError))
-        # For a `jax.custom_vjp` function, JAX raises a TypeError, which only its message identifies.
+        # For a `jax.custom_vjp` function, JAX raises a TypeError. Only the message of this error shows its cause.
         if not is_known and "autodiff (jvp) to a custom_vjp" not in str(error):
             raise
         return f"not defined: {first_line(error).split('. ')[0]}"

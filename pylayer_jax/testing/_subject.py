@@ -301,7 +301,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The arrays that one way of running a function (such as under jit) returns, and the expected arrays."""
+    """The arrays that a function returns when it runs in a certain way, such as under `jax.jit`, and the expected arrays."""
 
     label: str  # the way to run the function, in words that follow "output 0": " under jit"
     got: Arrays
@@ -463,8 +463,8 @@ class Subject:
     def cotangents(self) -> Cotangents:
         """Make a random cotangent for each output that has a gradient.
 
-        If there is a reference, make a cotangent for every output with a floating-point or complex dtype. Do the same
-        if the function under test itself computes gradients.
+        If the user gave a reference function, make a cotangent for every output with a floating-point or complex dtype.
+        Do the same if the function under test itself computes gradients.
         """
         rng = self.random(self.order)
         cotangents = {i: random_like(y, rng) for i, y in enumerate(self.outputs) if has_tangent(y)}
@@ -570,7 +570,7 @@ def on_one_device(cotangents: Cotangents) -> Cotangents:
 def run_check(cases: Cases) -> tuple[str, int]:
     """Run one check: for each of its cases, compare the computed arrays with the expected arrays.
 
-    Return the sentence that the check returns, and the number of cases.
+    Return the text for the report, and the number of cases.
 
     Raises:
         MismatchError: about the first case that differs.
