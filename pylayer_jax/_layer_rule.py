@@ -644,7 +644,7 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
 
 
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
-    """Return the name that `saved_names` gives to each residual, or "". Policies of `jax.checkpoint` see these names."""
+    """Return the name that `saved_names` gives to each residual, or "", for the policies of `jax.checkpoint`."""
     given, layer = call.layer.saved_names, call.layer.__name__
     if not given:
         return [""] * n_tensors

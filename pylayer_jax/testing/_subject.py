@@ -301,7 +301,7 @@ class Tolerance:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The arrays that a function returns when it runs in a certain way, such as under `jax.jit`, and the expected arrays."""
+    """The arrays that a function returns under a transformation, such as `jax.jit`, and the expected arrays."""
 
     label: str  # the way to run the function, in words that follow "output 0": " under jit"
     got: Arrays
