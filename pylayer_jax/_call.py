@@ -229,11 +229,9 @@ class LayerCall:
         # To transpose `backward` is allowed even if @once_differentiable decorates it. So call the undecorated method,
         # which raises no error.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
-        token = None
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self)
-        elif layer.host == "forward":
-            token = _host_layer.token_of_forward(ctx)
+        token = _host_layer.token_of_forward(ctx) if layer.host == "forward" else None
         try:
             with in_backward(True) if may_be_transposed else _null_context, scope:
                 result = self._without_leaks(kept, functools.partial(backward, ctx, *given), "backward")

@@ -26,6 +26,9 @@ in one run and a mask in the other, or `backward` returns None), the gradient wo
 call of `forward` and `backward` has one more result, the *token*. Each gradient depends on the token of `backward`,
 which depends on the token of `forward`. For this, zeros take the place of a gradient that is None. tests:
 test_objects_made_from_values, test_what_differs_between_runs
+
+Nothing in a program can depend on the token if the program uses only an output that is no array, if all outputs are
+marked non-differentiable, or if a derivative of `backward` is zero. Then a difference between the runs stays unnoticed.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ import numpy as np
 from ._context import ContextState, backward_context, copy_container
 from ._jax.host_call import HostFunction, host_call_p
 from ._jax.rule_function import forbid_derivative, merge, select
-from ._jax.traces import NEEDS_VALUES, ShapedArray, eval_context, is_tracer
+from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over, zeros_of
 from ._messages import describe, second_derivative_error
 from ._trees import Skeleton, _Dict, contains, split
@@ -158,7 +161,7 @@ class _Run(NamedTuple):
         structure = _Structure(
             skeleton,
             [(x.shape, x.dtype) for x in tensors],
-            _positions(tensors, state, originals),
+            _positions(tensors, len(split(tree["output"])[0]) if "output" in tree else 0, state, originals),
             len(originals),
             [contains(state.marked, x) for x in tensors],
             [x for x in state.must_return if not contains(tensors, x[0])],
@@ -187,24 +190,30 @@ class _Run(NamedTuple):
         return _Run(structure, tensors)
 
 
-def _positions(tensors: Sequence[Any], state: ContextState, originals: Sequence[np.ndarray]) -> list[int]:
-    """Return the position of each tensor in the list [*inputs, *values].
+def _positions(
+    tensors: Sequence[Any], n_returned: int, state: ContextState, originals: Sequence[np.ndarray]
+) -> list[int]:
+    """Return the position of each tensor in the list [*inputs, *values]. The first `n_returned` tensors were returned.
 
-    If a tensor has the position of an input, JAX differentiates the tensor as it differentiates this input. If the
-    content of an input, or of its copy on `ctx`, differs from the original content, the changed tensor gets a position
-    of its own. The changed tensor then counts as a value, not as an input.
+    If a saved tensor has the position of an input, JAX differentiates the tensor as it differentiates this input. If
+    the content of an input, or of its copy on `ctx`, differs from the original content, the changed tensor gets a
+    position of its own. The changed tensor then counts as a value, not as an input. An input that `forward` returns
+    counts as a value too, since `forward` may change the input in another run. tests: test_an_input_that_is_returned
     """
     copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
     position_of = {id(x): i for i, x in enumerate(state.inputs)}
     contents = list(originals)  # the array at each position
     positions: list[int] = []
-    for x in tensors:
+    for i, x in enumerate(tensors):
         key = id(copied_from.get(id(x), x))
-        position = position_of.get(key)
-        if position is None or not _has_same_bits(x, contents[position]):
+        position = position_of.get(key, -1)
+        is_known = position >= 0 and _has_same_bits(x, contents[position])
+        is_returned_input = is_known and position < len(originals) and i < n_returned
+        if not is_known or is_returned_input:
             position = len(contents)
-            position_of[key] = position
             contents.append(x)
+        if not is_known:
+            position_of[key] = position
         positions.append(position)
     return positions
 
@@ -453,6 +462,8 @@ def run_forward(call: LayerCall, forward: Callable[..., Any], ctx: Any, tensors:
             return _forward(call, forward, needs, arrays).with_token(batch)
 
         values = _run_later(call, "forward", structure, run, _without_second_derivative(call, structure, tensors))
+        if name := _name_of_token(call, structure):
+            values[-1] = checkpoint_name(values[-1], name)
     else:
         structure, values = _run_directly(lambda arrays: _forward(call, forward, needs, arrays), tensors)
     found, tree = structure.fill(tensors, values)
@@ -467,6 +478,23 @@ def run_forward(call: LayerCall, forward: Callable[..., Any], ctx: Any, tensors:
     if call.layer.host is True:  # `run_backward` removes this attribute; a `backward` in JAX code would see it
         setattr(ctx, _NEEDS, needs)
     return result
+
+
+def _name_of_token(call: LayerCall, structure: _Structure) -> str:
+    """Return the name of the first saved value that `forward` computes, if `saved_names` gives one, or "".
+
+    Under this name, a policy of `jax.checkpoint` saves the token, which is the last value, together with the saved
+    value. Otherwise backward would run `forward` again to get the token. tests: test_a_policy_that_saves_a_name
+    """
+    given: Any = call.layer.saved_names
+    for position, name in zip(structure.positions, structure.names(), strict=True):
+        if not given or position < structure.n_inputs or not name.startswith(f"{_SAVED}["):
+            continue
+        index, rest = name.removeprefix(f"{_SAVED}[").split("]", 1)
+        own = f"{call.layer.__name__}.saved[{index}]" if given is True else dict(enumerate(given)).get(int(index))
+        if own:
+            return own + rest
+    return ""
 
 
 def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: Sequence[Any]) -> Sequence[Any]:

@@ -505,6 +505,41 @@ def test_what_differs_between_runs(name, host, transform):
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("host", [True, "forward"])
+def test_an_input_that_is_returned(host, mode):
+    # `forward` changes no example array in place, since these are small.
+    def forward(ctx, x):
+        ctx.save_for_backward(x.copy())
+        return np.clip(x, -10, 10, out=x)
+
+    made = layer(forward, lambda ctx, dy: dy * (abs(ctx.saved_tensor()[0]) <= 10).astype(dy.dtype), host=host)
+    x = jnp.array([30.0, 8.0, -12.0])
+    assert mode(made.apply)(x).tolist() == [10, 8, -10]
+    assert mode(jax.vmap(made.apply))(x).tolist() == [10, 8, -10]
+    assert mode(jax.grad(lambda x: made.apply(x).sum()))(x).tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("host", [True, "forward"])
+@pytest.mark.parametrize("names", [("sine",), True])
+def test_a_policy_that_saves_a_name(host, names):
+    runs = []
+
+    def forward(ctx, x):
+        y = np.sin(x)
+        ctx.save_for_backward(y)
+        runs.append(x.shape)
+        return y
+
+    made = layer(forward, lambda ctx, dy: dy * (1 - ctx.saved_tensor()[0] ** 2), host=host, saved_names=names)
+    policy = jax.checkpoint_policies.save_only_these_names("sine", "Made.saved[0]")
+    step = jax.jit(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.cos(made.apply(x)).sum(), policy=policy)(x)))
+    jax.block_until_ready(step(X))
+    runs.clear()
+    jax.block_until_ready(step(X))
+    assert runs == [X.shape]
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("host", [True, "forward"])
 def test_a_gradient_that_is_always_none_is_zero(host, mode):
     made = layer(lambda ctx, x, w: x * w, lambda ctx, dy: (None, dy), host=host)
     found = mode(jax.grad(lambda x, w: made.apply(x, w).sum(), (0, 1)))(X, X)
