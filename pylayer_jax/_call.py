@@ -245,10 +245,9 @@ class LayerCall:
             raise
         if layer.host is True:
             result, token = result
-        needs = arguments.can_get_gradient(needs)
-        gradients = match_gradients(result, arguments, needs, layer)
+        gradients = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
         if token is not None:
-            gradients = _host_layer.depending_on(token, gradients, needs, arguments.types)
+            gradients = _host_layer.depending_on(token, gradients)
         return _conjugated(gradients) if is_conjugated else gradients
 
     def run_jvp(

@@ -24,11 +24,11 @@ result of the `host_call` that runs `forward`. If XLA drops a `host_call`, the c
 its result with the run on example arrays. If the runs differ in more than the contents of arrays (`forward` keeps None
 in one run and a mask in the other, or `backward` returns None), the gradient would silently be wrong. Therefore each
 call of `forward` and `backward` has one more result, the *token*. Each gradient depends on the token of `backward`,
-which depends on the token of `forward`. For this, zeros take the place of a gradient that is None. tests:
-test_objects_made_from_values, test_what_differs_between_runs
+which depends on the token of `forward`. tests: test_objects_made_from_values, test_what_differs_between_runs
 
 Nothing in a program can depend on the token if the program uses only an output that is no array, if all outputs are
-marked non-differentiable, or if a derivative of `backward` is zero. Then a difference between the runs stays unnoticed.
+marked non-differentiable, if all gradients are None, or if a derivative of `backward` is zero. Then a difference
+between the runs stays unnoticed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ._context import ContextState, backward_context, copy_container
 from ._jax.host_call import HostFunction, host_call_p
 from ._jax.rule_function import forbid_derivative, merge, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
-from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over, zeros_of
+from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over
 from ._messages import describe, second_derivative_error
 from ._trees import Skeleton, _Dict, contains, split
 
@@ -547,24 +547,22 @@ def token_of_forward(ctx: Any) -> Any:
     return vars(ctx).pop(_TOKEN, None)
 
 
-def depending_on(token: Any, gradients: Sequence[Any], needs: Sequence[bool], types: Sequence[Any]) -> list[Any]:
-    """Make each gradient that JAX needs depend on the token if it is traced: see NOTE [dropped calls].
+def depending_on(token: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Return the gradients, each of which depends on the token if `forward` or `backward` runs in a `host_call`.
 
-    Return the gradients.
-
-    Zeros replace a gradient that is None, if JAX needs it. `types` are the types of the arguments.
+    See NOTE [dropped calls]. A gradient stays None: zeros in its place would be a cotangent for other layers. In a
+    shard_map, a gradient that is the same on all devices stays as it is if the token differs between devices.
     """
     if not is_tracer(token):
         return list(gradients)
-    one = 1 - token[0].astype(np.int8)  # XLA does not know that the token is zero
+    has_run = token[0] == 0  # XLA does not know that the token is zero
 
-    def dependent(gradient: Any, aval: Any) -> Any:
-        more_axes = varying_axes(typeof(one)) - varying_axes(aval)
-        factor = jax.lax.pmin(one, tuple(more_axes)) if more_axes else one
-        return (zeros_of(aval) if gradient is None else gradient) * factor.astype(aval.dtype)
+    def dependent(gradient: Any) -> Any:
+        if gradient is None or varying_axes(typeof(has_run)) - varying_axes(typeof(gradient)):
+            return gradient
+        return jax.lax.select(has_run, gradient, jnp.zeros_like(gradient))  # unlike a product, it keeps infinities
 
-    rows = zip(gradients, needs, types, strict=True)
-    return [dependent(g, aval) if need else g for g, need, aval in rows]
+    return [dependent(gradient) for gradient in gradients]
 
 
 def run_vmap(call: LayerCall, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:

@@ -475,7 +475,6 @@ DIFFERS = {  # in the run on example arrays, x is small
     "ctx, only set where it is needed": (lambda ctx, big: big and setattr(ctx, "mask", np.ones(3, bool)), None),
     "ctx, a list of arrays": (lambda ctx, big: setattr(ctx, "mask", [np.ones(3)] if big else []), None),
     "ctx, an array of another length": (lambda ctx, big: setattr(ctx, "mask", np.ones(3 if big else 0)), None),
-    "gradient, None in the example": (lambda ctx, big: None, lambda g, big: g if big else None),
     "gradient, None in the run": (lambda ctx, big: None, lambda g, big: None if big else g),
 }
 
@@ -540,10 +539,23 @@ def test_a_policy_that_saves_a_name(host, names):
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("host", [True, "forward"])
-def test_a_gradient_that_is_always_none_is_zero(host, mode):
+def test_a_gradient_that_is_none_is_no_cotangent(host, mode):
+    calls = []
+    inner = layer(lambda ctx, x: x * 1, lambda ctx, dy: calls.append(1) or dy)
     made = layer(lambda ctx, x, w: x * w, lambda ctx, dy: (None, dy), host=host)
-    found = mode(jax.grad(lambda x, w: made.apply(x, w).sum(), (0, 1)))(X, X)
+    found = mode(jax.grad(lambda x, w: made.apply(inner.apply(x), w).sum(), (0, 1)))(X, X)
     assert_same(found, (jnp.zeros_like(X), jnp.ones_like(X)))
+    assert not calls
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("host", [True, "forward"])
+def test_infinities_and_tiny_numbers_among_gradients(host, mode):
+    given = np.array([np.inf + 1j, 1e-40, -0.0], np.complex64)
+    constant = given if host is True else jnp.asarray(given)
+    made = layer(lambda ctx, x: x * 1, lambda ctx, dy: constant.copy(), host=host)
+    found = mode(lambda x: jax.vjp(made.apply, x)[1](jnp.ones(3, complex))[0])(jnp.ones(3, complex))
+    np.testing.assert_array_equal(found, given)
 
 
 def test_a_handle_is_refused_by_name_and_what_is_passed_is_not():
