@@ -62,7 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _printable(report: str) -> str:
-    """Return the report with words instead of ticks if the terminal, as many on Windows, cannot print ticks."""
+    """Return the report, with words instead of ticks if the terminal cannot print ticks.
+
+    Many terminals on Windows cannot.
+    """
     try:
         report.encode(sys.stdout.encoding or "utf-8")
     except UnicodeEncodeError:

@@ -51,8 +51,8 @@ class Arguments:
         self.arguments = arguments
         self.types = tensor_types
         self.n_positional = n_positional  # how many arguments the layer's methods get by position
-        # `is_plain` is True in nearly every call. It says that each argument is a single tensor, and that the methods
-        # of the layer get each argument by position.
+        # `is_plain` is True in nearly every call. `is_plain` is True if each argument is a single tensor, and the
+        # methods of the layer get each argument by position.
         is_positional = n_positional == len(arguments)
         self.is_plain = is_positional and all([a.skeleton is LEAF for a in arguments])  # noqa: C419 - a list is faster
         self.ref_mask = ref_mask  # one bool per tensor: whether the tensor is a Ref; empty if there is no Ref
@@ -216,8 +216,8 @@ class _Declared(NamedTuple):
 
 
 # `_known` caches the signatures of `forward` methods. The outer key is `forward` itself, or the `__func__` of `forward`
-# if `forward` is a bound method. The inner key is True if `forward` is a bound method, and False otherwise. A signature
-# does not keep `function` alive.
+# if `forward` is a bound method. The inner key says whether `forward` is a bound method. A signature does not keep
+# `function` alive.
 _known: weakref.WeakKeyDictionary[Any, dict[bool, _Declared]] = weakref.WeakKeyDictionary()
 
 

@@ -25,9 +25,9 @@ from ._trees import contains, split
 
 __tracebackhide__ = True  # pytest hides these frames: errors raised here concern the user's values
 
-# True while a `backward` runs that JAX may transpose or differentiate in forward mode. `jax.custom_vjp` supports
-# neither transposition nor forward mode. Therefore a layer that is applied inside such a `backward` does not use
-# `jax.custom_vjp`. `in_backward` is part of the cache key of `jax.jit`, because a jitted function may apply a layer.
+# This flag is True while a `backward` runs that JAX may transpose, or differentiate in forward mode. `jax.custom_vjp`
+# supports neither transposition nor forward mode. Therefore a layer does not use `jax.custom_vjp` if such a `backward`
+# applies the layer. A jitted function may apply a layer. Therefore `in_backward` is part of the cache key of `jax.jit`.
 in_backward: Final = jax.make_user_context(False)
 
 _null_context: Final = contextlib.nullcontext()
@@ -61,11 +61,12 @@ class LayerCall:
         self.layer = layer
         self.name = arguments.layer
         self.arguments = arguments
-        # The `LayerBlock` around the call, or None: JAX may run a fwd rule after the block has ended.
+        # The `LayerBlock` around the call, or None if the call is in no block of hooks. The call stores the
+        # `LayerBlock`, because JAX may run a fwd rule after the block has ended.
         self.block: Any = None
         # The structure of the outputs of the last run of `forward`. For a batch in eager mode, this is the structure of
-        # the outputs of the last run of `vmap`. The call stores the structure of the outputs, because a custom_vjp
-        # function returns only arrays.
+        # the outputs of the last run of `vmap`. The custom_vjp function of a layer returns only arrays. Therefore the
+        # `LayerCall` stores the structure of the outputs.
         self.outputs: Outputs | None = None
 
     @property
@@ -178,8 +179,8 @@ class LayerCall:
     def check_closure_of_backward(self) -> None:
         """Raise an error if `backward` closes over a differentiated value.
 
-        The check is necessary for a call that JAX stages to a jaxpr. JAX runs `backward` of such a call only later,
-        when it differentiates the jaxpr.
+        The check is necessary for a call that JAX stages to a jaxpr. JAX runs the `backward` of a staged call only
+        later, when JAX differentiates the jaxpr.
 
         JAX would silently treat the closed-over value as a constant (as of jax 0.12, also in a plain `jax.custom_vjp`).
         tests: test_closed_over.py
@@ -226,8 +227,8 @@ class LayerCall:
         # changes, JAX compiles jitted functions again.
         may_be_transposed = state.is_staged or state.is_differentiated
         ctx = self._context(needs, residuals, kept.saved, kept.attributes)
-        # To transpose `backward` is allowed even if @once_differentiable decorates it. So call the undecorated method,
-        # which raises no error.
+        # To transpose `backward` is allowed even if @once_differentiable decorates it. Therefore the transpose calls
+        # the undecorated method, which does not raise the error of @once_differentiable.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self)
@@ -289,7 +290,7 @@ class LayerCall:
 
         Usually, this function only calls `run`. But `forward` may keep an object that holds tracers and is no pytree.
         If JAX traces `backward` to a jaxpr, a tracer that an object on `ctx` holds becomes a constant of this jaxpr.
-        Then lowering the program fails with an error that does not name the layer. Therefore, if the context has such
+        Lowering the program then fails with an error that does not name the layer. Therefore, if the context has such
         objects, `backward` (or `jvp`) is first staged to a jaxpr of its own, whose constants are checked. tests:
         contract/test_context.py
 
@@ -328,7 +329,7 @@ class LayerCall:
     # -- vmap --------------------------------------------------------------------------------------------
 
     def run_vmap(self, axis: Any, dims: Sequence[Any], tensors: Sequence[Any]) -> tuple[Outputs, list[Any]]:
-        """Run the `vmap` of the class. Return the structure of the outputs of `vmap`, and the arrays of these outputs.
+        """Run the `vmap` of the class. Return the pytree structure of the outputs of `vmap`, and the output arrays.
 
         `dims` has the batch axis of each tensor, or None for a tensor that all examples share. In the returned arrays,
         the batch axis is in front.
@@ -372,7 +373,9 @@ class LayerCall:
         )
 
     def match_batch(self, axis: Any, outputs: Outputs, values: Sequence[Any], expected: Outputs) -> list[Any]:
-        """Return the values that `vmap` returned in the order of `forward`'s outputs, which `expected` describes.
+        """Return the outputs of `vmap` in the order of the outputs of `forward`.
+
+        `expected` describes the outputs of `forward`.
 
         The order differs if `vmap` returns a dict whose keys are in another order. tests: contract/test_vmap.py
 
@@ -398,7 +401,7 @@ class LayerCall:
 def _misfit(error: TypeError, function: Callable[..., Any], args: Sequence[Any]) -> str:
     """Return why `args` do not fit the signature of `function`. Return an empty string if `args` fit the signature.
 
-    Also return an empty string if the code of `function` has started to run, because the error then has another cause.
+    If the code of `function` has started to run, the error has another cause. Then also return an empty string.
     """
     code = getattr(innermost(function), "__code__", None)
     if any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__)):

@@ -9,8 +9,8 @@ The table is made in three steps:
 1. `saved_tensors_report` traces each program and counts the bytes that its vjp function holds. If a program fails or
    returns no scalar, this step raises the error, before XLA spends minutes on the others.
 2. JAX traces and lowers the gradient of each program, and XLA compiles it. Both are timed. For each gradient, XLA
-reports the memory and the number of operations. 3. The compiled gradients run once, to compute their errors, and then
-in turn, to measure their times.
+reports the memory and the number of operations. 3. Each compiled gradient runs once, to compute its error. Then the
+compiled gradients run in turn, to measure their times.
 """
 
 from __future__ import annotations
@@ -91,8 +91,7 @@ class ProgramComparison:
     def _operations(self) -> list[str]:
         """Return the cells of the operations.
 
-        If exactly one of a program and the first program has a loop, the cell of the program shows no ratio to the
-        first program.
+        The cell of a program shows no ratio to the first program if only one of these two programs has a loop.
         """
         counts, loop_mask = [r.operations for r in self.rows], [r.has_loop for r in self.rows]
         choices = zip(loop_mask, _with_ratios(counts, _COUNTS), _in_unit(counts, _COUNTS), strict=True)
@@ -146,12 +145,12 @@ def compare_programs(programs: Mapping[Any, Callable[..., Any]], /, *args: Any, 
         >>> [row.name for row in comparison.rows]
         ['plain', '8 bits']
 
-    `programs` maps names to functions (or layers) that take `args` and return a scalar. The gradient is with respect
-    to all float arrays in `args`, which may be any pytrees; integer arrays, PRNG keys and leaves that are not arrays
-    are passed unchanged. To leave out the gradient with respect to an array, such as a batch of data, apply
-    `jax.lax.stop_gradient` to it in the programs. `rounds` is the number of times that each compiled gradient (a step)
-    is timed; 0 leaves out the times. If `args` holds a `jax.ShapeDtypeStruct`, nothing is run, so that times and errors
-    are left out.
+    `programs` maps names to functions (or layers) that take `args` and return a scalar. The gradient is with respect to
+    all float arrays in `args`, which may be any pytrees; integer arrays, PRNG keys and leaves that are not arrays are
+    passed unchanged. To leave out the gradient with respect to an array, such as a batch of data, apply
+    `jax.lax.stop_gradient` to it in the programs. A step is one run of a compiled gradient. `rounds` is the number of
+    rounds in which each step is timed. If `rounds` is 0, the table has no step times. If `args` holds a
+    `jax.ShapeDtypeStruct`, no program runs. The table then has no step times and no errors.
 
     The table shows per program:
 
@@ -326,8 +325,9 @@ def _errors(steps: Mapping[Any, Callable[[], Any]]) -> dict[Any, float]:
             gradient = step()
         first = gradient if first is None else first
         differences, squares = (math.fsum(map(float, sums)) for sums in _sums_of_squares(gradient, first))
-        # The gradient of the first program may be zero, for example if this program is constant. The error of another
-        # gradient is then zero if this gradient is zero too, and infinite otherwise.
+        # The gradient of the first program is zero if, for example, this program computes a constant. If the gradient
+        # of the first program is zero, the error of another gradient is 0 for a zero gradient and infinite for a
+        # nonzero gradient.
         errors[name] = math.sqrt(differences / squares) if squares else math.inf if differences else 0.0
     return errors
 

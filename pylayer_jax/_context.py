@@ -27,7 +27,7 @@ __tracebackhide__ = True  # pytest hides these frames: errors raised here concer
 
 
 def with_arrays_for_numbers(result: Any) -> Any:
-    """Convert the numbers in the result of `forward` to arrays if it holds no tensor, in a `vmap` with a named axis.
+    """Convert numbers to arrays if `forward` returned no tensor and an active `jax.vmap` has a named axis.
 
     Otherwise, return the result unchanged.
 
@@ -53,8 +53,9 @@ class Outputs:
 
     def __init__(self, result: Any, skeleton: Skeleton, arrays: Sequence[Any], marked: frozenset[int]) -> None:
         self.skeleton = skeleton
-        # `backward` gets one cotangent for each element of a tuple or list, and one cotangent for any other result.
-        # `groups` holds one skeleton for each of the cotangents that `backward` gets.
+        # If `forward` returns a tuple or list, `backward` gets one cotangent for each element. If `forward` returns any
+        # other result, `backward` gets one cotangent. `groups` holds one skeleton for each of the cotangents that
+        # `backward` gets.
         self.is_sequence = isinstance(result, (tuple, list))
         if skeleton is LEAF:
             self.groups = [LEAF]
@@ -75,7 +76,7 @@ class Outputs:
 
     @staticmethod
     def split(layer: str, result: Any) -> tuple[list[Any], list[Any], Skeleton]:
-        """Split the result of a method. Return the tensors, the same tensors as JAX arrays, and the skeleton.
+        """Split the result of a method. Return the tensors, the tensors as JAX arrays, and the pytree without tensors.
 
         Raises:
             ValueError: if the result holds no tensor, or if the result holds a Ref.
@@ -134,8 +135,9 @@ class ContextState:
         self.needs = needs  # returns the value of ctx.needs_input_grad
         self.inputs = inputs
         self.in_forward = True  # the context accepts saved tensors and flags only in `forward`
-        # Pairs of a saved NumPy array and its copy. If `forward` saves a NumPy array and returns it, the residual has
-        # to be the JAX array of the output: its derivative is then the one that `backward` defines.
+        # Pairs of a saved NumPy array and its copy. Suppose that `forward` saves a NumPy array and also returns this
+        # array. Then the residual has to be the JAX array of the output, because `backward` defines the derivative of
+        # this JAX array.
         self.numpy_copies: list[tuple[np.ndarray, np.ndarray]] = []
         # This list has entries only if `forward` takes no context. Each entry is a pair: a NumPy value that `forward`
         # returned, and the JAX array that replaced this value. `setup_context` gets the array as `output`. If
@@ -202,9 +204,9 @@ class PyLayerContext:
 
         Each value may be a pytree, and the whole pytree is one entry of the saved tuple. Leaves that are not arrays are
         saved unchanged. A `jax.Ref` argument is saved as a reference: `backward` reads the content that the Ref has
-        when `backward` runs. When JAX differentiates `backward`, the derivative of a saved input is the derivative of
-        the input itself. For a saved output, JAX uses the derivative of the layer, which `backward` defines. For any
-        other saved tensor, JAX differentiates the code of `forward` that computes the tensor from inputs and outputs.
+        when `backward` runs. If JAX differentiates `backward`, JAX treats a saved input as the input itself. For a
+        saved output, JAX uses the derivative of the layer, which `backward` defines. For any other saved tensor, JAX
+        differentiates the code of `forward` that computes the tensor from inputs and outputs.
 
         Raises:
             RuntimeError: when called outside `forward`, or a second time.
@@ -224,7 +226,7 @@ class PyLayerContext:
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """The tuple of saved values. If `forward` saved nothing, it is the empty tuple, as in torch."""
+        """The tuple of saved values. If `forward` saved nothing, the tuple is empty, as in torch."""
         return self._state.read_saved() or ()
 
     # -- flags ----------------------------------------------------------------------------------
@@ -309,8 +311,8 @@ def backward_context(
 def own_copy(value: Any, state: ContextState, call: str) -> Any:
     """Return `value` as the context keeps it: with a copy of each NumPy array.
 
-    If `state.returned` pairs a NumPy output of `forward` with a JAX array, the context keeps the JAX array instead of
-    the NumPy output.
+    `state.returned` pairs NumPy outputs of `forward` with JAX arrays. If `value` contains such a NumPy output, the
+    context keeps the JAX array instead.
 
     Raises:
         ValueError: for a Ref that is not an argument of `forward`.
@@ -386,7 +388,7 @@ class SavedContext:
     has_names: bool = False  # True if the jaxpr of `forward` already applies `checkpoint_name` for `saved_names`
 
     def names(self, n_residuals: int, name_of_saved: Callable[[int], str | None]) -> list[str]:
-        """Return a name or "" for each residual.
+        """Return a list with the name of each residual, or "" for a residual without a name.
 
         The function `name_of_saved(i)` returns the name of the i-th saved value.
         """
@@ -404,7 +406,7 @@ class SavedContext:
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:
-    """Return the `SavedContext`, the outputs and the residuals of a run of `forward` that returned `result`."""
+    """Return the `SavedContext`, the outputs and the residuals of a run of `forward`, given its `result`."""
     state = ctx._state
     if not hasattr(result, "dtype"):  # a single array is the usual case
         result = with_arrays_for_numbers(result)
@@ -471,7 +473,10 @@ class _Residuals:
 
 
 def _check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
-    """Raise an error if `forward` did not return a value that it passed to a method of `ctx` which requires this."""
+    """Raise an error if `forward` did not return a value that it has to return.
+
+    Some methods of `ctx` require that `forward` also returns the value that it passes to the method.
+    """
     for value, call, advice in state.must_return:
         if contains(tensors, value):
             continue
@@ -483,7 +488,7 @@ def _check_returned(state: ContextState, tensors: Sequence[Any]) -> None:
 
 
 def _numpy_outputs(state: ContextState, tensors: Sequence[Any], outputs: Sequence[Any]) -> dict[int, Any]:
-    """Return a dict from the id of each NumPy output, and of its copy on `ctx`, to the JAX array that replaced it."""
+    """Map the id of each NumPy output, and the id of its copy on `ctx`, to the JAX array that replaced the output."""
     found = {id(x): y for x, y in zip(tensors, outputs, strict=True) if x is not y}
     for array, own in state.numpy_copies if found else ():
         # Compare the contents: `forward` may have changed the array in place after the copy was made.

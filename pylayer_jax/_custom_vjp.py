@@ -33,8 +33,8 @@ class TracedCall:
 
     def __init__(self, call: LayerCall, is_deferred: bool) -> None:
         self.call = call
-        # This is True if JAX stages the call to a jaxpr. Then JAX may run the fwd rule of this call later, and more
-        # than once.
+        # `is_deferred` is True if JAX stages the call to a jaxpr. JAX may run the fwd rule of a staged call later, and
+        # more than once.
         self.is_deferred = is_deferred
         self.staged: dict[tuple[Any, ...], StagedLayer] = {}  # by input types, if `forward` has no closed-over values
         self.maps: list[LayerMap] = []  # one linear map for each run of the fwd rule
@@ -106,11 +106,12 @@ def _remember(
     Append a `LayerMap`, the linear derivative that belongs to this run of the fwd rule, to `traced_call.maps`.
 
     NOTE [several runs]
-    JAX may run the fwd rule several times for a single application of the function. JAX then passes the treedef from
-    the last of these runs to every bwd rule. So all bwd rules get the same static data. But the runs may differ. In
-    each run, hooks may return other objects, and `forward` may keep a different value of a `jax.Ref`. If JAX stages the
-    call to a jaxpr, the fwd rule therefore numbers its runs. It returns a residual of shape `(number, 0)`, which
-    encodes the number of the run and takes no memory. The bwd rule reads the number from this shape. tests:
+    JAX may run the fwd rule several times for a single application of the function. JAX then passes the same treedef to
+    every bwd rule: the treedef that the last run of the fwd rule returned. So all bwd rules get the same static data.
+    But the runs may differ. In each run of the fwd rule, hooks may return other objects. In each run, `forward` may
+    also keep a different value of a `jax.Ref`. Therefore, if JAX stages the call to a jaxpr, the fwd rule assigns a
+    number to each of its runs. The fwd rule returns an additional residual of shape `(number, 0)`. This shape encodes
+    the number of the run, and the residual takes no memory. The bwd rule reads the number from this shape. tests:
     test_several_runs.py
     """
     linear, outputs, residuals = linearize(traced_call.call, run, inputs, needs, packs=True)
@@ -142,8 +143,8 @@ def _batched_like(cotangent: Any, gradients: Sequence[Any]) -> list[Any]:
     """Make each gradient batched under `jax.vmap`, because `cotangent` is batched.
 
     A gradient that depends on no cotangent may have no batch axis. JAX would not sum such a gradient over the examples:
-    see NOTE [all outputs are batched] in `_jax/rule_function.py`. `jnp.where` of two equal arrays takes the batch axis
-    of its condition.
+    see NOTE [all outputs are batched] in `_jax/rule_function.py`. If only the condition of `jnp.where(condition, g, g)`
+    is batched, the result is batched like the condition.
     """
     has_entry = cotangent.size and explicit_sharding(cotangent) is None  # JAX cannot index along an explicit mesh axis
     condition = (cotangent[(0,) * cotangent.ndim] if has_entry else jnp.sum(cotangent)) == 0  # any bool that is batched
@@ -223,8 +224,8 @@ def _named_copy(function: Any, name: str, source: str) -> Any:
     At each call of a custom_vjp function, JAX reads the signatures of its three functions, and derives the names of
     functions and arguments for error messages. If JAX repeated this work at each call, the work would take a fifth of
     the time that JAX needs to trace a layer. Therefore `_named_copy` stores the signature and the names as attributes
-    of each copy. At each call, JAX then reads these attributes. It does not compute the signature and the names again.
-    If JAX stops reading `__fun_debug_info__`, tracing is slower.
+    of each copy. At each call of the custom_vjp function, JAX then reads the stored signature and names. It does not
+    compute the signature and the names again. If JAX stops reading `__fun_debug_info__`, tracing is slower.
     """
     copy: Any = types.FunctionType(function.__code__, function.__globals__, name)
     copy.__qualname__ = name

@@ -46,8 +46,9 @@ class Quantize(PyLayer):
     """Layer that rounds x to a grid with a learned step (LSQ, Esser et al. 2020, equations 1 to 3).
 
     The gradient of x is the cotangent where x lies between the smallest and the largest grid value, and 0 elsewhere.
-    The gradient of the grid's step follows equation 3 of LSQ. `backward` multiplies this gradient by `factor`, so that
-    an optimizer changes the step of the grid only a little in each update.
+    The gradient of `step`, the distance between two grid values, follows equation 3 of LSQ. `backward` multiplies the
+    gradient of `step`, the spacing of the grid, by `factor`. Therefore an optimizer changes `step` only a little in
+    each update.
     """
 
     @staticmethod

@@ -103,9 +103,9 @@ class Function(PyLayer):
     - `ctx.save_for_backward` and `ctx.save_for_forward` take tensors and None.
     - Complex gradients follow torch's convention.
 
-    A `Function` also differs from torch. Arrays do not change in place, so `ctx.mark_dirty` takes only outputs. A
-    tensor in a list or dict argument gets a gradient too. `jax.vmap` works without `generate_vmap_rule`. A second
-    derivative is complete or raises an error.
+    A `Function` also differs from torch. JAX arrays cannot change in place. Therefore `ctx.mark_dirty` takes only
+    outputs of `forward`. A tensor in a list or dict argument gets a gradient too. `jax.vmap` works without
+    `generate_vmap_rule`. A second derivative is complete or raises an error.
     """
 
     complex_convention = "paddle"  # torch has the same convention
@@ -133,8 +133,9 @@ class Function(PyLayer):
     def setup_context(ctx: Any, inputs: Any, output: Any, *args: Any, **kwargs: Any) -> Any:  # NOTE [types of apply]
         """Keep on `ctx` the values that `backward` needs, in a class whose `forward` takes no context.
 
-        `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is the result of `forward`. If
-        `forward` returns an input, saving this output saves the input; torch refuses to save such an output.
+        `inputs` is a tuple of the arguments of `forward`, with defaults, and `output` is the result of `forward`. An
+        output of `forward` may also be an input of `forward`. Saving such an output saves the input. torch refuses to
+        save such an output.
         """
         raise NotImplementedError("setup_context is called only where a class overrides it.")
 

@@ -54,7 +54,9 @@ def match_gradients(result: Any, arguments: Arguments, needs: Sequence[bool], la
 
 
 def _entries(result: Any, unpack_list: bool) -> list[Any]:
-    """Return the items of `result` as a list if `result` is a tuple. If `unpack_list` is True, do the same for a list.
+    """Return the items of `result` as a list if `result` is a tuple.
+
+    If `unpack_list` is True, return the items of a list in the same way.
 
     Any other result becomes the only item.
     """
@@ -73,8 +75,8 @@ def _pair(
     | torch      | one per argument of the call, and any number of Nones after them                                |
     """
     slots, passed = arguments.slots(), arguments.arguments
-    # A list has one entry per item, as a tuple has. But if only one argument of the call holds a tensor, a list is the
-    # gradient of this argument.
+    # A list has one entry per item, as a tuple has. But a list is one gradient in the torch convention, or if only one
+    # argument of the call holds a tensor.
     entries = _entries(result, unpack_list=not torch_convention and len(slots) != 1)
     if torch_convention:
         while len(entries) > len(passed) and entries[-1] is None:
@@ -140,7 +142,8 @@ def _warn_of_missing_return(layer: Any, name: str) -> None:
 def warn_of_integer_outputs(layer: Any, outputs: Outputs, arguments: Arguments, needs: Sequence[bool]) -> None:
     """Warn that no gradient flows through a differentiated layer, because all its outputs are integers or bools.
 
-    torch raises an error in this case. If `forward` marked all outputs as non-differentiable, there is no warning.
+    torch raises an error in this case. This function does not warn if `forward` marked all outputs as
+    non-differentiable.
     """
     if any(map(has_tangent, outputs.types)) or len(outputs.marked) == len(outputs.types):
         return

@@ -13,18 +13,19 @@ These methods get NumPy arrays in eager mode and under all transforms.
                                                 the token of NOTE [dropped calls].
 
 A method runs directly if its tensors are concrete. Otherwise a `host_call` runs the method when the program runs. The
-results of the `host_call` are the arrays that the method returns or keeps on `ctx`, except inputs. An `_Example` gives
-the types of these results, since it has run the method on example arrays. `run_forward` then puts the results on the
-context of the layer, so that hooks and all transformations treat them as they treat the tensors of any other layer.
-tests: contract/test_host_layers.py
+`host_call` returns the arrays that the method returns or keeps on `ctx`. If such an array is an input of the method,
+the `host_call` does not return it. An `_Example` has run the method on example arrays. Therefore the `_Example` knows
+the types of these results. `run_forward` then puts the results on the context of the layer, so that hooks and all
+transformations treat them as they treat the tensors of any other layer. tests: contract/test_host_layers.py
 
 NOTE [dropped calls]
 XLA drops a `host_call` if the program uses none of its results. For example, the gradient of a linear function uses no
-result of the `host_call` that runs `forward`. If XLA drops a `host_call`, the call does not compare the structure of
-its result with the run on example arrays. If the runs differ in more than the contents of arrays (`forward` keeps None
-in one run and a mask in the other, or `backward` returns None), the gradient would silently be wrong. Therefore each
-call of `forward` and `backward` has one more result, the *token*. Each gradient depends on the token of `backward`,
-which depends on the token of `forward`. tests: test_objects_made_from_values, test_what_differs_between_runs
+result of the `host_call` that runs `forward`. A `host_call` compares the structure of its result with the structure of
+the result for example arrays. If XLA drops the `host_call`, this comparison does not take place. Without this
+comparison, the gradient may silently be wrong if the two runs differ in structure. For example, `forward` keeps None in
+one run and a mask in the other run, or `backward` returns None in only one of the two runs. Therefore each call of
+`forward` and `backward` has one more result, the *token*. Each gradient depends on the token of `backward`, which
+depends on the token of `forward`. tests: test_objects_made_from_values, test_what_differs_between_runs
 
 Nothing in a program can depend on the token if the program uses only an output that is no array, if all outputs are
 marked non-differentiable, if all gradients are None, or if a derivative of `backward` is zero. Then a difference
@@ -54,15 +55,15 @@ LayerCall = Any  # the class in `_call.py`, which imports this module
 
 _SAVED = "ctx.save_for_backward"
 _TOKEN = "_has_run"  # the attribute of ctx that holds the token of NOTE [dropped calls]
-# The attribute of ctx that holds the `needs_input_grad` of `forward`: `run_backward` finds the `_Example` of `forward`
-# by it.
+# The name of the attribute of ctx that holds the `needs_input_grad` of `forward`. `run_backward` uses this
+# `needs_input_grad` to find the `_Example` of `forward`.
 _NEEDS = "_needs_in_forward"
 _MAX_EXAMPLES = 64  # per class, since each call may pass a new lambda
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Structure:
-    """The result of a run of a method without the contents of arrays, which must be the same for every run.
+    """The part of a method's result that must be the same in every run: all but the contents of arrays.
 
     The result of a run is a tree of the values that the method returned and the values that the method kept on `ctx`.
     The *values* of a run are the distinct tensors of this tree, without the inputs of the method.
@@ -77,7 +78,10 @@ class _Structure:
     materialize: bool
 
     def values(self, tensors: Sequence[Any]) -> list[Any]:
-        """Return each value of a run once, in the order of positions. `tensors` are from a run with this structure."""
+        """Return the distinct tensors that are not inputs, sorted by position.
+
+        `tensors` are from a run with this structure.
+        """
         tensor_at: dict[int, Any] = {}
         for i, x in zip(self.positions, tensors, strict=True):
             tensor_at.setdefault(i, x)
@@ -88,7 +92,7 @@ class _Structure:
         return [ShapedArray(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in self.values(self.types)]
 
     def fill(self, inputs: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Rebuild the result of a run from `inputs` and `values`: return its tensors, and the tree that holds them."""
+        """Return the tensors of a run, and the tree that holds them, from the `inputs` and the `values` of the run."""
         known = [*inputs, *values]
         tensors = [known[i] for i in self.positions]
         return tensors, self.skeleton.fill(tensors, copy_container)
@@ -106,8 +110,9 @@ class _Structure:
         other = run.structure
         if not _all_equal(_parts(self.skeleton), _parts(other.skeleton)) or self.materialize != other.materialize:
             raise ValueError(self._difference(other))
-        # This dict maps a position in the example run to the position in this run. Inputs map to themselves. Two
-        # positions may map to one: then the method returned one array twice in this run.
+        # `position_in_run` maps each position in the run on example arrays to the position of the same array in this
+        # run. Inputs map to themselves. Two positions in the example run may map to the same position in this run. Two
+        # different arrays of the example run are then one array in this run.
         position_in_run = {i: i for i in range(self.n_inputs)}
         for i, ((shape, dtype), y) in enumerate(zip(self.types, run.tensors, strict=True)):
             expected = position_in_run.setdefault(self.positions[i], other.positions[i])
@@ -152,7 +157,7 @@ class _Run(NamedTuple):
 
     @classmethod
     def of_forward(cls, tree: dict[str, Any], state: ContextState, originals: Sequence[np.ndarray]) -> _Run:
-        """Return the result of a run of `forward`. `originals` are the inputs as they were before the run.
+        """Return the result of a run of `forward`. `originals` are the input arrays before `forward` ran.
 
         `forward` got `state.inputs`, which are copies of the originals. `forward` may have changed its copies of the
         inputs in place.
@@ -195,10 +200,11 @@ def _positions(
 ) -> list[int]:
     """Return the position of each tensor in the list [*inputs, *values]. The first `n_returned` tensors were returned.
 
-    If a saved tensor has the position of an input, JAX differentiates the tensor as it differentiates this input. If
-    the content of an input, or of its copy on `ctx`, differs from the original content, the changed tensor gets a
-    position of its own. The changed tensor then counts as a value, not as an input. An input that `forward` returns
-    counts as a value too, since `forward` may change the input in another run. tests: test_an_input_that_is_returned
+    If a saved tensor has the position of an input, JAX differentiates the tensor as it differentiates this input.
+    Suppose that the method changes the content of an input, or of the copy of this input on `ctx`. The changed tensor
+    then gets a new position, which is not the position of an input. The position of a changed tensor is in the part
+    `values` of the list, not in the part `inputs`. An input that `forward` returns counts as a value too, since
+    `forward` may change the input in another run. tests: test_an_input_that_is_returned
     """
     copied_from = {id(own): array for array, own in state.numpy_copies}  # ctx keeps copies of NumPy arrays
     position_of = {id(x): i for i, x in enumerate(state.inputs)}
@@ -230,7 +236,7 @@ def _has_same_bits(x: Any, y: Any) -> bool:
 def _parts(skeleton: Skeleton) -> list[Any]:
     """Return the parts of a `Skeleton` as a list: its treedefs, its static leaves, and the types and keys of its dicts.
 
-    To compare two skeletons, callers compare these lists.
+    To compare two skeletons, callers compare the lists of parts of the two skeletons.
     """
     found: list[Any] = [skeleton.treedef]
     for leaf in skeleton.leaves:
@@ -262,7 +268,7 @@ def _pretty(path: str) -> str:
 
 
 def _is_returned(name: str) -> bool:
-    """Return whether a tensor or object of this name was returned by `forward`, not kept on `ctx`."""
+    """Return whether `forward` returned the tensor or object of this name, instead of keeping it on `ctx`."""
     return name.startswith("output")
 
 
@@ -404,7 +410,7 @@ def _backward(call: LayerCall, needs: tuple[bool, ...], kept: dict[str, Any], co
 
 
 def _run_directly(run: Callable[[list[np.ndarray]], _Run], tensors: Sequence[Any]) -> tuple[_Structure, list[Any]]:
-    """Run a method on concrete tensors. Return the structure of the run, and its values as JAX arrays."""
+    """Run a method on concrete tensors. Return the `_Structure` of the run, and the values of the run as JAX arrays."""
     structure, made = run([np.asarray(x) for x in tensors])
     return structure, as_arrays(structure.values(made))
 
@@ -420,7 +426,7 @@ def _run_later(
 
     Return tracers for the arrays that the method returns or keeps on `ctx`, except its inputs.
 
-    Under `jax.vmap`, `run` may get arrays with additional batch axes in front. It also gets their lengths.
+    Under `jax.vmap`, the arrays that `run` gets may have additional leading batch axes. It also gets their lengths.
     """
     types, ndim = structure.value_types(), tensors[0].ndim
 
@@ -452,7 +458,7 @@ def _run_later(
 
 
 def run_forward(call: LayerCall, forward: Callable[..., Any], ctx: Any, tensors: Sequence[Any]) -> Any:
-    """Run `forward` on NumPy arrays, and put what it kept on `ctx`. Return its result, with JAX arrays."""
+    """Run `forward` on NumPy arrays, and store on `ctx` what `forward` keeps. Return its result, with JAX arrays."""
     _check_arguments(call)
     needs, state = ctx.needs_input_grad, ctx._state
     if any(map(is_tracer, tensors)):
@@ -502,7 +508,7 @@ def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: 
 
     If `forward` computes a float array, and keeps this array without returning it, a second derivative raises an error.
 
-    If `forward` also returns such an array, the array has a derivative, and no error is raised.
+    If `forward` also returns the float array, the array has a derivative. Then a second derivative raises no error.
     """
     rows = list(zip(structure.positions, structure.names(), structure.types, strict=True))
     returned = {position for position, name, _ in rows if _is_returned(name)}
@@ -522,7 +528,10 @@ def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: 
 
 
 def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> tuple[Any, Any]:
-    """Run `backward` on NumPy arrays. Return its result, with JAX arrays, and the token if a `host_call` runs it."""
+    """Run `backward` on NumPy arrays. Return the result of `backward`, with JAX arrays.
+
+    If a `host_call` runs `backward`, also return its token, else None.
+    """
     attributes = {f"ctx.{name}": value for name, value in vars(ctx).items()}
     forward_needs, needs = attributes.pop(f"ctx.{_NEEDS}"), ctx.needs_input_grad
     tensors, skeleton = split(({_SAVED: ctx.saved_tensor(), **attributes}, cotangents))
@@ -543,7 +552,10 @@ def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> tuple[Any, Any]
 
 
 def token_of_forward(ctx: Any) -> Any:
-    """Remove the token of `forward` from a context for a `backward` in JAX code. Return it, or None without a token."""
+    """Remove the token of `forward` from the context of a `backward` that is JAX code.
+
+    Return it, or None without a token.
+    """
     return vars(ctx).pop(_TOKEN, None)
 
 

@@ -44,9 +44,9 @@ def check_declarations(layer: Any) -> None:
     """
     name = layer.__qualname__
     for member, value in vars(layer).items():
-        # `difflib` computes a similarity of only 0.89 for the names "hosts" and "host". A user may name an attribute
-        # `hosts`. Therefore this check treats a name such as `hosts` as a misspelled `host` only if the value is True,
-        # "forward" or "broadcast".
+        # For the names "hosts" and "host", `difflib` computes a similarity of 0.89, which is below the usual cutoff of
+        # 0.9. A user may name an attribute `hosts`. Therefore this check treats a name such as `hosts` as a misspelled
+        # `host` only if the value is True, "forward" or "broadcast".
         is_value_of_host = value is True or (isinstance(value, str) and value in ("forward", "broadcast"))
         near = difflib.get_close_matches(member.lower(), _FLAGS, 1, cutoff=0.85 if is_value_of_host else 0.9)
         is_method = callable(value) or isinstance(value, (staticmethod, classmethod))
@@ -125,8 +125,9 @@ def once_differentiable(backward: Method) -> Method:
     def guarded(*args: Any) -> Any:
         __tracebackhide__ = True
         first = next(i for i, value in enumerate(args) if isinstance(value, PyLayerContext))  # cls may precede ctx
-        # Raise the error if JAX differentiates the inputs of `backward`. It would be too late to raise it for the
-        # outputs. In this way, JAX raises the error before any host code in `backward` runs.
+        # Raise the error if JAX differentiates the inputs of `backward`. An error for the outputs of `backward` would
+        # come too late, after the code of `backward` has run. In this way, JAX raises the error before any host code in
+        # `backward` runs.
         ctx = args[first]
         state, attributes = ctx._state, dict(vars(ctx))
         saved, attributes, cotangents = forbid((state.read_saved(), attributes, args[first + 1 :]))
@@ -203,8 +204,8 @@ class Apply(classmethod):
         shared: Any = self.__func__
         function = types.FunctionType(shared.__code__, shared.__globals__, shared.__name__, None, shared.__closure__)
         function.__module__, function.__qualname__ = owner.__module__, f"{owner.__qualname__}.{shared.__name__}"
-        # `inspect.signature` reads the signature of `__wrapped__`, which is `forward(ctx, x)`. Since `apply` is a bound
-        # method, it then drops the first parameter. So `apply` shows `(x)`.
+        # `inspect.signature` reads the signature of `__wrapped__`, which is `forward(ctx, x)`. `apply` is a bound
+        # method, so `inspect.signature` drops the first parameter of this signature. So `apply` shows `(x)`.
         function.__wrapped__ = forward = owner._forward_with_ctx()  # pyright: ignore[reportFunctionMemberAccess]
         defined_in = next(vars(c) for c in owner.__mro__ if "forward" in vars(c))
         is_own = not isinstance(defined_in.get(shared.__name__), Apply)
@@ -402,8 +403,9 @@ def _route(traced_call: TracedCall, tensors: list[Any], state: TraceState) -> st
     |   later, and `forward` closes over arrays |                                                              |
 
     In the first situation of the table, JAX applies a custom_vjp function. In every other situation, JAX applies a
-    `RuleFunction`. This is an `EagerLayer` (the route "eager"), which runs `forward` on concrete values, or a
-    `StagedLayer` (the route "staged") if JAX traces a jaxpr or has no rule for custom_vjp functions.
+    `RuleFunction`. On the route "eager", this `RuleFunction` is an `EagerLayer`, which runs `forward` on concrete
+    values. On the route "staged", this `RuleFunction` is a `StagedLayer`. The layer takes the route "staged" if JAX
+    traces a jaxpr, or if a transformation has no rule for custom_vjp functions.
 
     Raises:
         TypeError: for forward mode of a class without forward mode, and for a Ref that is differentiated or batched.
@@ -431,7 +433,9 @@ _NO_HOOKS = contextlib.nullcontext()
 
 
 def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
-    """Check that JAX differentiates no Ref of the call, and that the class has no `vmap`: JAX would not call it.
+    """Check that JAX differentiates no Ref of the call, and that the class has no `vmap` method.
+
+    JAX would not call the `vmap` method in a call with Refs.
 
     Raises:
         TypeError: now; or, for a staged call, when JAX differentiates it with respect to a Ref.
@@ -440,6 +444,6 @@ def _check_refs(call: LayerCall, tensors: list[Any], is_deferred: bool) -> None:
     if call.layer._has_vmap_method() or any(map(is_differentiated, refs)):
         raise ref_error(call)
     if is_deferred:
-        # The error is raised when JAX differentiates the call. No code uses the values that the next line reads from
-        # the Refs. Therefore the compiled program does not read the Refs for this check.
+        # The error is raised when JAX differentiates the call. The next line reads the Refs, but no code uses the
+        # values that it reads. Therefore the compiled program does not read the Refs for this check.
         forbid_derivative([ref[...] for ref in refs], lambda: ref_error(call))

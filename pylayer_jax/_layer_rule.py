@@ -16,16 +16,17 @@ this body applies a `RuleFunction` (`_jax/rule_function.py`), so that the second
 
 Each residual is an input of the layer (x), an output (y) or an intermediate. If `forward` saves an input, the tangent
 of the saved tensor is the tangent of the input. The tangent of a saved input does not change if `forward` also returns
-this input. The tangent of a saved output is the tangent that the rule computes for this output. If `forward` returns
-one array at two positions, the saved array has the tangent of the last position. An output that is marked
-non-differentiable is a constant. Every other saved tensor is an intermediate. To differentiate an intermediate, JAX
-differentiates the equations of `forward` that compute this intermediate.
+this input. The tangent of a saved output is the tangent that the rule computes for this output. Suppose that `forward`
+returns one array at two positions, and also saves this array. The tangent of the saved array is then the tangent of the
+output at the last of these positions. An output that is marked non-differentiable is a constant. Every other saved
+tensor is an intermediate. To differentiate an intermediate, JAX differentiates the equations of `forward` that compute
+this intermediate.
 
 `forward` is staged once per application, so that all runs of a fwd rule keep the same residuals. In eager mode
 `forward` is not staged, and sees concrete values. Some calls do not use the `jax.custom_vjp` function of the layer
-class. For example, JAX does not use this `jax.custom_vjp` function if the layer class has forward mode. Nor does JAX
-use it for a call inside a `backward`, because JAX may transpose the `backward`. The docstring of `_route` in
-`_layer.py` lists all such calls.
+class. For example, JAX does not use this `jax.custom_vjp` function if the layer class has forward mode. JAX does not
+use this function either if the call is inside a `backward` that JAX may transpose or differentiate in forward mode. The
+docstring of `_route` in `_layer.py` lists all such calls.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ class LayerMap(LinearMap):
         c . (B^T(r) t)  =  B(r)(c) . t        for all tangents t and cotangents c.
 
     If the layer class defines a method `jvp`, `jvp` evaluates the linear map. Reverse mode transposes the linear map
-    B^T, and so evaluates the pullback B. Therefore reverse mode only calls `backward`, and works even if `backward` is
-    not linear in the cotangents. Forward mode evaluates B^T. So forward mode needs a `jvp`, or a `backward` that is
-    linear in the cotangents.
+    B^T, and so evaluates the pullback B. Therefore reverse mode calls `backward`, and never transposes it. So reverse
+    mode works even if `backward` is not linear in the cotangents. Forward mode evaluates B^T. So forward mode needs a
+    `jvp`, or a `backward` that is linear in the cotangents.
     """
 
     nonlinearity = "a layer whose saved tensors depend on them"
@@ -133,8 +134,8 @@ class LayerMap(LinearMap):
             args, given = [*consts, *[None] * len(self.types)], select(tangents, nonzero)
             return transpose_jaxpr(f"{name}.backward", jaxpr, args, given, "its cotangents")[len(consts) :]
         except Exception as error:
-            # If the class has no forward mode, only a second derivative reaches this code. If `backward` cannot be
-            # differentiated, raise an error that says so, instead of the present error.
+            # If the layer class does not support forward mode, JAX runs this code only to compute a second derivative.
+            # If `backward` cannot be differentiated, raise an error that says so, instead of the present error.
             if not self.call.layer.forward_mode:
                 self.check_derivative()
             if getattr(error, "__notes__", None):  # a method of the user raised the error
@@ -150,8 +151,8 @@ class LayerMap(LinearMap):
 
     def check_derivative(self) -> None:
         __tracebackhide__ = True
-        # A second derivative differentiates this map with respect to its residuals. Without this check, JAX would
-        # silently differentiate the map, even if @once_differentiable decorates `backward`.
+        # A second derivative differentiates this map with respect to its residuals. This check raises the error of
+        # @once_differentiable. Without the check, JAX would silently differentiate the linear map.
         if self.call.layer._jvp_method() is None and (error := once_differentiable_error(self.call.layer)) is not None:
             raise error
 
@@ -180,7 +181,7 @@ class _Unpacked(Sequence[Any]):
 
 
 class _Source(NamedTuple):
-    """A variable of a jaxpr that serves to compute other variables, with its value and its tangent."""
+    """A jaxpr variable from which other variables are computed, with the value and the tangent of the variable."""
 
     variable: Any
     value: Any
@@ -188,7 +189,7 @@ class _Source(NamedTuple):
 
 
 class CodeMap(LinearMap):
-    """The derivative of the equations of a jaxpr that compute the variables `targets` from the variables `sources`.
+    """The derivative of the variables `targets` of a jaxpr with respect to the variables `sources` of this jaxpr.
 
     A `CodeMap` is a linear map from tangents of the perturbed sources to tangents of the targets. A source is perturbed
     if it has a nonzero tangent. The residuals of the map are the values of all variables in `sources`. A `CodeMap`
@@ -207,7 +208,7 @@ class CodeMap(LinearMap):
         self.types = [tangent_type(v.aval) for v in targets]
 
     def _function(self, residuals: Sequence[Any], targets: list[Any]) -> Callable[..., Values]:
-        """Return a function that maps the values of the sources with a nonzero tangent to the values of `targets`."""
+        """Return a function that computes `targets` from those sources that have a nonzero tangent."""
 
         def function(*values: Any) -> Values:
             known = dict(zip(self.sources, merge(self.perturbed, values, residuals), strict=True))
@@ -255,13 +256,14 @@ class StagedLayer(RuleFunction):
         self.call, self.kept, self.jaxpr, self.n_consts = call, kept, jaxpr, n_consts
         self.positions = positions  # the position of each residual in [*inputs, *outputs, *intermediates]
         self.name = call.name
-        # If this function packs residuals, `without_packing` is the same function without packing. Otherwise
-        # `without_packing` is None.
+        # If this function packs residuals, `without_packing` is a function that computes the same results and packs
+        # nothing. Otherwise `without_packing` is None.
         self.without_packing: StagedLayer | None = None
         self.n_outputs = len(kept.outputs.types)
-        # The indices of the outputs whose tangents the layer class computes, by `backward` or `jvp`. An output that is
-        # also an input is not in this list, because it keeps the tangent of the input. JAX differentiates the
-        # intermediates with respect to the inputs and the outputs at these indices.
+        # The indices of the outputs whose tangents come from the method `backward` or `jvp` of the layer class. The
+        # list `with_rule` omits an output that is also an input, because this output keeps the tangent of the input.
+        # JAX differentiates the intermediates with respect to two kinds of variables: the inputs, and the outputs in
+        # this list.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}  # the last position counts
         inputs = set(jaxpr.invars)
@@ -292,14 +294,14 @@ class StagedLayer(RuleFunction):
 
     @property
     def is_divisible(self) -> bool:
-        # The `vmap` of the class batches only the whole `forward`, so a part of `forward` could not be batched.
+        # The method `vmap` of the class batches the whole `forward`, and cannot batch a part of `forward`.
         return super().is_divisible and not self.call.layer._has_vmap_method()
 
     def packing(self) -> StagedLayer:
         """Return a copy of this function whose rule packs residuals; outside a block of hooks, return this function.
 
-        The JVP rule of the copy applies the original function, whose own JVP rule packs nothing. So a second derivative
-        packs nothing.
+        The JVP rule of the copy applies the original function, and the JVP rule of the original function packs nothing.
+        So a second derivative packs nothing.
         """
         if self.call.block is None:
             return self
@@ -310,7 +312,8 @@ class StagedLayer(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Compute the outputs, the intermediates and their tangents.
 
-        Only a packing copy packs, and only in a differentiation that keeps residuals, which forward mode does not.
+        The saved-tensor hooks pack only under two conditions. This function is a copy that `packing` made, and the
+        differentiation keeps residuals. Forward mode keeps no residuals.
         """
         __tracebackhide__ = True
         if self.without_packing is None:
@@ -427,8 +430,8 @@ def _stage_forward(
 
     The residuals are entries of [inputs, *results].
 
-    `axes_of_output` maps the index of an output to mesh axes. In the jaxpr, the output at this index varies over these
-    mesh axes: see `_missing_axes`.
+    `axes_of_output` maps the index of an output to mesh axes. The jaxpr makes the output at this index vary over these
+    mesh axes. The docstring of `_missing_axes` gives the reason.
 
     Returns:
         The jaxpr; the values that `forward` closes over; and a pair of the saved context and the positions of the
@@ -475,13 +478,14 @@ def _names_of_variables(call: LayerCall, jaxpr: Any, kept: SavedContext, positio
 def _missing_axes(jaxpr: Any, outputs: Outputs) -> dict[int, frozenset[Any]]:
     """Find the outputs that must vary over more mesh axes.
 
-    Return a dict that maps the index of each of these outputs to the set of mesh axes to add.
+    Return a dict that maps the index of an output to the set of mesh axes over which the output must also vary.
 
     Suppose that, within a shard_map, an input x varies over a mesh axis, and an output y depends on no input that
-    varies over it. Then JAX sums the cotangent of y over the devices along the axis, and `backward` computes the
-    gradient of x from this sum, which is wrong: see NOTE [all outputs are batched] in `_jax/rule_function.py`. So y is
-    made to vary. Each device then has its own cotangent. An output that depends on such an input, but does not vary,
-    was reduced over the axis by `forward`. It stays the same on all devices. tests: devices/test_shard_map.py
+    varies over it. Then JAX sums the cotangent of y over the devices along the axis. From this sum, `backward` would
+    compute a wrong gradient of x: see NOTE [all outputs are batched] in `_jax/rule_function.py`. So y is made to vary.
+    Each device then has its own cotangent. An output may depend on an input that varies over the axis, although the
+    output itself does not vary. Then `forward` reduced the output over the axis. It stays the same on all devices.
+    tests: devices/test_shard_map.py
     """
     missing: dict[int, frozenset[Any]] = {}
     for axis in {axis for v in jaxpr.invars for axis in v.aval.manual_axis_type.varying}:
@@ -521,8 +525,8 @@ class EagerLayer(RuleFunction):
     def _run_unstaged(self, primals: Values, needs: list[bool]) -> ForwardResult | None:
         """Run `forward` without staging; return None if `forward` has to be staged.
 
-        `forward` runs if its inputs are concrete. In a `jax.vmap` that is not differentiated, a class with both `vmap`
-        and `setup_context` needs no staging either.
+        `forward` runs if its inputs are concrete. Staging is also unnecessary in a `jax.vmap` that JAX does not
+        differentiate, if the class has both `vmap` and `setup_context`.
         """
         __tracebackhide__ = True
         call, layer = self.call, self.call.layer

@@ -67,7 +67,7 @@ def closed_over(function: Any) -> dict[str, Any]:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """Return a dict of the values that a function closes over, and of the attributes of an object, such as `.scale`."""
+    """Return a dict of the values that a function closes over, or of the attributes of an object, or of both."""
     found = closed_over(value) if callable(value) else {}
     owner: Any = getattr(value, "__self__", value)  # the object of a bound method
     if isinstance(owner, (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, functools.partial)):
@@ -100,7 +100,7 @@ def source_of(name: str, function: Callable[..., Any]) -> str:
 def add_note(error: Exception, layer: str, method: str, where: str = "") -> None:
     """Add a note that says which method of a layer raised the error.
 
-    If `layer` is empty, the note names a hook instead.
+    If `layer` is empty, `method` is the name of a hook, and the note names this hook.
     """
     note = f"This happened in {layer and layer + '.'}{method}{where}."
     if isinstance(error, jax.errors.UnexpectedTracerError):

@@ -9,8 +9,9 @@ The second half of this module finds the origin of each value in a jaxpr, also i
             in (e, e) } ] a
       in (c,) }
 
-For the jaxpr above, `outputs_of` returns the `Value` of the variable c. The attribute `part` of this `Value` is the
-`Value` of the variable e. `outputs_of` also returns a `Note`, which says that the layer Tanh saves e as saved[0].
+For the jaxpr above, `outputs_of` returns the `Value` of the variable c. In the `Value` of the variable c, the attribute
+`part` is the `Value` of the variable e. `outputs_of` also returns a `Note`. This note says that the layer Tanh saves
+the variable e under the name saved[0].
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ class SavedTensorsReport:
         return ", ".join(part for part, applies in parts.items() if applies)
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw one bar per row, as long as its packed bytes, on `ax` or new axes; return the axes. Needs matplotlib."""
+        """Draw one bar of length `packed_bytes` per row, on `ax` or on new axes. Return the axes. Needs matplotlib."""
         if ax is None:
             import matplotlib.pyplot as plt
 
@@ -169,14 +170,15 @@ def saved_tensors_report(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     apply as in a compiled program.
 
     Each row of the report describes one residual, or several residuals that differ only in their values. A residual is
-    a tensor that a layer saves, a result of a plain operation, or an input of `fun`, which takes no extra memory,
-    because the caller holds it. Hooks use the same names: a predicate `only` gets them in `info`, and `by_name` takes
-    them as keys. The largest rows come first, and inputs come last. If several layers save one tensor, the tensor has
-    one row. Saved-tensor hooks may compute a tensor again in the backward pass instead of keeping it. If the backward
-    pass recomputes a tensor instead of reading a kept array, the report shows 0 packed bytes for this tensor. The size
-    of an array is that of the whole array, on all devices. Hooks with `host=True` hold a packed tensor outside of the
-    compiled program. The program keeps a number of 4 bytes instead, and the row of the tensor counts these 4 bytes. JAX
-    traces `fun` once with hooks, and once without them, to compute `total_unpacked_bytes`.
+    a tensor that a layer saves, a result of a plain operation, or an input of `fun`. An input takes no extra memory,
+    because the caller holds the input. Hooks use the same names: a predicate `only` gets them in `info`, and `by_name`
+    takes them as keys. The largest rows come first, and inputs come last. If several layers save one tensor, the tensor
+    has one row. Saved-tensor hooks may compute a tensor again in the backward pass instead of keeping it. If the
+    backward pass recomputes a tensor instead of reading a kept array, the report shows 0 packed bytes for this tensor.
+    The size of an array is that of the whole array, on all devices. Hooks with `host=True` hold a packed tensor outside
+    of the compiled program. In place of the tensor, the compiled program keeps a number with 4 bytes. The row of the
+    tensor in the report counts these 4 bytes. JAX traces `fun` once with hooks, and once without them, to compute
+    `total_unpacked_bytes`.
 
     Raises:
         TypeError: if no argument holds a float array.
@@ -234,8 +236,8 @@ def _residuals(
 
 def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
     """Return one row per group of equal residuals. The largest rows come first, and inputs come last."""
-    # Leave out residuals of size 0. These residuals are the results of `Mark`s, and the run numbers that NOTE [several
-    # runs] in _custom_vjp.py describes.
+    # Leave out residuals of size 0. The residuals of size 0 are the results of `Mark`s, and run numbers. NOTE [several
+    # runs] in _custom_vjp.py describes the run numbers.
     kept = [value for value in values if value.aval.size]
     arrays_of: dict[Value, list[Value]] = {}  # from a tensor to its packed arrays, or to the tensor if it is not packed
     for array in kept:
@@ -258,7 +260,7 @@ def _rows(values: Sequence[Value], notes_of: Mapping[Value, list[Note]]) -> list
 def _recomputed_row(value: Value) -> SavedTensor:
     """Return the report row of a tensor that the backward pass recomputes.
 
-    `value` is the result of the `Mark` of this tensor.
+    `value` describes the empty array that the `Mark` of this tensor returned.
     """
     one, times = value.innermost()
     start = one.aval.shape.index(0)  # a `Mark` adds an axis of length 0 to the shape of its tensor
@@ -278,7 +280,11 @@ def _recomputed_row(value: Value) -> SavedTensor:
 
 
 def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> list[SavedTensor]:
-    """Return a row for a tensor that is a kept input, and a row for the other `arrays` that JAX keeps for it."""
+    """Return the rows of a tensor.
+
+    A kept input has one row for the input itself, and a second row if `arrays` contains other arrays. Any other tensor
+    has one row.
+    """
     is_kept_input = tensor.kind == "input" and tensor.part is None and tensor in arrays
     if not is_kept_input:
         return [_row(tensor, arrays, notes_of)]
@@ -288,7 +294,10 @@ def _rows_of_tensor(tensor: Value, arrays: list[Value], notes_of: Mapping[Value,
 
 
 def _row(tensor: Value, arrays: list[Value], notes_of: Mapping[Value, list[Note]]) -> SavedTensor:
-    """Return the row of a tensor of which JAX keeps `arrays`: copies of the tensor, or arrays from a pack hook."""
+    """Return the row of a tensor.
+
+    JAX keeps `arrays` for the tensor: the tensor itself, arrays that a pack hook made from the tensor, or both.
+    """
     one, n_iterations = tensor.innermost()
     packed = [(a, *a.innermost()) for a in arrays if a is not tensor]
     if packed:  # count each iteration that packs the tensor, and all shards of it
@@ -349,7 +358,7 @@ class Value:
         return self.aval.size * self.aval.dtype.itemsize
 
     def innermost(self) -> tuple[Value, int]:
-        """Return the slice that one iteration of the innermost loop adds to this value, and the number of slices."""
+        """Return the slice of this value that one iteration of the innermost loop computes, and the slice count."""
         value, times = self, 1
         while value.part is not None:
             value, times = value.part, times * value.times
@@ -376,7 +385,7 @@ def _by_value(notes: Sequence[Note]) -> dict[Value, list[Note]]:
 
 
 def _notes_on(value: Value, notes_of: Mapping[Value, list[Note]]) -> list[Note]:
-    """Return notes on a value, on the array that it slices, on slices of this array, and on the array's `part`."""
+    """Return the notes on `value.unsliced()`, on all slices of this array, and on the `part` of this array."""
     whole = value.unsliced()
     on_part = [] if whole.part is None else _notes_on(whole.part, notes_of)
     return [*on_part, *notes_of.get(whole, ())]
@@ -389,7 +398,8 @@ def _name(value: Value, notes: Sequence[Note]) -> str:
 
 def line_of(equations: Equations) -> str:
     """Return the innermost source line of user code, such as `model.py:12`."""
-    # The equations in a jitted function of JAX itself have no line of user code, but the equation that calls it has.
+    # An equation inside a jitted function of JAX itself has no line of user code. The equation that calls this jitted
+    # function has a line of user code.
     return source_line([equation.source_info for equation in equations])
 
 
@@ -416,7 +426,7 @@ def outputs_of(jaxpr: Any, inputs: Sequence[Value], within: Equations = ()) -> t
 
 
 def _results(equations: Equations, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the results of the last equation, and all `Note`s from the layers and `Mark`s in this equation."""
+    """Return the results of the last equation, and a list of the `Note`s of all layers and `Mark`s in this equation."""
     equation = equations[-1]
     name = equation.primitive.name
     if _returns_operands(equation):
@@ -446,12 +456,13 @@ def _operation_results(equations: Equations, operands: list[Value], name: str) -
     return [Value(v.aval, "constant", name, equations, tensor) for v in outvars]
 
 
-# If both an operand and its equal result are residuals, JAX keeps two copies of one tensor.
+# The result of each of these operations equals its operand. If both the operand and the result are residuals, JAX keeps
+# two copies of one tensor.
 _IDENTITIES: Final = frozenset(("name", "optimization_barrier", "pcast", "pvary", "stop_gradient"))
 
 
 def _returns_operands(equation: Any) -> bool:
-    """Return whether the results of an equation are the same values as its operands."""
+    """Return whether an equation returns its operands unchanged."""
     name, params = equation.primitive.name, equation.params
     if equation.primitive is rule_function_p:
         return isinstance(payload_of(equation), Identity)
@@ -544,7 +555,10 @@ def _layer_results(equations: Equations, operands: list[Value]) -> tuple[list[Va
 
 
 def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[list[Value], list[Note]]:
-    """Return the result of a `Mark`, and a list with at most one `Note`, which names the operand of the `Mark`."""
+    """Return the result of a `Mark`, and a list of at most one `Note`.
+
+    The `Note` gives a name to the operand of the `Mark`.
+    """
     tensor, origin = operands[-1], mark.origin  # the operands before it are constants of batched code
     name = origin.name or origin.operation
     kind = "recomputed" if mark.is_recomputed else "mark"
@@ -553,7 +567,7 @@ def _mark_results(equation: Any, mark: Mark, operands: list[Value]) -> tuple[lis
 
 
 def _nested_functions(equation: Any) -> list[Any]:
-    """Return the function of a `rule_function` equation, and the functions nested in it, outermost first."""
+    """Return the function of a `rule_function` equation and all functions nested in it, outermost first."""
     functions = [payload_of(equation)]
     while isinstance(functions[-1], (BatchedFunction, PartialFunction)):
         outer = functions[-1]
@@ -564,10 +578,10 @@ def _nested_functions(equation: Any) -> list[Any]:
 def _inside(
     function: BatchedFunction | PartialFunction, operands: list[Value], outputs: list[Any]
 ) -> tuple[list[Value], list[Any]]:
-    """Return the operands and outputs of the inner function, from those of the batched or partial `function`.
+    """Convert the operands and outputs of a batched or partial `function` to those of its inner function.
 
-    A `PartialFunction` computes only some outputs of its function `whole`. In the returned list, None takes the place
-    of every other output.
+    A `PartialFunction` computes only some of the outputs of another function, the attribute `whole`. In the returned
+    list, None takes the place of every other output.
     """
     if isinstance(function, BatchedFunction):
         return operands[function.n_consts :], outputs

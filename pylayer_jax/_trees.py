@@ -7,7 +7,8 @@
     {'w': Array([0., 0., 0.], dtype=float32), 'act': <...tanh...>, 'n': 2}
 
 A tensor is a leaf for which `is_tensor` in `_jax/types.py` is True. The other leaves are called *statics*. The skeleton
-is the pytree without its tensors. It stores all other leaves unchanged, and never compares or hashes them.
+is the pytree without its tensors. The skeleton stores each leaf that is not a tensor unchanged. It never compares or
+hashes these leaves.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ class Skeleton:
 
     @property
     def is_container(self) -> bool:
-        """Whether the tree is more than a single leaf. None and an empty list count as containers too."""
+        """Whether the tree is a container, such as a tuple, and not a single leaf.
+
+        None and an empty list count as containers too.
+        """
         return self.treedef.num_nodes > 1 or not self.leaves or type(self.leaves[0]) is _Dict
 
     def fill(self, tensors: Sequence[Any], change: Callable[[Any], Any] = lambda static: static) -> Any:

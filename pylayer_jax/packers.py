@@ -6,12 +6,12 @@
     >>> jax.grad(loss)(jnp.ones((64, 2)), jnp.ones((128, 64))).shape
     (64, 2)
 
-A pair packs the residuals that are computed inside the block, so put the block around the whole loss. A pair does not
-pack values from outside the block (weights, inputs), nor slices, reshapes and casts of these values, unless it has
-`arguments=True`. Integers, complex numbers and PRNG keys are not packed. `only` is a predicate of an array, or of an
-array and its origin (see `saved_tensors_hooks`). A tensor for which it returns False is not packed:
-`cast_saved(only=lambda x: x.ndim > 1)` leaves out vectors and scalars. Unpacking restores the dtype, the sharding and
-the weak type of every tensor.
+A pair packs the residuals that are computed inside the block, so put the block around the whole loss. By default, a
+pair does not pack values from outside the block, such as weights and inputs. It does not pack slices, reshapes and
+casts of these values either. With `arguments=True`, a pair packs all these values too. Integers, complex numbers and
+PRNG keys are not packed. `only` is a predicate of an array, or of an array and its origin (see `saved_tensors_hooks`).
+A tensor for which `only` returns False is not packed. For example, `cast_saved(only=lambda x: x.ndim > 1)` does not
+pack vectors and scalars. Unpacking restores the dtype, the sharding and the weak type of every tensor.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class save_on_cpu(_ReadyPair):  # noqa: N801 - the name in torch
         def move(x: Any) -> Any:
             if is_tracer(x):
                 return _OnHost(_to_host(x), placed=True)
-            # NumPy cannot read an array that is spread over several processes. It can read a constant of an internal
-            # array class of JAX, which is on no device and has no attribute `committed`.
+            # NumPy cannot read an array that is spread over several processes. NumPy can read a constant that JAX
+            # stores in an internal array class. Such a constant is on no device and has no attribute `committed`.
             if hasattr(x, "committed") and (pin_memory or not x.is_fully_addressable):
                 return _OnHost(_to_host(x), placed=x.committed)
             return np.asarray(x)
@@ -192,13 +192,14 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     If the finite values of a block range from a to b, a value v is kept as (v - a) / s, rounded to an integer, where s
     = (b - a) / (2^bits - 2). The method is uniform quantization by group (Chen et al., "ActNN", 2021). Rounding to the
-    nearest integer changes a value by at most half the scale s. Stochastic rounding changes a value by less than s. In
-    addition, floating-point errors change a value by at most 4 times the machine epsilon times the largest absolute
-    value of the block. If b - a is less than about 2^(bits + 1) times the smallest normal number, unpacking replaces
-    each finite value of the block by a. Infinities and NaN are unpacked as NaN, and do not affect other values.
+    nearest integer changes a value by at most half the scale s. Stochastic rounding changes a value by less than the
+    scale s. In addition, floating-point errors change a value by at most 4 times the machine epsilon times the largest
+    absolute value of the block. Suppose that b - a is less than about 2^(bits + 1) times the smallest normal number.
+    Unpacking then returns a for each finite value of the block. Infinities and NaN are unpacked as NaN, and do not
+    affect other values.
 
-    The blocks divide the last axis of each shard evenly, so packing needs no padding and no communication. A tensor is
-    not packed if packing would not make it smaller, as for a very short last axis.
+    In each shard, the blocks cover the last axis exactly. Therefore packing needs no padding, and no communication
+    between devices. A tensor is not packed if packing would not make it smaller, as for a very short last axis.
 
     Args:
         bits: the number of bits per value, 8 or 4.
@@ -251,9 +252,10 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 def _block_length(x: Any, largest: int) -> int:
     """Return the number of values in a block of the last axis. The number divides the axis length in each shard.
 
-    The block length is the greatest divisor that is at most `largest`. If that divisor is very small, the block length
-    is the smallest divisor above `largest`. For example, with `largest` = 128, the block length is 125 for an axis of
-    length 1000, and 131 for an axis of length 262 = 2 * 131.
+    The block length is the greatest divisor that is at most `largest`. If this divisor is much smaller than both
+    `largest` and the axis length in each shard, the block length is the smallest divisor above `largest` instead. For
+    example, with `largest` = 128, the block length is 125 for an axis of length 1000, and 131 for an axis of length 262
+    = 2 * 131.
     """
     length = x.shape[-1]
     if not isinstance(length, int):  # `jax.export` makes symbolic lengths
@@ -303,7 +305,7 @@ class _Bits(NamedTuple):
 
 
 def _pack_bits(x: Any) -> Any:
-    """Pack 8 bools into a byte, along the last axis with a length that is a multiple of 8 in each shard.
+    """Pack 8 bools into a byte, along the last of the axes whose length in each shard is a multiple of 8.
 
     Return `x` itself if no axis has a length that is a multiple of 8 in each shard.
     """
@@ -316,7 +318,7 @@ def _pack_bits(x: Any) -> Any:
 
 
 def _with_places(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Return `x`, and the bit positions 0 to 7 as an array that broadcasts along `axis` of `x`.
+    """Return `x`, and an array of the bit positions 0 to 7 that broadcasts along `axis` of `x`.
 
     Both returned arrays pass through one optimization barrier: see `_depending_on`.
     """
@@ -377,7 +379,7 @@ _TO_EVEN: Final = jax.lax.RoundingMethod.TO_NEAREST_EVEN
 
 
 def _in_blocks(numbers: jax.Array, x: jax.Array) -> jax.Array:
-    """Broadcast an array with one number per block to the shape of `x`, which is divided into blocks."""
+    """Broadcast `numbers`, which has one entry per block, to the shape of `x`, whose last axis runs through a block."""
     return jax.lax.broadcast_in_dim(numbers, x.shape, range(x.ndim - 1))
 
 
@@ -391,7 +393,7 @@ def _depending_on(x: jax.Array, *constants: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _dither(x: jax.Array, position: jax.Array) -> jax.Array:
-    """Return a number from 0 to 1 for each value: a hash of the value and of its position in the block."""
+    """Return a hash of each value in `x` and of its position in the block, as a number from 0 to 1."""
     # `salt` gets the rank of x, because jax_numpy_rank_promotion="raise" forbids operands of different ranks.
     salt = jnp.expand_dims(position * jnp.uint32(0x9E3779B9), range(x.ndim - 1))
     mixed = (jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) ^ salt) * jnp.uint32(0x85EBCA6B)
@@ -433,7 +435,7 @@ def _dequantize(
     x = codes.astype(low.dtype)
     half, low, high = (_in_blocks(numbers, x) for numbers in (_half_step(low, high, bits), low, high))
     # Because of a rounding error, the value could leave the range of the block, and a positive value could become
-    # negative. Therefore clamp. `2 * half` may overflow, so add twice.
+    # negative. Therefore clamp. `2 * half` may overflow. Therefore add `x * half` twice.
     x = jax.lax.clamp(low, low + x * half + x * half, high)
     x = jnp.where(codes == 2**bits - 1, nan, x)
     return _joined(x, x.ndim - 2, sharding).astype(dtype)
@@ -450,9 +452,9 @@ class save_on_disk(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
     In eager mode, a file is removed when Python deletes the function that `jax.vjp` returned. If backward has read a
     file of a compiled program, the next run of the operation that wrote this file removes it. `close()` and the end of
-    the process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. When the
-    first of the two pairs is closed, the files of the shared programs stay on disk. The second `close()` removes them.
-    A killed process leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
+    the process remove all files. Two `save_on_disk` pairs with the same directory share compiled programs. The first
+    `close()` leaves the files of the shared programs on disk. The second `close()` removes them. A killed process
+    leaves its files in a folder named saved_tensors-*. Backward compares each file with a checksum.
 
     Args:
         directory: the directory in which the pair creates a folder for its files. The directory is created if needed.
@@ -546,14 +548,14 @@ class chain(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
         (8, 128)
 
     The second pair packs the arrays that the pack hook of the first pair returns. The second pair also packs the
-    tensors that the first pair leaves unpacked. Numbers, strings and other objects in that result are not packed. For
-    example, `quantize_saved(8)` packs a float32 tensor of shape [1024, 1024] as three arrays: integers of shape [1024,
-    8, 128], and the smallest and the largest value of each block, both of shape [1024, 8]. `save_on_cpu` and
-    `save_on_disk` move these three arrays. `save_on_cpu` and `save_on_disk` move an array of integers only if an
-    earlier pair of the `chain` made this array.
+    tensors that the first pair leaves unpacked. The second pair does not pack numbers, strings and other objects that
+    the pack hook of the first pair returns. For example, `quantize_saved(8)` packs a float32 tensor of shape [1024,
+    1024] as three arrays: integers of shape [1024, 8, 128], and the smallest and the largest value of each block, both
+    of shape [1024, 8]. `save_on_cpu` and `save_on_disk` move these three arrays. `save_on_cpu` and `save_on_disk` move
+    an array of integers only if the pack hook of an earlier pair in the `chain` created this array.
 
     A chain is `differentiable` (an argument of `saved_tensors_hooks`) if each pair in the chain is `differentiable`. A
-    chain packs values from outside the block if all its pairs pack such values.
+    chain packs values from outside the block only if every pair in the chain packs values from outside the block.
 
     Args:
         pairs: ready pairs, `saved_tensors_hooks`, or chains. `save_on_cpu`, `save_on_disk` and other pairs with
@@ -620,8 +622,9 @@ class by_name(saved_tensors_hooks):  # noqa: N801 - as save_on_cpu
     of each tensor.
 
     Backward recomputes a tensor that follows from another saved tensor (a transpose, a mask), unless this could enlarge
-    the packing error. If the pairs of the dict allow different tensors to be recomputed, the strictest pair decides for
-    all tensors. Values from outside the block are packed only if all pairs of the dict have `arguments=True`.
+    the packing error. The pairs of the dict may differ in which tensors backward may recompute. Then the strictest pair
+    decides for all tensors. Values from outside the block are packed only if all pairs of the dict have
+    `arguments=True`.
 
     Args:
         pairs: a dict from a name, or Ellipsis, to a pair of hooks or a chain. Tensors with the value None, or without a

@@ -33,20 +33,22 @@ class Block:
     """One entry into a `with` block of hooks.
 
     NOTE [blocks as keys]
-    JAX's caches have the current block as a part of their keys, and may keep it forever. If a block always referred to
-    its hooks, JAX's caches, which keep the block, would keep the hooks alive too. Therefore a block drops its pair of
+    JAX's caches have the current block as a part of their keys, and may keep it forever. JAX's caches keep the block
+    alive. A block that always referred to its hooks would keep the hooks alive too. Therefore a block drops its pair of
     hooks when the program leaves the block, and keeps only the key of the pair.
 
     If two blocks are equal, JAX reuses in one block the jaxprs that it traced in the other block. Two blocks are equal
     if their pairs are equal. Two blocks of one thread are also equal as long as `is_shared` is True for both blocks. A
-    block that is entered outside of traced code starts as a shared block. It stops being shared when code in it calls
-    `active_pair` while JAX traces a jaxpr. JAX caches the jaxpr only after this call of `active_pair`. Therefore the
-    entries that JAX caches in a shared block depend on no pair of hooks, and JAX does not compile again for a new pair.
-    Two blocks may be equal at first and unequal later. Therefore all blocks have the same hash.
+    block of hooks is shared at first if code enters the block while JAX traces no jaxpr. A block stops being shared
+    when code in the block calls `active_pair` while JAX traces a jaxpr. JAX caches the jaxpr when the trace is
+    complete, so after this call of `active_pair`. Therefore nothing that JAX caches in a shared block depends on the
+    pair of hooks of this block. If a later shared block has a new pair, JAX reuses the cached entries and does not
+    compile again. Two blocks that are equal while both are shared may become unequal when one of them stops being
+    shared. Therefore all blocks have the same hash.
 
-    Blocks of different threads are equal only if their pairs of hooks are equal. JAX lets a thread wait while another
-    thread traces code under an equal key, and it is not yet known whether this code will call `active_pair`. tests:
-    hooks/test_identity.py
+    Two blocks of different threads are equal only if the two blocks have equal pairs of hooks. JAX lets a thread wait
+    while another thread traces code under an equal key, and it is not yet known whether this code will call
+    `active_pair`. tests: hooks/test_identity.py
     """
 
     def __init__(self, value: Pair | str, trace: Any = None) -> None:
@@ -122,7 +124,7 @@ class Block:
 
 
 def _open(block: Block | None) -> Block | None:
-    """Return `block` if it is open, else the nearest open block around it."""
+    """Return the first block that the program has not left, from `block` outwards, or None."""
     while block is not None and block.value is None:
         block = block.outer
     return block
@@ -142,7 +144,7 @@ def entered_block(pair: Pair) -> Block | None:
 
 
 def active_pair() -> Pair | None:
-    """Return the pair of the innermost block, or None if there is no block or hooks are disabled or suspended.
+    """Return the pair of hooks of the innermost block, or None if hooks are switched off or no block is active.
 
     Raises:
         RuntimeError: if another asyncio task entered the block.
@@ -157,5 +159,8 @@ def active_pair() -> Pair | None:
 
 
 def hooks_suspended() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which hooks pack nothing. Enter this context to pack residuals directly, or to run a hook."""
+    """Return a context in which hooks pack nothing.
+
+    Use this context to run a hook, or to run code whose residuals the caller packs.
+    """
     return active(SUSPENDED)

@@ -50,7 +50,7 @@ def check_hook(owner: str, name: str, hook: Any, *counts: int) -> None:
 
 
 class Predicate:
-    """A wrapper around the predicate `only` of a pair, with two parameters: an array and its origin.
+    """A callable with two parameters, an array and its origin, which calls the predicate `only` of a pair of hooks.
 
     Records whether it was ever True.
     """
@@ -126,11 +126,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     traces a scan to a jaxpr, the hooks pack residuals in each iteration of the scan. A tensor that an operation or a
     jitted function computes from its other residuals (a mask, a square) is recomputed. Arrays on `ctx` attributes,
     constants and PRNG keys are not packed. Put the block around the differentiated code: inside the function that
-    `jax.grad` gets, or as a decorator of this function. A block around a call of `jax.grad` itself (or of a jitted
-    train step) packs the saved tensors of the layers in that call, but not the residuals of plain operations, which JAX
-    does not show to the block. The `repr` of a pair shows how many tensors the pair has packed. The `repr` reports no
-    tensors if the block is in the wrong place. The `repr` also reports no tensors if JAX compiled the program while a
-    different pair of hooks, equal to this one, was active.
+    `jax.grad` gets, or as a decorator of this function. Around a call of `jax.grad`, or of a jitted train step, a block
+    packs only the tensors that the layers in that call save. The block does not pack the residuals of other JAX
+    operations in that call, because JAX does not show these residuals to the block. The `repr` of a pair shows how many
+    tensors the pair has packed. The `repr` reports no tensors if the block is in the wrong place. The `repr` also
+    reports no tensors if JAX reuses a program that it compiled for another, equal pair of hooks.
 
     In eager mode, the hooks get concrete arrays, and JAX keeps the result of `pack_hook` unchanged: a NumPy array stays
     on the host, and an object is released with the function that `jax.vjp` returned. In traced code, JAX traces the
@@ -220,7 +220,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
         return f"{text}: {plural(n_packed.total(), 'tensor', 'tensors')} packed{traced}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has no open blocks, which belong to a thread, and no packed values, which belong to a process.
+        # A copy of a pair has no open blocks, because an open block belongs to a thread. The copy has no packed values,
+        # because packed values belong to a process.
         args, kwargs = self._made_with
         return functools.partial(type(self), *args, **kwargs), ()
 
@@ -271,8 +272,8 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
     def _warnings(self, is_idle: bool) -> list[str]:
         """Return warnings about a block that packed nothing, and about keys and predicates that selected no tensor.
 
-        Each is given once per pair. `is_idle` is True if a `with` statement (not a decorated function) entered the
-        block in code that JAX does not trace.
+        Each is given once per pair. `is_idle` is True if a `with` statement entered the block in code that JAX does not
+        trace. It is False if a decorated function entered the block.
         """
         pair, found = self._pair, list[str]()
         if pair.n_packed:
@@ -307,11 +308,11 @@ class saved_tensors_hooks(_RemembersInitArguments):  # noqa: N801 - the name in 
 
         A backward that needs these values fails.
 
-        Equal pairs share these values. The host drops the packed values when the last of the equal pairs is closed. A
-        pair that was deleted, or never entered, does not count. Without `close`, a program holds the values of its last
-        run until the program runs again, or until JAX deletes it. (Each call of `jax.lax.scan` outside of `jax.jit` is
-        a new program, and JAX keeps the old programs.) Deleting the pair object drops nothing, since JAX returns from a
-        call before the program has run.
+        Equal pairs share these values. The host drops the packed values when the program has closed all pairs that
+        share them. The host does not wait for a pair that Python has deleted, or that no code has entered. Without
+        `close`, a program holds the values of its last run until the program runs again, or until JAX deletes it. (Each
+        call of `jax.lax.scan` outside of `jax.jit` is a new program, and JAX keeps the old programs.) Deleting the pair
+        object drops nothing, since JAX returns from a call before the program has run.
         """
         self._pair.store.close(self)
 

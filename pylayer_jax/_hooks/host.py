@@ -7,12 +7,13 @@ by which the host finds the result:
     x:f32[8,3]     = host_call[name=unpack_hook] token
 
 NOTE [host packs]
-A program usually calls the unpack hook once with each token. The program calls the unpack hook several times with one
-token if JAX has moved the packing of a loop-invariant tensor out of the loop. The program never calls the unpack hook
-if `backward` does not run. The host cannot know which call is the last. When the same device packs at the same
-`PackSite` again, a new forward pass has begun. Therefore the host then drops those packed values that were unpacked at
-least once. If backward never unpacks a packed value, the host keeps this value until the hooks are closed or Python
-deletes the program. If a compiled `backward` never reads a tensor (the maximum that softmax subtracts), each run of the
+A program usually calls the unpack hook once for each token. JAX may move the packing of a loop-invariant tensor out of
+the loop. Then the program calls the unpack hook several times with the same token. The program never calls the unpack
+hook if `backward` does not run. The host cannot know whether the program will call the unpack hook with the same token
+again. When the same device packs at the same `PackSite` again, a new forward pass has begun. Therefore the host then
+drops each older value that this device packed at this `PackSite` and has unpacked at least once. If backward never
+unpacks a packed value, the host keeps this value until the hooks are closed or Python deletes the program. Suppose that
+a compiled `backward` never reads a packed tensor, such as the maximum that softmax subtracts. Then each run of the
 program would leave one more value on the host. To avoid this on CPU, XLA may remove a call of the pack hook whose token
 no code reads. tests: hooks/test_host.py
 """
@@ -76,7 +77,7 @@ def store_of(key: Any) -> HostStore:
 
 
 class PackSite:
-    """One place in a compiled program that calls a pack hook on the host.
+    """One call of a pack hook on the host, at one place in a compiled program.
 
     The call runs once per execution of the program, or once per iteration of a loop.
     """
@@ -139,8 +140,8 @@ class PackSite:
     def _naming(self, hook: str, device: int) -> Generator[None]:
         """Add the names of the hook and of the tensor to an exception.
 
-        After an exception, the values that are packed at this place of the program count as used. The host drops these
-        values when the same device packs a tensor at this place again.
+        If a hook raises an exception, all values that are packed at this place of the program are marked as used. The
+        host drops these values when the same device packs a tensor at this place again.
         """
         try:
             yield

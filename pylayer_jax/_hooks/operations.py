@@ -2,8 +2,8 @@
 
 When a block of hooks begins in code that JAX traces, a `BlockTrace` becomes JAX's current trace. JAX then passes every
 operation in the block to this trace. If JAX differentiates an operation now, or may differentiate it later, the trace
-of the block usually binds a `HookedOperation` in its place. Its rule calls `jax.vjp` on the operation and packs the
-residuals:
+of the block usually binds a `HookedOperation` instead of the operation. Its rule calls `jax.vjp` on the operation and
+packs the residuals:
 
     c = sin a          becomes    c = rule_function[name=sin] a
 
@@ -101,8 +101,8 @@ _WITHOUT_RESIDUALS: Final = MOVES | frozenset(
     )
 )  # fmt: skip
 # Operations whose results are views of their operand. A view is the result of an operation such as a reshape or a
-# slice. It gets the `Origin` of its operand. Usually a view also gets the `Place` of its operand: outside the block of
-# hooks, constant, or inside the block.
+# slice. It gets the `Origin` of its operand. Usually a view also gets the `Place` of its operand. A `Place` says where
+# a value was computed: outside the block of hooks, as a constant, or inside the block.
 _VIEWS: Final = MOVES | frozenset(
     (
         "convert_element_type", "device_put", "dynamic_slice", "name", "pcast", "sharding_constraint", "slice", "split",
@@ -148,9 +148,9 @@ def _found_facts(params: dict[str, Any]) -> _Facts:
     names = [e.primitive.name for e in jaxpr.eqns]
     is_view = [e.primitive.name in _VIEWS or not any(has_tangent(v.aval) for v in e.outvars) for e in jaxpr.eqns]
     # The vjp of a division by a literal keeps only this literal. A single division nevertheless becomes a
-    # `HookedOperation`. Its result is as large as its operand, and the pair of hooks remembers how backward can
-    # recompute the result. A function that also computes a sum, such as `jnp.mean`, has a small result, so backward
-    # need not recompute this result.
+    # `HookedOperation`. The result of such a division is as large as the operand. The pair of hooks remembers how
+    # backward can recompute this result. But if the jitted function also computes a sum, as `jnp.mean` does, its result
+    # is small. Then backward need not recompute the result.
     divisions = ("div", "mul") if "reduce_sum" in names else ()
     keeps_nothing = [
         e.primitive.name in _WITHOUT_RESIDUALS or (e.primitive.name in divisions and is_literal(e.invars[1]))
@@ -178,13 +178,14 @@ class Operation(NamedTuple):
         return self.kind in _VIEWS or (self.is_jitted and _facts_of(self.params).is_view)
 
     def keeps_nothing(self, args: Sequence[Any], model: ErrorModel) -> bool:
-        """Return whether hooks have nothing to do for this operation, because its vjp function keeps no array.
+        """Return whether the vjp function of this operation keeps no array. Then the hooks have nothing to pack.
 
-        The vjp of a sum of an array and a number keeps no residual. Nevertheless, the trace binds this sum as a
-        `HookedOperation` if the error model of the pair of hooks is `ABSOLUTE`. For such a sum, the pair of hooks then
-        remembers how backward can recompute the sum. The pair could also remember how backward recomputes a transpose.
-        But each `HookedOperation` makes tracing slower. So if a later operation keeps the result of a transpose, the
-        hooks pack both this result and the operand of the transpose.
+        The vjp of a sum of an array and a number keeps no residual. Nevertheless, the trace binds a sum of an array and
+        a number as a `HookedOperation` if the error model of the pair of hooks is `ABSOLUTE`. The pair of hooks then
+        stores a `Residual` of this sum, so that backward can recompute the sum. In the same way, the pair of hooks
+        could remember how backward can recompute the result of a transpose. But each `HookedOperation` makes tracing
+        slower. So if a later operation keeps the result of a transpose, the hooks pack both this result and the operand
+        of the transpose.
         """
         if self.is_jitted:
             facts = _facts_of(self.params)
@@ -196,7 +197,7 @@ class Operation(NamedTuple):
 class HookedOperation(RuleFunction):
     """A function that computes one operation in a block of hooks.
 
-    Its derivative keeps residuals that the hooks have packed.
+    For the derivative of this function, JAX keeps residuals that the hooks have packed.
 
     The operands of this function begin with the operands of the original operation. Further operands may follow. These
     further operands are arrays from outside the block of hooks. The hooks leave some operands of the operation
@@ -262,8 +263,8 @@ class HookedOperation(RuleFunction):
             with hooks_suspended():
                 values, found = jax.jvp(run, select(primals, nonzero), given)
             return values, [t if has_tangent(typeof(v)) else None for v, t in zip(values, found, strict=True)]
-        # JAX runs a rule in a partial evaluation, with unknown tangents. The hooks run in the trace outside this
-        # partial evaluation, where the primals are known.
+        # JAX runs this rule inside a partial evaluation, in which the tangents are unknown values. The hooks run in the
+        # trace outside this partial evaluation. In that trace, the primals are known.
         with set_current_trace(without_pass_through(trace_of_primals(primals))):
             recorder = Recorder(current_trace())
             with hooks_suspended(), set_current_trace(recorder):
@@ -298,8 +299,8 @@ class HookedOperation(RuleFunction):
 def _origins_by_id(operands: Sequence[Any], origins: Sequence[Origin]) -> dict[int, Origin]:
     """Return the origins by ids of operands.
 
-    An array may have two origins, because `checkpoint_name` returns its operand in eager mode. Then prefer the origin
-    with a name.
+    In eager mode, `checkpoint_name` returns its operand itself. Therefore the same array may occur twice in `operands`,
+    with two origins. Then prefer the origin with a name.
     """
     pairs = sorted(zip(operands, origins, strict=False), key=lambda pair: bool(pair[1].name))
     return {id(x): origin for x, origin in pairs}
@@ -349,7 +350,7 @@ class Pullback(LinearMap):
 
 
 class Outcome(enum.Enum):
-    """A way in which the trace of a block of saved-tensor hooks processes an operation."""
+    """One of the ways to process a JAX operation in a block of saved-tensor hooks."""
 
     PASS_ON = "bind it in the trace below: a block inside it packs, or it closes over a Ref"
     SUSPEND = "bind it in the trace below, with hooks suspended: JAX keeps nothing for it that hooks could pack"
@@ -371,8 +372,8 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
     """Return whether JAX differentiates an operation in reverse mode, or may do so later. `examples`: whole batches."""
     kinds = {type(x) for x in examples}
     is_differentiated = REVERSE.tracer in kinds
-    # If reverse mode differentiates code in forward mode, JAX keeps tensors only for a second derivative. Such tensors
-    # are not packed.
+    # In reverse-over-forward mode (`jax.grad` of a function that calls `jax.jvp`), JAX keeps tensors only for a second
+    # derivative. Such tensors are not packed.
     is_in_forward_mode = FORWARD.tracer in kinds and not is_differentiated
     is_later = STAGED.tracer in kinds and not is_in_forward_mode  # JAX may differentiate the jaxpr later
     are_arrays = {type(typeof(x)) for x in args} <= {ShapedArray}  # not Refs or tokens
@@ -380,7 +381,7 @@ def _has_reverse_mode(operation: Operation, args: Sequence[Any], examples: Seque
 
 
 def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> bool:
-    """Return whether the trace has to stage the body of a scan or of a jitted function again.
+    """Return whether to stage the body of a scan or jitted function again, to pack residuals inside the body.
 
     In the newly staged body, each operation packs its own residuals.
 
@@ -400,7 +401,7 @@ def _packs_inside(operation: Operation, examples: Sequence[Any], pair: Pair) -> 
 
 
 def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
-    """Return whether `trace` differentiates the operation in reverse mode now, before another transformation sees it.
+    """Return whether JAX differentiates the operation in reverse mode as soon as the operation runs.
 
     The operation then runs once, in `jax.vjp`. Therefore the caller need not stage the operation to a jaxpr first. JAX
     can stage an operation with a custom rule only once.
@@ -411,7 +412,7 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
     while isinstance(trace, (BATCHED.trace, REVERSE.trace)):
         if any(isinstance(x, REVERSE.tracer) and x._trace is trace for x in examples):
             return True
-        # A trace that differentiates other values passes the operation on to its parent.
+        # A trace that differentiates none of the operands passes the operation on to its parent trace.
         trace = without_pass_through(trace.parent_trace)
     return False
 
@@ -419,7 +420,7 @@ def _runs_once(operation: Operation, args: Sequence[Any], trace: Any) -> bool:
 def _is_staged_below(example: Any) -> bool:
     """Return whether a whole batch is staged.
 
-    If the batch is a tracer of reverse mode, return whether the primal of this tracer is staged.
+    If `example` is a reverse-mode tracer, return whether the primal of this tracer is staged.
     """
     return is_staged(example.primal if isinstance(example, REVERSE.tracer) else example)
 
@@ -441,7 +442,7 @@ def _closes_over_ref(jaxpr: Any) -> bool:
 
 
 def _holds_block(jaxpr: Any) -> bool:
-    """Return whether the code of a jaxpr entered a block of hooks."""
+    """Return whether code entered a nested block of saved-tensor hooks while JAX staged this jaxpr."""
     for equation in jaxpr.eqns:
         if equation.primitive is rule_function_p and is_mark(payload_of(equation), _MARK):
             return True
@@ -543,8 +544,8 @@ class BlockTrace(PassThroughTrace):
         __tracebackhide__ = True
         with set_current_trace(self.parent_trace):
             if active.value is not self.block or self.block.value is None:
-                # The trace packs nothing in three cases: hooks are suspended, the program is in an inner block of
-                # hooks, or JAX restored this trace after the program had left the block.
+                # The trace packs nothing in three cases. First, hooks are suspended. Second, the program is in an inner
+                # block of hooks. Third, the program has already left the block, and JAX has restored this trace.
                 return operation.bind(*args)
             self.block.check_task()
             records = list(map(self.record_of, args))
@@ -593,8 +594,8 @@ class BlockTrace(PassThroughTrace):
     ) -> Values | None:
         """Trace the body of a scan or jitted function again in a block of hooks. Bind the equation with the new body.
 
-        Return None in two cases: the body with hooks closes over values, or the types of its results differ from those
-        of the original body.
+        Return None if the body with hooks closes over values. Also return None if the results of this body and of the
+        original body differ in type.
         """
         __tracebackhide__ = True
         jaxpr, consts = jaxpr_and_consts(operation.params["jaxpr"])
@@ -621,7 +622,7 @@ class BlockTrace(PassThroughTrace):
     def _left_unpacked(self, args: Sequence[Any], records: Sequence[ValueRecord]) -> tuple[dict[int, Any], Values]:
         """Return the residuals of those operands that the hooks leave unpacked.
 
-        Also return the arrays that these residuals read in addition to the operands of the operation.
+        Also return the arrays that these residuals read and that are not operands of the operation.
 
         These residuals hold no arrays. In place of an array, a residual holds the position of the array in a list. The
         list contains the operands of the operation, and then the other arrays. The keys are positions too.
@@ -643,7 +644,7 @@ class BlockTrace(PassThroughTrace):
         return placed, operands[len(args) :]
 
     def is_left_unpacked(self, record: ValueRecord) -> bool:
-        """Return whether the hooks leave a value unpacked in every operation that keeps the value as a residual."""
+        """Return whether the hooks never pack a value, whichever operation keeps this value as a residual."""
         return record.place is Place.CONSTANT or (record.place is Place.OUTSIDE and not self.pair.packs_arguments)
 
     # -- where values come from ----------------------------------------------------------------------
@@ -662,8 +663,8 @@ class BlockTrace(PassThroughTrace):
     def set_record(self, values: Sequence[Any], record: ValueRecord) -> None:
         """Store `record` for each value in `values`.
 
-        Store `record` in the enclosing blocks too, unless the values come from outside this block. An enclosing block
-        may have computed values from outside this block, and then has its own record of them.
+        Also store `record` in the enclosing blocks, unless the values were computed outside this block. If an enclosing
+        block computed these values, the enclosing block already has its own record of the values.
         """
         if record != _OUTSIDE:  # `record_of` returns `_OUTSIDE` for a value without a record
             for value in values:
@@ -681,7 +682,7 @@ class BlockTrace(PassThroughTrace):
     def _record_results(
         self, operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord], origin: Origin, values: Values
     ) -> None:
-        """Record the place and the origin of each result of an operation, and how to recompute a view."""
+        """Record where the results of an operation come from, and how to recompute a result that is a view."""
         place = _place_of_results(operation, args, records)
         if operation.is_view:
             origin = next((r.origin for r in records if r.place is not Place.CONSTANT), origin)
@@ -701,9 +702,9 @@ _CONSTANT: Final = ValueRecord(Place.CONSTANT)
 def _place_of_results(operation: Operation, args: Sequence[Any], records: Sequence[ValueRecord]) -> Place:
     """Return the `Place` of an operation's results: outside the block of hooks, inside the block, or constant.
 
-    A view of a value from outside the block counts as computed outside, even if the block computed an integer operand
-    of the view, such as a start index of `dynamic_slice`. If any other operation reads values from outside the block,
-    its results count as computed inside the block.
+    A view of a value from outside the block counts as computed outside the block. This is true even if the block
+    computes an integer operand of the view, such as a start index of `dynamic_slice`. If an operation is not a view,
+    and reads a value that is not constant, its results count as computed inside the block.
     """
     places = [record.place for record in records]
     if all(place is Place.CONSTANT for place in places):
@@ -763,7 +764,7 @@ def names_recorded() -> Generator[None]:
 
 
 class LayerBlock(NamedTuple):
-    """A block of saved-tensor hooks, for one call of a layer in this block.
+    """The data that one call of a layer needs from the block of saved-tensor hooks around this call.
 
     A `LayerBlock` holds the hooks, and the origin of each input of the layer. A `LayerBlock` also has a mask of the
     inputs that the hooks do not pack.
@@ -781,23 +782,24 @@ class LayerBlock(NamedTuple):
         origin_of = _origins_by_id(inputs, self.origins)
 
         def origin(tensor: Any, index: int) -> Origin:
-            # An input that has a name of its own keeps its origin. Any other tensor has the origin of the layer.
+            # If the origin of an input contains a name, the input keeps this origin. Every other tensor gets the origin
+            # of the layer.
             own = origin_of.get(id(tensor))
             own = own if own is not None and own.keys else self.origin
-            # A name from `saved_names` replaces any other. A default name, "saved[0]", gives way to the name of an
-            # input.
+            # A name from `saved_names` replaces any other. If the tensor is an input with a name, this name replaces a
+            # default name such as "saved[0]".
             is_given = not names[index].startswith(("saved[", "ctx."))
             name = names[index] if is_given or not own.name else own.name
             return dataclasses.replace(own, layer=own.layer or self.origin.layer, name=name)
 
         left = [(x, x) for x, is_left in zip(inputs, self.is_left_unpacked, strict=False) if is_left]
-        # The hooks run in a trace in which the tensors are known, as in `HookedOperation.rule`.
+        # As in `HookedOperation.rule`, the hooks run in a trace in which the values of the saved tensors are known.
         with set_current_trace(without_pass_through(trace_of_primals([*tensors, *outputs]))):
             return pack_residuals(Packing(self.pair, owner, inputs, origin, left, {}), tensors, outputs)
 
 
 def layer_block(pair: Pair, layer: str, operands: Sequence[Any]) -> LayerBlock:
-    """Return the block that packs the saved tensors of a layer, which is applied here to `operands`."""
+    """Return the `LayerBlock` that packs the saved tensors of a layer with the inputs `operands`."""
     trace = current_trace()
     if not isinstance(trace, BlockTrace):  # only the trace of the block knows which values the block has computed
         return LayerBlock(pair, Origin(layer=layer), [], [])
@@ -811,7 +813,7 @@ def layers_pack_themselves() -> Any:
 
     The package runs the code of a layer in this context, because the layer itself packs its saved tensors.
 
-    Outside this context, residuals of the layer would be packed twice: by the layer, and by the block.
+    Outside this context, both the layer and the block of hooks would pack the residuals of the layer.
     """
     return set_current_trace(without_pass_through(current_trace()))
 

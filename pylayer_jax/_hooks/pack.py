@@ -3,7 +3,8 @@
     residual = pack_tensor(pair, x, "Tanh, saved tensor 0", info)   # x: f32[8,64]; residual.inputs: bf16[8,64]
     residual.function(*residual.inputs)                             # f32[8,64]
 
-A pair has one step (a pack hook and an unpack hook), or several steps if `chain` made it.
+A pair has one step, which consists of a pack hook and an unpack hook. A pair that `chain` made has the steps of all its
+pairs.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ class ErrorModel(enum.IntEnum):
 
     Backward may recompute the results of some operations from the unpacked tensor `x + e` instead of from `x`. The
     error model of the pair of hooks determines which operations backward may evaluate again on an unpacked tensor.
-    Every error model allows operations that only move values, with the exception that `_keeps_rows` describes. The
-    error model also allows an operation that amplifies the packing error only a little. Recomputing a result may cause
-    an error of at most a small multiple of the error that packing this result would cause. For example, squaring
-    doubles a relative error. A larger number allows more operations.
+    Under every error model, backward may evaluate an operation that only moves values. The only exception is an
+    operation for which `_keeps_rows` returns False. The models RELATIVE and ABSOLUTE also allow operations that
+    increase the packing error by at most a small factor. The error of a recomputed result must be at most a small
+    multiple of the error that packing this result would cause. For example, squaring doubles a relative error. A larger
+    number allows more operations.
     """
 
     ANY = 0  # no bound is known: only operations that move or negate values, or compute with integers
@@ -74,8 +76,8 @@ class Origin:
 
     A field is empty if it is not known.
 
-    The block records the origin where it binds an operation. The result of a reshape, transpose, slice or cast has the
-    same origin as its operand.
+    When the block of hooks binds an operation, the block records the origin of the results. The result of a reshape,
+    transpose, slice or cast has the same origin as its operand.
     """
 
     operation: str = ""  # the jitted function of jax.numpy, or the primitive, that computed the tensor
@@ -114,9 +116,10 @@ class Step(NamedTuple):
 
 
 def reference(value: Any) -> Callable[[], Any]:
-    """Return a function without arguments that returns `value`. It holds an array by a weak reference.
+    """Return a function without arguments that returns `value`. The result holds an array by a weak reference.
 
-    Some numbers have a class that allows no weak references, and the function holds these by strong references.
+    Some numbers have a class that allows no weak references. The returned function holds such a number by a strong
+    reference.
     """
     try:
         return weakref.ref(value)
@@ -128,8 +131,8 @@ def reference(value: Any) -> Callable[[], Any]:
 class Pair:
     """The pack and unpack hooks of a `saved_tensors_hooks` object.
 
-    A pair holds a sequence of steps, each with a pack hook and an unpack hook. Each step packs what the previous step
-    returned.
+    A pair holds a sequence of steps, each with a pack hook and an unpack hook. Each pack hook packs what the pack hook
+    of the previous step returned.
     """
 
     steps: Sequence[Step]
@@ -148,19 +151,19 @@ class Pair:
 
     @property
     def is_selective(self) -> bool:
-        """Whether a predicate `only` or a `by_name` dict selects the tensors that the hooks pack."""
+        """Whether a predicate `only` or a dict `by_name` decides which tensors the hooks pack."""
         return self.by_name is not None or self.only is not None or any(step.only for step in self.steps)
 
     @property
     def packs_nothing(self) -> bool:
         """Whether the pair packs no tensor at all.
 
-        For example, `names_recorded` makes a pair of hooks that packs nothing.
+        For example, the context manager `names_recorded` uses hooks that pack no tensor.
         """
         return self.by_name is None and not self.steps
 
     def predicates(self) -> list[Any]:
-        """Return all distinct predicates `only`: the one of the pair of hooks, and those of its steps."""
+        """Return all distinct predicates `only` of this pair of hooks: its own predicate, and those of its steps."""
         steps = [step for steps in (self.by_name or {None: self.steps}).values() for step in steps]
         return list(dict.fromkeys(only for only in (self.only, *[step.only for step in steps]) if only is not None))
 
@@ -174,9 +177,9 @@ class Pair:
         return next((self.by_name[key] for key in (*origin.keys, ...) if key in self.by_name), ())
 
     def note(self, origin: Origin) -> None:
-        """Record the names of a tensor that code in the block keeps.
+        """Record the names of a tensor that code in the block of hooks keeps for backward.
 
-        A warning later lists the keys that match no recorded name.
+        If a key of `by_name` matches no recorded name, a later warning lists this key.
         """
         if self.unmatched:
             self.unmatched.difference_update(origin.keys)
@@ -193,8 +196,8 @@ def key_of(value: Any) -> Any:
 
     No other object has this key, and the key does not keep the object alive.
 
-    A key is never reused, so a new object at the address of a deleted object has a key of its own. An object that
-    allows no weak reference gets a new number each time.
+    A key is never reused, so a new object at the address of a deleted object has a key of its own. `key_of` returns a
+    new number at each call for an object that allows no weak reference.
     """
     if isinstance(value, types.MethodType):  # Python makes a new object each time that a method is read
         return key_of(value.__self__), key_of(value.__func__)
@@ -224,11 +227,12 @@ PACK_SCOPE: Final = "pack_hook"  # the named scope for operations of pack hooks 
 
 
 class Residual:
-    """An expression `function(*inputs)`, which the backward pass evaluates to get a tensor.
+    """An expression `function(*inputs)` that computes one tensor in the backward pass.
 
     Each input of a `Residual` is an array that JAX keeps for backward, or another `Residual`. The attribute `function`
-    is a `PackedTensor`, a `Recomputed` or `with_tangent`. It holds no arrays except constant scalars. If a tensor is
-    neither packed nor recomputed, it has no `Residual`, and JAX keeps the array itself.
+    is a `PackedTensor` object, a `Recomputed` object or the function `with_tangent`. It holds no arrays except constant
+    scalars. A tensor that is neither packed nor recomputed has no `Residual`. JAX keeps the array of such a tensor
+    unchanged.
     """
 
     __slots__ = ("function", "inputs")
@@ -240,8 +244,8 @@ class Residual:
 class PackedTensor:
     """Function that restores one packed tensor from the arrays that the pack hook returned. It holds no array.
 
-    If the pair of hooks is a chain, a later pack hook may pack one of these arrays again. The `Residual` of the tensor
-    then has another `Residual` as an input in place of this array. The inner `Residual` restores the array.
+    If the pair of hooks is a chain, a later pack hook may pack one of these arrays again. Among the inputs of the
+    tensor's `Residual`, another `Residual` then takes the place of this array. The inner `Residual` restores the array.
     """
 
     def __init__(self, array: Any, unpack: Hook, skeleton: Skeleton, where: str) -> None:
@@ -315,7 +319,7 @@ def _is_selected(only: Any, array: Any, where: str, origin: Origin) -> bool:
 
 
 def _steps_for(array: Any, steps: Sequence[Step], where: str, origin: Origin, is_part: bool = False) -> Sequence[Step]:
-    """Return `steps` from the first step that packs `array` onwards. `is_part`: a previous step made `array`."""
+    """Return the first step that packs `array`, and all later steps. `is_part`: a previous step made `array`."""
     is_any = is_part or jnp.issubdtype(array.dtype, jnp.floating)
     for i, step in enumerate(() if is_key(array) else steps):
         if (is_any or not step.floats_only) and _is_selected(step.only, array, _in_step(where, step), origin):
@@ -342,8 +346,8 @@ def _pack(
 ) -> Residual:
     """Pack an array with a chain of pack hooks: each later hook packs the arrays that an earlier hook returned.
 
-    `is_part` is True if `array` is an array that the pack hook of an earlier step made, and False if it is the saved
-    tensor itself.
+    `is_part` is True if the pack hook of an earlier step in the chain made `array`. `is_part` is False if `array` is
+    the saved tensor itself.
     """
     step, later = steps[0], steps[1:]
     here = _in_step(where, step)
@@ -352,7 +356,8 @@ def _pack(
     def is_made(x: Any) -> bool:  # a hook that returns the saved tensor itself made no new array
         return is_part or x is not array
 
-    # While JAX traces, a concrete array in the result of a pack hook is a constant, and no later step packs this array.
+    # If JAX traces the hooks, a concrete array in the result of a pack hook is a constant. No later step packs this
+    # constant.
     candidates = [x for x in split(packed)[0] if is_tracer(x) == is_tracer(array)] if later else []
     later_of = {id(x): _steps_for(x, later, where, origin, is_made(x)) for x in candidates}
 
@@ -360,10 +365,10 @@ def _pack(
         own = later_of.get(id(x))
         return _pack(store, own, x, where, origin, is_made(x)) if own else x
 
-    # The leaves of the packed value are its JAX arrays, and the arrays that a later step packs. All else stays in the
-    # skeleton. The result of a pack hook may contain a NumPy array that no later step packs. This array stays in host
-    # memory, outside the arrays that JAX keeps. Python frees this NumPy array together with the function that `jax.vjp`
-    # returned.
+    # An array in the packed value is a leaf if it is a JAX array, or if a later step packs it. All else stays in the
+    # skeleton. The result of a pack hook may contain a NumPy array that no later pack hook packs. This array stays in
+    # host memory, outside the arrays that JAX keeps. Python frees this NumPy array together with the function that
+    # `jax.vjp` returned.
     leaves, skeleton = split(packed, lambda x: isinstance(x, jax.Array) or bool(later_of.get(id(x))))
     return Residual(PackedTensor(array, unpack, skeleton, here), list(map(packed_again, leaves)))
 

@@ -12,11 +12,12 @@ The vjp of y = tanh(x) computes 1 - y² in the forward pass, and keeps it as a r
 In place of each value in the left column, JAX keeps the arrays in the right column as residuals. JAX keeps each of
 these arrays once.
 
-A `Recorder` records the equations of the forward pass. `_plan` decides for each residual. For each residual,
-`_derivation` follows the recorded equations back to the tensors that have to be packed. `_derivation` follows an
-equation only if the equation amplifies the packing error little. The table `_RECOMPUTED` lists the operations that
-backward may evaluate again. `_carry_out` packs these tensors. `_remember` stores the residuals of the packed tensors in
-the pair of hooks. If a later operation keeps the same tensor, the pair does not pack the tensor again.
+A `Recorder` is a trace that records the equations of the forward pass. `_plan` decides for each residual. For each
+residual, `_derivation` follows the recorded equations back to the tensors that have to be packed. `_derivation` follows
+an equation only if recomputing its result amplifies the packing error at most a little. The table `_RECOMPUTED` lists
+the operations that backward may evaluate again. `_carry_out` packs these tensors. `_remember` stores the residuals of
+the packed tensors in the pair of hooks. If a later operation keeps the same tensor, the pair does not pack the tensor
+again.
 
 A comparison of floating-point numbers is never recomputed from a packed value: `x == max(x)` would become False
 everywhere. tests: hooks/test_derived.py
@@ -71,8 +72,8 @@ class Equation(NamedTuple):
 class Recorder(PassThroughTrace):
     """A trace that records an `Equation` for each JAX operation with exactly one result.
 
-    This trace does not transform an operation, but applies the operation in the parent trace. Instead of a call of a
-    short jitted function, the trace records the operations inside this function.
+    This trace does not transform an operation, but applies the operation in the parent trace. If code calls a short
+    jitted function, this trace records the operations inside the function instead of the call.
     """
 
     __slots__ = ("equations",)
@@ -139,9 +140,10 @@ def _widens(equation: Equation, _: _Equations) -> bool:
 
 
 def _keeps_rows(equation: Equation, _: _Equations) -> bool:
-    """Return False if the last axis of the result has length 1, but the last axis of an operand is longer.
+    """Return False if the result's last axis has length 1, but the last axis of an operand is longer.
 
-    An example is a reshape of [8], which is one row, to [8, 1], which is eight rows.
+    For example, the function returns False for a reshape from [8] to [8, 1]. The operand is one row with eight values,
+    and the result is eight rows with one value each.
 
     An operand of shape [8] would be packed as one row, with an error that depends on all 8 values. In an array of shape
     [8, 1], each row has only one value, so the packing error of a value depends on this value alone. Other operations
@@ -152,7 +154,7 @@ def _keeps_rows(equation: Equation, _: _Equations) -> bool:
 
 
 def _with_a_number(equation: Equation, equations: _Equations) -> bool:
-    """Return whether an operand is constant along its last axis: a scalar, or an array with one number per row."""
+    """Return whether an operand (in a division: the divisor) is a scalar, or is constant along its last axis."""
     candidates = equation.inputs[1:] if equation.name == "div" else equation.inputs
     return any(_is_constant_along_rows(x, equations) for x in candidates)
 
@@ -165,8 +167,9 @@ def _is_constant_along_rows(value: Any, equations: _Equations) -> bool:
     if equation is None or equation.name != "broadcast_in_dim":
         return False
     operand, dimensions = np.shape(equation.inputs[0]), equation.params["broadcast_dimensions"]
-    # The broadcast repeats values along the last axis of its result in two cases. Either no axis of the operand maps to
-    # the last axis, or the operand's axis that maps to the last axis has length 1.
+    # In two cases, the broadcast repeats values along the last axis of its result. In the first case, no axis of the
+    # operand becomes the last axis of the result. In the second case, an operand axis of length 1 becomes the last axis
+    # of the result.
     return not dimensions or dimensions[-1] != len(shape) - 1 or operand[-1] == 1
 
 
@@ -248,16 +251,17 @@ def recomputed(primitive: Any, params: dict[str, Any], operands: Sequence[Any], 
     return Residual(Recomputed(primitive, params, numbers, is_input), select(residuals, is_input))
 
 
-# This is no nested function, since a nested function that calls itself is a reference cycle, and would keep arrays
-# alive.
+# This function is defined at module level. A nested function that calls itself is a reference cycle, and the cycle
+# would keep arrays alive.
 def fold(
     residual: Any, of_array: Callable[[Any], Any], of_residual: Callable[[Any, list[Any]], Any], done: dict[int, Any]
 ) -> Any:
     """Evaluate an expression: `of_array(x)` for an array x, `of_residual(function, inputs)` for a `Residual`.
 
-    `inputs` contains the results for the inputs of the `Residual`.
+    The list `inputs` holds the result of this evaluation for each input of the `Residual`.
 
-    `done` holds results by the id of the residual, so that a residual that several others share is visited once.
+    `done` maps the id of each visited `Residual` to its result. Therefore the function visits a shared `Residual` only
+    once.
     """
     if not isinstance(residual, Residual):
         return of_array(residual)
@@ -285,8 +289,8 @@ def leaves_of(residual: Any) -> list[Any]:
 class PackedResiduals:
     """Expressions for the residuals of a layer or an operation, without the arrays that JAX keeps for them.
 
-    An integer takes the place of each array. This integer is the position of the array in the list of arrays that JAX
-    keeps.
+    In these expressions, an integer stands for each array that JAX keeps. This integer is the position of the array in
+    the list of arrays that JAX keeps.
     """
 
     def __init__(self, residuals: Sequence[Any], n_arrays: int) -> None:
@@ -297,7 +301,7 @@ class PackedResiduals:
     def of(residuals: Sequence[Any], marks: Sequence[Any] = ()) -> tuple[PackedResiduals, list[Any]]:
         """Replace arrays by positions. Return the `PackedResiduals`, and a list of the arrays that JAX has to keep.
 
-        The list holds each array of the residuals once, and then the arrays in `marks`.
+        The list contains each array of the residuals exactly once, followed by the arrays in `marks`.
         """
         numbered: dict[int, tuple[int, Any]] = {}  # id of an array -> its position, and the array
         distinct: dict[Any, Residual] = {}  # the residuals, each once, by their functions and inputs
@@ -316,7 +320,7 @@ class PackedResiduals:
 
     @property
     def owners(self) -> list[int]:
-        """List, for each array, the index of the first tensor that backward restores from this array.
+        """A list with one entry per array: the index of the first tensor that backward restores from the array.
 
         The list leaves out the arrays that only mark tensors for `saved_tensors_report`.
         """
@@ -333,16 +337,17 @@ class PackedResiduals:
 
 @contextlib.contextmanager
 def outside_blocks() -> Generator[None]:
-    """Enter a context in which no block packs.
+    """Enter a context in which saved-tensor hooks pack nothing.
 
-    In this context, saved-tensor hooks are suspended. Operations go directly to the trace below the trace of the block.
+    In this context, saved-tensor hooks are suspended. Operations skip the trace of the block. JAX passes each operation
+    directly to the next outer trace that is not a `PassThroughTrace`.
     """
     with hooks_suspended(), set_current_trace(without_pass_through(current_trace())):
         yield
 
 
 class UnpackedTensors(Sequence[Any]):
-    """A sequence of the tensors of a layer or an operation. Each tensor is unpacked when it is first read."""
+    """A sequence of the tensors that a layer or operation keeps. Each tensor is unpacked when it is first read."""
 
     def __init__(self, residuals: Sequence[Any], arrays: Sequence[Any], cotangents: Sequence[Any]) -> None:
         self._residuals, self._arrays = residuals, arrays
@@ -373,8 +378,8 @@ class UnpackedTensors(Sequence[Any]):
         """Put arrays behind a barrier, so that XLA does not read them before it has the cotangents.
 
         Without the barrier, XLA may unpack a tensor right after packing, and hold all tensors until backward begins.
-        XLA waits for the cotangents only if backward uses the cotangents that the barrier returns, instead of the
-        original ones.
+        The barrier also returns the cotangents. XLA waits for the cotangents only if backward uses these returned
+        cotangents, not the original ones.
         """
         arrays = as_arrays([self._arrays[i] for i in positions])  # JAX may pass numbers
         present = [i for i, c in enumerate(self.cotangents) if c is not None]
@@ -405,7 +410,7 @@ class _Remembered(NamedTuple):
 
 
 def _remember(known: _KnownResiduals, plan: _Plan, values: Iterable[Any], owner: PackedResiduals) -> None:
-    """Store the known residuals of `values` in the pair of hooks."""
+    """Store, in the pair of hooks, the residual of each of `values` whose residual is known."""
     trace, done = weakref.ref(current_trace()), dict[int, Any]()
     index_of = {id(x): i for x, i in plan.packed}
     for x, residual in known.items(values):
@@ -423,9 +428,9 @@ def _with_weak_hook(function: Any, inputs: list[Any]) -> Residual:
 def _recall(pair: Pair, tensor: Any, name_of: Callable[[], str]) -> Any:
     """Return the residual that the pair of hooks has stored for a tensor, or None if there is none.
 
-    In eager mode, `checkpoint_name` returns its argument itself. So an operation may first keep a tensor without
-    packing it, and the same tensor may get a name afterwards. Then `by_name` may select this name. Therefore also
-    return None if the hooks left the tensor unpacked and the tensor has got a new name since then.
+    In eager mode, `checkpoint_name` returns its argument itself. So an operation may keep a tensor that the hooks leave
+    unpacked, and `checkpoint_name` may give this tensor a name afterwards. Then `by_name` may select this name.
+    Therefore also return None for a tensor that the hooks left unpacked, if the tensor has got a new name since then.
     """
     found: _Remembered | None = pair.residuals.get(tensor)
     if found is None or found.trace() is not current_trace() or found.owner() is None:
@@ -501,8 +506,8 @@ def pack_residuals(
     unpacked, or recomputed in backward.
 
     `outputs` are the results of the layer or operation. If backward can compute an output from the packed residuals,
-    the pair of hooks remembers how to compute it. If a later operation keeps this output as a residual, the hooks pack
-    nothing more for this operation.
+    the pair of hooks stores the expression that computes this output. If a later operation keeps this output as a
+    residual, backward recomputes the output. The hooks do not pack the output.
 
     Returns:
         The residuals of the tensors, the arrays that JAX has to keep, and the outputs.
@@ -536,7 +541,7 @@ class _KnownResiduals:
     def get(self, value: Any, index: int = 0) -> Any:
         """Return the residual of a value, or None if there is none.
 
-        The backward pass needs `value` to compute a tensor of the layer or operation, or `value` is this tensor.
+        `value` is a tensor of the layer or operation, or a value from which the backward pass computes such a tensor.
         `index` is the index of this tensor.
         """
         if id(value) not in self._found:
@@ -548,32 +553,31 @@ class _KnownResiduals:
         self._found[id(value)] = residual
 
     def items(self, values: Iterable[Any]) -> list[tuple[Any, Any]]:
-        """Return a pair (value, residual) for each of `values` whose residual is already known."""
+        """Return a list of the pairs (value, residual) for those `values` that have a known residual."""
         pairs = [(x, self._found.get(id(x))) for x in values]
         return [(x, residual) for x, residual in pairs if residual is not None]
 
     def is_constant(self, value: Any) -> bool:
         """Return whether a value is a number that is the same in all runs.
 
-        `is_constant` returns False for a scalar operand of the layer or operation, unless the hooks leave this operand
-        unpacked.
+        If a number is an operand that the hooks may pack, `is_constant` returns False.
         """
         return is_number(value) and id(value) not in self._packable_operands
 
     def input_of(self, operand: Any) -> Any:
-        """Return the residual of an operand of a recomputed equation, or None for a constant."""
+        """Return the residual for an operand of an equation that backward recomputes; return None for a constant."""
         return None if self.is_constant(operand) else self.get(operand)
 
     def put_recomputed(self, equations: Sequence[Equation]) -> None:
-        """Store a residual for the result of each equation, which evaluates this equation again in backward.
+        """For each equation, store a residual from which backward recomputes the result of the equation.
 
-        The equations must be in the order in which they ran in the forward pass.
+        `equations` must list the equations in the order in which the forward pass evaluated them.
         """
         for e in equations:
             self.put(e.value, recomputed(e.primitive, e.params, e.inputs, self.input_of))
 
     def put_equal(self, values: Sequence[Any], others: Sequence[Any]) -> None:
-        """For each value in `values`, store the residual of the value at the same position in `others`.
+        """Give each value in `values` the residual of the value at the same position in `others`.
 
         In staged code, `others` are the operands of an optimization barrier, and `values` are its results.
         """
@@ -642,7 +646,7 @@ def _derivation(
 
 
 def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equation]:
-    """Return the equations that compute outputs from known residuals, in order of evaluation."""
+    """Return the equations that can recompute outputs from known residuals. The list is in the order of evaluation."""
     equations: dict[int, Equation] = {}
 
     def is_given(x: Any) -> bool:
@@ -658,8 +662,7 @@ def _recomputable(known: _KnownResiduals, outputs: Sequence[Any]) -> list[Equati
 def _carry_out(known: _KnownResiduals, plan: _Plan, outputs: Sequence[Any]) -> list[Any]:
     """Pack the tensors that a plan selects for packing.
 
-    Store in `known` the residuals of the packed tensors, and the residuals of the tensors that backward recomputes.
-    Return the outputs.
+    For each tensor that the plan packs, or that backward recomputes, store the residual in `known`. Return the outputs.
     """
     pair, owner, origin_of = known.packing.pair, known.packing.owner, known.packing.origin_of
     with hooks_suspended():
@@ -691,10 +694,12 @@ def _behind_one_barrier(residuals: list[Any], outputs: Sequence[Any]) -> tuple[l
 
 
 def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[Any]) -> list[Any]:
-    """Return additional residuals for the report and for JAX's check for NaN. Backward does not read these residuals.
+    """Return additional residuals, which only the saved-tensors report and JAX's check for NaN read.
 
-    The first kind is the result of a `Mark` that is applied to a tensor. The report finds the tensor by this `Mark`.
-    The second kind of residual is the largest absolute value of a tensor. JAX checks this value for NaN.
+    Backward does not read these residuals.
+
+    The first kind of residual is the result of a `Mark` that is applied to a tensor. The report finds the tensor by
+    this `Mark`. The second kind of residual is the largest absolute value of a tensor. JAX checks this value for NaN.
     """
     if not (is_reported.value or is_nan_reported()):
         return []
@@ -721,9 +726,9 @@ def _largest(tensors: Sequence[Any]) -> list[Any]:
     """Return the largest absolute value of each traced tensor, as residuals, if JAX is set to report NaN or infinity.
 
     JAX looks for NaN among the results of a program. Packed and recomputed tensors are not among these results, so JAX
-    would not find a NaN in them. For each such tensor, the forward pass returns one more residual, the largest absolute
-    value of the tensor. JAX checks this residual, and so finds a NaN in the tensor. Backward reads none of these
-    values. tests: hooks/test_modes.py
+    would not find a NaN in them. The forward pass returns the largest absolute value of each traced tensor as one more
+    residual. JAX checks this residual, and so finds a NaN in the tensor. Backward reads none of these values. tests:
+    hooks/test_modes.py
     """
     if not is_nan_reported():
         return []

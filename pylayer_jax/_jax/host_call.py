@@ -79,15 +79,15 @@ def _by_buffer_callback(function: HostFunction, *args: Any) -> list[Any]:
 
     def run(_: Any, outs: Any, *buffers: Any) -> None:
         # Copy the buffers: the function may keep its arrays, but XLA reuses their memory after the call. A layer that
-        # runs on the host copies its inputs itself. The `HostFunction` of a host layer has no effects. So the buffers
-        # of a host layer are not copied a second time here.
+        # runs on the host copies its inputs itself. The `HostFunction` of a host layer has no effects. Therefore this
+        # callback does not copy the buffers of a host layer again.
         own = np.array if function.effects else np.asarray
         arrays = [own(np.asarray(buffer), of) for buffer, of in zip(buffers, dtypes, strict=True)]
         for out, value in zip(outs, function.run(*arrays), strict=True):
             np.asarray(out)[...] = value
 
-    # XLA may remove a call that has no side effect. This removal is intended for pack hooks: see NOTE [host packs] in
-    # `_hooks/host.py`.
+    # XLA may remove a call that has no side effect. For calls of pack hooks, this removal is intentional: see NOTE
+    # [host packs] in `_hooks/host.py`.
     results = [jax.ShapeDtypeStruct(t.shape, _in_bytes(t.dtype)) for t in function.results]
     values = buffer_callback(run, results, has_side_effect=False)(*(x.astype(_in_bytes(x.dtype)) for x in args))
     return [x.astype(t.dtype) for x, t in zip(values, function.results, strict=True)]
@@ -142,7 +142,7 @@ def _lower(function: HostFunction, context: Any, *args: Any) -> Any:
 
 def _evaluate(function: HostFunction, *args: Any) -> list[Any]:
     with jax.enable_x64(function.has_x64):
-        # Convert arguments to JAX arrays: JAX passes some constants as NumPy numbers of a dtype that JAX arrays lack.
+        # Convert arguments to JAX arrays. JAX passes some constants as NumPy numbers whose dtype no JAX array has.
         return as_arrays(function.run(*(np.array(jnp.asarray(x)) for x in args)))
 
 

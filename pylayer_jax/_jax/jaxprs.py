@@ -76,7 +76,10 @@ def as_parameter(jaxpr: Any) -> Any:
 
 
 def is_inlinable(params: dict[str, Any]) -> bool:
-    """Return whether a jitted function may run without jit, because it neither places nor donates arrays."""
+    """Return whether the operations of a jitted function may run outside `jax.jit`.
+
+    They may if the function specifies no shardings, no layouts, no donated arguments and no compiler options.
+    """
     shardings = [*params["in_shardings"], *params["out_shardings"]]
     layouts = [*params["in_layouts"], *params["out_layouts"]]
     is_placed = any([not isinstance(s, UNSPECIFIED_SHARDING) for s in shardings] + [x is not None for x in layouts])
@@ -206,12 +209,16 @@ def variables_read(jaxpr: Any, known: Sequence[Any], wanted: Sequence[Any]) -> s
 
 
 def _equations_to(jaxpr: Any, known: Collection[Any], wanted: Sequence[Any]) -> tuple[list[Any], set[Any]]:
-    """Return the equations that compute `wanted` variables from `known` ones, and the set of variables they read."""
+    """Return the equations that compute the variables `wanted` from the variables `known`.
+
+    Also return the set of all variables that are in `wanted` or are operands of these equations.
+    """
     known, read = set(known), {v for v in wanted if not is_literal(v)}
     equations: list[Any] = []
     for equation in reversed(jaxpr.eqns):
-        # An equation may write to a `jax.Ref` that a later equation reads. Therefore keep each equation with a
-        # `jax.Ref` operand that a later kept equation reads, unless the Ref is in `known`.
+        # An equation may write to a `jax.Ref` that a later equation reads. Therefore also keep an equation if one of
+        # its operands is a `jax.Ref` that a later kept equation reads. A Ref in `known` is no reason to keep an
+        # equation.
         if any(v in read and v not in known for v in (*equation.outvars, *_refs(equation))):
             equations.append(equation)
             read.update(v for v in equation.invars if not is_literal(v))
@@ -274,7 +281,7 @@ def _frames(source: Any) -> list[re.Match[str]]:
 
 
 def _rest(outer: Sequence[Any], inner: Sequence[Any]) -> Sequence[Any]:
-    """Return the entries of `inner` after the longest prefix that `outer` and `inner` share."""
+    """Return the rest of `inner` after its longest common prefix with `outer`."""
     pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(outer, inner, strict=False))
     return inner[len(list(pairs)) :]
 

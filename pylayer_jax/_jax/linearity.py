@@ -3,8 +3,9 @@
 JAX transposes any composition of operations that have a transpose rule. Such a composition is affine; it is linear
 exactly if it maps zero to zero. If an output depends on an input only through integers, booleans or PRNG keys, JAX
 drops this dependence during transposition and raises no error. The reason is that integers, booleans and PRNG keys have
-no tangents. The proof assigns a kind to each value in a jaxpr. The kind of a value says how the value depends on these
-inputs: the value is zero, constant, linear, or perhaps not linear. There are four kinds:
+no tangents. The proof assigns a kind to each value in a jaxpr. The kind of a value says how the value depends on the
+inputs for which the proof is made. The value is zero, constant, linear, or perhaps not linear in these inputs. There
+are four kinds:
 
     ZERO      known to be zero
     CONSTANT  does not depend on the inputs for which the proof is made
@@ -13,10 +14,10 @@ inputs: the value is zero, constant, linear, or perhaps not linear. There are fo
 
 A table contains one rule per operation. From the kinds of the operands, the rule computes the kinds of the results. If
 the table has no rule for an operation, and no operand depends on the inputs, the result has the kind CONSTANT. Suppose
-that the table has no rule for an operation, and that an operand depends on the inputs. If the kind of an operand is a
-str, the result has the same kind. Otherwise the kind of the result is the name of the operation. Therefore the proof of
-linearity fails if an output depends on the inputs through an operation for which the table has no rule. A new operation
-of JAX has no rule until somebody adds one.
+that the table has no rule for an operation, and that at least one operand depends on the inputs. If an operand has a
+str as its kind, the kind of the result is the same str. If no operand has a str as its kind, the kind of the result is
+the name of the operation. Therefore the proof of linearity fails if an output depends on the inputs through an
+operation for which the table has no rule. A new operation of JAX has no rule until somebody adds one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class NotLinearError(TypeError):
 
 
 def why_not_linear(jaxpr: Any, is_input: Sequence[bool], consts: Sequence[Any] = ()) -> str:
-    """Return the reason why a jaxpr may be nonlinear in the inputs that the mask selects.
+    """Return the reason why a jaxpr may be nonlinear in the inputs where the mask `is_input` is True.
 
     Return an empty string after a proof.
 
@@ -102,10 +103,12 @@ def _unknown(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _combine(kinds: Sequence[Kind], if_linear: Kind) -> Kind:
-    """Return the first entry of `kinds` that stands for a value which may be nonlinear in the inputs.
+    """Return the first entry of `kinds` that is not ZERO, CONSTANT or LINEAR.
 
-    If each kind is ZERO, CONSTANT or LINEAR, return `if_linear` if at least one of them is LINEAR, and CONSTANT
-    otherwise.
+    The value of this kind may be nonlinear in the inputs.
+
+    Suppose that every entry of `kinds` is ZERO, CONSTANT or LINEAR. Then return `if_linear` if some entry is LINEAR,
+    and CONSTANT if no entry is LINEAR.
     """
     failed = next((k for k in kinds if k not in _KNOWN), None)
     return failed or (if_linear if LINEAR in kinds else CONSTANT)
@@ -183,7 +186,8 @@ def _linear_solve(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _gather(equation: Any, operands: list[Kind]) -> list[Kind]:
-    # An index out of bounds reads the fill value. The default, NaN, is allowed since users notice a NaN.
+    # An index out of bounds reads the fill value. The rule accepts NaN, the default fill value of floats, because users
+    # notice a NaN in the result.
     fill = equation.params.get("fill_value")
     is_linear = fill is None or fill == 0 or np.isnan(fill)
     return (_linear_in((0,)) if is_linear else _unknown)(equation, operands)
@@ -232,7 +236,7 @@ def _call(equation: Any, operands: list[Kind]) -> list[Kind]:
 
 
 def _joined(one: Sequence[Kind], other: Sequence[Kind]) -> list[Kind]:
-    """Return one kind for each pair of kinds, such as the kinds of a result in two branches of a conditional."""
+    """Combine two lists of kinds, such as those of the results of two branches, into one list of kinds."""
     return [a if a == b else _sum("a loop or branch", [a, b]) for a, b in zip(one, other, strict=True)]
 
 
@@ -264,8 +268,8 @@ def _while(equation: Any, operands: list[Kind]) -> list[Kind]:
         joined = _joined(carry, evaluate_kinds(body, [*operands[n_cond : n_cond + n_body], *carry]))
         if joined == carry:
             (goes_on,) = evaluate_kinds(condition, [*operands[:n_cond], *carry])
-            # If the condition of the loop depends on the inputs, the number of iterations depends on the inputs. Then
-            # each carried value may depend on the inputs too.
+            # If the condition of the loop depends on the inputs, the number of iterations depends on the inputs. If the
+            # number of iterations depends on the inputs, each carried value of the loop may also depend on the inputs.
             return carry if goes_on in (CONSTANT, ZERO) else [goes_on] * len(carry)
         carry = joined
 
@@ -282,8 +286,8 @@ def transpose_jaxpr(
 ) -> list[Any]:
     """Transpose a jaxpr: compute the cotangents of the arguments that are None from the cotangents of the outputs.
 
-    In error messages, `name` stands for the jaxpr. The string `inputs` stands for the arguments with respect to which
-    the jaxpr is transposed.
+    In error messages, `name` stands for the jaxpr. Error messages use the text `inputs` for the arguments whose
+    cotangents this function computes.
 
     Raises:
         NotLinearError: if the jaxpr is not proved to be linear in these arguments, or if JAX cannot transpose it.

@@ -1,10 +1,10 @@
 """Defines two primitives: a function with a custom derivative rule, and a linear map with a custom transpose.
 
 A `RuleFunction` is like a `jax.custom_jvp` function: `run` computes the values, and `rule` computes values and
-tangents. A `rule` may apply its own `RuleFunction` to the primals. Then JAX uses the rule again when it differentiates
-the result, for example for a second derivative. A rule computes tangents by a `LinearMap`. A `LinearMap` has two Python
-functions, which JAX calls only when it needs them: `evaluate` in forward mode, and `transpose` in reverse mode. This is
-the jaxpr of a layer that saves its output:
+tangents. A `rule` may apply its own `RuleFunction` to the primals. When JAX differentiates the results of such a rule,
+for example for a second derivative, JAX uses the rule again. A rule computes tangents by a `LinearMap`. A `LinearMap`
+has two Python functions, which JAX calls only when it needs them: `evaluate` in forward mode, and `transpose` in
+reverse mode. This is the jaxpr of a layer that saves its output:
 
     { lambda ; a:f32[3]. let b:f32[3] = rule_function[name=Tanh] a in (b,) }
 
@@ -107,8 +107,8 @@ class ObjectPrimitive(Primitive):
     forever. If an object refers to its own equation, as a hook that stores a tracer does, the table would keep the
     object, and with it its own key, alive forever. tests: hooks/test_identity.py
 
-    If the payload has a jaxpr, the equation has this jaxpr as another parameter: JAX searches the jaxprs among the
-    parameters, for example for the devices of a mesh.
+    If the payload has a jaxpr, another parameter of the equation holds this jaxpr. JAX searches the jaxprs in the
+    parameters of an equation, for example to find the devices of a mesh.
 
     NOTE [call_jaxpr]
     The parameter of a `rule_function` equation that holds the jaxpr is named `call_jaxpr`. `checkify` finds the jaxpr
@@ -117,7 +117,8 @@ class ObjectPrimitive(Primitive):
     and results. tests: derivatives/test_checkify.py
     """
 
-    # This function evaluates the jaxpr of a payload with the error checks that `checkify` added: see NOTE [call_jaxpr].
+    # If `checkify` adds error checks to the jaxpr of a payload, this function evaluates the jaxpr with these checks:
+    # see NOTE [call_jaxpr].
     evaluate_checked: Callable[..., list[Any]]
 
     def __init__(self, name: str, jaxpr_name: str = "jaxpr") -> None:
@@ -196,8 +197,8 @@ class ObjectPrimitive(Primitive):
         named_rule: Any = jvp_rule
         named_rule.__fun_debug_info__ = _NO_DEBUG_INFO  # see NOTE [names made once] in `_custom_vjp.py`
         self.def_impl(evaluate_rule)
-        # Some jaxprs have hijax primitives (that of jnp.nonzero). To lower a jaxpr with hijax primitives, JAX 0.12 and
-        # later call the method `to_lojax` of a primitive.
+        # Some jaxprs contain hijax primitives. For example, the jaxpr of `jnp.nonzero` contains such a primitive. To
+        # lower a jaxpr with hijax primitives, JAX 0.12 and later call the method `to_lojax` of a primitive.
         self.to_lojax = evaluate_rule
         self.def_effectful_abstract_eval(lambda *types, payload, **_: abstract(_payload(payload), *types))
         ad.primitive_jvps[self] = jvp_rule
@@ -205,7 +206,8 @@ class ObjectPrimitive(Primitive):
         # JAX passes the name of the batch axis to a batching rule in the table `fancy_primitive_batchers`. Collectives
         # inside a layer need this name.
         batching.fancy_primitive_batchers[self] = batch_rule
-        # Each equation holds a different object, so JAX could never reuse a cached lowering.
+        # The parameters of each equation hold a different object, so JAX cannot reuse the lowering of one equation for
+        # another equation.
         mlir.register_lowering(self, lower_rule, cacheable=False)
 
 
@@ -280,7 +282,7 @@ class RuleFunction:
         return [True] * len(self.jaxpr.invars)
 
     def without_unused(self, used: Sequence[bool]) -> tuple[RuleFunction, list[bool]]:
-        """Return a function that computes only the results for which `used` is True.
+        """Return a function that computes only those results whose entry in the mask `used` is True.
 
         Also return a mask of the operands that the new function reads.
 
@@ -296,7 +298,8 @@ class RuleFunction:
 
         The jaxpr `code` computes the results of this function whose indices are in `positions`.
 
-        The inputs of the jaxpr `code` are the operands for which `is_read` is True.
+        `is_read` is a mask of the operands of this function. The inputs of the jaxpr `code` are the operands whose
+        entry in this mask is True.
         """
         return PartialFunction(self, code, 0, positions)
 
@@ -317,7 +320,7 @@ class RuleFunction:
         raise TypeError(f"{self.name} cannot be transposed.")
 
     def transpose_code(self, jaxpr: Any, args: Sequence[Any], cotangents: Sequence[Any]) -> Values:
-        """Transpose `jaxpr`, which computes this function for a batch, or only some results of this function.
+        """Transpose `jaxpr`: the batched code of this function, or the part that computes some of its results.
 
         The method `transpose` of a subclass reads `self.jaxpr`. Therefore this method sets the attribute `jaxpr` of a
         copy of the function, and transposes the copy.
@@ -389,9 +392,10 @@ class BatchedFunction(RuleFunction):
     def uses_axis(self, types: Sequence[Any]) -> bool:
         """Return whether this function uses the name of its batch axis. `types` are the types of its operands.
 
-        A function may use the axis although neither its operands nor its values are batched: `jax.lax.psum` of a shared
-        value is a shared number. Therefore compare the jaxpr before and after batching. Batching removes the effect of
-        a collective. Batching `jax.lax.ppermute`, which has no effect, removes its equation.
+        A function may use the name of its batch axis although neither its operands nor its values are batched. For
+        example, `jax.lax.psum` of a number that all examples share returns a number that all examples share. Therefore
+        this method compares the jaxpr before batching with the jaxpr after batching. Batching removes the effect of a
+        collective. Batching `jax.lax.ppermute`, which has no effect, removes its equation.
         """
         inner, batched = self.inner.jaxpr, self.jaxpr  # before and after batching
         if inner is None:
@@ -569,8 +573,8 @@ def _jvp_linear(linear: LinearMap, primals: Sequence[Any], tangents: Sequence[An
 
         return jax.jvp(evaluate, select(primals, nonzero), select(tangents, nonzero))
     # The map is linear in its tangents. The derivative of a linear map with respect to its tangents is the same linear
-    # map. So compute the tangents of the results with a second equation, which applies the same linear map. Reverse
-    # mode can then transpose the new equation.
+    # map. So apply the same linear map a second time, in a second equation, to compute the tangents of the results.
+    # Reverse mode can then transpose the new equation.
     pairs = zip(primals[n:], tangents[n:], strict=True)
     full = [zeros_of(tangent_type(typeof(p))) if t is None else t for p, t in pairs]
     return apply_linear(linear, primals[:n], primals[n:]), apply_linear(linear, primals[:n], full)
@@ -588,9 +592,9 @@ def _batch_linear(linear: LinearMap, axis: Any, args: Sequence[Any], dims: Seque
     __tracebackhide__ = True
     n = linear.n_residuals
     # Repeat a tangent that all examples share: the transpose of the repetition sums the cotangents of the examples. If
-    # the batch axis has a name, the tangents are repeated even when no operand is batched. The tangents are repeated
-    # because the method `evaluate` of the linear map may use the named axis. For example, `backward` may sum over the
-    # axis.
+    # the batch axis has a name, the tangents are repeated even when no operand is batched. This repetition is necessary
+    # because the method `evaluate` of the linear map may use the name of the batch axis. For example, `backward` may
+    # call `jax.lax.psum` over the named axis.
     tangents = [batch_axis_to_front(axis, x, d) for x, d in zip(args[n:], dims[n:], strict=True)]
     values = apply_linear(BatchedMap(linear, axis, dims[:n]), args[:n], tangents)
     return values, [0] * len(values)
@@ -699,11 +703,12 @@ def barrier(values: Sequence[Any], waits: bool = False) -> Values:
 
     It optimizes no code across the barrier.
 
-    If `waits` is True, XLA also waits for values whose results are unused. Otherwise JAX may drop these values. tests:
-    `test_memory_of_a_compiled_step` in hooks/test_packers.py
+    If `waits` is True, the barrier also waits for values that the program does not use after the barrier. Otherwise JAX
+    may drop these values. tests: `test_memory_of_a_compiled_step` in hooks/test_packers.py
 
     In jax 0.10, the JVP rule of `jax.lax.optimization_barrier` puts all tangents behind a second barrier, and makes
-    arrays of zeros for the tangents that are zero. The rule of an `Identity` passes the tangents on.
+    arrays of zeros for the tangents that are zero. In contrast, the derivative rule of an `Identity` returns the
+    tangents unchanged.
     """
     return apply(Identity(_WAIT if waits else _BARRIER, tuple([typeof(x) for x in values])), values)
 
@@ -743,8 +748,8 @@ def with_tangent(tensor: Any, value: Any) -> Any:
 class _Outputs(RuleFunction):
     """The function `(*operands, *outputs) -> outputs`, which computes nothing.
 
-    Under `jax.vmap`, this function returns each output that can have a tangent with a batch axis: see NOTE [all outputs
-    are batched]. It has no rule for a derivative, since JAX does not differentiate the primal function of a custom_vjp
+    Under `jax.vmap`, each output of this function that can have a tangent has a batch axis: see NOTE [all outputs are
+    batched]. It has no rule for a derivative, since JAX does not differentiate the primal function of a custom_vjp
     function.
     """
 
@@ -787,12 +792,12 @@ def as_batched_as(operands: Sequence[Any], outputs: Sequence[Any]) -> Values:
 
 
 class PartialFunction(RuleFunction):
-    """A function that computes some values of another `RuleFunction`, `whole`, and has the derivative of `whole`.
+    """A function that computes some results of the `RuleFunction` `whole`, with the derivative of `whole`.
 
-    The first `n_residuals` operands are residuals, which another `PartialFunction` of `whole` computes. The remaining
-    operands are the operands of `whole`. The first `len(positions)` results of this function are the results of `whole`
-    with the indices in `positions`. The other results of this function are residuals, which another `PartialFunction`
-    of `whole` reads.
+    The first `n_residuals` operands are residuals. Another `PartialFunction` of `whole` computes these residuals. The
+    remaining operands are the operands of `whole`. `positions` holds indices of results of `whole`. The first
+    `len(positions)` results of this function are the results of `whole` at these indices. The other results of this
+    function are residuals, which another `PartialFunction` of `whole` reads.
     """
 
     def __init__(self, whole: RuleFunction, jaxpr: Any, n_residuals: int, positions: Sequence[int]) -> None:
@@ -821,7 +826,7 @@ class PartialFunction(RuleFunction):
 
 
 def _with_function(equation: Any, function: RuleFunction, **changes: Any) -> Any:
-    """Return a copy of `equation` that applies `function` instead of its own `RuleFunction`."""
+    """Return a copy of `equation` in which `function` replaces the `RuleFunction` of `equation`."""
     return equation.replace(params=rule_function_p.params_of(function), effects=function.jaxpr.effects, **changes)
 
 
@@ -849,9 +854,9 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
     forward = _with_function(equation, first, invars=known.invars, outvars=known.outvars)
     if not any(instantiated_out):
         return forward, None, unknown_out, instantiated_out, []
-    # JAX's rule may leave an unused equation in the backward part. This equation computes a value that the policy
-    # saves, but all other equations read the saved value instead. Remove unused equations, so that backward does not
-    # compute a saved value again.
+    # JAX's rule may leave an unused equation in the backward part. The unused equation computes a value that the
+    # checkpoint policy saves. All other equations read the saved value, not the result of this equation. Remove unused
+    # equations, so that backward does not compute a saved value again.
     code, _ = jaxpr_and_consts(staged.params["jaxpr"])
     code, is_read = partial_eval.dce_jaxpr(code, [True] * len(code.outvars))
     read = select(staged.invars, is_read)
@@ -863,7 +868,7 @@ def _divide(saveable: Callable[..., Any], unknown: Sequence[bool], instantiated:
 
 
 def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any, jaxpr: Any) -> Any:
-    """Divide an equation as JAX would divide it if its code were a jitted function."""
+    """Apply the partial-evaluation rule of `jax.jit` to an equation, as if its code were a jitted function."""
     with equation.ctx.manager, jax.disable_jit(False):
         jitted = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
         outer, _, _ = stage(lambda *args: (jitted(*args), None), [v.aval for v in equation.invars], "jit")
@@ -873,11 +878,11 @@ def _divide_jitted(saveable: Any, unknown: Any, instantiated: Any, equation: Any
 
 
 def _keep_whole(saveable: Callable[..., Any], is_unknown: bool, instantiated: Sequence[bool], equation: Any) -> Any:
-    """Keep an equation whole, and choose whether to evaluate it in the forward pass, the backward pass, or both.
+    """Choose whether to evaluate a whole equation in the forward pass, in the backward pass, or in both.
 
-    If an operand is known only in the backward pass, evaluate the equation there. Otherwise, if the policy saves the
-    results of the equation, or if the equation has effects, evaluate the equation in the forward pass. Otherwise
-    evaluate it in both.
+    If an operand is known only in the backward pass, evaluate the equation there. Otherwise, evaluate the equation in
+    the forward pass in two cases: if the policy saves the results of the equation, or if the equation has effects.
+    Otherwise evaluate it in both.
     """
     n = len(equation.outvars)
     operands = _variables(equation.invars, [not i for i in instantiated])
@@ -930,8 +935,8 @@ partial_eval.dce_rules[rule_function_p] = _drop_unused
 def _evaluate_checked(function: RuleFunction, checked: Any, *args: Any) -> Values:
     __tracebackhide__ = True
 
-    # `checkify` has replaced the equation by the operations of its jaxpr, without the rule. So a derivative of the
-    # result would be that of these operations.
+    # `checkify` has replaced the equation by the operations of its jaxpr, and has dropped the derivative rule of the
+    # equation. Therefore JAX would differentiate these operations, and would not apply the derivative rule.
     def error() -> Exception:
         return TypeError(
             f"{function.name}: jax.grad(checkify(jax.grad(f))) would ignore backward, and differentiate the operations "

@@ -1,4 +1,4 @@
-"""The internals of JAX that this package uses: names that may move to other modules of JAX, traces and tracers.
+"""Internals of JAX that this package uses: traces, tracers, and names that JAX may move to another module.
 
 JAX gives the classes of traces and tracers no public names. Therefore this module discovers the classes at import. To
 find the classes of traces and tracers, the module transforms a small function, for example with `jax.vmap`. This
@@ -126,7 +126,7 @@ def discover(what: str, probe: Callable[[Any], Any]) -> Any:
 
 
 def check(condition: bool, found: object) -> None:
-    """Raise an error that shows what `discover` found if the condition does not hold."""
+    """Raise a `TypeError` that shows `found` if `condition` is False."""
     if not condition:
         raise TypeError(f"found {found}")
 
@@ -253,7 +253,7 @@ def nothing_is_traced() -> bool:
 
 
 class PassThroughTrace(Trace):
-    """A trace that wraps another trace and makes no tracers; a base class."""
+    """Base class of traces that wrap another trace and make no tracers."""
 
     __slots__ = ("parent_trace",)
 
@@ -301,7 +301,7 @@ def _kind_of(trace_class: type[Any]) -> str:
 
 
 def without_pass_through(trace: Any) -> Any:
-    """Return the innermost trace, from `trace` outwards, that is not a `PassThroughTrace`."""
+    """Return the first trace that is not a `PassThroughTrace`, starting at `trace` and going outwards."""
     while isinstance(trace, PassThroughTrace):
         trace = trace.parent_trace
     return trace
@@ -312,11 +312,12 @@ class TraceState:
 
         vmap(jit(grad(f))) runs f with    kinds == ["reverse mode", "staging", "usual", "usual"]
 
-    From the innermost trace outwards, these are the traces of grad, jit, vmap and eager mode. A trace is staging if it
-    makes a jaxpr. Each trace inside the innermost staging trace transforms an operation as soon as the operation runs.
-    A trace outside the innermost staging trace transforms the operation only when JAX evaluates the finished jaxpr. The
-    attributes `has_unknown_trace`, `is_forward_mode` and `differentiations` describe only the traces inside the
-    innermost staging trace. If there is no staging trace, these attributes describe all active traces.
+    These are the kinds of the traces of grad, jit, vmap and eager mode, from the innermost trace outwards. A trace is
+    staging if it makes a jaxpr. Each trace inside the innermost staging trace transforms an operation as soon as the
+    operation runs. Each trace outside the innermost staging trace transforms the operation later, when JAX evaluates
+    the jaxpr that the staging trace has made. If there is a staging trace, the attributes `has_unknown_trace`,
+    `is_forward_mode` and `differentiations` describe only the traces inside the innermost staging trace. If there is no
+    staging trace, these attributes describe all active traces.
     """
 
     def __init__(self) -> None:
@@ -331,7 +332,8 @@ class TraceState:
             trace = getattr(trace, "parent_trace", None)
         modes = [kind for kind in self.kinds if kind in _DIFFERENTIATIONS]
         self.is_differentiated = bool(modes)
-        # Reverse mode is the innermost differentiation, with forward mode around it, as in jvp(grad(f)).
+        # This is True if the innermost differentiation is reverse mode, and forward mode differentiates outside of it,
+        # as in jvp(grad(f)).
         self.is_forward_over_reverse = modes[:1] == ["reverse mode"] and "forward mode" in modes
         self.is_staged = "staging" in self.kinds  # the current trace or an outer one makes a jaxpr
         n = self.kinds.index("staging") if self.is_staged else len(self.kinds)
@@ -367,13 +369,13 @@ def is_named(axis: Any) -> bool:
 
 
 def has_named_axis() -> bool:
-    """Return whether an active `jax.vmap` has an axis with a name, which collectives may use."""
+    """Return whether an active `jax.vmap` has a named axis. Collectives such as `jax.lax.psum` may use a named axis."""
     traces = [trace for trace in TraceState().traces if isinstance(trace, BATCHED.trace)]
     return any(is_named(trace.axis_data) for trace in traces)
 
 
 def trace_of_primals(primals: Sequence[Any]) -> Any:
-    """Return the current trace without the partial evaluations around the JVP rule of a primitive.
+    """Return the nearest trace that is not a partial evaluation in which JAX linearizes a primitive.
 
     To linearize a primitive, JAX runs its JVP rule in a partial evaluation, with known primals and unknown tangents. A
     user's method must run in the trace that this function returns, not in the trace of the partial evaluation.

@@ -47,7 +47,7 @@ def is_nan_reported() -> bool:
 
 
 def unchecked(function: F) -> F:
-    """Return a wrapper that runs `function` with JAX's checks for NaN and infinity off: they are for user code."""
+    """Return a wrapper that runs `function`, which is not user code, without JAX's checks for NaN and infinity."""
 
     @functools.wraps(function)
     def run(*args: Any) -> Any:
@@ -132,8 +132,9 @@ def _from_numpy(tensor: Any) -> jax.Array:
 def batched_type(axis: Any, aval: Any, dim: int = 0) -> Any:
     """Return the type of a batch of arrays of type `aval`, with the batch axis at `dim`."""
     mapped = unmapped_aval(axis.size, dim, aval, axis.explicit_mesh_axis)
-    # Within a shard_map, devices along the axes of `spmd_axis_name` have different examples, so the batch varies there.
-    # `pcast` a scalar only to read the `manual_axis_type` that it gets.
+    # Within a shard_map, the devices along each mesh axis in `spmd_axis_name` hold different examples. Therefore the
+    # batch varies over these mesh axes. This function calls `pcast` on a scalar only to read the `manual_axis_type` of
+    # the result.
     own = [name for name in axis.spmd_name or () if name in manual_axes() and name not in varying_axes(aval)]
     if not own:
         return mapped
@@ -176,7 +177,9 @@ def mesh_axes_of(sharding: Any, ndim: int) -> list[tuple[str, ...]]:
 
 
 def shard_counts(value: Any) -> list[int]:
-    """Return the number of shards along each axis of an array. `packers` cuts blocks of values that lie in one shard.
+    """Return the number of shards along each axis of an array.
+
+    The module `packers` cuts an array into blocks, each of which lies in one shard.
 
     If the compiler will choose the sharding of an axis (AxisType.Auto), it may shard the axis over any mesh axis whose
     size divides its length. For such an axis, return the least common multiple of the sizes of these mesh axes.

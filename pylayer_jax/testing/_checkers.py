@@ -328,14 +328,17 @@ def gradcheck(
     Gradients in float64 are compared with central differences. Gradients in the dtypes of `args` are compared with the
     gradients in float64. The gradient of each argument must be the same if JAX differentiates with respect to this
     argument alone. If an output has no cotangent, the gradients must be the same as with a cotangent of zeros. The
-    gradients must not change in a second run, or if `fun` runs on other values before `backward`. The gradients must
-    not change under `jax.jit` either, unless `fun` needs concrete values. The gradients must also be linear in the
-    cotangents. If `fun` accepts random values, its gradients at random values are compared too. Random values keep the
-    properties of `args`. If all values in `args` are positive, in [-1, 1], or sorted along the last axis, the random
-    values are so too. If `fun` returns finite results at `100 * args` and `0.01 * args`, the gradients are compared at
-    these arguments too. Such large or small values may take other branches, as in a clipping rule. If `fun` needs
-    special values such as symmetric matrices, check a function that makes these values: `lambda a: Layer.apply((a +
-    a.T) / 2)`. Choose arguments away from kinks, where even a right gradient may differ from the central difference.
+    gradients of a second run must be equal to the gradients of the first run. The gradients must also stay the same if
+    `fun` runs on other values between the forward and the backward pass. The gradients must not change under `jax.jit`
+    either, unless `fun` needs concrete values. The gradients must also be linear in the cotangents. If `fun` accepts
+    random values, its gradients at random values are compared too. Random values keep the properties of `args`. If all
+    values in an array of `args` are positive, the random values of this array are positive too. If the values are
+    sorted along the last axis, the random values are sorted too. If all values are in [-1, 1], the random values are in
+    [-1, 1] too, unless `fun` fails at all such random values. If `fun` returns finite results at `100 * args` and `0.01
+    * args`, the gradients are compared at these arguments too. At such large or small values, `fun` may take other
+    branches, for example where it clips values. If `fun` needs special values such as symmetric matrices, check a
+    function that makes these values: `lambda a: Layer.apply((a + a.T) / 2)`. Choose arguments away from kinks, where
+    even a right gradient may differ from the central difference.
 
     Args:
         fun: a layer class, or a function of `args` that returns any pytree with tensors.
@@ -403,9 +406,10 @@ def assert_equivalent(
 
         >>> assert_equivalent(Round, lambda x: x + jax.lax.stop_gradient(jnp.round(x) - x), (x,))
 
-    The expected gradients are those of the reference. A gradient of the reference may differ from the derivative of the
-    outputs. In this example, the reference has the derivative 1, but rounding has the derivative 0. `assert_equivalent`
-    runs the same checks as `gradcheck`, also for random values.
+    The expected gradients are those of the reference. The gradients that JAX computes for the reference need not be the
+    derivatives of the outputs of the reference. In this example, the reference has the derivative 1. But the outputs of
+    the layer are rounded values, and the derivative of rounding is 0. `assert_equivalent` runs the same checks as
+    `gradcheck`, also for random values.
 
     If the layer runs on several devices, the reference still runs on one device. On each device, the checker compares
     the local copy of each output and of each gradient with the result of the reference. If all entries are wrong by the

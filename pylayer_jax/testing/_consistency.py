@@ -1,8 +1,9 @@
 """Defines the checks that compare gradients with those of other runs, of other cotangents, and under transforms of JAX.
 
-These checks find four kinds of wrong layers. A layer of the first kind has wrong gradients if a cotangent is missing. A
-layer of the second kind has wrong gradients if `needs_input_grad` is False for an argument. A layer of the third kind
-has wrong gradients if the cotangents are large or small. A layer of the fourth kind stores values outside `ctx`.
+These checks find four kinds of wrong layers. A layer of the first kind has wrong gradients if the cotangent of one of
+its outputs is missing. A layer of the second kind has wrong gradients if an entry of `needs_input_grad` is False. A
+layer of the third kind has wrong gradients for cotangents of very large or very small absolute value. A layer of the
+fourth kind stores values outside `ctx`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def check_arguments(subject: Subject) -> Cases:
 
 
 def check_cotangents(subject: Subject) -> Cases:
-    """Compare the gradients if some cotangents are missing with the gradients if these cotangents are zeros."""
+    """Check that missing cotangents give the same gradients as cotangents that are zeros."""
     function, w = subject.function, subject.cotangents
     if len(w) == 1:
         return "there is one, which cannot be missing"
@@ -166,8 +167,8 @@ def _why_not_proved(subject: Subject) -> str:
 def check_leaks(subject: Subject) -> Cases:
     """Compare the gradients of a new trace with eager mode, and check that no tracer outlives this trace.
 
-    Earlier checks have traced the layer. If the layer stored one of their tracers outside of `ctx`, the new trace may
-    read this tracer, and raise an error or compute other gradients.
+    Earlier checks have traced the layer. Suppose that the layer stored a tracer of an earlier check outside of `ctx`.
+    The new trace may then read this old tracer, and raise an error or compute different gradients.
     """
     function = subject.function
 
@@ -204,8 +205,8 @@ def _is_false_alarm(compute: Callable[[], dict[str, Any]]) -> bool:
     # JAX reports a leak for every shard_map, because JAX itself keeps the tracers of a shard_map.
     if "shard_map[" in str(jax.make_jaxpr(compute)()):
         return True
-    # JAX also reports a tracer that is still alive when the trace ends, but is deleted soon after it, such as a tracer
-    # in an object that `forward` stores on `ctx`.
+    # JAX also reports a tracer that is alive when the trace ends, even if the tracer is deleted soon afterwards. An
+    # example is a tracer in an object that `forward` stores on `ctx`.
     before = {*map(id, _living_tracers())}
     try:
         compute()
@@ -247,8 +248,8 @@ def check_shard_map(subject: Subject) -> Cases:
         devices = jax.local_devices(backend=platform)
         count = len(devices)
         mesh = jax.make_mesh((count,), ("devices",), axis_types=(AxisType.Auto,), devices=devices)
-        # Move the arguments to the devices of the mesh. If the arguments were committed to other devices, JAX would
-        # raise an error.
+        # Move the arguments to the devices of the mesh. JAX raises an error for arguments that are committed to devices
+        # other than the devices of the mesh.
         tensors, cotangents = jax.device_put((tensors, cotangents), NamedSharding(mesh, P()))
 
     def results(tensors: list[Any], cotangents: Cotangents) -> dict[str, Any]:
@@ -306,7 +307,7 @@ def check_vmap(subject: Subject) -> Cases:
 
 
 def _choices_of_batch_axes(function: TensorFunction) -> dict[str, _BatchAxes]:
-    """Return the choices of batched tensors and batch axes to check; each key describes its choice in messages."""
+    """Return choices of batch axes to check: a dict from a text for messages to the axis of each batched tensor."""
     positions = function.differentiated_positions
     choices = {"": dict.fromkeys(positions, 0), ", mapped along the last axis": dict.fromkeys(positions, -1)}
     for n in range(1, len(positions)):

@@ -75,8 +75,9 @@ def _also_at_other_values(
 ) -> Cases:
     """Yield the cases of `compare_with` at the user's values, at random values, and at much larger and smaller values.
 
-    The random values are the first ones that the function accepts and for which its results are finite. Second
-    derivatives are not checked at the larger and smaller values, since these checks would take long.
+    The check tries several sets of random values, and uses the first set that the function accepts. At these random
+    values, the results must be finite at the same entries as at the user's values. Second derivatives are not checked
+    at the larger and smaller values, since these checks would take long.
     """
     sentence = yield from compare_with(subject)
     is_first_order = subject.base is None
@@ -89,10 +90,11 @@ def _also_at_other_values(
             yield from _labelled(cases, description)
             break
         refusal = refusal or why_refused
-    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore an error is permitted if
-    # it is small relative to `result_sizes`, the sizes of the results at the user's values. A finite-difference step
-    # whose size is relative to 1 may also move the values out of the saturated region. Therefore `least_size` is 0 at
-    # large values. The size of each finite-difference step is then relative to the entry alone. See "small scale" in
+    # Where a layer saturates, gradients are much smaller than their rounding errors. Therefore the check permits an
+    # error that is small relative to `result_sizes`. `result_sizes` contains the size of each result at the values that
+    # the user passed. If the size of a finite-difference step is relative to 1, the step may move the values out of the
+    # region in which the layer saturates. Therefore `least_size` is 0 at large values. With `least_size` = 0, the size
+    # of each finite-difference step is relative to the sizes of the values, not to 1. See "small scale" in
     # tests/checkers/wrong_layers.py.
     result_sizes = {name: largest(x) for name, x in subject.results.items()} if with_gradients else {}
     for factor in _FAR if is_first_order else ():
@@ -155,13 +157,14 @@ _RANDOM_FACTORS = {
     "larger sizes": (1.0, 1.5, False),
     "smaller sizes": (0.5, 1.0, False),
 }
-# If the function fails at all randomly scaled values, the checks multiply all values by one common number. For example,
-# a positive definite matrix then stays positive definite. The numbers are not round, because layers rarely have a kink
-# at such multiples of the values.
+# If the function fails at every set of values with random factors, the checks multiply all values by one common number
+# instead. For example, a positive definite matrix then stays positive definite. The factors in `_SCALES` are not round
+# numbers. At such an unusual multiple of its values, a layer rarely has a kink.
 _SCALES = (0.7391, 1.1834)
-# Users often check a clipping rule at values that the rule does not clip. The random factors and `_SCALES` hardly
-# change the magnitude of these values. A rule that forgets to zero the gradient of clipped values is found at larger
-# values. See "clipped values" in tests/checkers/wrong_layers.py.
+# Some layers clip values. Users often check such a layer at values that the layer does not clip. The random factors and
+# the factors in `_SCALES` are close to 1. Therefore these factors rarely make an unclipped value so large that the rule
+# clips it. Values that are 100 times larger reveal a rule that forgets to zero the gradient of clipped values. See
+# "clipped values" in tests/checkers/wrong_layers.py.
 _FAR = (100.0, 0.01)
 
 
@@ -231,11 +234,11 @@ def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
 
 
 def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
-    """Return the end of an error message: the branches of the layer that none of the `accepted` values takes.
+    """Return the end of an error message, which lists the branches that no run with `accepted` values takes.
 
     For example, the function returns "; branches that no value takes: max at layers.py:12 is never its first operand".
-    If the function finds no such branch, it returns "". The checker also scales the cotangents by each factor in
-    `_FAR`, because `backward` may clip cotangents.
+    The function returns "" if it finds no branch that all values avoid. The checker also scales the cotangents by each
+    factor in `_FAR`, because `backward` may clip cotangents.
     """
     function, w = subject.function, subject.cotangents
     points = [(values, w) for values in accepted]
@@ -288,7 +291,7 @@ def _evaluate(
 ) -> tuple[list[_Value], list[_Selection]]:
     """Evaluate a jaxpr. Return the outputs of the jaxpr, and its equations that select between branches.
 
-    Leave out each equation whose selection depends only on constants.
+    The list of equations leaves out an equation if constants alone determine the branch that the equation selects.
 
     `within` lists the equations that hold this jaxpr, outermost first.
     """
@@ -312,7 +315,7 @@ def _evaluate(
 
 
 def _is_selection(equation: Any, operands: Sequence[_Value]) -> bool:
-    """Return whether an equation selects between branches, and not by constants alone."""
+    """Return whether an equation selects between branches by a value that is not constant."""
     name = equation.primitive.name
     if name in ("select_n", "cond"):  # the first operand selects
         return operands[0].is_variable
@@ -350,8 +353,8 @@ def _is_call(equation: Any) -> bool:
 def _is_guard(equation: Any) -> bool:
     """Return whether an operation distinguishes infinities and NaN from numbers, as in `jnp.where(x == jnp.inf, 0, x)`.
 
-    The check ignores branches that such an operation selects, since finite values never take the branch for infinities
-    or NaN.
+    The check ignores the branches that such an operation selects. Finite values never take a branch for infinities or
+    NaN.
     """
     name, operands = equation.primitive.name, equation.invars
     is_compared_with_itself = name in ("eq", "ne") and operands[0] is operands[1]
@@ -360,9 +363,10 @@ def _is_guard(equation: Any) -> bool:
 
 
 def _is_followed(equation: Any, result: Any) -> bool:
-    """Return whether the check reports a later selection that depends on this result."""
-    # Floats and bools count. An integer does not, since JAX itself compares each index with 0. The index of a `cond` is
-    # an integer too. It counts if JAX converted it from a bool.
+    """Return whether the report includes a selection between branches that depends on this result alone."""
+    # Floats and bools count. An integer result does not count, because JAX itself compares each index with 0. The
+    # operand that selects the branch of a `cond` is also an integer. But the index of a `cond` counts if JAX converted
+    # it from a bool.
     is_index_of_cond = equation.primitive.name == "convert_element_type" and equation.invars[0].aval.dtype == bool
     return has_tangent(result.aval) or result.aval.dtype == bool or is_index_of_cond
 
@@ -418,7 +422,7 @@ def _compare_with_differences(subject: Subject) -> Cases:
     yield from cases
     outputs = named_outputs(subject.outputs)
     if first_mismatch([subject.case("", outputs, _cast(named_outputs(wide.outputs), outputs))]):
-        # The function computes other outputs in float64, as a function with random numbers does.
+        # The outputs in float64 differ by more than rounding errors, as for a function that draws random numbers.
         yield from _numerical_cases(subject)
         return sentence
     dtypes = dict.fromkeys(str(x.dtype) for x in subject.function.values if jnp.finfo(x.dtype).eps > _WIDE)
@@ -435,8 +439,8 @@ def _in_float64(subject: Subject) -> tuple[Subject, list[Case]] | None:
 
     The copy gets float64 or complex128 values.
 
-    Return None if the function returns a narrower dtype, or raises an error. If the error is not due to float64, it
-    occurs again when the caller runs the function in the original dtypes.
+    Return None if the function returns a narrower dtype, or raises an error. If the function also raises this error in
+    the original dtypes, the caller gets the error there.
     """
     cotangents = subject.cotangents  # computed outside of enable_x64
     with jax.enable_x64(True):
@@ -454,7 +458,7 @@ def _cast(arrays: Arrays, like: Arrays) -> dict[str, Any]:
 
 
 class Slope(NamedTuple):
-    """The derivative of the weighted sum of the outputs along a direction."""
+    """The directional derivative of the weighted sum of a function's outputs."""
 
     value: float
     error: float  # how large the error of the value may be
@@ -467,8 +471,8 @@ SlopeFunction = Callable[[int, np.ndarray], Slope]  # from the position of an ar
 def _numerical_cases(subject: Subject) -> Iterator[Case]:
     """Yield cases that compare the gradients with central differences.
 
-    A central difference is the difference of a weighted sum of the outputs at two points. The weight of each output
-    entry is the matching entry of its cotangent.
+    A central difference is the change of a weighted sum of the outputs between two points, divided by the distance
+    between the points. In this sum, the weight of each output entry is the cotangent of this entry.
     """
     rtol = subject.epsilon ** (1 / 3)
     return directional_cases(
@@ -485,12 +489,14 @@ def _difference(subject: Subject, j: int, direction: np.ndarray) -> Slope:
 
 def _sizes_of_steps(value: np.ndarray, is_moved: np.ndarray, options: Options) -> list[Any]:
     """Return scales for a finite-difference step: numbers, or arrays with one number per entry of `value`."""
-    # A size is left out if its step would hardly differ from another step: thus the two factors of 0.1.
+    # A scale is left out if its finite-difference step would hardly differ from the step of another scale. The two
+    # factors of 0.1 decide this.
     whole = largest(value)
     sizes: list[Any] = [max(options.least_size, largest(value[is_moved])) or whole or 1.0]
     if options.step is None and whole:
-        # No rule gives the best step size of a finite difference. The best step size may be relative to 1, to the
-        # largest entry of the array, or to each entry. Therefore try all three.
+        # No rule gives the best step size of a finite difference. The best step size may be a fixed number, or
+        # proportional to the largest entry of the array, or, for each entry, proportional to this entry. Therefore try
+        # all three.
         own = np.where(np.isfinite(value) & (value != 0), np.abs(value), whole)
         sizes += [whole] if whole < 0.1 else []
         smallest = np.min(own, where=is_moved, initial=whole)
@@ -518,7 +524,7 @@ def _central_difference(subject: Subject, j: int, half_step: np.ndarray) -> Slop
 
 
 def _sort_key(slope: Slope) -> tuple[float, float]:
-    """Return the relative error of a slope (limited to 1 if finite), and the absolute error."""
+    """Return two sort keys: the relative error of a slope, which is at most 1 or infinite, and the absolute error."""
     if not np.isfinite(slope.error):
         return np.inf, np.inf
     return slope.error / max(abs(slope.value), slope.error) if slope.error else 0.0, slope.error
@@ -527,7 +533,7 @@ def _sort_key(slope: Slope) -> tuple[float, float]:
 def directional_cases(
     subject: Subject, slope_along: SlopeFunction, limit: int, source: str, rtol: float | None = None
 ) -> Iterator[Case]:
-    """Yield cases that compare the gradient of each array with slopes, at up to `limit` entries.
+    """Yield cases that compare the gradient of each array, at up to `limit` entries, with slopes from `slope_along`.
 
     For an array with more than `limit` entries, a second case compares the slope along a random direction.
 
@@ -611,7 +617,8 @@ def _why_not_defined(subject: Subject) -> str:
         # For two known reasons, `jax.jvp` cannot differentiate the gradients of a layer: `backward` is not linear in
         # the cotangents, or `backward` has no derivative.
         is_known = subject.base and isinstance(error, (NotLinearError, OnceDifferentiableError))
-        # For a `jax.custom_vjp` function, JAX raises a TypeError. Only the message of this error shows its cause.
+        # For a `jax.custom_vjp` function, JAX raises a TypeError. Only the message of this TypeError distinguishes it
+        # from other TypeErrors.
         if not is_known and "autodiff (jvp) to a custom_vjp" not in str(error):
             raise
         return f"not defined: {first_line(error).split('. ')[0]}"
@@ -660,7 +667,8 @@ def _under_jit(subject: Subject, how: str) -> Iterator[Case]:
 def _under_vmap(subject: Subject, how: str) -> Iterator[Case]:
     """Yield cases that compare gradients with forward mode under `jax.vmap`, along random directions.
 
-    Each case runs a batch of two examples, and compares the derivative of the first example.
+    Each case differentiates a batch of two examples, and compares the derivative of the first example with the
+    gradient.
     """
     outputs = jax.vmap(subject.function.selected(subject.cotangents))
     batched_jvp = jax.jit(lambda values, tangents: jax.jvp(outputs, values, tangents))

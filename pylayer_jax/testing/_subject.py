@@ -100,7 +100,7 @@ class TensorFunction:
     def run_differentiated(self) -> tuple[list[Any], list[int]]:
         """Run the function under `jax.vjp`.
 
-        Return all outputs, and the positions of those outputs that JAX differentiates.
+        Return a list of all outputs, and a list of the positions of the outputs that JAX differentiates.
 
         Integer outputs, and outputs that are marked as not differentiable, have no gradient.
         """
@@ -112,7 +112,7 @@ class TensorFunction:
         return jax.vjp(run, self.values, has_aux=True)[2]
 
     def changeable_types(self) -> list[type]:
-        """Return those of the types float, int, bool and jax.Array whose arguments `run_changed` can change."""
+        """Return the types among float, int, bool and jax.Array for which `run_changed` changes an argument."""
         arguments = [*self.tensors, *self.skeleton.statics()]
         return [kind for kind in _CHANGES if any(_changed(kind, x) is not x for x in arguments)]
 
@@ -156,8 +156,8 @@ class TensorFunction:
     def gradient_function(self, cotangents: Cotangents, order: int = 1) -> TensorFunction:
         """Return the function that maps the values and the cotangents to the gradients.
 
-        `order` is the order of these derivatives: 1 for the gradients of the user's function, 2 for the gradients of
-        these gradients.
+        If `order` is 1, the gradients are those of the user's function. If `order` is 2, the gradients are those of the
+        gradients of the user's function.
         """
 
         def gradients(values: list[Any], cotangents: Cotangents) -> list[Any]:
@@ -177,7 +177,7 @@ _CHANGES: dict[type, Callable[[Any], Any]] = {
 
 
 def _changed(kind: type, x: Any) -> Any:
-    """Return another value in place of `x` if `x` is of this type and not a scalar array; otherwise return `x`."""
+    """Return a changed `x` if `x` has the type `kind`, and `x` itself otherwise. A scalar array stays unchanged."""
     applies = is_tensor(x) and x.ndim > 0 if kind is jax.Array else type(x) is kind
     return _CHANGES[kind](x) if applies else x
 
@@ -395,8 +395,8 @@ Cases = Generator[Case, None, str]  # yields the cases of a check, and returns a
 class Options:
     """The options of `gradcheck` and `check_layer`.
 
-    The checks at 100 and 0.01 times the user's values set the last two (`_also_at_other_values` in `_derivatives.py`).
-    Elsewhere these two have their defaults.
+    The checks at 100 and 0.01 times the user's values set the options `least_size` and `result_sizes`: see
+    `_also_at_other_values` in `_derivatives.py`. Elsewhere these two have their defaults.
     """
 
     rtol: float | None = None
@@ -445,11 +445,11 @@ class Subject:
 
     @property
     def root(self) -> Subject:
-        """The subject of the function that the user gave."""
+        """The `Subject` for the user's function itself, not for a derivative of it."""
         return self if self.base is None else self.base.root
 
     def at(self, values: Sequence[Any], options: Options) -> Subject:
-        """Return a subject for the same derivative of the user's function, but at other values of its tensors."""
+        """Return a `Subject` for the same function or derivative, in which the user's tensors have other values."""
         if self.base is not None:
             return self.base.at(values, options).derivative
         reference = self.reference and self.reference.with_values(list(map(gathered, values)))
@@ -507,7 +507,8 @@ class Subject:
     @functools.cached_property
     def gradient_term_sizes(self) -> list[float]:
         """For the gradient of each value, an estimate of the size of the terms that add up to this gradient."""
-        # In y = a * x with the cotangent w, the gradient of x is w * a = w * y / x. So divide by the size of the value.
+        # In y = a * x with the cotangent w, the gradient of x is w * a = w * y / x. So this function divides an
+        # estimate of the size of w * y by the size of x.
         sizes = [max(largest(y), size) for y, size in zip(self.outputs, self.output_term_sizes, strict=True)]
         whole = max(largest(w) * sizes[k] for k, w in self.cotangents.items())
         return [whole / (largest(x) or 1.0) for x in self.function.values]
@@ -543,8 +544,8 @@ class Subject:
         noise = 4 * max(change, self.epsilon * term_size)
         # The noise is limited, because rounding errors are much smaller than 1 unless the array has large values.
         most = self.epsilon**0.5 * max(largest(x), 1.0)
-        # At scaled values, an error is permitted if it is small relative to the results at the user's values.
-        # Elsewhere, `result_sizes` is empty.
+        # When the checker scales the user's values, it also permits an error that is small relative to the results at
+        # the unscaled values. Elsewhere, `result_sizes` is empty.
         return max(min(noise, most), self.epsilon**0.5 * self.options.result_sizes.get(name, 0.0))
 
     def case(self, label: str, got: Arrays, expected: Arrays | None = None, source: str = "in eager mode") -> Case:
