@@ -92,7 +92,7 @@ class _Structure:
         return [ShapedArray(shape, jax.dtypes.canonicalize_dtype(dtype)) for shape, dtype in self.values(self.types)]
 
     def fill(self, inputs: Sequence[Any], values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return the tensors of a run, and the tree that holds them, from the `inputs` and the `values` of the run."""
+        """Rebuild the result of a method from `inputs` and `values`. Return its tensors, and the tree with them."""
         known = [*inputs, *values]
         tensors = [known[i] for i in self.positions]
         return tensors, self.skeleton.fill(tensors, copy_container)

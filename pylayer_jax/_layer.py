@@ -230,9 +230,9 @@ class PyLayer:
         >>> print(jax.grad(Tanh.apply)(0.0))
         1.0
 
-    Every reverse-mode transformation uses `backward`, at every order of differentiation. `jax.hessian` and forward mode
-    transpose `backward`, which then has to be linear in its cotangents. Every run of `backward` gets the values that
-    `forward` kept on `ctx`: containers are copied for each run, and other objects are shared.
+    Every reverse-mode transformation uses `backward`, at every order of differentiation. JAX transposes `backward` in
+    forward mode and for `jax.hessian`. Then `backward` has to be linear in its cotangents. Every run of `backward` gets
+    the values that `forward` kept on `ctx`: containers are copied for each run, and other objects are shared.
 
     In eager mode, a first derivative runs `forward` and `backward` on concrete values. A second derivative traces
     `forward`, also in eager mode.

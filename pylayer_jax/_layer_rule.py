@@ -298,7 +298,9 @@ class StagedLayer(RuleFunction):
         return super().is_divisible and not self.call.layer._has_vmap_method()
 
     def packing(self) -> StagedLayer:
-        """Return a copy of this function whose rule packs residuals; outside a block of hooks, return this function.
+        """Return a copy of this function whose rule packs residuals.
+
+        If no saved-tensor hooks are active, return this function.
 
         The JVP rule of the copy applies the original function, and the JVP rule of the original function packs nothing.
         So a second derivative packs nothing.
@@ -594,7 +596,7 @@ def linearize(
 ) -> tuple[LayerMap, Values, Values]:
     """Linearize a run of `forward`: return the linear map, the outputs, and the residuals that the linear map reads.
 
-    If `packs` is True, the saved-tensor hooks around the call pack those residuals that are saved tensors.
+    If `packs` is True, the active saved-tensor hooks pack those residuals that are saved tensors.
     """
     __tracebackhide__ = True
     kept = run.kept

@@ -274,7 +274,7 @@ class HostBackwardError(OnceDifferentiableError):
 
 
 def once_differentiable_error(layer: Any) -> OnceDifferentiableError | None:
-    """Return the error for a second derivative of a class whose `backward` has no derivative.
+    """Return the error that a second derivative raises if the `backward` of a layer class has no derivative.
 
     Return None for other classes.
     """

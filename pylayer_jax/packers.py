@@ -8,10 +8,11 @@
 
 A pair packs the residuals that are computed inside the block, so put the block around the whole loss. By default, a
 pair does not pack values from outside the block, such as weights and inputs. It does not pack slices, reshapes and
-casts of these values either. With `arguments=True`, a pair packs all these values too. Integers, complex numbers and
-PRNG keys are not packed. `only` is a predicate of an array, or of an array and its origin (see `saved_tensors_hooks`).
-A tensor for which `only` returns False is not packed. For example, `cast_saved(only=lambda x: x.ndim > 1)` does not
-pack vectors and scalars. Unpacking restores the dtype, the sharding and the weak type of every tensor.
+casts of these values either. With `arguments=True`, a pair packs these values too, like any other tensor. Integers,
+complex numbers and PRNG keys are not packed. `only` is a predicate of an array, or of an array and its origin (see
+`saved_tensors_hooks`). A tensor for which `only` returns False is not packed. For example, `cast_saved(only=lambda x:
+x.ndim > 1)` does not pack vectors and scalars. Unpacking restores the dtype, the sharding and the weak type of every
+tensor.
 """
 
 from __future__ import annotations
@@ -250,7 +251,9 @@ class quantize_saved(_ReadyPair):  # noqa: N801 - as save_on_cpu
 
 
 def _block_length(x: Any, largest: int) -> int:
-    """Return the number of values in a block of the last axis. The number divides the axis length in each shard.
+    """Return the number of values in a block of the last axis.
+
+    The number of values in a block divides the length of the axis in each shard.
 
     The block length is the greatest divisor that is at most `largest`. If this divisor is much smaller than both
     `largest` and the axis length in each shard, the block length is the smallest divisor above `largest` instead. For

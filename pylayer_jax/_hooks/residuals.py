@@ -723,7 +723,9 @@ def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]
 
 
 def _largest(tensors: Sequence[Any]) -> list[Any]:
-    """Return the largest absolute value of each traced tensor, as residuals, if JAX is set to report NaN or infinity.
+    """If JAX reports NaN or infinity, return the largest absolute value of each traced tensor.
+
+    These values are residuals.
 
     JAX looks for NaN among the results of a program. Packed and recomputed tensors are not among these results, so JAX
     would not find a NaN in them. The forward pass returns the largest absolute value of each traced tensor as one more

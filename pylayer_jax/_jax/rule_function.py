@@ -343,7 +343,9 @@ class RuleFunction:
         return False
 
     def run_batch(self, axis: Any, dims: Sequence[Any]) -> Callable[..., tuple[Values, list[Any]]]:
-        """Return a function that computes the values of a batch, and the batch axis (0 or None) of each value.
+        """Return the batched version of `run`.
+
+        It returns the values for a batch, and the batch axis (0 or None) of each value.
 
         NOTE [all outputs are batched]
         If any operand or result has a batch axis, then every result that can have a tangent gets a batch axis.
@@ -525,7 +527,7 @@ class LinearMap:
         raise NotImplementedError
 
     def check_derivative(self) -> None:
-        """Raise an error if JAX may not differentiate this linear map with respect to its residuals."""
+        """Raise an error if a derivative of this linear map with respect to its residuals is forbidden."""
 
 
 class BatchedMap(LinearMap):
@@ -643,7 +645,7 @@ class Identity(RuleFunction):
         return self.of(select([v.aval for v in self.jaxpr.outvars], used)), list(used)
 
     def of(self, types: Sequence[Any]) -> Identity:
-        """Return the same function for operands of the given types."""
+        """Return the same identity function for operands of the types `types`."""
         return Identity(self.name, tuple(types), self.error)
 
     @property

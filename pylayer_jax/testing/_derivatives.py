@@ -119,7 +119,7 @@ def _cases_at(
     compare_with: Callable[[Subject], Cases],
     with_gradients: bool,
 ) -> tuple[list[Case], str]:
-    """Return (cases at `values`, ""), or ([], reason) if the function refuses these values.
+    """Return the test cases at `values`, and "". If the function refuses these values, return [] and the reason.
 
     The results of the function must be finite at each entry at which the results for the user's values are finite.
     """
