@@ -108,7 +108,7 @@ class LayerCall:
         return run
 
     def run_undifferentiated(self, tensors: Sequence[Any]) -> Any:
-        """Run `forward` in a call that JAX does not differentiate.
+        """Run `forward` in a call that JAX neither differentiates nor stages.
 
         Return the outputs in the containers (such as a tuple or a dict) that `forward` returned.
         """
@@ -230,6 +230,7 @@ class LayerCall:
         # To transpose `backward` is allowed even if @once_differentiable decorates it. Therefore the transpose calls
         # the undecorated method, which does not raise the error of @once_differentiable.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
+        # The gradients depend on a token, so that XLA drops no host call: see NOTE [dropped calls] in `_host_layer.py`.
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self)
         token = _host_layer.token_of_forward(ctx) if layer.host == "forward" else None
@@ -248,7 +249,7 @@ class LayerCall:
             result, token = result
         gradients = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
         if token is not None:
-            gradients = _host_layer.depending_on(token, gradients)
+            gradients = _host_layer.depending_on(token, gradients, arguments.types)
         return _conjugated(gradients) if is_conjugated else gradients
 
     def run_jvp(

@@ -47,17 +47,17 @@ from ._context import ContextState, backward_context, copy_container
 from ._jax.host_call import HostFunction, host_call_p
 from ._jax.rule_function import forbid_derivative, merge, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
-from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over
+from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over, with_type
 from ._messages import describe, second_derivative_error
 from ._trees import Skeleton, _Dict, contains, split
 
 LayerCall = Any  # the class in `_call.py`, which imports this module
 
 _SAVED = "ctx.save_for_backward"
-_TOKEN = "_has_run"  # the attribute of ctx that holds the token of NOTE [dropped calls]
+_TOKEN = "_pylayer_jax_token"  # the attribute of ctx that holds the token of NOTE [dropped calls]
 # The name of the attribute of ctx that holds the `needs_input_grad` of `forward`. `run_backward` uses this
 # `needs_input_grad` to find the `_Example` of `forward`.
-_NEEDS = "_needs_in_forward"
+_NEEDS = "_pylayer_jax_needs"
 _MAX_EXAMPLES = 64  # per class, since each call may pass a new lambda
 
 
@@ -559,7 +559,7 @@ def token_of_forward(ctx: Any) -> Any:
     return vars(ctx).pop(_TOKEN, None)
 
 
-def depending_on(token: Any, gradients: Sequence[Any]) -> list[Any]:
+def depending_on(token: Any, gradients: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     """Return the gradients, each of which depends on the token if `forward` or `backward` runs in a `host_call`.
 
     See NOTE [dropped calls]. A gradient stays None: zeros in its place would be a cotangent for other layers. In a
@@ -569,12 +569,13 @@ def depending_on(token: Any, gradients: Sequence[Any]) -> list[Any]:
         return list(gradients)
     has_run = token[0] == 0  # XLA does not know that the token is zero
 
-    def dependent(gradient: Any) -> Any:
+    def dependent(gradient: Any, aval: Any) -> Any:
         if gradient is None or varying_axes(typeof(has_run)) - varying_axes(typeof(gradient)):
             return gradient
-        return jax.lax.select(has_run, gradient, jnp.zeros_like(gradient))  # unlike a product, it keeps infinities
+        # A product would change complex infinities. XLA would drop a choice between zeros and a gradient that is zero.
+        return with_type(jax.lax.select(has_run, gradient, jnp.full_like(gradient, jnp.nan)), aval)
 
-    return [dependent(gradient) for gradient in gradients]
+    return [dependent(gradient, aval) for gradient, aval in zip(gradients, types, strict=True)]
 
 
 def run_vmap(call: LayerCall, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:

@@ -195,7 +195,7 @@ class CodeMap(LinearMap):
     if it has a nonzero tangent. The residuals of the map are the values of all variables in `sources`. A `CodeMap`
     computes the tangents of saved tensors that are neither inputs nor outputs of `forward`. `evaluate` calls `jax.jvp`,
     and `transpose` calls `jax.vjp`. Therefore code that supports only forward mode works in forward mode. Code that
-    supports only reverse mode works in reverse mode. A first derivative calls neither method.
+    supports only reverse mode works in reverse mode. A first derivative in reverse mode calls neither method.
     """
 
     nonlinearity = "the code of a forward whose values depend on them"
@@ -260,10 +260,9 @@ class StagedLayer(RuleFunction):
         # nothing. Otherwise `without_packing` is None.
         self.without_packing: StagedLayer | None = None
         self.n_outputs = len(kept.outputs.types)
-        # The indices of the outputs whose tangents come from the method `backward` or `jvp` of the layer class. The
-        # list `with_rule` omits an output that is also an input, because this output keeps the tangent of the input.
-        # JAX differentiates the intermediates with respect to two kinds of variables: the inputs, and the outputs in
-        # this list.
+        # The indices of the outputs from which intermediates are computed. Of two outputs that are one variable, the
+        # last counts. An output that is also an input is left out: for the intermediates, this variable has the tangent
+        # of the input.
         results = jaxpr.outvars
         last = {v: i for i, v in enumerate(results[: self.n_outputs]) if not is_literal(v)}  # the last position counts
         inputs = set(jaxpr.invars)
@@ -536,8 +535,9 @@ class EagerLayer(RuleFunction):
             return call.run_on_values(primals, needs)
         has_two_parts = layer._has_setup_context() and layer._has_vmap_method() and not layer.host
         if has_two_parts and not any(map(is_differentiated, primals)):
-            # `forward` may be host code, which only the `vmap` of the class can batch. So compute the outputs with
-            # `vmap`. Then call `setup_context` with the inputs and the outputs, so that it saves values for `backward`.
+            # `forward` may be NumPy code of a class without `host`, which JAX cannot stage. Only the `vmap` of the
+            # class can batch it. So compute the outputs with `vmap`. Then call `setup_context` with the inputs and the
+            # outputs, so that it saves values for `backward`.
             values = apply(self, primals)  # sets `call.outputs`, which `in_containers` reads
             output = call.in_containers(values)
             return call.run_forward(primals, needs, layer._setup_with(output))
@@ -554,10 +554,9 @@ class EagerLayer(RuleFunction):
 
 
 class EagerBatch(UnstagedBatch):
-    """A function that runs the `vmap` method of a layer class on a batch of concrete values.
+    """A function that runs the `vmap` method of a layer class on a batch, without staging.
 
-    The inner function is an `EagerLayer`; with nested `jax.vmap`, it is another `EagerBatch`. The `vmap` of the class
-    runs on concrete values.
+    The inner function is an `EagerLayer`; with nested `jax.vmap`, it is another `EagerBatch`.
     """
 
     inner: EagerLayer | EagerBatch

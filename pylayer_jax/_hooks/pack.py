@@ -131,8 +131,8 @@ def reference(value: Any) -> Callable[[], Any]:
 class Pair:
     """The pack and unpack hooks of a `saved_tensors_hooks` object.
 
-    A pair holds a sequence of steps, each with a pack hook and an unpack hook. Each pack hook packs what the pack hook
-    of the previous step returned.
+    Most pairs have one step, which is a pack hook and an unpack hook. A chain of pairs has several steps. Each pack
+    hook packs what the pack hook of the previous step returned.
     """
 
     steps: Sequence[Step]
@@ -144,7 +144,7 @@ class Pair:
     by_name: Mapping[Any, Sequence[Step]] | None = None  # name -> steps; if given, it replaces `steps`
 
     def __post_init__(self) -> None:
-        self.n_packed: Counter[bool] = Counter()  # the key is True for traced tensors
+        self.n_packed: Counter[bool] = Counter()  # the key is True for tensors of staged code
         self.residuals = WeakTable()  # tensor -> residual: a tensor that several operations keep is packed once
         self.unmatched = {key for key in self.by_name or () if key is not ...}  # the keys that named no tensor so far
         self.seen: dict[str, None] = {}  # names of kept tensors, recorded while keys are unmatched

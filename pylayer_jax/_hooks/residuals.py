@@ -710,7 +710,7 @@ def _further_residuals(known: _KnownResiduals, plan: _Plan, tensors: Sequence[An
 
 
 def _marks(packing: Packing, tensors: Sequence[Any], recomputed: Collection[int]) -> list[Any]:
-    """Apply a `Mark` to each tensor in `tensors` that hooks can pack, and return the marked tensors.
+    """Apply a `Mark` to each tensor in `tensors` that hooks can pack. Return the marks, which are empty arrays.
 
     If no report is being made, return an empty list.
 

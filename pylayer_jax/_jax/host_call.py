@@ -65,7 +65,11 @@ def _batch(function: HostFunction, axis: Any, args: Sequence[Any], dims: Sequenc
         values = jax.jit(lambda xs: jax.lax.map(one, xs))(batches)
     else:  # for `jax.lax.map`, JAX would keep a compiled loop forever, with the function and all objects that it holds
         results = [one([x[i] for x in batches]) for i in range(axis.size)]
-        values = [jnp.stack(xs) for xs in zip(*results, strict=True)]
+        columns = zip(*results, strict=True) if results else [()] * len(function.results)
+        values = [
+            jnp.stack(xs) if xs else jnp.zeros((0, *t.shape), t.dtype)
+            for xs, t in zip(columns, function.results, strict=True)
+        ]
     return values, [0] * len(values)
 
 

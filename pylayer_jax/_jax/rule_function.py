@@ -407,10 +407,10 @@ class BatchedFunction(RuleFunction):
     def rule(self, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Values, Values]:
         """Batch the rule of the inner function.
 
-        A tangent has the same batch axis as its primal. If all examples share a primal, its tangent is repeated, so
-        that each example applies its own linear map. Otherwise the transpose of the linear map would get the sum of the
-        cotangents of all examples. If it is not linear (a layer's `backward` need not be), its result would be wrong.
-        tests: contract/test_vmap.py
+        A tangent has the same batch axis as its primal. If all examples share a primal, but not all primals, its
+        tangent is repeated. So each example applies its own linear map. Otherwise the transpose of the linear map would
+        get the sum of the cotangents of all examples. If it is not linear (a layer's `backward` need not be), its
+        result would be wrong. tests: contract/test_vmap.py
         """
         __tracebackhide__ = True
         n, dims = self.n_consts, self.dims
@@ -428,8 +428,11 @@ class BatchedFunction(RuleFunction):
         return values, [t if t is None or d is not None else t[0] for t, d in pairs]
 
     def _with_repeated_tangents(self, tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Return the batch axes of tangents, and the tangents. A tangent that all examples share is repeated."""
-        if all(d is None for d in self.dims):
+        """Return the batch axes of tangents, and the tangents.
+
+        If an operand is batched, a tangent that all examples share is repeated.
+        """
+        if all(d is None for d in self.dims):  # the function only uses the axis by its name
             return self.dims, list(tangents)
         repeated = [
             t if t is None or d is not None else batch_axis_to_front(self.axis, t, None)
@@ -621,7 +624,7 @@ linear_map_p.register(
 
 
 _BARRIER = "barrier"
-_WAIT = "wait"  # a barrier that keeps operands whose results are not used
+_WAIT = "wait"  # a barrier that keeps all operands as long as one result is used
 
 
 class Identity(RuleFunction):

@@ -148,7 +148,8 @@ def _finite_masks(subject: Subject, with_gradients: bool) -> list[np.ndarray]:
 # Users often check a layer at ones, at equal arguments, or at a symmetric matrix. With such arguments, even a wrong
 # `backward` of a product may return the right gradients. For example, `backward` may forget a transpose or swap two
 # gradients. The checks therefore multiply each entry by a different random number: [0.2, -0.9] may become [-0.16,
-# 0.74]. Positive values remain positive, values in [-1, 1] remain in this range, and sorted values remain sorted.
+# 0.74]. Positive values remain positive, sorted values remain sorted, and the first random values remain in [-1, 1] if
+# the user's values are in this range.
 
 # The range of the random factors, and whether signs may change. The largest changes come first.
 _RANDOM_FACTORS = {
@@ -234,7 +235,7 @@ def _masks_of_cases(which: Any, count: int) -> dict[str, Any]:
 
 
 def _branches_not_taken(subject: Subject, accepted: Sequence[Sequence[Any]]) -> str:
-    """Return the end of an error message, which lists the branches that no run with `accepted` values takes.
+    """Return the end of the text for the report, which lists the branches that no run with `accepted` values takes.
 
     For example, the function returns "; branches that no value takes: max at layers.py:12 is never its first operand".
     The function returns "" if it finds no branch that all values avoid. The checker also scales the cotangents by each

@@ -539,6 +539,27 @@ def test_a_policy_that_saves_a_name(host, names):
 
 @EAGER_AND_JIT
 @pytest.mark.parametrize("host", [True, "forward"])
+def test_an_empty_batch(host, mode):
+    made = layer(
+        lambda ctx, x: ctx.save_for_backward(x) or x * x, lambda ctx, dy: 2 * dy * ctx.saved_tensor()[0], host=host
+    )
+    nothing = jnp.zeros((0, 3))
+    assert mode(jax.vmap(made.apply))(nothing).shape == (0, 3)
+    assert mode(jax.grad(lambda x: jax.vmap(made.apply)(x).sum()))(nothing).shape == (0, 3)
+
+
+@pytest.mark.parametrize("host", [True, "forward"])
+def test_a_gradient_that_is_zero_on_example_arrays(host):
+    def forward(ctx, x):
+        ctx.is_large = bool(np.max(x) > 50)
+        return x * 2
+
+    made = layer(forward, lambda ctx, dy: dy * (2 if ctx.is_large else 0), host=host)
+    assert "ctx.is_large" in error_of(jax.jit(jax.grad(lambda x: made.apply(x).sum())), X + 100)
+
+
+@EAGER_AND_JIT
+@pytest.mark.parametrize("host", [True, "forward"])
 def test_a_gradient_that_is_none_is_no_cotangent(host, mode):
     calls = []
     inner = layer(lambda ctx, x: x * 1, lambda ctx, dy: calls.append(1) or dy)
