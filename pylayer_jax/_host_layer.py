@@ -45,7 +45,7 @@ import numpy as np
 
 from ._context import ContextState, backward_context, copy_container
 from ._jax.host_call import HostFunction, host_call_p
-from ._jax.rule_function import forbid_derivative, merge, select
+from ._jax.rule_function import barrier, forbid_derivative, merge, scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
 from ._jax.types import as_arrays, has_tangent, is_key, is_set, typeof, varying_axes, varying_over, with_type
 from ._messages import describe, second_derivative_error
@@ -562,20 +562,24 @@ def token_of_forward(ctx: Any) -> Any:
 def depending_on(token: Any, gradients: Sequence[Any], types: Sequence[Any]) -> list[Any]:
     """Return the gradients, each of which depends on the token if `forward` or `backward` runs in a `host_call`.
 
-    See NOTE [dropped calls]. A gradient stays None: zeros in its place would be a cotangent for other layers. In a
-    shard_map, a gradient that is the same on all devices stays as it is if the token differs between devices.
+    See NOTE [dropped calls]. A gradient stays None: zeros in its place would be a cotangent for other layers. The
+    gradients get the explicit shardings of `types`, which NumPy arrays do not have. In a shard_map, a gradient that is
+    the same on all devices stays as it is if the token differs between devices.
     """
-    if not is_tracer(token):
+    has_one = [gradient is not None for gradient in gradients]
+    if not is_tracer(token) or not any(has_one):
         return list(gradients)
     has_run = token[0] == 0  # XLA does not know that the token is zero
 
     def dependent(gradient: Any, aval: Any) -> Any:
-        if gradient is None or varying_axes(typeof(has_run)) - varying_axes(typeof(gradient)):
+        if not varying_axes(typeof(has_run)) <= varying_axes(typeof(gradient)):
             return gradient
-        # A product would change complex infinities. XLA would drop a choice between zeros and a gradient that is zero.
-        return with_type(jax.lax.select(has_run, gradient, jnp.full_like(gradient, jnp.nan)), aval)
+        # Unlike a product, `select` keeps complex infinities. It is linear, so it has zeros in place of NaN.
+        return with_type(jax.lax.select(has_run, gradient, jnp.zeros_like(gradient)), aval)
 
-    return [dependent(gradient, aval) for gradient, aval in zip(gradients, types, strict=True)]
+    # XLA would drop a choice between zeros and a gradient that is zero. It does not look behind the barrier.
+    pairs = zip(barrier(select(gradients, has_one)), select(types, has_one), strict=True)
+    return scatter([dependent(gradient, aval) for gradient, aval in pairs], has_one)
 
 
 def run_vmap(call: LayerCall, axis: Any, dims: Sequence[Any], vmap: Callable[..., Any], tensors: Sequence[Any]) -> Any:
