@@ -138,6 +138,8 @@ class _Structure:
                 )
         ours, others = self._entries(), other._entries()
         names = [name for name in ours | others if not _all_equal(ours.get(name, ()), others.get(name, ()))]
+        if not names:
+            return "ctx.set_materialize_grads: another flag in this run than in the run on example arrays."
         return (
             f"{', '.join(names)}: another structure in this run than in the run on example arrays. Return and keep the "
             "same containers in all runs, with arrays of the same shapes: for example zeros in place of None."

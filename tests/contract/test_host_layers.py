@@ -475,6 +475,7 @@ DIFFERS = {  # in the run on example arrays, x is small
     "ctx, only set where it is needed": (lambda ctx, big: big and setattr(ctx, "mask", np.ones(3, bool)), None),
     "ctx, a list of arrays": (lambda ctx, big: setattr(ctx, "mask", [np.ones(3)] if big else []), None),
     "ctx, an array of another length": (lambda ctx, big: setattr(ctx, "mask", np.ones(3 if big else 0)), None),
+    "ctx, another flag": (lambda ctx, big: ctx.set_materialize_grads(big), None),
     "gradient, None in the run": (lambda ctx, big: None, lambda g, big: None if big else g),
 }
 
@@ -498,7 +499,7 @@ def test_what_differs_between_runs(name, host, transform):
         return returns(dy, bool(np.max(ctx.saved_tensor()[0]) > 50)) if returns else dy
 
     made = host_layer(forward, backward) if host is True else layer(forward, backward, host=host)
-    with pytest.raises(Exception, match=r"another structure|expected float\w+\[0\]|None"):
+    with pytest.raises(Exception, match=r"another (structure|flag)|expected float\w+\[0\]"):
         jax.block_until_ready(transform(jax.grad(lambda x: made.apply(x).sum()))(jnp.full((3,), 100.0)))
 
 
