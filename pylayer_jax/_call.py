@@ -92,6 +92,13 @@ class LayerCall:
         given: Any = self.layer.saved_names if isinstance(self.layer.saved_names, tuple) else ()
         return kept.names(n_residuals, lambda i: (given and given[i]) or f"saved[{i}]")
 
+    def checkpoint_name_of(self, index: int) -> str | None:
+        """Return the name that `saved_names` gives to a saved value for the policies of `jax.checkpoint`, or None."""
+        given = self.layer.saved_names
+        if given is True:
+            return f"{self.layer.__name__}.saved[{index}]"
+        return given[index] if index < len(given) else None
+
     # -- forward ---------------------------------------------------------------------------------------
 
     def run_forward(
@@ -230,7 +237,8 @@ class LayerCall:
         # To transpose `backward` is allowed even if @once_differentiable decorates it. Therefore the transpose calls
         # the undecorated method, which does not raise the error of @once_differentiable.
         backward = getattr(layer.backward, "undecorated", layer.backward) if is_transposed else layer.backward
-        # The gradients depend on a token, so that XLA drops no host call: see NOTE [dropped calls] in `_host_layer.py`.
+        # The gradients depend on a token, so that XLA drops no call of `forward`: see NOTE [dropped calls] in
+        # `_host_layer.py`.
         if layer.host is True:
             backward = functools.partial(_host_layer.run_backward, self)
         token = _host_layer.token_of_forward(ctx) if layer.host == "forward" else None
@@ -245,8 +253,6 @@ class LayerCall:
                 ) from error
             add_note(error, self.name, "backward")
             raise
-        if layer.host is True:
-            result, token = result
         gradients = match_gradients(result, arguments, arguments.can_get_gradient(needs), layer)
         if token is not None:
             gradients = _host_layer.depending_on(token, gradients, arguments.types)

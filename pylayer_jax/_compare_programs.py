@@ -30,9 +30,10 @@ import jax.numpy as jnp
 
 from ._jax.jaxprs import inner_jaxprs
 from ._jax.rule_function import merge, select
+from ._jax.types import is_tensor
 from ._messages import describe
 from ._report import html_table, saved_tensors_report, text_table
-from ._trees import is_tensor, split
+from ._trees import split
 
 _BYTES: Final = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _COUNTS: Final = {"": 1, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}

@@ -395,14 +395,20 @@ class SavedContext:
         names = [""] * n_residuals
         if self.saved is not None:
             for path, i in zip(self.saved.skeleton.tensor_paths(), self.saved.indices, strict=True):
-                entry, rest = path[1:].split("]", 1)  # "[0]['w']": the index of a saved value, and a path within it
-                if not names[i] and (name := name_of_saved(int(entry))) is not None:
+                index, rest = entry_of(path)
+                if not names[i] and (name := name_of_saved(index)) is not None:
                     names[i] = name + rest
         others = {f"ctx.{name}": tree for name, tree in self.attributes.items()}
         for start, tree in [*others.items(), ("saved_for_forward", self.saved_for_jvp)]:
             for path, i in zip(tree.skeleton.tensor_paths(), tree.indices, strict=True) if tree else ():
                 names[i] = names[i] or start + path
         return names
+
+
+def entry_of(path: str) -> tuple[int, str]:
+    """Return the index of a saved value, and the path within this value: 0 and "['w']" for the path "[0]['w']"."""
+    index, rest = path[1:].split("]", 1)
+    return int(index), rest
 
 
 def keep(ctx: PyLayerContext, result: Any, layer: Any) -> tuple[SavedContext, list[Any], list[Any]]:

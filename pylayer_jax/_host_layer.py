@@ -24,8 +24,9 @@ result of the `host_call` that runs `forward`. A `host_call` compares the struct
 the result for example arrays. If XLA drops the `host_call`, this comparison does not take place. Without this
 comparison, the gradient may silently be wrong if the two runs differ in structure. For example, `forward` keeps None in
 one run and a mask in the other run, or `backward` returns None in only one of the two runs. Therefore each call of
-`forward` and `backward` has one more result, the *token*. Each gradient depends on the token of `backward`, which
-depends on the token of `forward`. tests: test_objects_made_from_values, test_what_differs_between_runs
+`forward` has one more result, the *token*. A `host_call` of `backward` gets the token as an operand, and its results
+are the gradients. If `backward` is JAX code, `depending_on` makes each gradient depend on the token. tests:
+test_objects_made_from_values, test_what_differs_between_runs
 
 Nothing in a program can depend on the token if the program uses only an output that is no array, if all outputs are
 marked non-differentiable, if all gradients are None, or if a derivative of `backward` is zero. Then a difference
@@ -43,7 +44,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._context import ContextState, backward_context, copy_container
+from ._context import ContextState, backward_context, copy_container, entry_of
 from ._jax.host_call import HostFunction, host_call_p
 from ._jax.rule_function import barrier, forbid_derivative, merge, scatter, select
 from ._jax.traces import NEEDS_VALUES, ShapedArray, checkpoint_name, eval_context, is_tracer
@@ -303,7 +304,7 @@ class _Example:
             tree = run.structure.skeleton.fill(tensors, copy_container)
             examples = skeleton.fill(_drawn([typeof(x) for x in given]))
             run = _on_example(call, "backward", lambda: _backward(call, needs, tree, examples))
-            self._backwards[key] = run.with_token().structure
+            self._backwards[key] = run.structure
             self._run = None
         return self._backwards[key]
 
@@ -454,7 +455,7 @@ def _run_later(
         has_x64=is_set("enable_x64"),
         takes_batches=call.layer.host_vmap == "broadcast" and method != "vmap",
     )
-    found = host_call_p.bind(*tensors, payload=function)
+    found = host_call_p.bind(*tensors, payload=function) if types else []
     axes = frozenset[Any]().union(*(varying_axes(typeof(x)) for x in tensors))
     return [varying_over(axes, x) for x in found]
 
@@ -494,14 +495,11 @@ def _name_of_token(call: LayerCall, structure: _Structure) -> str:
     Under this name, a policy of `jax.checkpoint` saves the token, which is the last value, together with the saved
     value. Otherwise backward would run `forward` again to get the token. tests: test_a_policy_that_saves_a_name
     """
-    given: Any = call.layer.saved_names
     for position, name in zip(structure.positions, structure.names(), strict=True):
-        if not given or position < structure.n_inputs or not name.startswith(f"{_SAVED}["):
-            continue
-        index, rest = name.removeprefix(f"{_SAVED}[").split("]", 1)
-        own = f"{call.layer.__name__}.saved[{index}]" if given is True else dict(enumerate(given)).get(int(index))
-        if own:
-            return own + rest
+        if position >= structure.n_inputs and name.startswith(f"{_SAVED}["):
+            index, path = entry_of(name.removeprefix(_SAVED))
+            if own := call.checkpoint_name_of(index):
+                return own + path
     return ""
 
 
@@ -529,28 +527,23 @@ def _without_second_derivative(call: LayerCall, structure: _Structure, tensors: 
     return forbid_derivative(tensors, error) if names else tensors
 
 
-def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> tuple[Any, Any]:
-    """Run `backward` on NumPy arrays. Return the result of `backward`, with JAX arrays.
-
-    If a `host_call` runs `backward`, also return its token, else None.
-    """
+def run_backward(call: LayerCall, ctx: Any, *cotangents: Any) -> Any:
+    """Run `backward` on NumPy arrays. Return the result of `backward`, with JAX arrays."""
     attributes = {f"ctx.{name}": value for name, value in vars(ctx).items()}
     forward_needs, needs = attributes.pop(f"ctx.{_NEEDS}"), ctx.needs_input_grad
     tensors, skeleton = split(({_SAVED: ctx.saved_tensor(), **attributes}, cotangents))
 
-    def run(arrays: Sequence[np.ndarray]) -> _Run:
+    def run(arrays: Sequence[np.ndarray], *_: Any) -> _Run:
         return _backward(call, needs, *skeleton.fill([np.array(x) for x in arrays], copy_container))
 
     if any(map(is_tracer, tensors)):
         structure = _example_of(call, forward_needs).backward(call, needs, cotangents)
         perturbed = [is_tracer(x) and has_tangent(x) for x in tensors]
         fixed = forbid_derivative(select(tensors, perturbed), lambda: second_derivative_error(call.layer))
-        operands = merge(perturbed, fixed, tensors)
-        values = _run_later(call, "backward", structure, lambda xs, batch: run(xs).with_token(batch), operands)
+        values = _run_later(call, "backward", structure, run, merge(perturbed, fixed, tensors))
     else:
         structure, values = _run_directly(run, tensors)
-    _, tree = structure.fill((), values)
-    return tree["gradient"], tree.get(f"ctx.{_TOKEN}")
+    return structure.fill((), values)[1]["gradient"]
 
 
 def token_of_forward(ctx: Any) -> Any:
@@ -562,10 +555,10 @@ def token_of_forward(ctx: Any) -> Any:
 
 
 def depending_on(token: Any, gradients: Sequence[Any], types: Sequence[Any]) -> list[Any]:
-    """Return the gradients, each of which depends on the token if `forward` or `backward` runs in a `host_call`.
+    """Return the gradients of a `backward` in JAX code, each of which depends on the token of `forward`.
 
     See NOTE [dropped calls]. A gradient stays None: zeros in its place would be a cotangent for other layers. The
-    gradients get the explicit shardings of `types`, which NumPy arrays do not have. In a shard_map, a gradient that is
+    gradients get the explicit shardings of `types`, which the token does not have. In a shard_map, a gradient that is
     the same on all devices stays as it is if the token differs between devices.
     """
     has_one = [gradient is not None for gradient in gradients]

@@ -650,7 +650,7 @@ def _with_names(call: LayerCall, run: ForwardResult, inputs: Sequence[Any], save
 
 def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> list[str]:
     """Return the name that `saved_names` gives to each residual, or "", for the policies of `jax.checkpoint`."""
-    given, layer = call.layer.saved_names, call.layer.__name__
+    given = call.layer.saved_names
     if not given:
         return [""] * n_tensors
     if given is not True and len(given) != kept.n_values:
@@ -658,4 +658,4 @@ def _checkpoint_names(call: LayerCall, kept: SavedContext, n_tensors: int) -> li
             f"{call.name}.saved_names has {len(given)} names, but forward saved {kept.n_values} values with "
             "ctx.save_for_backward. Give one for each, None for a value without a name."
         )
-    return kept.names(n_tensors, lambda i: f"{layer}.saved[{i}]" if given is True else given[i])
+    return kept.names(n_tensors, call.checkpoint_name_of)

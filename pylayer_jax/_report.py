@@ -30,9 +30,9 @@ from ._hooks import PACK_SCOPE, Mark, hooks_ignored, names_recorded, tensors_mar
 from ._jax.jaxprs import inner_jaxprs, is_literal, jaxpr_and_consts, scan_counts
 from ._jax.jaxprs import line_of as source_line
 from ._jax.rule_function import BatchedFunction, Identity, PartialFunction, merge, payload_of, rule_function_p, select
-from ._jax.types import is_ref
+from ._jax.types import is_ref, is_tensor
 from ._layer_rule import StagedLayer
-from ._trees import is_tensor, split
+from ._trees import split
 
 # -- tables ---------------------------------------------------------------------------------------------------
 

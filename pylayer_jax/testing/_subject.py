@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pylayer_jax._jax.traces import is_tracer
-from pylayer_jax._jax.types import has_tangent, is_key
-from pylayer_jax._trees import is_tensor, split
+from pylayer_jax._jax.types import has_tangent, is_key, is_tensor
+from pylayer_jax._trees import split
 
 __tracebackhide__ = True  # pytest hides the frames of this module
 

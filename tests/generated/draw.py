@@ -49,7 +49,7 @@ HOOK_NAMES = ["same", "same", "boxed", "negated"]
 
 
 class Traits(NamedTuple):
-    """What all layers of a case have in common."""
+    """The properties that all layers of a case share."""
 
     shape: tuple[int, ...]  # of the inputs of the program
     forward_mode: bool

@@ -139,7 +139,7 @@ COPIED = {
 
 
 @pytest.mark.parametrize("name", COPIED)
-def test_an_input_is_told_apart_from_what_is_made_of_it(name):
+def test_the_report_distinguishes_an_input_from_values_computed_from_it(name):
     def loss(x):
         return jnp.sum(COPIED[name](x))
 

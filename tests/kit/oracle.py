@@ -305,7 +305,7 @@ def mapped(f: Callable[[Any], Any], value: Any) -> Any:
 
 
 class Difference(NamedTuple):
-    """What each side does, for a row whose results differ: an exception class or values.
+    """The results of both libraries for a row in which they differ: an exception class or values.
 
     The values are one array or number per gradient of the last order; if the row has no orders, one per output.
     """
